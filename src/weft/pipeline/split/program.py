@@ -12,7 +12,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from itertools import chain
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,24 @@ from weft.core.segment import MicroBatchContext
 from weft.pipeline.stage import ModuleScan, Skip, Stage
 
 
-class Ref(NamedTuple):
-    """Where a value comes from: "in" with the number of an input leaf, "v" with the number of a value that was made,
-    "own" with the name of a parameter or buffer, "const" with the tensor itself."""
+@dataclass(eq=False, slots=True)
+class Value:
+    """What steps read. By its `kind`, `key` is the name of an input ("in"), or of a parameter or buffer ("own"), the
+    tensor itself ("const"), or which leaf of a step's result it is ("made"; -1: an argument that was written into)."""
 
-    kind: str
+    kind: Literal["in", "own", "const", "made"]
     key: Any
+    step: int = -1  # the number of the step that made it
+    bytes: int = 0
+    storage: int | None = None
+    kept: Any = None  # a copy, if a recording was to keep some
 
+
+Reads = list[tuple[int, Value]]
+"""Which leaves, of arguments or of the result, are which values."""
+Values = dict[Value, Any]
+Owned = Callable[[str], Tensor]
+"""The parameter or buffer of that name."""
 
 HERE = object()
 """Stands among the constants of a step for the device of the stage that runs it."""
@@ -38,30 +50,32 @@ HERE = object()
 
 @dataclass(eq=False)
 class Step:
-    """One instruction. `leaves` are those of its arguments, with None where `reads` says where the value comes from.
-
-    The arguments are `leaves` in order, the last of them by `names`; or nested as `structure` says, if it is set.
-    """
+    """One instruction. Its arguments are `leaves`, with None where `reads` says what is there: in order, the last of
+    them by `names`; or nested as `structure` says, if it is set."""
 
     name: str
     call: Callable[..., Any]
     leaves: list[Any]
-    reads: list[tuple[int, Ref]] = field(default_factory=list[tuple[int, Ref]])
     names: tuple[str, ...] = ()
     structure: Structure | None = None
     where: str = ""  # file and line of the user's code
     module: nn.Module | None = None
-    makes: list[int | None] = field(default_factory=list[int | None])  # by the leaves of the result, then by `writes`
-    # Leaves of a block's result that Python may go by, and shapes of result leaves that it went by:
+    reads: Reads = field(default_factory=Reads)
+    makes: list[Value | None] = field(default_factory=list[Value | None])  # leaves of the result, then `writes`
+    # Leaves of the result that are no tensors, and shapes of those that are, which Python may go by:
     plain: list[tuple[int, Any]] = field(default_factory=list[tuple[int, Any]])
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    expects: tuple[Any] | None = None  # the answer of a guard
     writes: list[int] = field(default_factory=list[int])  # which argument leaves it wrote into
     stored: set[int] = field(default_factory=set[int])  # the storages that it wrote into
     draws: bool = False
     dynamic: bool = False  # the shape of its result depends on data
     grad: bool | None = None  # another grad mode than that of the whole call
     casts: tuple[tuple[str, torch.dtype, bool], ...] = ()  # another autocast than that of the whole call
+
+    @property
+    def guards(self) -> bool:
+        """Whether it makes nothing, but reads out of data what Python goes by."""
+        return bool(self.plain) and not any(self.makes)
 
     def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         if self.structure is not None:
@@ -84,25 +98,17 @@ class Step:
 
 @dataclass
 class Recording:
-    """What one run of forward() did."""
+    """What one run of forward() did. The result is `leaves` and `reads`, as a step's arguments are."""
 
+    inputs: list[Value]  # the leaves of the arguments
     steps: list[Step] = field(default_factory=list[Step])
     cuts: dict[str, int] = field(default_factory=dict[str, int])  # split point -> the first step at or after its call
-    leaves: list[Any] = field(default_factory=list[Any])  # of the result, as those of a step's arguments
-    reads: list[tuple[int, Ref]] = field(default_factory=list[tuple[int, Ref]])
+    leaves: list[Any] = field(default_factory=list[Any])
+    reads: Reads = field(default_factory=Reads)
     structure: Structure = LEAF
     has_scalars: bool = False  # whether a leaf of the result is one number per micro-batch
-    # Read after a write through another tensor: who made it, and who wrote it (-1: an input).
+    # Read after a write through another tensor: the steps that made it, and that wrote it (-1: before the first one).
     aliases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    sizes: dict[Ref, int] = field(default_factory=dict[Ref, int])  # bytes of inputs and values
-    storages: dict[Ref, int] = field(default_factory=dict[Ref, int])
-    inputs: list[str] = field(default_factory=list[str])  # names of the leaves of the arguments
-    values: dict[int | None, Any] = field(default_factory=dict[int | None, Any])  # all, if they were to be kept
-
-
-Values = dict[Ref, Any]
-Owned = Callable[[str], Tensor]
-"""The parameter or buffer of that name."""
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
@@ -146,11 +152,14 @@ class CrossingValue(NamedTuple):
 class Part:
     """One stage's share of a program. `takes` and `gives` are by the stage at the other end."""
 
-    steps: list[tuple[int, Step, list[Any]]] = field(default_factory=list[tuple[int, Step, list[Any]]])  # by number
-    takes: dict[int, list[Ref]] = field(default_factory=dict[int, list[Ref]])
-    gives: dict[int, list[Ref]] = field(default_factory=dict[int, list[Ref]])
-    clones: set[Ref] = field(default_factory=set[Ref])  # that come in, and are written into here
-    done: dict[int, list[Ref]] = field(default_factory=dict[int, list[Ref]])  # after which step nobody here needs them
+    # Each step with its number, the constants among its arguments, and the values that nobody here needs after it:
+    steps: list[tuple[int, Step, list[Any], list[Value]]] = field(
+        default_factory=list[tuple[int, Step, list[Any], list[Value]]]
+    )
+    held: list[Value] = field(default_factory=list[Value])  # the model's tensors and constants that it reads
+    takes: dict[int, list[Value]] = field(default_factory=dict[int, list[Value]])
+    gives: dict[int, list[Value]] = field(default_factory=dict[int, list[Value]])
+    clones: set[Value] = field(default_factory=set[Value])  # that come in, and are written into here
 
 
 class Program:
@@ -166,7 +175,7 @@ class Program:
         self.anchors: Sequence[Any] = ()
         self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)
         self.parts = [Part() for _ in devices]
-        self._device = list(devices) if len(set(devices)) > 1 else None
+        self._device = list(devices) if len(set(devices)) > 1 else [None] * len(devices)
         steps = recording.steps
         starts = [0, *(recording.cuts[name] for name in self.order)]
         for name, start, before in zip(self.order, starts[1:], starts, strict=False):
@@ -174,8 +183,6 @@ class Program:
                 where = "forward begins with it" if not start else "another split point comes right before it"
                 raise SplitError(f"nothing would run in the stage before {name!r}, for {where}; leave it out of split")
         self._stage_at = [bisect(starts, k) - 1 for k in range(len(steps))]
-        self._maker = {value: k for k, step in enumerate(steps) for value in step.makes if value is not None}
-        self._sizes, self._storages = recording.sizes, recording.storages
         self._written = {storage for step in steps for storage in step.stored}
         self._check_writes()
         members = [{k for k, at in enumerate(self._stage_at) if at == s} for s in range(len(devices))]
@@ -184,8 +191,8 @@ class Program:
         for s, part in enumerate(self.parts):
             self._fill(s, part, sorted(members[s]), crossing)
         self.routes = [
-            CrossingValue(self._name(ref), self._sizes.get(ref, 0), self._source(ref), tuple(readers))
-            for ref, readers in crossing.items()
+            CrossingValue(self._name(value), value.bytes, self._source(value), tuple(readers))
+            for value, readers in crossing.items()
         ]
 
     def _check_writes(self) -> None:
@@ -198,16 +205,16 @@ class Program:
                     f"({self._stage_at[max(made, 0)]}), which is read afterwards; use the out-of-place form there, or "
                     "split elsewhere"
                 )
-        readers: dict[Ref, set[int]] = {}
+        readers: dict[Value, set[int]] = {}
         for s, step in zip(self._stage_at, steps, strict=True):
-            for _, ref in step.reads:
-                readers.setdefault(ref, set()).add(s)
+            for _, value in step.reads:
+                readers.setdefault(value, set()).add(s)
         for step in steps:
-            for k, ref in step.reads:
-                if ref.kind == "own" and k in step.writes and len(readers[ref]) > 1:
+            for k, value in step.reads:
+                if value.kind == "own" and k in step.writes and len(readers[value]) > 1:
                     raise InPlaceError(
-                        f"{step} writes into {ref.key!r}, which the code between blocks of several stages "
-                        f"{readers[ref]} uses; use it in one submodule, or split elsewhere"
+                        f"{step} writes into {value.key!r}, which the code between blocks of several stages "
+                        f"{readers[value]} uses; use it in one submodule, or split elsewhere"
                     )
 
     def _prelude(self, members: Sequence[set[int]]) -> list[Step]:
@@ -215,10 +222,10 @@ class Program:
         step may change, are asked again in their stage."""
         ahead: set[int] = set()
         for k, step in enumerate(self.recording.steps):
-            guards = step.expects is not None or (step.shapes and step.dynamic)
-            if guards and (found := self._from_inputs(k, own=True)) is not None:
+            decides = step.guards or (step.shapes and step.dynamic)
+            if decides and (found := self._from_inputs(k, own=True)) is not None:
                 ahead |= found
-                if step.expects is not None and self._from_inputs(k) is not None:
+                if step.guards and self._from_inputs(k) is not None:
                     members[self._stage_at[k]].discard(k)
         return [self.recording.steps[k] for k in sorted(ahead)]
 
@@ -232,158 +239,173 @@ class Program:
                 continue
             step = self.recording.steps[k]
             pure = step.module is None and not (step.writes or step.draws)
-            if not pure or any(self._storages.get(Ref("v", value)) in self._written for value in step.makes):
+            if not pure or any(value and value.storage in self._written for value in step.makes):
                 return None
             found.add(k)
-            for _, ref in step.reads:
-                if ref.kind == "v":
-                    todo.append(self._maker[ref.key])
-                elif (ref.kind == "own" and not own) or (ref.kind == "in" and self._storages.get(ref) in self._written):
+            for _, value in step.reads:
+                if value.kind == "made":
+                    todo.append(value.step)
+                elif (value.kind == "own" and not own) or (value.kind == "in" and value.storage in self._written):
                     return None
         return found
 
-    def _readers(self, members: Sequence[set[int]]) -> dict[Ref, list[int]]:
+    def _readers(self, members: Sequence[set[int]]) -> dict[Value, list[int]]:
         """Every value that crosses, with its readers. Adds to `members` what a stage makes anew."""
-        steps, crossing = self.recording.steps, dict[Ref, list[int]]()
+        steps, crossing = self.recording.steps, dict[Value, list[int]]()
         for s in range(1, len(members)):
-            takes: dict[Ref, None] = {}
+            takes: dict[Value, None] = {}
             reads = [read for k in sorted(members[s]) for read in steps[k].reads] + self._leaves_at(s)
-            for _, ref in reads:
-                here = ref.kind in ("own", "const") or (ref.kind == "v" and self._maker[ref.key] in members[s])
-                if here or ref in takes:
+            for _, value in reads:
+                here = value.kind in ("own", "const") or value.step in members[s]
+                if here or value in takes:
                     continue
-                again = self._from_inputs(self._maker[ref.key]) if ref.kind == "v" else None
-                inputs = {r for k in again or () for _, r in steps[k].reads if r.kind == "in"}
-                if again is not None and sum(self._sizes.get(r, 0) for r in inputs - takes.keys()) < self._sizes[ref]:
+                again = sorted(self._from_inputs(value.step) or ()) if value.kind == "made" else []
+                inputs = {each: None for k in again for _, each in steps[k].reads if each.kind == "in"}
+                if again and sum(each.bytes for each in inputs if each not in takes) < value.bytes:
                     members[s].update(again)
-                    takes.update(dict.fromkeys(sorted(inputs)))
+                    takes |= inputs
                 else:
-                    takes[ref] = None
-            for ref in takes:
-                crossing.setdefault(ref, []).append(s)
+                    takes[value] = None
+            for value in takes:
+                crossing.setdefault(value, []).append(s)
         return crossing
 
-    def _leaves_at(self, stage: int) -> list[tuple[int, Ref]]:
+    def _leaves_at(self, stage: int) -> Reads:
         """What forward() returns, if that is the stage which does."""
         return self.recording.reads if stage == len(self.parts) - 1 else []
 
-    def _source(self, ref: Ref) -> int:
-        return self._stage_at[self._maker[ref.key]] if ref.kind == "v" else 0
+    def _source(self, value: Value) -> int:
+        return self._stage_at[value.step] if value.kind == "made" else 0
 
-    def _fill(self, stage: int, part: Part, members: Sequence[int], crossing: Mapping[Ref, Sequence[int]]) -> None:
+    def _fill(self, stage: int, part: Part, members: Sequence[int], crossing: Mapping[Value, Sequence[int]]) -> None:
         """What a stage runs, takes, gives, clones and drops."""
-        for ref, readers in crossing.items():
-            source = self._source(ref)
+        for value, readers in crossing.items():
+            source = self._source(value)
             if stage in readers:
-                part.takes.setdefault(source, []).append(ref)
+                part.takes.setdefault(source, []).append(value)
             for reader in readers if stage == source else ():
-                part.gives.setdefault(reader, []).append(ref)
-        last: dict[Ref, int] = {}
-        stored: set[int] = set()
-        for position, k in enumerate(members):
-            step = self.recording.steps[k]
-            leaves = [self._device[stage] if self._device and leaf is HERE else leaf for leaf in step.leaves]
-            part.steps.append((k, step, leaves))
-            stored |= step.stored
-            last.update({ref: position for _, ref in step.reads if ref.kind in ("in", "v")})
-            last.update({Ref("v", value): position for value in step.makes if value is not None})
-        stays = {ref for refs in part.gives.values() for ref in refs} | {ref for _, ref in self._leaves_at(stage)}
-        for ref, position in last.items():
-            if ref not in stays:
-                part.done.setdefault(position, []).append(ref)
-        comes = [ref for refs in part.takes.values() for ref in refs]
-        comes += [ref for ref in last if ref.kind == "in" and not stage]
-        part.clones = {ref for ref in comes if self._storages.get(ref) in stored}
+                part.gives.setdefault(reader, []).append(value)
+        steps = [self.recording.steps[k] for k in members]
+        last: dict[Value, int] = {}
+        for k, step in zip(members, steps, strict=True):
+            last.update({value: k for _, value in step.reads if value.kind in ("in", "made")})
+            last.update({value: k for value in step.makes if value is not None})
+        stays = {value for values in part.gives.values() for value in values}
+        stays |= {value for _, value in self._leaves_at(stage)}
+        done: dict[int, list[Value]] = {k: [] for k in members}
+        for value in last.keys() - stays:
+            done[last[value]].append(value)
+        for k, step in zip(members, steps, strict=True):
+            leaves = [self._device[stage] if leaf is HERE else leaf for leaf in step.leaves]
+            part.steps.append((k, step, leaves, done[k]))
+        part.held = _held(steps, *self._leaves_at(stage))
+        stored = {storage for step in steps for storage in step.stored}
+        comes = [value for values in part.takes.values() for value in values]
+        comes += [value for value in last if value.kind == "in" and not stage]
+        part.clones = {value for value in comes if value.storage in stored}
 
-    def _name(self, ref: Ref) -> str:
-        if ref.kind == "in":
-            return f"input {self.recording.inputs[ref.key]}"
-        step = self.recording.steps[self._maker[ref.key]]
-        return f"{step}[{step.makes.index(ref.key)}]" if len(step.makes) > 1 else str(step)
+    def _name(self, value: Value) -> str:
+        if value.kind == "in":
+            return f"input {value.key}"
+        step = self.recording.steps[value.step]
+        return f"{step}[{step.makes.index(value)}]" if len(step.makes) > 1 else str(step)
 
     def blocks(self, stage: int) -> dict[nn.Module, str]:
-        return {step.module: step.name for _, step, _ in self.parts[stage].steps if step.module is not None}
+        return {step.module: step.name for _, step, *_ in self.parts[stage].steps if step.module is not None}
 
     def owned(self, stage: int) -> set[str]:
         """The parameters and buffers that the code between blocks of a stage reads."""
-        steps = [step for _, step, _ in self.parts[stage].steps] + self.prelude * (stage == 0)
-        reads = [read for step in steps for read in step.reads] + self._leaves_at(stage)
-        return {ref.key for _, ref in reads if ref.kind == "own"}
+        held = self.parts[stage].held + (_held(self.prelude) if not stage else [])
+        return {value.key for value in held if value.kind == "own"}
 
     def fits(self, leaves: Sequence[Any], owned: Owned) -> bool:
         """Whether forward() would go the way of this program for these inputs, as far as they tell."""
         if not self.prelude:
             return True
-        values: Values = {Ref("in", k): leaf for k, leaf in enumerate(leaves)}
         with suppress(GuardError), torch.no_grad():
+            values = self.given(leaves, owned, self.prelude)
             for step in self.prelude:
-                self.perform(step, step.leaves, values, owned)
+                perform(step, step.leaves, values)
             return True
         return False
+
+    def given(self, leaves: Sequence[Any], owned: Owned, steps: Iterable[Step]) -> Values:
+        """What is there before the first of these steps runs: inputs, the model's tensors, constants."""
+        values: Values = dict(zip(self.recording.inputs, leaves, strict=True))
+        _load(values, _held(steps), owned)
+        return values
 
     def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = None) -> Values:
         """Run one stage on what comes in. Returns the values that it has at its end. Layers, which have random numbers
         of their own, are blocks, and steps that draw."""
-        part = self.parts[stage]
-        device = None if self._device is None else self._device[stage]
-        for ref in part.clones:
-            values[ref] = values[ref].clone()
-        for position, (number, step, leaves) in enumerate(part.steps):
+        part, device = self.parts[stage], self._device[stage]
+        _load(values, part.held, owned)
+        for value in part.clones:
+            values[value] = values[value].clone()
+        for number, step, leaves, done in part.steps:
             try:
                 if next_layer is not None and (step.draws or step.module is not None):
                     next_layer(number)
-                self.perform(step, leaves, values, owned, device)
+                perform(step, leaves, values, device)
             except BaseException as error:
                 what = f"block {step.name!r}" if step.module is not None else str(step)
                 error.add_note(f"weft: in {what} of stage {stage}")
                 raise
-            for ref in part.done.get(position, ()):
-                values.pop(ref, None)
+            for value in done:
+                values.pop(value, None)
         return values
-
-    @staticmethod
-    def perform(
-        step: Step, constants: Sequence[Any], values: Values, owned: Owned, device: torch.device | None = None
-    ) -> None:
-        """Run one step on what is in `values`, and put there what it makes. Raises GuardError."""
-        leaves = _filled(constants, step.reads, values, owned)
-        if device is not None:
-            leaves = [moved(x, device) for x in leaves]
-        result = step.run(leaves)
-        if step.expects is not None:
-            _agree(step, step.expects[0], result)
-            return
-        made = [result] if type(result) is Tensor else flatten(result)[0]
-        if step.writes:
-            made = [*made, *(leaves[k] for k in step.writes)]
-        if len(made) != len(step.makes):
-            _agree(step, f"{len(step.makes)} values", f"{len(made)} values")
-        for k, shape in step.shapes.items():
-            _agree(step, shape, tuple(made[k].shape))
-        for k, plain in step.plain:
-            _agree(step, plain, made[k])
-        values.update((Ref("v", value), x) for value, x in zip(step.makes, made, strict=True) if value is not None)
 
     def replay(self, leaves: Sequence[Any], owned: Owned) -> Any:
         """Run all stages, one after the other, on the leaves of the arguments."""
-        values: Values = {Ref("in", k): leaf for k, leaf in enumerate(leaves)}
         sent: list[Values] = [{} for _ in self.parts]
+        sent[0].update(zip(self.recording.inputs, leaves, strict=True))
         for s, part in enumerate(self.parts):
-            values = self.run(s, values if s == 0 else sent[s], owned)
-            for reader, refs in part.gives.items():
-                sent[reader].update({ref: values[ref] for ref in refs})
-        return self.result(values, owned)
+            values = self.run(s, sent[s], owned)
+            for reader, crossing in part.gives.items():
+                sent[reader].update({value: values[value] for value in crossing})
+        return self.result(sent[-1])
 
-    def result(self, values: Values, owned: Owned) -> Any:
+    def result(self, values: Values) -> Any:
         """What forward() returns, of the values that the last stage has."""
-        return unflatten(self.recording.structure, _filled(self.recording.leaves, self.recording.reads, values, owned))
+        return unflatten(self.recording.structure, _filled(self.recording.leaves, self.recording.reads, values))
 
 
-def _filled(constants: Sequence[Any], reads: Iterable[tuple[int, Ref]], values: Values, owned: Owned) -> list[Any]:
+def perform(step: Step, constants: Sequence[Any], values: Values, device: torch.device | None = None) -> None:
+    """Run one step on what is in `values`, and put there what it makes. Raises GuardError."""
+    leaves = _filled(constants, step.reads, values)
+    if device is not None:
+        leaves = [moved(x, device) for x in leaves]
+    result = step.run(leaves)
+    made = [result] if type(result) is Tensor else flatten(result)[0]
+    if step.writes:
+        made = [*made, *(leaves[k] for k in step.writes)]
+    if len(made) != len(step.makes):
+        _agree(step, f"{len(step.makes)} values", f"{len(made)} values")
+    for k, shape in step.shapes.items():
+        _agree(step, shape, tuple(made[k].shape))
+    for k, plain in step.plain:
+        _agree(step, plain, made[k])
+    for value, x in zip(step.makes, made, strict=True):
+        if value is not None:
+            values[value] = x
+
+
+def _held(steps: Iterable[Step], *more: tuple[int, Value]) -> list[Value]:
+    """The model's tensors and the constants among what steps, and `more`, read."""
+    reads = chain(*(step.reads for step in steps), more)
+    return list(dict.fromkeys(value for _, value in reads if value.kind in ("own", "const")))
+
+
+def _load(values: Values, held: Iterable[Value], owned: Owned) -> None:
+    for value in held:
+        values[value] = value.key if value.kind == "const" else owned(value.key)
+
+
+def _filled(constants: Sequence[Any], reads: Reads, values: Values) -> list[Any]:
     """The constants, with what is read in their places."""
     leaves = list(constants)
-    for k, ref in reads:
-        leaves[k] = ref.key if ref.kind == "const" else owned(ref.key) if ref.kind == "own" else values[ref]
+    for k, value in reads:
+        leaves[k] = values[value]
     return leaves
 
 
@@ -455,16 +477,16 @@ class SplitStage(Stage):
         part = program.parts[self.index]
         values: Values = {}
         if not self.index:
-            values = {Ref("in", k): leaf for k, leaf in enumerate(flatten((main.args, main.kwargs))[0])}
-        for source, refs in part.takes.items():
-            values.update(zip(refs, skips[bundle(source, self.index)], strict=True))
+            values.update(zip(program.recording.inputs, flatten((main.args, main.kwargs))[0], strict=True))
+        for source, crossing in part.takes.items():
+            values.update(zip(crossing, skips[bundle(source, self.index)], strict=True))
         stashed: dict[Skip, Any] = dict.fromkeys(self.stashed, ())
         with self._substituted(choice.copies[self.index]):
             values = program.run(self.index, values, self.code.get, next_layer)
-            for reader, refs in part.gives.items():
-                stashed[bundle(self.index, reader)] = tuple(values[ref] for ref in refs)
+            for reader, crossing in part.gives.items():
+                stashed[bundle(self.index, reader)] = tuple([values[value] for value in crossing])
             last = self.index == len(program.parts) - 1
-            return (program.result(values, self.code.get) if last else choice), stashed
+            return (program.result(values) if last else choice), stashed
 
     def scan(self) -> ModuleScan:
         """As of any stage, with copies in the place of parameters that another device owns."""

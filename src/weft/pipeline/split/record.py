@@ -3,15 +3,13 @@
     forward()     x = self.embed(ids);  for block in self.blocks: x = block(x, mask);  return self.head(x)
     recording     %0 = embed(in0)    %1 = add(%0, own cls)    %2 = blocks.0(%1, in1)   ...
 
-A module without a split point inside is a *block*: it is called as it is at every step, whatever its Python does
-(hooks, dropout, routing on data, checkpointing). Modules around split points are *open*: of their forward() the torch
-functions are recorded, and what their Python decided is frozen. What it decided by is either part of the key that a
-program is looked up by (shapes, arguments, flags), or a guard that every replay checks (a value that was read out of a
-tensor, a shape that depends on data).
+A module without a split point inside is a *block*, called as it is at every step, whatever its Python does. Modules
+around split points are *open*: the torch functions of their forward() are recorded, and what their Python decided is
+frozen. It decided by what is in the key of a program (shapes, arguments, flags), or by what was read out of a tensor,
+which is a guard that every replay checks.
 
 A `TorchFunctionMode` sees the functions, a patched ``__call__`` of the module classes the blocks, and a
-`TorchDispatchMode` every tensor that is made inside of blocks: one that comes out by another door than a result opens
-its block, and the recording is made again.
+`TorchDispatchMode` every tensor that is made inside of blocks: one that leaves it other than in its result opens it.
 """
 
 import random
@@ -19,9 +17,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import lru_cache, partial
+from operator import is_
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +37,7 @@ from weft.core.rng import generators, restore, states
 from weft.core.segment import held_values, version
 from weft.pipeline.microbatch import storage_id
 from weft.pipeline.pipe import map_tensors
-from weft.pipeline.split.program import HERE, Recording, Ref, Step, moved
+from weft.pipeline.split.program import HERE, Reads, Recording, Step, Value, moved
 
 _T = cast(Any, Tensor)
 _functorch = cast(Any, torch._C)._functorch
@@ -74,13 +73,11 @@ class ForwardRecorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device]) -> None:
         super().__init__()
-        self.model, self.devices = model, devices
+        self.model, self.devices, self._split_names = model, devices, list(split)
         self.mixed = len(set(devices)) > 1
-        self._inside = True
-        self._leaking: set[nn.Module] = set()
-        self._keep = False
-        self._split_names = list(split)
         self.open: set[nn.Module] = set()
+        self._leaking: set[nn.Module] = set()
+        self._inside, self._keep = True, False
         self._resolve()
 
     def _resolve(self) -> None:
@@ -100,7 +97,7 @@ class ForwardRecorder(TorchFunctionMode):
     def moving(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The plain forward of a model whose stages have several devices: tensors are moved as in a recording."""
         with _one_at_a_time:
-            self._begin([])
+            self._begin()
             return self._forward(args, kwargs)
 
     def record(
@@ -131,13 +128,15 @@ class ForwardRecorder(TorchFunctionMode):
         leaves, structure = flatten((tuple(args), kwargs))
         leaves = copies(leaves)
         tracked = torch.is_grad_enabled()  # with a graph, so that its autograd functions show; it keeps no tensor
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.set_grad_enabled(tracked))
-            stack.enter_context(undisturbed(self.model, self.devices))
-            if tracked:
-                stack.enter_context(saved_tensors_hooks(_nothing, _nothing))
-            self._begin(leaves)
+        names = structure_paths(flatten(tuple(args))[1])
+        names += [name for key, x in kwargs.items() for name in structure_paths(flatten(x)[1], key)]
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(tracked),
+            undisturbed(self.model, self.devices),
+            saved_tensors_hooks(_nothing, _nothing) if tracked else nullcontext(),
+        ):
+            self._begin(names, leaves)
             tables = [(module, dict(module._buffers)) for module in self.open]
             result = self._forward(*unflatten(structure, leaves))
             for module, before in tables:
@@ -148,14 +147,12 @@ class ForwardRecorder(TorchFunctionMode):
                     )
             self._refuse_python_draws()
             found = self._recording
-            found.inputs = structure_paths(flatten(tuple(args))[1])
-            found.inputs += [path for key, x in kwargs.items() for path in structure_paths(flatten(x)[1], key)]
             register_dataclasses(result)
             made, found.structure = flatten(result)
-            found.reads = [(k, ref) for k, leaf in enumerate(made) if (ref := self._ref(leaf))]
+            found.reads = self._reads(made)
             found.leaves = _without(made, found.reads)
             found.has_scalars = any(isinstance(x, Tensor) and not x.dim() and x.is_floating_point() for x in made)
-        self._begin([])  # lets go of what the run has made
+        self._begin()  # lets go of what the run has made
         return found
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -166,13 +163,12 @@ class ForwardRecorder(TorchFunctionMode):
             finally:
                 self._inside = True
 
-    def _begin(self, inputs: Sequence[Any]) -> None:
+    def _begin(self, names: Sequence[str] = (), leaves: Sequence[Any] = ()) -> None:
         """Forget the run before, and know what is there before the first step: inputs, parameters and buffers."""
-        self._recording = Recording()
+        inputs = [Value("in", name, -1, *_size(leaf)) for name, leaf in zip(names, leaves, strict=True)]
+        self._recording = Recording(inputs)
         self._steps = self._recording.steps
-        self._known: dict[int, tuple[Any, Ref, int]] = {}  # by id(): the value, its origin, its version then
-        self._maker: list[tuple[Step, int]] = []  # of each value: its step, and which leaf of the result (-1: a write)
-        self._made_at: dict[Ref, int] = {}
+        self._known: dict[int, tuple[Any, Value, int]] = {}  # by id(): what it is for, its version then
         self._nodes: dict[int, Any] = {}  # of the graph, which blocks and autograd functions have made
         self._written: dict[int, int] = {}  # storage -> the last step that wrote into it
         self.births: dict[int, tuple[weakref.ref[Tensor], nn.Module | None]] = {}  # every tensor made meanwhile
@@ -182,15 +178,14 @@ class ForwardRecorder(TorchFunctionMode):
         self._outer = torch.is_grad_enabled(), _casts()
         self._python_draws = _python_draws()
         self._device = self.devices[0]
-        for k, leaf in enumerate(inputs):
-            self._measure(leaf, Ref("in", k))
-            if isinstance(leaf, Tensor) or not isinstance(leaf, PLAIN):
-                self._know(leaf, Ref("in", k), -1)
+        for leaf, value in zip(leaves, inputs, strict=True):
+            if not isinstance(leaf, PLAIN):
+                self._know(leaf, value)
         for module in self.model.modules():
             prefix = self.names[id(module)]
             for key, each in (*module._parameters.items(), *module._buffers.items()):
                 if each is not None and id(each) not in self._known:
-                    self._know(each, Ref("own", f"{prefix}.{key}" if prefix else key), -1)
+                    self._know(each, Value("own", f"{prefix}.{key}" if prefix else key))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -225,8 +220,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _block(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         register_dataclasses((args, kwargs))
-        leaves, structure = flatten((args, kwargs))
-        step = Step(self.names[id(module)], module, leaves, structure=structure, module=module)
+        step = _step(self.names[id(module)], module, args, kwargs, module=module)
         self._refuse_python_draws(f" before {step.name}")
         self.block = module
         try:
@@ -236,20 +230,15 @@ class ForwardRecorder(TorchFunctionMode):
             self._python_draws = _python_draws()
 
     def _function(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = [*args, *kwargs.values()]
-        if any(isinstance(each, _CONTAINERS) and _holds_values(each) for each in given):
-            leaves, structure = flatten((args, kwargs))
-            step = Step(name, func, leaves, structure=structure, where=_site())
-        else:
-            step = Step(name, func, given, names=tuple(kwargs), where=_site())
+        step = _step(name, func, args, kwargs, where=_site())
         if any(_functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
             raise _refusal(f"{name} runs under vmap or grad")
         return self._recorded(step, func)
 
     def _recorded(self, step: Step, run: Callable[..., Any]) -> Any:
         """Run a step, and record it."""
-        number, leaves = len(self._steps), step.leaves
-        step.reads = [(k, ref) for k, x in enumerate(leaves) if (ref := self._ref(x))]
+        leaves = step.leaves
+        step.reads = self._reads(leaves)
         given = [moved(x, self._device) for x in leaves] if self.mixed else leaves
         versions = [version(x) if isinstance(x, Tensor) else 0 for x in given]
         self.drew = self.dynamic = False
@@ -266,68 +255,60 @@ class ForwardRecorder(TorchFunctionMode):
         if self.mixed:
             step.leaves = _placeless(step)
         if step.module is None and not wrote and not any(isinstance(x, Tensor) for x in made):
-            return self._read(step, result, [x for x in leaves if isinstance(x, Tensor)])
-        self._note_results(step, number, made)
-        self._note_writes(step, number, leaves, wrote)
+            if step.call in _SHAPES and (tensors := [x for x in leaves if isinstance(x, Tensor)]):
+                self._note_shape(tensors[0])
+            if step.call not in _READS:
+                return result  # there is nothing to repeat
+        self._note_results(step, made)
+        self._note_writes(step, leaves, wrote)
         self._steps.append(step)
         return result
 
-    def _note_results(self, step: Step, number: int, made: Sequence[Any]) -> None:
-        ours = step.module is not None or step.name.endswith(".apply")
+    def _note_results(self, step: Step, made: Sequence[Any]) -> None:
+        ours = step.module is not None or step.name.endswith(".apply") or step.call in _READS
         for k, x in enumerate(made):
             value, known = None, self._known.get(id(x))
             still_own = known is not None and known[1].kind == "own"  # written into, or returned as it is
             if not still_own and (isinstance(x, Tensor) or (ours and not isinstance(x, PLAIN))):
-                value = self._make(x, step, k, number)
+                value = self._make(x, k)
             elif ours and not still_own:
                 step.plain.append((k, x))
             if ours and isinstance(x, Tensor) and x.grad_fn is not None:
                 self._nodes[id(x.grad_fn)] = x.grad_fn
             step.makes.append(value)
 
-    def _note_writes(self, step: Step, number: int, leaves: Sequence[Any], wrote: Iterable[int]) -> None:
+    def _note_writes(self, step: Step, leaves: Sequence[Any], wrote: Iterable[int]) -> None:
         for k, x in {id(leaves[k]): (k, leaves[k]) for k in wrote}.values():
             step.writes.append(k)
             step.stored.add(storage_id(x))
-            self._written[storage_id(x)] = number
-            ref = self._known[id(x)][1]
-            if ref.kind == "own":
-                self._know(x, ref, number)
-                step.makes.append(None)
-            else:
-                step.makes.append(self._make(x, step, -1, number))
+            self._written[storage_id(x)] = len(self._steps)
+            value = self._known[id(x)][1]
+            if value.kind == "own":
+                self._know(x, value)
+            step.makes.append(None if value.kind == "own" else self._make(x, -1))
 
-    def _read(self, step: Step, result: Any, tensors: Sequence[Tensor]) -> Any:
-        """A function that made no tensor: a guard if the answer came out of data, else nothing to repeat."""
-        if step.call in _READS:
-            step.expects = (result,)
-            self._steps.append(step)
-        elif step.call in _SHAPES and tensors and (ref := self._known[id(tensors[0])][1]).kind == "v":
-            maker, leaf = self._maker[cast(int, ref.key)]
-            if leaf >= 0:
-                maker.shapes[leaf] = tuple(tensors[0].size())
-        return result
+    def _note_shape(self, x: Tensor) -> None:
+        """Python may go by the shape of what a step has made."""
+        value = self._known[id(x)][1]
+        if value.kind == "made" and value.key >= 0:
+            self._steps[value.step].shapes[value.key] = tuple(x.size())
 
-    def _know(self, value: Any, ref: Ref, step: int) -> None:
-        self._known[id(value)] = (value, ref, version(value) if isinstance(value, Tensor) else 0)
-        self._made_at[ref] = step
+    def _know(self, x: Any, value: Value) -> None:
+        self._known[id(x)] = (x, value, version(x) if isinstance(x, Tensor) else 0)
 
-    def _make(self, value: Any, step: Step, leaf: int, number: int) -> int:
-        made = len(self._maker)
-        self._maker.append((step, leaf))
-        self._know(value, Ref("v", made), number)
+    def _make(self, x: Any, leaf: int) -> Value:
+        """What the step that comes next makes: a leaf of its result, or one of its arguments, written into (-1)."""
+        value = Value("made", leaf, len(self._steps), *_size(x))
         if self._keep:
-            self._recording.values[made] = value.detach().clone() if isinstance(value, Tensor) else value
-        self._measure(value, Ref("v", made))
-        return made
+            value.kept = x.detach().clone() if isinstance(x, Tensor) else x
+        self._know(x, value)
+        return value
 
-    def _measure(self, value: Any, ref: Ref) -> None:
-        self._recording.sizes[ref] = value.nbytes if isinstance(value, Tensor) else 0
-        if isinstance(value, Tensor):
-            self._recording.storages[ref] = storage_id(value)
+    def _reads(self, leaves: Sequence[Any]) -> Reads:
+        """Where leaves come from that are neither plain nor part of the program."""
+        return [(k, value) for k, leaf in enumerate(leaves) if (value := self._value(leaf)) is not None]
 
-    def _ref(self, leaf: Any) -> Ref | None:
-        """Where a leaf comes from; None for a constant that is no tensor."""
+    def _value(self, leaf: Any) -> Value | None:
         if not isinstance(leaf, Tensor):
             known = None if isinstance(leaf, PLAIN) else self._known.get(id(leaf))
             if known is None and not isinstance(leaf, PLAIN) and _hides_tensors(leaf):
@@ -338,17 +319,17 @@ class ForwardRecorder(TorchFunctionMode):
             return known and known[1]
         if id(leaf) not in self._known:
             self._unknown(leaf)
-        _, ref, before = self._known[id(leaf)]
-        if ref.kind == "v" and isinstance(leaf.grad_fn, BackwardCFunction) and id(leaf.grad_fn) not in self._nodes:
+        _, value, before = self._known[id(leaf)]
+        if value.kind == "made" and isinstance(leaf.grad_fn, BackwardCFunction) and id(leaf.grad_fn) not in self._nodes:
             name = type(leaf.grad_fn).__name__.removesuffix("Backward")
             raise _refusal(
                 f"{name}.apply, whose own backward would be lost, was called through a name that holds the bound method"
             )
         if version(leaf) != before:
-            if ref.kind != "own":  # through a view of it, or its base
-                self._recording.aliases.append((self._made_at[ref], self._written.get(storage_id(leaf), -1)))
-            self._known[id(leaf)] = (leaf, ref, version(leaf))
-        return ref
+            if value.kind != "own":  # through a view of it, or its base
+                self._recording.aliases.append((value.step, self._written.get(storage_id(leaf), -1)))
+            self._know(leaf, value)
+        return value
 
     def _unknown(self, leaf: Tensor) -> None:
         """A tensor that no step has made: one of the user's constants, or made where a recorder does not look."""
@@ -358,7 +339,7 @@ class ForwardRecorder(TorchFunctionMode):
             self._leaking.add(block)
         elif ours and not self._leaking:
             raise _refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
-        self._know(leaf, Ref("const", leaf if leaf.is_leaf else leaf.detach()), -1)
+        self._know(leaf, Value("const", leaf if leaf.is_leaf else leaf.detach()))
 
     def _refuse_python_draws(self, where: str = "") -> None:
         if self._python_draws != _python_draws():
@@ -411,21 +392,23 @@ class _Births(TorchDispatchMode):
     def __init__(self, recorder: ForwardRecorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._tags: dict[Any, tuple[bool, bool]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result: Any = func(*args, **(kwargs or {}))
-        recorder = self._recorder
-        if func not in self._tags:
-            tags = getattr(func, "tags", ())
-            self._tags[func] = torch.Tag.nondeterministic_seeded in tags, any(tag in tags for tag in _DYNAMIC)
-        draws, dynamic = self._tags[func]
+        recorder, (draws, dynamic) = self._recorder, _tags(func)
         recorder.drew |= draws
         recorder.dynamic |= dynamic
         for x in cast("Iterable[Any]", result) if isinstance(result, tuple | list) else (result,):
             if isinstance(x, Tensor):
                 recorder.births[id(x)] = (weakref.ref(x), recorder.block)
         return cast(Any, result)
+
+
+@lru_cache(1024)
+def _tags(func: Any) -> tuple[bool, bool]:
+    """Whether an operator draws random numbers, and whether the shape of its result depends on data."""
+    tags = getattr(func, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags, any(tag in tags for tag in _DYNAMIC)
 
 
 @contextmanager
@@ -458,7 +441,22 @@ def copies(leaves: Sequence[Any]) -> list[Any]:
     return [made[id(x)] if isinstance(x, Tensor) else x for x in leaves]
 
 
-def _without(leaves: Sequence[Any], reads: Iterable[tuple[int, Ref]]) -> list[Any]:
+def _step(name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], **more: Any) -> Step:
+    """A step with arguments one after the other where that will do, since nesting them costs time at every call."""
+    given = [*args, *kwargs.values()]
+    leaves, structure = flatten((args, kwargs))
+    flat = len(given) == len(leaves) and all(map(is_, given, leaves))
+    if flat or not ("module" in more or any(isinstance(x, _CONTAINERS) and _holds_values(x) for x in given)):
+        return Step(name, call, given, tuple(kwargs), **more)
+    return Step(name, call, leaves, structure=structure, **more)
+
+
+def _size(x: Any) -> tuple[int, int | None]:
+    """Bytes and storage of a tensor."""
+    return (x.nbytes, storage_id(x)) if isinstance(x, Tensor) else (0, None)
+
+
+def _without(leaves: Sequence[Any], reads: Reads) -> list[Any]:
     kept = list(leaves)
     for k, _ in reads:
         kept[k] = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.core.autograd import quiet_hooks
 from weft.core.errors import SplitError
 from weft.core.pytree import flatten, structure_paths, unflatten
-from weft.pipeline.split.program import Owned, Program, Ref, Values, tensor_of
+from weft.pipeline.split.program import Owned, Program, perform, tensor_of
 from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
 
 _SEED = 20
@@ -75,13 +75,14 @@ def _first(
     for before, now in zip(steps, again.steps, strict=False):
         if (before.name, before.where) != (now.name, now.where):
             return f"it went another way: to {now} now, and to {before} when it was recorded"
-    values: Values = {Ref("in", k): leaf for k, leaf in enumerate(copies(leaves))}
     with undisturbed(recorder.model, recorder.devices), torch.no_grad():
+        values = program.given(copies(leaves), owned, steps)
         for step, now in zip(steps, again.steps, strict=False):
-            program.perform(step, step.leaves, values, owned)
+            perform(step, step.leaves, values)
             for value, other in zip(step.makes, now.makes, strict=False):
-                pair = values.get(Ref("v", value)), again.values.get(other)
-                if value is not None and (fault := _difference(pair[1], pair[0])) is not None:
+                if value is None or other is None:
+                    continue
+                if (fault := _difference(other.kept, values[value])) is not None:
                     return f"the first value that differs, {fault}, is that of {step}"
     return None
 
