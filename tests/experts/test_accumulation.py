@@ -91,7 +91,7 @@ def test_a_sum_that_the_guards_refuse_is_dropped_and_may_be_built_again() -> Non
     fine = add(backend, "m", 0, key="g")
     work(backend)
     assert isinstance(bad.exception(0), GradientError) and fine.result(0)
-    backend.executor.mini_batches.get(("ann", "m")).total.totals[0] = torch.full((8, 4), 1e9, dtype=torch.float64)
+    backend.executor.mini_batches[("ann", "m")].total.totals[0] = torch.full((8, 4), 1e9, dtype=torch.float64)
     committed = backend.commit("m", client="ann")
     work(backend)
     assert isinstance(committed.exception(0), GradientError)
@@ -110,7 +110,7 @@ def test_open_mini_batches_are_few_and_do_not_stay_for_ever() -> None:
     second = add(backend, "b", 0)
     work(backend)
     assert isinstance(second.exception(0), OverloadError)
-    backend.executor.mini_batches.open[("ann", "a")].touched -= 1.0
+    backend.executor.mini_batches[("ann", "a")].touched -= 1.0
     assert backend.statistics().open_mini_batch_bytes == 0
     assert backend.records.step_of("backward", "ann", "k") is None
     third = add(backend, "b", 0)

@@ -12,7 +12,7 @@ A name whose sum was dropped is not begun anew: a commit would apply a part of a
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -73,43 +73,35 @@ class GradientAccumulator:
     stream: CallerStream | None = None  # by which the last gradient came
 
 
-class OpenMiniBatches:
-    """The open mini-batches of one expert. Guarded by the expert's lock, except `discard`."""
+class OpenMiniBatches(dict[Owner, GradientAccumulator]):
+    """The open mini-batches of one expert by owner. Guarded by the expert's lock, except `discard`."""
 
     def __init__(self, options: SumsOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options or SumsOptions()
         self._clock = clock
-        self.open: dict[Owner, GradientAccumulator] = {}
         self.discarded: dict[Owner, str | None] = {}  # with their principals
-
-    def __len__(self) -> int:
-        return len(self.open)
-
-    def __contains__(self, owner: Owner) -> bool:
-        return owner in self.open
 
     @property
     def nbytes(self) -> int:
         """The memory of all sums."""
         # Of copies: the statistics of a busy expert ask beside its batch.
-        totals = [t for one in list(self.open.values()) for t in list(one.total.totals)]
+        totals = [t for one in list(self.values()) for t in list(one.total.totals)]
         return sum(nbytes(t) for t in totals if t is not None)
 
     def check(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `OverloadError`, `QuotaError` or `CommitError` if gradients of these parameters cannot be added."""
-        one = self.open.get(owner)
-        if one is not None:
-            if [id(p) for p in one.parameters] != [id(p) for p in parameters]:
+        if owner in self:
+            if [*map(id, self[owner].parameters)] != [*map(id, parameters)]:
                 raise CommitError(
                     f"layers were frozen or freed while mini-batch {owner[1]!r} was open; begin a new one"
                 )
             return
-        if len(self.open) >= self._options.mini_batches:
+        if len(self) >= self._options.mini_batches:
             raise OverloadError(
-                f"{len(self.open)} mini-batches are open, and no more are allowed (mini_batches); commit or discard "
+                f"{len(self)} mini-batches are open, and no more are allowed (mini_batches); commit or discard "
                 f"one, or come back later. {self._holders()}"
             )
-        own = sum(each.principal == principal for each in self.open.values())
+        own = sum(each.principal == principal for each in self.values())
         if own >= self._options.client_share:
             raise QuotaError(
                 f"client {principal!r} has {own} mini-batches open, and one client may have "
@@ -119,27 +111,19 @@ class OpenMiniBatches:
     def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, in private memory, to the sum of a task that was checked."""
         new = GradientAccumulator(list(parameters), GradientSum(len(parameters)), principal=task.principal)
-        one = self.open.setdefault((task.client, task.mini_batch or ""), new)
+        one = self.setdefault((task.client, task.mini_batch or ""), new)
         one.total.add(gradients)
         one.terms += 1
         one.touched, one.stream = self._clock(), task.stream
 
-    def terms(self, owner: Owner) -> int:
-        """The number of gradients in a sum; 0 if it is not open."""
-        return self.open[owner].terms if owner in self.open else 0
-
-    def get(self, owner: Owner) -> GradientAccumulator:
+    def to_commit(self, owner: Owner) -> GradientAccumulator:
         """The sum to commit. Raises `CommitError` if there is none."""
-        if owner not in self.open:
+        if owner not in self:
             raise CommitError(
                 f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, or it was "
                 "committed or dropped: its connection had ended, or nothing came for too long. Run it again"
             )
-        return self.open[owner]
-
-    def remove(self, owner: Owner) -> None:
-        """Forget a sum, which was applied or is dropped."""
-        self.open.pop(owner, None)
+        return self[owner]
 
     def discard(self, owner: Owner, principal: str | None) -> None:
         """Let `old` return this owner once. May be called without the expert's lock."""
@@ -149,11 +133,7 @@ class OpenMiniBatches:
         """The sums that are to be dropped, with their principals: discarded, untouched for too long, or orphaned."""
         now = self._clock()
         found = dict(self.discarded.popitem() for _ in range(len(self.discarded)))
-        return found | {owner: one.principal for owner, one in self.open.items() if self._is_old(one, now)}
-
-    def all(self) -> Mapping[Owner, str | None]:
-        """The owners of all open sums, with their principals."""
-        return {owner: one.principal for owner, one in self.open.items()}
+        return found | {owner: one.principal for owner, one in self.items() if self._is_old(one, now)}
 
     def _is_old(self, one: GradientAccumulator, now: float) -> bool:
         ended_at = None if one.stream is None else one.stream.ended_at
@@ -162,7 +142,7 @@ class OpenMiniBatches:
 
     def _holders(self) -> str:
         """Whose mini-batches are open, in words."""
-        held = Counter(client for client, _ in self.open).most_common(5)
-        idle = {client: self._clock() - one.touched for (client, _), one in reversed(self.open.items())}
+        held = Counter(client for client, _ in self).most_common(5)
+        idle = {client: self._clock() - one.touched for (client, _), one in reversed(self.items())}
         told = [f"client {client!r} has {count} (the oldest idle for {idle[client]:.0f} s)" for client, count in held]
         return ", ".join(told)

@@ -270,12 +270,13 @@ class BatchExecutor:
 
     def forget_old_sums(self) -> None:
         """Drop mini-batches that were discarded, or are too old."""
-        if self.mini_batches.open or self.mini_batches.discarded:
+        if self.mini_batches or self.mini_batches.discarded:
             self._drop_sums(self.mini_batches.old())
 
     def forget_pending(self) -> None:
         """The weights were replaced: nothing that was computed for the old ones is of use."""
-        self._drop_sums(self.mini_batches.all(), log=False)  # the journal says that a state was loaded
+        owners = {owner: one.principal for owner, one in self.mini_batches.items()}
+        self._drop_sums(owners, log=False)  # the journal says that a state was loaded
         self.graphs.void()
 
     def _answers(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
@@ -301,7 +302,7 @@ class BatchExecutor:
     def _remove(self, owner: Owner, *, log: bool = True) -> None:
         if log and owner in self.mini_batches:
             self.stepper.log_dropped(*owner)
-        self.mini_batches.remove(owner)
+        self.mini_batches.pop(owner, None)
 
     # The module. It may call other experts, whose errors must not look like this expert's: clients retry some of them.
 
@@ -445,14 +446,14 @@ class BatchExecutor:
 
     def _try_commit(self, tasks: Sequence[Task]) -> Apply:
         owner = (tasks[0].client, tasks[0].mini_batch or "")
-        total = self.mini_batches.get(owner)
+        total = self.mini_batches.to_commit(owner)
         self.guards.check_parameters([g for g in total.total.totals if g is not None])
         results = [[torch.tensor([self.stepper.steps + 1], device="cpu")] for _ in tasks]
         copies = self._copies(tasks, results)
 
         def apply() -> list[Results]:
             self.permit()
-            self.mini_batches.remove(owner)
+            self.mini_batches.pop(owner, None)
             try:
                 self._step(total.parameters, total.total.totals, set())
             except BaseException:

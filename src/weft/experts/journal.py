@@ -3,21 +3,14 @@
 {"kind": "backward", "step": 7, "seed": 123, "members": [{"client": "a", "key": "k1", "rows": 4}, ...], ...}
 state_dict of step 40 ──> backend ── replay(entries 41, 42, ...) ──> state_dict of step 57, bit for bit
 
-The weights of an expert depend on its backward batches alone: their tensors, their order and their random seed; see
-`weft.experts.side_effects`. So this log and the tasks' tensors, wherever those are kept, are enough to compute the same
-bytes again. Batches that were taken apart are logged as they finally ran.
+The weights depend on the backward batches alone: their tensors, their order and their random seed; see
+`weft.experts.side_effects`. Batches that were taken apart are logged as they finally ran.
 
     1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 led to nothing
 
-An expert that goes on from an older state leaves batches behind that did not lead to what came after. A line says so,
-and `read_journal` drops them. Both runs have a state of step 5: what ran from one load to the next is a branch with a
-name, which entries and states carry, so that none is taken for the other, nor for one that another server made.
-
-What is read is checked: anybody may have written it.
-
-crash amid a line      ... entry 6 ⏎ {"kind": "ba          the next opening cuts it off
-disk full amid a line  ... entry 6 ⏎ {"kind": "ba          cut off at once; the writer gets the error
-file too large         log ──> log.1 ──> log.2 ──> ...     a new file is begun, and the oldest one removed
+Both runs have a state of step 5: what ran from one load to the next is a branch with a name, which entries and states
+carry, so that none is taken for the other, nor for one that another server made. What is read is checked: anybody may
+have written it. A line that a crash tore is cut off by the next opening; one that a full disk tore, at once.
 """
 
 import json
@@ -27,12 +20,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields
-from functools import reduce
 from io import FileIO
 from itertools import count, takewhile
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -217,9 +209,6 @@ def _mend(path: Path) -> None:
             file.truncate(size - len(tail))
 
 
-_Owners = frozenset[tuple[str | None, str]]
-"""Clients, and the names of their mini-batches."""
-
 Listener = Callable[[Entry, Sequence[Task]], None]
 """Called with every batch and its tasks, in the runtime's thread: the place to store their tensors."""
 
@@ -301,10 +290,7 @@ class Journal(AbstractContextManager["Journal"]):
         """
         mark = Entry("restored", step, 0, None, (), torch.get_num_threads(), batch=batch, branch=branch)
         with self._lock:
-            while self._entries and (self._entries[-1].place, self._entries[-1].branch) != (mark.place, branch):
-                self._entries.pop()
-            if reduce(_unfinished, self._entries, _Owners()):
-                self._entries.append(mark)
+            self._entries = deque(_lineage([*self._entries, mark]), maxlen=self._entries.maxlen)
             self._mark = mark.to_json() + "\n"
 
     def entries(self) -> list[Entry]:
@@ -356,40 +342,37 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
         start = given[-1].rstrip("\0")
         if start.startswith(_BEGINS) or _BEGINS.startswith(start):
             given.pop()
+    return _lineage(map(Entry.from_json, given))
+
+
+class _Node(NamedTuple):
+    """An entry, what led to it, and whose mini-batches (client, name) were open after it."""
+
+    entry: Entry
+    before: "_Node | None"
+    unfinished: frozenset[tuple[str | None, str]]
+
+
+def _lineage(entries: Iterable[Entry]) -> list[Entry]:
+    """Those that led to the last of them, one after another."""
     last: _Node | None = None
     known: dict[tuple[tuple[int, int], str], _Node] = {}
-    for entry in map(Entry.from_json, given):
+    for entry in entries:
         if entry.kind == "restored":
             last = known.get((entry.place, entry.branch))
-            if last is None or not last.unfinished:
-                continue
-        last = _Node(entry, last, _unfinished(_Owners() if last is None else last.unfinished, entry))
-        if entry.kind != "restored":
-            known[entry.place, entry.branch] = last
+            if last is not None and last.unfinished:  # which no state has: a replay has to drop them there
+                last = _Node(entry, last, frozenset())
+            continue
+        unfinished = frozenset[tuple[str | None, str]]() if last is None else last.unfinished
+        if entry.mini_batch is not None:
+            owners = frozenset(_owners(entry))
+            unfinished = unfinished | owners if entry.kind == "backward" else unfinished - owners
+        last = known[entry.place, entry.branch] = _Node(entry, last, unfinished)
     found: list[Entry] = []
     while last is not None:
         found.append(last.entry)
         last = last.before
     return found[::-1]
-
-
-@dataclass(frozen=True)
-class _Node:
-    """An entry, what led to it, and which mini-batches were open after it."""
-
-    entry: Entry
-    before: "_Node | None"
-    unfinished: _Owners
-
-
-def _unfinished(before: _Owners, entry: Entry) -> _Owners:
-    """Whose mini-batches are open after an entry, by those that were before it."""
-    if entry.kind == "restored":
-        return _Owners()
-    if entry.mini_batch is None:
-        return before
-    owners = _Owners(_owners(entry))
-    return before | owners if entry.kind == "backward" else before - owners
 
 
 Fetch = Callable[[Member], Sequence[Tensor]]
@@ -419,8 +402,8 @@ def replay(backend: "ExpertBackend", entries: Iterable[Entry], fetch: Fetch) -> 
         if entry.kind in ("restored", "dropped"):  # open mini-batches are no part of a state
             with backend.executor.lock:
                 sums = backend.executor.mini_batches
-                for owner in sums.all() if entry.kind == "restored" else _owners(entry):
-                    sums.remove(owner)
+                for owner in list(sums) if entry.kind == "restored" else _owners(entry):
+                    sums.pop(owner, None)
             continue
         tasks = [_task(backend, entry, member, fetch) for member in entry.members]
         threads = torch.get_num_threads()
@@ -457,7 +440,8 @@ def _check(backend: "ExpertBackend", entry: Entry) -> None:
         or (entry.kind == "backward" and entry.mini_batch is None and backend.optimizer is not None)
     )
     before, expected = backend.executor.backward_batches, entry.batch - (entry.kind == "backward")
-    terms = backend.executor.mini_batches.terms(_owners(entry)[0]) if entry.members else 0
+    sums = [backend.executor.mini_batches.get(owner) for owner in _owners(entry)]
+    terms = sums[0].terms if sums and sums[0] is not None else 0
     with Validator(f"a batch cannot be replayed on expert {backend.name!r}", ReplayError) as check:
         if check.that(not entry.failed, f"the optimizer raised after step {entry.step}, and left nobody knows what"):
             check.that(
