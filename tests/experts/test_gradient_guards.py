@@ -10,7 +10,7 @@ from tests.experts.expert_cases import X, adam, close, fussy_backend, good, rows
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.errors import GradientError
-from weft.experts.gradient_guards import Guards, norm
+from weft.experts.gradients import Guards, norm
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])

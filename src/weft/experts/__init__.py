@@ -7,12 +7,11 @@ task_pool.py         options, quotas, delay of batches; where tasks of one kind 
 runtime.py           one thread per device
 executor.py          one batch: gathered, run, isolated from faults, made to count
 side_effects.py      what running a module changes, and undoing that
-gradient_guards.py   which gradients are refused          optimizer_step.py  one step: hooks, clip, optimizer, schedule
-accumulation.py      open mini-batches                    idempotency.py  keys of applied requests
+gradients.py         which are refused, and the sums of open mini-batches
+optimizer_step.py    the optimizer: made, stepped, saved, loaded; idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
 journal.py           the log of batches, its files, and the replay from it
-state.py             what a state holds, and loading it   checkpoint.py  what survives the process
-serialization.py     state dicts as safetensors files
+checkpoint.py        what survives the process            serialization.py  state dicts as safetensors files
 telemetry.py         statistics and spans                 errors.py  what can go wrong
 wire/, compression.py, protobuf.py                        tensors as bytes, behind a checked header
 discovery/, replication/, mixture/                        who serves what; one expert at several servers; the best k
@@ -28,9 +27,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # with a server may abort. Without, a fork must leave gRPC alone: see `weft.experts.fork_guard`.
 
 from weft.core.spec import TensorSpec
-from weft.experts.accumulation import SumsOptions
 from weft.experts.expert import ExpertBackend
-from weft.experts.gradient_guards import Guards
+from weft.experts.gradients import Guards, SumsOptions
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Entry, Journal, Member, journal_lines, read_journal, replay

@@ -36,7 +36,7 @@ from weft.experts.errors import CheckpointError, DamagedError
 from weft.experts.serialization import deserialize, serialize
 
 _LOG = logging.getLogger("weft.experts.checkpoints")
-_FILE = re.compile(r"(\d{12,})-(\d{12,})-([0-9a-f]{32})\.safetensors")
+_FILE = re.compile(r"(\d{12})-(\d{12,})-([0-9a-f]{32})\.safetensors")  # serial, step, hash
 _DRAFT = ".new-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -189,17 +189,6 @@ class EncodedCheckpoint:
     data: bytes | memoryview = field(repr=False)
 
 
-@dataclass(frozen=True, order=True)
-class _Entry:
-    serial: int
-    step: int
-    digest: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.serial:012d}-{self.step:012d}-{self.digest}.safetensors"
-
-
 class CheckpointStore:
     """Checkpoints of any number of experts below ``root``; the ``keep`` newest of each stay. Thread-safe.
 
@@ -213,11 +202,9 @@ class CheckpointStore:
         self._keep = keep
         self._disk = disk or Disk()
         self._locks: dict[str, threading.Lock] = {}
-        self._made: set[Path] = set()
         self._ours: dict[str, set[str]] = {}  # by expert: the files that led to its state
-        for folder in [*reversed(self.root.parents), self.root]:
-            if not self._disk.is_folder(folder):
-                self._make(folder)
+        if not self._disk.is_folder(self.root):
+            self._make(self.root)
 
     def lock(self, uid: str, *, shared: bool = False) -> FolderLock:
         """Lock the folder of this expert, until `FolderLock.release` or the end of the process.
@@ -266,32 +253,31 @@ class CheckpointStore:
         """
         folder = self._folder(uid)
         try:
-            entries = self._entries(folder)
+            names = self._names(folder)
         except OSError as error:
             raise CheckpointError(
                 f"the folder of the checkpoints of expert {uid!r} cannot be read: {error}. Mend what is there, "
                 "or give the server another folder"
             ) from error
-        while entries:
+        while names:
             faults: list[str] = []
-            for entry in entries:
-                path = folder / entry.name
+            for name in names:
                 try:
-                    value = self._read(path, entry, uid)
+                    value = self._read(folder / name, uid)
                 except (OSError, DamagedError) as error:
-                    faults.append(f"{entry.name}: {error}")
+                    faults.append(f"{name}: {error}")
                     continue
                 with self._lock(uid):
-                    self._known(uid, folder).update(each.name for each in entries)
-                return Checkpoint(uid, value["step"], value["state"], value["extra"], path, tuple(faults))
-            before, entries = entries, self._entries(folder)
-            if entries == before:  # otherwise they were replaced by newer ones while they were read
+                    self._known(uid, folder).update(names)
+                return Checkpoint(uid, value["step"], value["state"], value["extra"], folder / name, tuple(faults))
+            before, names = names, self._names(folder)
+            if names == before:  # otherwise they were replaced by newer ones while they were read
                 raise CheckpointError(listed(f"no checkpoint of expert {uid!r} in {folder} can be read:", faults))
         return None
 
     def steps(self, uid: str) -> list[int]:
         """The steps of this expert's checkpoints, newest first; whether they are whole is seen when loading."""
-        return [entry.step for entry in self._entries(self._folder(uid))]
+        return [int(name.split("-")[1]) for name in self._names(self._folder(uid))]
 
     def has(self, uid: str, step: int) -> bool:
         """Whether there is a checkpoint of this step; True also if the disk does not answer."""
@@ -305,9 +291,10 @@ class CheckpointStore:
             if name.startswith(_DRAFT):
                 self._disk.remove(folder / name)
         known = self._known(encoded.uid, folder)
-        serial = max((entry.serial for entry in self._entries(folder)), default=0) + 1
+        names = self._names(folder)
+        serial = int(names[0].split("-")[0]) + 1 if names else 1
         draft = folder / f"{_DRAFT}{serial:012d}"
-        final = folder / _Entry(serial, encoded.step, _digest(encoded.data)).name
+        final = folder / f"{serial:012d}-{encoded.step:012d}-{_digest(encoded.data)}.safetensors"
         try:
             self._write(draft, encoded, folder)
             self._disk.rename(draft, final)
@@ -321,7 +308,7 @@ class CheckpointStore:
 
     def _write(self, draft: Path, encoded: EncodedCheckpoint, folder: Path) -> None:
         """Write a draft; on a full disk, make room by removing one older checkpoint after the other."""
-        old: list[_Entry] | None = None
+        old: list[str] | None = None
         while True:
             try:
                 self._disk.write(draft, encoded.data)
@@ -332,57 +319,55 @@ class CheckpointStore:
                 if not old:
                     raise
                 self._disk.remove(draft)
-                self._disk.remove(folder / old.pop().name)
+                self._disk.remove(folder / old.pop())
             words = "the disk has no room for %d checkpoints of expert %r in %s: older ones are removed first"
             _LOG.warning(words, self._keep + 1, encoded.uid, folder)
 
-    def _dispensable(self, uid: str, folder: Path) -> list[_Entry]:
+    def _dispensable(self, uid: str, folder: Path) -> list[str]:
         """What may be removed before a new checkpoint is safe: all of ours but the newest whole one, oldest last."""
-        ours = [entry for entry in self._entries(folder) if entry.name in self._known(uid, folder)]
-        for entry in ours:
+        known = self._known(uid, folder)
+        ours = [name for name in self._names(folder) if name in known]
+        for name in ours:
             with suppress(OSError, DamagedError):
-                self._read(folder / entry.name, entry, uid)
-                return [other for other in ours if other is not entry]
+                self._read(folder / name, uid)
+                return [other for other in ours if other != name]
         return []
 
     def _known(self, uid: str, folder: Path) -> set[str]:
         """The files that led to the current state; those found when the folder is first touched count as such."""
         if uid not in self._ours:
-            self._ours[uid] = {entry.name for entry in self._entries(folder)}
+            self._ours[uid] = {*self._names(folder)}
         return self._ours[uid]
 
     def _make(self, folder: Path) -> None:
         """Make a folder that survives a crash, and those above it. One that exists may not be synced yet."""
-        if folder in self._made and self._disk.is_folder(folder):
-            return
         if not self._disk.is_folder(folder.parent):
             self._make(folder.parent)
         self._disk.make_folder(folder)
         self._disk.sync(folder.parent)
-        self._made.add(folder)
 
     def _prune(self, uid: str, folder: Path) -> None:
         """Remove what is too old. The new one is safe by now, so a disk that refuses is asked again next time."""
         with suppress(OSError):
-            known, entries = self._known(uid, folder), self._entries(folder)
-            known.intersection_update(entry.name for entry in entries)
-            for entry in [entry for entry in entries if entry.name in known][self._keep :]:
-                self._disk.remove(folder / entry.name)
+            known, names = self._known(uid, folder), self._names(folder)
+            known.intersection_update(names)
+            for name in [name for name in names if name in known][self._keep :]:
+                self._disk.remove(folder / name)
 
-    def _entries(self, folder: Path) -> list[_Entry]:
+    def _names(self, folder: Path) -> list[str]:
         """The checkpoints in ``folder``, newest first."""
-        found = [match for name in self._disk.names(folder) if (match := _FILE.fullmatch(name))]
-        return sorted((_Entry(int(one[1]), int(one[2]), one[3]) for one in found), reverse=True)
+        return sorted(filter(_FILE.fullmatch, self._disk.names(folder)), reverse=True)
 
-    def _read(self, path: Path, entry: _Entry, uid: str) -> dict[str, Any]:
+    def _read(self, path: Path, uid: str) -> dict[str, Any]:
         data = self._disk.read(path)
-        if _digest(data) != entry.digest:
+        step, digest = path.stem.split("-")[1:]
+        if _digest(data) != digest:
             raise DamagedError(f"its {len(data)} bytes are not those that were written")
         value = deserialize(data)
         if not isinstance(value, dict) or {"uid", "step", "state", "extra"} != set(cast("dict[Any, Any]", value)):
             raise DamagedError("it holds something else than an expert")
         fields = cast("dict[str, Any]", value)
-        if (fields["uid"], fields["step"]) != (uid, entry.step):
+        if (fields["uid"], fields["step"]) != (uid, int(step)):
             raise DamagedError(f"it is of expert {fields['uid']!r}, step {fields['step']}")
         return fields
 

@@ -41,9 +41,8 @@ from torch import Tensor, nn
 from weft.core.context import ExecutionContext
 from weft.core.errors import SpecError, WeftError, listed
 from weft.core.segment import MicroBatchContext, Segment
-from weft.experts.accumulation import OpenMiniBatches, Owner
 from weft.experts.errors import CommitError, ExpertError, GradientError, ModuleExitError, WireError
-from weft.experts.gradient_guards import Guards
+from weft.experts.gradients import Guards, OpenMiniBatches, Owner
 from weft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
 from weft.experts.idempotency import IdempotencyTable, RequestKind
 from weft.experts.optimizer_step import Stepper

@@ -22,16 +22,14 @@ from torch.optim import Optimizer
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, is_number
-from weft.experts.accumulation import OpenMiniBatches, SumsOptions
 from weft.experts.executor import BatchExecutor
-from weft.experts.gradient_guards import Guards
+from weft.experts.gradients import Guards, OpenMiniBatches, SumsOptions
 from weft.experts.graph_cache import GraphBudget, GraphCache
 from weft.experts.idempotency import IdempotencyOptions, IdempotencyTable
 from weft.experts.journal import Journal
-from weft.experts.optimizer_step import OptimizerLike, ScheduleLike, Stepper, make_stepping
+from weft.experts.optimizer_step import OptimizerLike, ScheduleLike, Stepper, check_state, load, make_stepping, state_of
 from weft.experts.schema import FlatSchema, call_schema
 from weft.experts.side_effects import SideEffects
-from weft.experts.state import check_state, load, state_of
 from weft.experts.task import Results
 from weft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
 from weft.experts.telemetry import BackendStatistics

@@ -1,4 +1,4 @@
-"""Optimizer step of an expert: gradients in memory of their own, hooks, clipping, optimizer, schedule, journal.
+"""Optimizer of an expert: it is made, steps with gradients in memory of their own, is logged, saved and loaded.
 
 gradients ── private ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
                                  '────────raises──> StepError                    whatever happens
@@ -18,8 +18,9 @@ Clipping would scale the first twice and the client's own numbers, and fused ste
 of the others. What fits already is not copied: on the CPU a copy of all gradients takes as long as a step.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from secrets import token_hex
@@ -60,18 +61,16 @@ def private_gradients(
             gradient = gradient.clone()
         elif gradient is not None:
             address = gradient.untyped_storage().data_ptr()
-            gradient = _copied(parameter, gradient) if address in seen else laid_out(parameter, gradient)
+            gradient = laid_out(parameter, gradient, copy=address in seen)
             seen.add(address)
         found.append(gradient)
     return found
 
 
-def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor of the shape of a parameter, or a copy where its memory is in another order."""
-    return tensor if fits(parameter, tensor) else _copied(parameter, tensor)
-
-
-def _copied(parameter: Tensor, tensor: Tensor) -> Tensor:
+def laid_out(parameter: Tensor, tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """A tensor of the shape of a parameter; or a copy where its memory is in another order, or ``copy`` says so."""
+    if not copy and fits(parameter, tensor):
+        return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
@@ -256,20 +255,104 @@ class Stepper:
         if self.journal is not None:
             members = [Member(task.client, task.key, task.rows, task.number) for task in tasks]
             more: dict[str, Any] = {"failed": failed, "evaluation": tasks[0].evaluation, "terms": terms}
-            self._write(tasks, kind, seed, tasks[0].mini_batch, members, **more)
+            self._write(kind, tasks[0].mini_batch, members, tasks, seed=seed, **more)
 
     def log_dropped(self, client: str | None, mini_batch: str) -> None:
         """Put into the journal that the sum of a mini-batch is gone, and was not applied."""
-        self._write((), "dropped", 0, mini_batch, [Member(client, None, 1, 0)])
+        self._write("dropped", mini_batch, [Member(client, None, 1, 0)], (), seed=0)
 
     def _write(
-        self, tasks: Sequence[Task], kind: Any, seed: int, mini_batch: str | None, members: list[Member], **more: Any
+        self, kind: Any, mini_batch: str | None, members: list[Member], tasks: Sequence[Task], **more: Any
     ) -> None:
         """Count failures instead of raising: a full disk must not make a step look as if it had failed."""
         if self.journal is None:
             return
-        now: dict[str, Any] = {"threads": torch.get_num_threads(), "batch": self.batches, "branch": self.branch}
+        more |= {"threads": torch.get_num_threads(), "batch": self.batches, "branch": self.branch}
         try:
-            self.journal.write(Entry(kind, self.steps, seed, mini_batch, tuple(members), **now, **more), tasks)
+            entry = Entry(kind, self.steps, mini_batch=mini_batch, members=tuple(members), **more)
+            self.journal.write(entry, tasks)
         except Exception:
             self.journal_failures += 1
+
+
+_KINDS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}  # by part; torch would load another's state
+_TABLES = {"module", *_KINDS}  # None where the expert has none
+_COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
+
+
+def state_of(
+    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, counts: Mapping[str, int | str]
+) -> dict[str, Any]:
+    """A copy of the state of an expert with these parts."""
+    state: dict[str, Any] = {"module": module.state_dict(), **counts}
+    for name, part in {"optimizer": optimizer, "schedule": schedule}.items():
+        state[name] = None if part is None else part.state_dict()
+        state[_KINDS[name]] = None if part is None else type(part).__name__
+    return copy.deepcopy(state)
+
+
+def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
+    """Raise ``UsageError`` that lists why this is no state of the expert of this name, with these parts."""
+    fields = {*_TABLES, *_COUNTS, *_KINDS.values(), "branch"}
+    with Validator(f"this is no state of expert {name!r}") as check:
+        check.add(*(f"{each!r} is missing" for each in sorted(fields - state.keys())))
+        check.add(*(f"{each!r} is not known" for each in sorted(state.keys() - fields)))
+        for each in sorted(_COUNTS & state.keys()):
+            check.count(each, state[each], least=0)
+        for each in sorted(_TABLES & state.keys()):
+            check.instance(each, state[each], Mapping, "a dict", optional=each != "module")
+        check.instance("branch", state.get("branch", ""), str, "a str")
+        for each, part in {"optimizer": optimizer, "schedule": schedule}.items():
+            here, there = state.get(each), state.get(_KINDS[each])
+            if each in state and (here is None) != (part is None):
+                check.add(
+                    f"there is {'no' if here is None else 'a'} state of the {each}, but this expert has "
+                    f"{'none' if part is None else 'one'}"
+                )
+            elif part is not None and there is not None and there != type(part).__name__:
+                check.add(f"the state is of {each} {there}, but this expert has {type(part).__name__}")
+
+
+def load(
+    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, state: Mapping[str, Any]
+) -> None:
+    """Load the three parts of ``state``, or none. Raises ``UsageError`` for other parameters, and what they raise."""
+    weights = copy.deepcopy(module.state_dict())
+    parts = {} if optimizer is None else dict(vars(optimizer))  # a load puts new ones there, and writes to none
+    times = {} if schedule is None else copy.deepcopy(schedule.state_dict())
+    try:
+        if optimizer is not None:
+            _load_optimizer(optimizer, state["optimizer"])
+        if schedule is not None:
+            schedule.load_state_dict(copy.deepcopy(state["schedule"]))
+        module.load_state_dict(state["module"])
+    except BaseException:
+        if optimizer is not None:
+            vars(optimizer).clear()
+            vars(optimizer).update(parts)
+        if schedule is not None:
+            schedule.load_state_dict(times)
+        module.load_state_dict(weights)
+        raise
+
+
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load it, and lay its states out as their parameters are: fused steps walk both, and files keep no strides."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if saved != sizes:
+        raise UsageError(
+            f"the state is that of an optimizer with groups of {saved} parameters, but this expert's has {sizes}; make "
+            "the expert with the same layers and the same optimizer"
+        )
+    optimizer.load_state_dict(copy.deepcopy(cast("dict[str, Any]", state)))
+    with Validator("the state of the optimizer is that of other parameters") as check:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                        continue
+                    if value.shape == parameter.shape:
+                        optimizer.state[parameter][name] = laid_out(parameter, value)
+                    elif group.get("fused") and value.numel() != 1:
+                        check.add(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")

@@ -207,7 +207,7 @@ def test_a_discard_reaches_gradients_that_still_wait_in_the_queue() -> None:
 
 
 def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock().rules(monkeypatch, "weft.experts.accumulation")
+    clock = Clock().rules(monkeypatch, "weft.experts.gradients")
     backend = fussy_backend(mini_batches=SumsOptions(mini_batches=2, orphan_seconds=30.0))
     backend.executor.mini_batches._clock = clock.monotonic
     gone, back = CallerStream(), CallerStream()

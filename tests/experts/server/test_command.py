@@ -17,11 +17,11 @@ from tests.apart import python
 from tests.experts.waiting import until
 from weft.cli import main
 from weft.core.errors import UsageError
-from weft.experts.accumulation import SumsOptions
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import RemoteExpert, Retry
 from weft.experts.client.status import status
 from weft.experts.errors import ClosedError
+from weft.experts.gradients import SumsOptions
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Entry, journal_lines, read_journal

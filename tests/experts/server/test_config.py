@@ -12,7 +12,7 @@ from tests.experts.expert_cases import work
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.errors import GradientError
-from weft.experts.gradient_guards import Guards
+from weft.experts.gradients import Guards
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.registry import Blueprint, register_expert
 from weft.experts.replication import ReplicaOptions

@@ -40,13 +40,12 @@ from torch.optim import Optimizer, lr_scheduler
 
 from weft.core.errors import UsageError, WeftError, unlisted
 from weft.core.validation import Validator
-from weft.experts.accumulation import SumsOptions
 from weft.experts.address import address_fault, is_loopback, split
 from weft.experts.checkpoint import CheckpointStore, folder_name
 from weft.experts.discovery.etcd import open_directory
 from weft.experts.discovery.etcd_client import EtcdTls
 from weft.experts.expert import ExpertBackend
-from weft.experts.gradient_guards import Guards
+from weft.experts.gradients import Guards, SumsOptions
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Journal
