@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
 from weft.experts.discovery import AwayError, Lease, LocalDirectory, OwnedError, Ownership
-from weft.experts.discovery.etcd import EtcdDirectory, EtcdKeys, _snapshot, open_directory
+from weft.experts.discovery.directory import make_snapshot
+from weft.experts.discovery.etcd import EtcdDirectory, EtcdKeys, open_directory
 from weft.experts.discovery.etcd_client import RANGE, EtcdTls
 
 
@@ -71,7 +72,7 @@ def test_whatever_others_put_below_the_namespace_spoils_nothing(name: bytes, val
     found = RANGE.response()
     for key, content in [*strange, *there]:
         found.kvs.add(key=key, value=content, mod_revision=7)
-    snapshot = _snapshot(7, map(keys.read, found.kvs))
+    snapshot = make_snapshot(7, filter(None, map(keys.read, found.kvs)))
     assert snapshot.experts["mine"] == ("a:1",) and snapshot.owners["mine"] == Ownership("mine", "a:1", 7)
     owner = snapshot.owners["x"].address  # it is owned: nobody may step it
     assert owner.encode() == value.partition(b"\0")[0] or "\\x" in owner

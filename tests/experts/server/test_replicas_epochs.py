@@ -28,7 +28,7 @@ from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery import FencedError, LocalDirectory, Ownership
 from weft.experts.discovery.fencing import epoch_of, token_of
 from weft.experts.replication import Leadership, Replica
-from weft.experts.replication.messages import StateVersion, newer
+from weft.experts.replication.replica import StateVersion, newer
 from weft.experts.wire import NotOwnerError
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,22 +1,14 @@
 """Discovery: which server serves which expert, under leases, so that a dead server is forgotten.
 
-directory.py   what every directory can do, and its snapshots     fencing.py   tokens that refuse replaced owners
-local.py       a directory within this process
+directory.py   what every directory can do, its snapshots, and a directory within this process
+fencing.py     tokens that refuse replaced owners
 etcd.py        a directory in etcd, for several machines          etcd_client.py, etcd.proto   etcd's API over gRPC
 registration.py   a server's entry in the directory, renewed, and the other servers there
 """
 
-from weft.experts.discovery.directory import Directory, Lease, Ownership, Snapshot, Watch
+from weft.experts.discovery.directory import Directory, Lease, LocalDirectory, Ownership, Snapshot, Watch
 from weft.experts.discovery.fencing import Fence
-from weft.experts.discovery.local import LocalDirectory
-from weft.experts.errors import (
-    AwayError,
-    DeclaredError,
-    DirectoryError,
-    FencedError,
-    LeaseLostError,
-    OwnedError,
-)
+from weft.experts.errors import AwayError, DeclaredError, DirectoryError, FencedError, LeaseLostError, OwnedError
 
 __all__ = [
     "AwayError",

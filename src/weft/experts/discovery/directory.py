@@ -1,4 +1,4 @@
-"""Directory protocol: experts, the addresses that serve them, and their owners.
+"""Directory protocol: experts, the addresses that serve them, and their owners; and a directory of one process.
 
     server A   declare("ffn.0" "ffn.1", "a:1", ttl 5)  ──> lease 1 ── renew ── renew ── (silence) ──> gone after 5 s
     server B   declare("ffn.1", "b:1", ttl 5)          ──> lease 2         ffn.1 has two addresses: replicas
@@ -7,15 +7,14 @@
     server B   claim("ffn.1", lease 2)                 ──> token 12        A's late writes bear 7 and are refused
     client     watch("ffn.") ── snapshot() ──> what is there now, as far as is known; also while the directory is away
 
-Every entry stands under a lease and ends with it, so a dead server leaves nothing behind. A change raises the revision.
-
-Leases: Gray and Cheriton (SOSP 1989). Fencing tokens: Kleppmann, "How to do distributed locking" (2016). Revisions and
-watches are those of etcd, which fits behind this protocol as it is.
+Every entry stands under a lease and ends with it, so a dead server leaves nothing behind. Leases: Gray and Cheriton
+(SOSP 1989). Fencing tokens: Kleppmann, "How to do distributed locking" (2016). Revisions and watches are etcd's.
 """
 
+import threading
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -23,7 +22,8 @@ from typing import Protocol, runtime_checkable
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator
-from weft.experts.errors import LeaseLostError, OwnedError
+from weft.experts.discovery.fencing import new_epoch, token_of
+from weft.experts.errors import AwayError, LeaseLostError, OwnedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +211,22 @@ def check_claim(uid: str, lease: Lease) -> None:
         raise UsageError(f"expert {uid!r} was not declared under the lease of {lease.address}: declare it first")
 
 
+Entry = tuple[str, str | Ownership]
+"""An expert, and an address that serves it or its owner."""
+
+
+def make_snapshot(revision: int, entries: Iterable[Entry]) -> Snapshot:
+    """The snapshot of all these entries."""
+    experts: dict[str, list[str]] = {}
+    owners: dict[str, Ownership] = {}
+    for uid, what in entries:
+        if isinstance(what, Ownership):
+            owners[uid] = what
+        else:
+            experts.setdefault(uid, []).append(what)
+    return Snapshot(revision, {uid: tuple(sorted(addresses)) for uid, addresses in experts.items()}, owners)
+
+
 def owned_error(uid: str, there: str, lease: Lease) -> OwnedError:
     """The error of a claim while another address owns the expert."""
     return OwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
@@ -222,3 +238,149 @@ def lease_lost_error(lease: Lease) -> LeaseLostError:
         f"the lease {lease.number} of {lease.address} ended: it was not renewed within {lease.ttl:g} s, or was "
         "withdrawn. Declare again"
     )
+
+
+class LocalDirectory:
+    """The protocol `Directory`, in the memory of this process, without a thread. ``clock`` gives seconds.
+
+    Every call first ends the leases whose time is over; a watch asks the directory each time that it is asked itself.
+
+    Example:
+        >>> from weft.experts.discovery import LocalDirectory
+        >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)
+        >>> with weft.Server([expert], directory=directory), weft.Connections(directory) as connections:
+        ...     weft.RemoteExpert("ffn.0", connections)(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
+        >>> directory.close()
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ends: dict[int, float] = {}  # of the leases, by number
+        self._soonest = float("inf")  # no lease ends before
+        self._entries: dict[tuple[str, str], int] = {}  # expert and address: number of the lease
+        self._owners: dict[str, tuple[Ownership, int]] = {}  # with the number of the lease
+        self._snapshots: dict[str, Snapshot] = {}  # of this revision, by prefix
+        self._revision = 0
+        self._epoch = new_epoch()
+        self._last_lease = 0
+        self._closed = False
+
+    def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
+        """See `Directory.declare`."""
+        names = check_declaration(uids, address, ttl)
+        with self._lock:
+            self._expire()
+            self._last_lease += 1
+            lease = Lease(self._last_lease, names, address, ttl)
+            self._ends[lease.number] = self._clock() + ttl
+            self._soonest = min(self._soonest, self._ends[lease.number])
+            entries = dict.fromkeys([(uid, address) for uid in names], lease.number)
+            listed = entries.keys() <= self._entries.keys()
+            self._entries |= entries
+            if not listed:
+                self._change()
+            return lease
+
+    def renew(self, lease: Lease) -> None:
+        """See `Directory.renew`."""
+        with self._lock:
+            self._check_lease(lease)
+            self._ends[lease.number] = self._clock() + lease.ttl
+
+    def withdraw(self, lease: Lease) -> None:
+        """See `Directory.withdraw`."""
+        with self._lock:
+            self._expire()
+            self._end(lease.number)
+
+    def get(self, prefix: str = "") -> Snapshot:
+        """See `Directory.get`."""
+        with self._lock:
+            self._expire()
+            if prefix not in self._snapshots:
+                entries: list[Entry] = [*self._entries, *((uid, owner) for uid, (owner, _) in self._owners.items())]
+                found = make_snapshot(self._revision, (each for each in entries if each[0].startswith(prefix)))
+                self._snapshots[prefix] = found
+            return self._snapshots[prefix]
+
+    def watch(self, prefix: str = "") -> "LocalWatch":
+        """See `Directory.watch`."""
+        return LocalWatch(self, prefix)
+
+    def claim(self, uid: str, lease: Lease) -> Ownership:
+        """See `Directory.claim`."""
+        check_claim(uid, lease)
+        with self._lock:
+            self._check_lease(lease)
+            owner, _ = self._owners.get(uid, (None, 0))
+            if owner is not None and owner.address != lease.address:
+                raise owned_error(uid, owner.address, lease)
+            self._change()
+            ownership = Ownership(uid, lease.address, token_of(self._epoch, self._revision))
+            self._owners[uid] = ownership, lease.number
+            return ownership
+
+    def release(self, ownership: Ownership) -> None:
+        """See `Directory.release`."""
+        with self._lock:
+            self._expire()
+            owner, _ = self._owners.get(ownership.uid, (None, 0))
+            if owner == ownership:
+                del self._owners[ownership.uid]
+                self._change()
+
+    def close(self) -> None:
+        """See `Directory.close`."""
+        self._closed = True
+
+    def _check_lease(self, lease: Lease) -> None:
+        self._expire()
+        if lease.number not in self._ends:
+            raise lease_lost_error(lease)
+
+    def _expire(self) -> None:
+        """Refuse if closed; end all leases that are over. Called first, with the lock held."""
+        if self._closed:
+            raise AwayError("the directory is closed")
+        now = self._clock()
+        if now >= self._soonest:
+            for number in [number for number, ends in self._ends.items() if ends <= now]:
+                self._end(number)
+            self._soonest = min(self._ends.values(), default=float("inf"))
+
+    def _end(self, number: int) -> None:
+        """A lease and all that still stands under it."""
+        if self._ends.pop(number, None) is not None:
+            self._entries = {entry: lease for entry, lease in self._entries.items() if lease != number}
+            self._owners = {uid: owned for uid, owned in self._owners.items() if owned[1] != number}
+            self._change()
+
+    def _change(self) -> None:
+        self._revision += 1
+        self._snapshots.clear()
+
+
+class LocalWatch(Watch):
+    """The protocol `Watch`, of a `LocalDirectory`."""
+
+    def __init__(self, directory: LocalDirectory, prefix: str) -> None:
+        self._directory, self._prefix = directory, prefix
+        self._snapshot = directory.get(prefix)
+        self._closed = False
+
+    def snapshot(self) -> Snapshot:
+        """See `Watch.snapshot`."""
+        try:
+            if not self._closed:
+                self._snapshot = self._directory.get(self._prefix)
+                self._away_since = None
+        except AwayError:
+            self._away_since = self._away_since or time.monotonic()
+        return self._snapshot
+
+    def close(self) -> None:
+        """See `Watch.close`."""
+        self._closed = True

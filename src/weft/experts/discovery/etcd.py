@@ -15,16 +15,12 @@ Keys, each under its server's lease, but for the epoch:
 
 The byte 0 ends the name, so no name is a prefix of another's keys; and names stand first, so that one range, and one
 watch, covers all that concerns the experts with a prefix, in the order in which it happened.
-
-Leases count in whole seconds here, and etcd looks for ended ones twice a second: a ``ttl`` is rounded up, and a dead
-server is seen up to half a second later.
 """
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from math import ceil
 from queue import SimpleQueue
@@ -35,18 +31,20 @@ from weft.experts import extras as extras  # noqa: PLC0414  (says what is not in
 from weft.experts.discovery import etcd_client as api
 from weft.experts.discovery.directory import (
     Directory,
+    Entry,
     Lease,
+    LocalDirectory,
     Ownership,
     Snapshot,
     Watch,
     check_claim,
     check_declaration,
     lease_lost_error,
+    make_snapshot,
     owned_error,
 )
 from weft.experts.discovery.etcd_client import EtcdClient, EtcdTls, RefusedByEtcdError, RpcError
 from weft.experts.discovery.fencing import new_epoch, number_of, token_of
-from weft.experts.discovery.local import LocalDirectory
 from weft.experts.errors import AwayError
 
 _SCHEME = "etcd://"
@@ -83,6 +81,9 @@ def open_directory(address: str, *, tls: EtcdTls | None = None, timeout: float =
 class EtcdDirectory:
     """The protocol `Directory`, in etcd. A context manager.
 
+    Leases count in whole seconds here, and etcd looks for ended ones twice a second: a ``ttl`` is rounded up, and a
+    dead server is seen up to half a second later.
+
     Args:
         endpoints: the members of the cluster, as host:port; one after the other is tried.
         namespace: of the keys; directories with different ones share an etcd.
@@ -110,14 +111,11 @@ class EtcdDirectory:
         names = check_declaration(uids, address, ttl)
         granted = self._client.call(api.LEASE_GRANT, api.LEASE_GRANT.request(TTL=ceil(ttl)))
         lease = Lease(granted.ID, names, address, float(granted.TTL))
+        puts = [{"request_put": {"key": self._keys.entry(uid, address), "lease": lease.number}} for uid in names]
         try:
             self._epoch = self._current_epoch()
-            for start in range(0, len(names), _PUTS):
-                request = api.TXN.request()
-                for uid in names[start : start + _PUTS]:
-                    put = request.success.add().request_put
-                    put.key, put.lease = self._keys.entry(uid, address), lease.number
-                self._txn(request, lease)
+            for start in range(0, len(puts), _PUTS):
+                self._txn(api.TXN.request(success=puts[start : start + _PUTS]), lease)
         except BaseException:
             with suppress(AwayError):  # then the lease ends by itself
                 self.withdraw(lease)
@@ -143,7 +141,7 @@ class EtcdDirectory:
         """See `Directory.get`."""
         start, end = self._keys.range(prefix)
         found = self._client.call(api.RANGE, api.RANGE.request(key=start, range_end=end))
-        return _snapshot(found.header.revision, map(self._keys.read, found.kvs))
+        return make_snapshot(found.header.revision, filter(None, map(self._keys.read, found.kvs)))
 
     def watch(self, prefix: str = "") -> "EtcdWatch":
         """See `Directory.watch`. It has a thread, which ends with `close`."""
@@ -157,13 +155,13 @@ class EtcdDirectory:
         key, seen = self._keys.owner(uid), 0
         for _ in range(_TRIES):
             epoch = self._epoch
-            same = api.MESSAGES["Compare"](
-                result=api.EQUAL, target=api.VALUE, key=self._keys.epoch, value=str(epoch).encode()
+            same_epoch = {"target": api.VALUE, "key": self._keys.epoch, "value": str(epoch).encode()}
+            put = {"key": key, "value": f"{lease.address}\0{epoch}".encode(), "lease": lease.number}
+            request = api.TXN.request(
+                compare=[_unchanged(key, seen), same_epoch],
+                success=[{"request_put": put}],
+                failure=[{"request_range": {"key": key}}],
             )
-            request = api.TXN.request(compare=[_unchanged(key, seen), same])
-            put = request.success.add().request_put
-            put.key, put.value, put.lease = key, f"{lease.address}\0{epoch}".encode(), lease.number
-            request.failure.add().request_range.key = key
             answer = self._txn(request, lease)
             if answer.succeeded:
                 return Ownership(uid, lease.address, token_of(epoch, answer.header.revision))
@@ -178,9 +176,8 @@ class EtcdDirectory:
     def release(self, ownership: Ownership) -> None:
         """See `Directory.release`."""
         key = self._keys.owner(ownership.uid)
-        request = api.TXN.request(compare=[_unchanged(key, number_of(ownership.token))])
-        request.success.add().request_delete_range.key = key
-        self._client.call(api.TXN, request)
+        compare, delete = _unchanged(key, number_of(ownership.token)), {"request_delete_range": {"key": key}}
+        self._client.call(api.TXN, api.TXN.request(compare=[compare], success=[delete]))
 
     def close(self) -> None:
         """See `Directory.close`. In a fork of its process it does nothing."""
@@ -201,10 +198,11 @@ class EtcdDirectory:
     def _current_epoch(self) -> int:
         """The directory's epoch, drawn now if there is none."""
         key, drawn = self._keys.epoch, new_epoch()
-        request = api.TXN.request(compare=[_unchanged(key, 0)])
-        put = request.success.add().request_put
-        put.key, put.value = key, str(drawn).encode()
-        request.failure.add().request_range.key = key
+        request = api.TXN.request(
+            compare=[_unchanged(key, 0)],
+            success=[{"request_put": {"key": key, "value": str(drawn).encode()}}],
+            failure=[{"request_range": {"key": key}}],
+        )
         answer = self._client.call(api.TXN, request)
         return drawn if answer.succeeded else _read_epoch(answer.responses[0].response_range.kvs[0].value)
 
@@ -218,26 +216,9 @@ class EtcdDirectory:
             raise
 
 
-def _unchanged(key: bytes, revision: int) -> Any:
+def _unchanged(key: bytes, revision: int) -> dict[str, Any]:
     """A comparison: the key was last written at this revision; 0: it is not there."""
-    if revision:
-        return api.MESSAGES["Compare"](result=api.EQUAL, target=api.MODIFIED, key=key, mod_revision=revision)
-    return api.MESSAGES["Compare"](result=api.EQUAL, target=api.CREATED, key=key, create_revision=0)
-
-
-Entry = tuple[str, str | Ownership]
-"""An expert, and an address that serves it or its owner."""
-
-
-def _snapshot(revision: int, entries: Iterable[Entry | None]) -> Snapshot:
-    experts: dict[str, list[str]] = {}
-    owners: dict[str, Ownership] = {}
-    for uid, what in filter(None, entries):
-        if isinstance(what, Ownership):
-            owners[uid] = what
-        else:
-            experts.setdefault(uid, []).append(what)
-    return Snapshot(revision, {uid: tuple(sorted(addresses)) for uid, addresses in experts.items()}, owners)
+    return {"target": api.MODIFIED, "key": key, "mod_revision": revision}
 
 
 class EtcdKeys:
@@ -247,6 +228,7 @@ class EtcdKeys:
         if not namespace or "\0" in namespace:
             raise UsageError(f"namespace is {namespace!r}, wanted a name without the character 0")
         self._root = namespace.encode() + b"/"
+        self.epoch = self._root + _END + b"epoch"  # no expert's name is empty
 
     def entry(self, uid: str, address: str) -> bytes:
         """The key of one server of an expert."""
@@ -256,22 +238,16 @@ class EtcdKeys:
         """The key of an expert's owner."""
         return self._root + uid.encode() + _END + b"o"
 
-    @property
-    def epoch(self) -> bytes:
-        """The key of the directory's epoch; no expert's name is empty."""
-        return self._root + _END + b"epoch"
-
-    def ownership(self, uid: str, kv: Any) -> Ownership:
-        """The owner, out of a KeyValue. An address that is not UTF-8, put there by others, is shown escaped."""
-        address, _, epoch = kv.value.partition(_END)
-        return Ownership(
-            uid, address.decode("utf-8", "backslashreplace"), token_of(_read_epoch(epoch), kv.mod_revision)
-        )
-
     def range(self, prefix: str) -> tuple[bytes, bytes]:
         """First key, and first key behind the last, of all experts whose name starts with ``prefix``."""
         start = self._root + prefix.encode()
         return start, start[:-1] + bytes([start[-1] + 1])  # UTF-8 has no byte 255
+
+    def ownership(self, uid: str, kv: Any) -> Ownership:
+        """The owner, out of a KeyValue. An address that is not UTF-8, put there by others, is shown escaped."""
+        address, _, epoch = kv.value.partition(_END)
+        token = token_of(_read_epoch(epoch), kv.mod_revision)
+        return Ownership(uid, address.decode("utf-8", "backslashreplace"), token)
 
     def read(self, kv: Any) -> Entry | None:
         """What a KeyValue says; None for the epoch, and for a key that others put there."""
@@ -303,8 +279,10 @@ class EtcdWatch(Watch):
 
     def __init__(self, client: EtcdClient, keys: EtcdKeys, prefix: str) -> None:
         self.closed = threading.Event()
-        self._client, self._keys, self._prefix = client, keys, prefix
-        self._entries: dict[bytes, Entry | None] = {}
+        self._client, self._keys = client, keys
+        start, end = keys.range(prefix)
+        self._range = {"key": start, "range_end": end}
+        self._entries: dict[bytes, Entry] = {}
         self._snapshot = Snapshot()
         self._call: Any = None
         self._begun: Future[None] = Future()
@@ -312,11 +290,10 @@ class EtcdWatch(Watch):
         self._thread.start()
         try:
             self._begun.result(client.timeout)
-        except FutureTimeout:
+        except Exception as error:
             self.close()
-            raise AwayError(f"etcd did not begin to be watched within {client.timeout:g} s") from None
-        except Exception:
-            self.close()
+            if isinstance(error, TimeoutError):
+                raise AwayError(f"etcd did not begin to be watched within {client.timeout:g} s") from None
             raise
 
     def snapshot(self) -> Snapshot:
@@ -349,11 +326,8 @@ class EtcdWatch(Watch):
 
     def _follow(self, index: int) -> str:
         """Read one member until its stream ends; returns why. Raises ``AwayError`` if others would refuse as well."""
-        start, end = self._keys.range(self._prefix)
-        request = api.WATCH.request()
-        request.create_request.key, request.create_request.range_end = start, end
         requests: SimpleQueue[Any] = SimpleQueue()
-        requests.put(request)
+        requests.put(api.WATCH.request(create_request=self._range))
         self._call = call = self._client.watch(index, iter(requests.get, None))
         timer = threading.Timer(self._client.timeout, call.cancel)  # until the member says that it began
         timer.daemon = True
@@ -365,13 +339,8 @@ class EtcdWatch(Watch):
                 timer.cancel()
                 if response.canceled:
                     return f"etcd ended the watch: {response.cancel_reason or 'it gave no reason'}"
-                if response.created:
-                    found = self._client.call(api.RANGE, api.RANGE.request(key=start, range_end=end))
-                    revision = found.header.revision
-                    self._entries = {kv.key: self._keys.read(kv) for kv in found.kvs}
-                else:
-                    revision = self._apply(response.events)
-                self._snapshot, self._away_since = _snapshot(revision, self._entries.values()), None
+                self._apply(response)
+                self._away_since = None
                 if not self._begun.done():
                     self._begun.set_result(None)
         except (RpcError, ValueError) as error:
@@ -382,15 +351,15 @@ class EtcdWatch(Watch):
             call.cancel()
         return f"{self._client.addresses[index]}: the stream ended"
 
-    def _apply(self, events: Iterable[Any]) -> int:
-        """Update the entries by what came after the snapshot; returns the revision."""
-        revision = self._snapshot.revision
-        for event in events:
-            if event.kv.mod_revision <= self._snapshot.revision:
-                continue
-            revision = event.kv.mod_revision
-            if event.type == api.DELETE:
-                self._entries.pop(event.kv.key, None)
-            else:
-                self._entries[event.kv.key] = self._keys.read(event.kv)
-        return revision
+    def _apply(self, response: Any) -> None:
+        """Take the snapshot from a range when the stream has begun, and from the events that came after it."""
+        if response.created:
+            found = self._client.call(api.RANGE, api.RANGE.request(**self._range))
+            revision, before = found.header.revision, {}
+            changes = {kv.key: self._keys.read(kv) for kv in found.kvs}
+        else:
+            later = [event for event in response.events if event.kv.mod_revision > self._snapshot.revision]
+            revision, before = later[-1].kv.mod_revision if later else self._snapshot.revision, self._entries
+            changes = {each.kv.key: None if each.type == api.DELETE else self._keys.read(each.kv) for each in later}
+        self._entries = {key: entry for key, entry in (before | changes).items() if entry is not None}
+        self._snapshot = make_snapshot(revision, self._entries.values())

@@ -41,15 +41,14 @@ MESSAGES = load_messages(__package__ or "", "etcd")
 """The classes of etcd's messages, by their names in its ``rpc.proto``."""
 
 DELETE = 1  # type of an Event
-EQUAL = 0  # result of a Compare
-CREATED, MODIFIED, VALUE = 1, 2, 3  # targets of a Compare
+MODIFIED, VALUE = 2, 3  # targets of a Compare, whose result is "equal" unless told otherwise
 
 
 class Method:
-    """A method of etcd's API: its path, and the classes of its messages."""
+    """A method of etcd's API: its path, the classes of its messages, and whether these come in streams."""
 
-    def __init__(self, service: str, name: str) -> None:
-        self.path = f"/etcdserverpb.{service}/{name}"
+    def __init__(self, service: str, name: str, *, stream: bool = False) -> None:
+        self.path, self.stream = f"/etcdserverpb.{service}/{name}", stream
         self.request, self.response = MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"]
 
 
@@ -57,8 +56,8 @@ RANGE = Method("KV", "Range")  # keys of a prefix, and their revision
 TXN = Method("KV", "Txn")  # compare and swap; puts and ranges of one moment
 LEASE_GRANT = Method("Lease", "LeaseGrant")
 LEASE_REVOKE = Method("Lease", "LeaseRevoke")
-LEASE_KEEP_ALIVE = Method("Lease", "LeaseKeepAlive")
-WATCH = Method("Watch", "Watch")  # changes from now on
+LEASE_KEEP_ALIVE = Method("Lease", "LeaseKeepAlive", stream=True)
+WATCH = Method("Watch", "Watch", stream=True)  # changes from now on
 
 
 class RefusedByEtcdError(AwayError):
@@ -114,7 +113,7 @@ class EtcdClient:
 
     def watch(self, index: int, requests: Any) -> Any:
         """A stream of watch responses from one member; iterate it, and ``cancel`` it."""
-        return self.grpc_threads.stream(self._callable(index, WATCH, stream=True), requests, metadata=_LEADER)
+        return self.grpc_threads.stream(self._callable(index, WATCH), requests, metadata=_LEADER)
 
     def order(self) -> list[int]:
         """The members, in the order in which to try them. ``AwayError`` after `close`, ``UsageError`` in a fork."""
@@ -144,9 +143,8 @@ class EtcdClient:
             channel.close()
 
     def _call_member(self, index: int, method: Method, request: Any, seconds: float) -> Any:
-        stream = method is LEASE_KEEP_ALIVE
-        call = self._callable(index, method, stream=stream)
-        if not stream:
+        call = self._callable(index, method)
+        if not method.stream:
             return call(request, timeout=seconds, metadata=_LEADER)
         answers = self.grpc_threads.stream(call, iter([request]), timeout=seconds, metadata=_LEADER)
         try:
@@ -154,10 +152,6 @@ class EtcdClient:
         finally:
             answers.cancel()
 
-    def _callable(self, index: int, method: Method, *, stream: bool) -> Any:
-        channel = self._channels[index]
-        return (channel.stream_stream if stream else channel.unary_unary)(
-            method.path,
-            request_serializer=method.request.SerializeToString,
-            response_deserializer=method.response.FromString,
-        )
+    def _callable(self, index: int, method: Method) -> Any:
+        make = self._channels[index].stream_stream if method.stream else self._channels[index].unary_unary
+        return make(method.path, method.request.SerializeToString, method.response.FromString)

@@ -97,10 +97,7 @@ class LeaseHeartbeat:
         return LeaseStatistics(lease.ttl, self._until - time.monotonic(), self._late, self._latest)
 
     def directory_statistics(self) -> dict[str, Any]:
-        """``servers`` whose leases last, by address, with how many experts each lists and owns; ``here``: this one.
-
-        ``away_seconds``: since when the directory has not answered; 0 while it does.
-        """
+        """``servers`` whose leases last, by address, with how many experts each lists and owns; ``here``: this one."""
         snapshot, away = (self.watch.snapshot(), self.watch.away_seconds) if self.watch else (Snapshot(), 0.0)
         experts = Counter(address for addresses in snapshot.experts.values() for address in addresses)
         owns = Counter(owner.address for owner in snapshot.owners.values())
@@ -122,32 +119,33 @@ class LeaseHeartbeat:
         with self._lock:
             if self._ended:
                 return
-            uids, start = tuple(self._uids()), time.monotonic()
-            if self.lease is not None and set(self.lease.uids) == set(uids):
+            uids, start, before = tuple(self._uids()), time.monotonic(), self.lease
+            if before is not None and set(before.uids) == set(uids):
                 try:
-                    return self._renew(start, self.lease)
+                    return self._renew(start, before)
                 except LeaseLostError:
-                    self.lease = None
-            if uids and (fault := self._declared_elsewhere(uids)):
-                if self.lease is not None:
-                    self._renew(start, self.lease)
-                raise DeclaredError(fault)
+                    self.lease = before = None
+            try:
+                self._check_elsewhere(uids)
+            except DeclaredError:
+                if before is not None:
+                    self._renew(start, before)
+                raise
             # What is listed twice for a moment is found; what is not listed for a moment is not.
             lasted = time.monotonic() < self._until
             lease = self._directory.declare(uids, self.address, self._ttl) if uids else None
-            before = self.lease
-            # Two servers may have looked before either declared: then both see the other now, and both step back.
-            if lease is not None and (fault := self._declared_elsewhere(uids)):
-                self.lease, self._until = None, float("-inf")
-                for each in (lease, before):  # entries have moved to the new lease, so none is left under the old one
-                    if each is not None:
-                        self._directory.withdraw(each)
-                raise DeclaredError(fault)
+            try:  # two servers may have looked before either declared: now both see the other, and both step back
+                self._check_elsewhere(uids)
+            except DeclaredError:
+                self.lease = None
+                for each in filter(None, (lease, before)):  # all entries have moved to the new lease
+                    self._directory.withdraw(each)
+                raise
             self.lease = lease
             if lease is not None:
                 self._renewed(start, lease)
             else:
-                self._until = self._due = float("-inf")
+                self._due = float("-inf")
             if before is not None:
                 if lease is not None and self._moved is not None and lasted:
                     self._moved(before, lease)
@@ -172,21 +170,19 @@ class LeaseHeartbeat:
         if self.watch is not None:
             self.watch.close()
 
-    def _declared_elsewhere(self, uids: Sequence[str]) -> str | None:
-        """The fault if another server lists one of these experts that is no replica; None if none does."""
+    def _check_elsewhere(self, uids: Sequence[str]) -> None:
+        """Raise ``DeclaredError`` if another server lists one of these experts that is no replica."""
         alone = [uid for uid in uids if not self._replicated(uid)]
         known = self._directory.get() if alone else Snapshot()
-        others = {uid: set(known.addresses(uid)) - {self.address} for uid in alone}
-        faults = [f"{uid!r} at {', '.join(sorted(found))}" for uid, found in others.items() if found]
-        return (
-            None
-            if not faults
-            else listed(
-                f"the server at {self.address} cannot list experts that other servers list: clients might move between "
-                "different weights. Give them other names, or say replicas= at every server that has them:",
-                faults,
+        others = {uid: sorted({*known.addresses(uid)} - {self.address}) for uid in alone}
+        if faults := [f"{uid!r} at {', '.join(found)}" for uid, found in others.items() if found]:
+            raise DeclaredError(
+                listed(
+                    f"the server at {self.address} cannot list experts that other servers list: clients might move "
+                    "between different weights. Give them other names, or say replicas= at every server that has them:",
+                    faults,
+                )
             )
-        )
 
     def _renew(self, start: float, lease: Lease) -> None:
         self._directory.renew(lease)

@@ -2,7 +2,6 @@
 
 manager.py   claims, follows, takes over, hands over     replica.py    one expert: its role, its state sent and loaded
 leader.py    the leader's side of the stream of states   follower.py   the follower's side, and options
-messages.py  versions of a state, and what both send
 """
 
 from weft.experts import extras as extras  # says what is not installed

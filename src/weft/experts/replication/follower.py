@@ -9,7 +9,7 @@
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -24,7 +24,7 @@ from weft.core.validation import Validator, token_fault
 from weft.experts.client.transport import open_channel, unreachable
 from weft.experts.errors import DamagedError
 from weft.experts.fork_guard import GrpcThreads
-from weft.experts.replication.messages import PullRequest, PullResponse, UpdateKind, read_response
+from weft.experts.replication.leader import PullRequest, PullResponse, UpdateKind, read_response
 from weft.experts.replication.replica import Replica
 from weft.experts.tls import ClientTls, check_address
 from weft.experts.wire import (
@@ -94,28 +94,6 @@ class ReplicaOptions:
         return any(fnmatchcase(uid, pattern) for pattern in self.experts)
 
 
-@dataclass
-class _IncomingState:
-    """The part of a state that has arrived. Holds no more than its head said, and than is allowed."""
-
-    head: PullResponse
-    data: bytearray = field(default_factory=bytearray)
-
-    def add(self, answer: Received) -> bool:
-        """One more piece; whether that was the last. Raises ``MalformedError`` and ``DamagedError``."""
-        if len(answer.descriptors) != 1:
-            raise MalformedError("a piece of a state holds one tensor", reason="state")
-        piece = answer.tensors()[0].numpy().tobytes()
-        if len(self.data) + len(piece) > self.head.nbytes or not piece:
-            raise MalformedError("the pieces of a state are not as long as its head said", reason="state")
-        self.data += piece
-        if len(self.data) < self.head.nbytes:
-            return False
-        if blake2b(self.data, digest_size=16).digest() != self.head.digest:
-            raise DamagedError(f"the {len(self.data)} bytes of a state are not those that were sent")
-        return True
-
-
 class FollowerStream:
     """A stream of states from the server at ``address``. ``here`` is the follower's own address.
 
@@ -131,9 +109,7 @@ class FollowerStream:
         self._options = options
         self._limits = limits
         self._call_ids = count(1)
-        self._lock = threading.Lock()
-        self._requested: dict[int, Replica] = {}
-        self._incoming: dict[int, _IncomingState] = {}
+        self._requested: dict[int, Replica] = {}  # by call id; of two threads, which read and write it in one step each
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         self._channel = open_channel(address, options.tls, limits)
         self._grpc_threads = GrpcThreads()
@@ -144,13 +120,35 @@ class FollowerStream:
     @property
     def followed(self) -> set[str]:
         """The experts that are followed here."""
-        with self._lock:
-            return {replica.uid for replica in self._requested.values()}
+        return {replica.uid for replica in list(self._requested.values())}
 
     def follow(self, replica: Replica) -> None:
         """Request all that is newer than what is here, until an error comes. May be called twice."""
         if not self.ended and replica.uid not in self.followed:
             self._request(replica)
+
+    def newest(self, replica: Replica, token: int, timeout: float) -> bool:
+        """Request once, having claimed it with this token; whether a newer state came and was loaded.
+
+        Raises the other side's errors, and ``UnreachableError``.
+        """
+        requests: SimpleQueue[bytes | None] = SimpleQueue()
+        requests.put(self._encode(1, replica.uid, PullRequest(replica.version, token=token)))
+        call = self._open(requests, timeout)
+        try:
+            for _, found, data in self._receive(call, {1: replica}):
+                if isinstance(found, Exception):
+                    raise found
+                if found.kind is UpdateKind.NOTHING:
+                    return False
+                if data is not None:
+                    return replica.load(found.version, data, taking_over=True)
+        except _grpc.RpcError as error:
+            raise self._failure(error) from None
+        finally:
+            call.cancel()
+            requests.put(None)
+        raise UnreachableError(f"{self.address} ended the stream before the state was here")
 
     def close(self) -> None:
         """End it, and wait for its thread. What was followed here has not failed by that."""
@@ -162,32 +160,6 @@ class FollowerStream:
         self._channel.close()
         self._grpc_threads.wait(_JOIN)
 
-    def newest(self, replica: Replica, token: int, timeout: float) -> bool:
-        """Request once, having claimed it with this token; whether a newer state came and was loaded.
-
-        Raises the other side's errors, and ``UnreachableError``.
-        """
-        requests: SimpleQueue[bytes | None] = SimpleQueue()
-        requests.put(self._encode(1, replica.uid, PullRequest(replica.version, token=token)))
-        call = self._open(requests, timeout)
-        incoming: _IncomingState | None = None
-        try:
-            for message in call:
-                for answer in decode(message, self._limits):
-                    if incoming is None:
-                        head = self._read_head(answer)
-                        if head.kind is UpdateKind.NOTHING:
-                            return False
-                        incoming = _IncomingState(head) if head.kind is UpdateKind.STATE else None
-                    elif incoming.add(answer):
-                        return replica.load(incoming.head.version, incoming.data, taking_over=True)
-        except _grpc.RpcError as error:
-            raise self._failure(error) from None
-        finally:
-            call.cancel()
-            requests.put(None)
-        raise UnreachableError(f"{self.address} ended the stream before the state was here")
-
     def _open(self, requests: "SimpleQueue[bytes | None]", timeout: float | None = None) -> Any:
         """A stream that sends what is put into ``requests``, until None."""
         token = self._options.token
@@ -198,65 +170,78 @@ class FollowerStream:
     def _request(self, replica: Replica) -> None:
         options, call_id = self._options, next(self._call_ids)
         request = PullRequest(replica.version, int(options.follow_steps), int(1000 * options.follow_seconds))
-        with self._lock:
-            self._requested[call_id] = replica
+        self._requested[call_id] = replica
         self._requests.put(self._encode(call_id, replica.uid, request))
 
     def _encode(self, call_id: int, uid: str, request: PullRequest) -> bytes:
         header = Header(kind=Kind.STATE, call_id=call_id, uid=uid, client=self._here, data=request.to_bytes())
         return encode([Call(header)], self._limits)
 
-    # The reader, in its own thread.
-
     def _run(self) -> None:
+        """The thread: read the stream."""
         failure: Exception = UnreachableError(f"{self.address} ended the stream of its states")
         try:
-            for message in self._call:
-                for answer in decode(message, self._limits):
-                    self._received(answer)
+            for call_id, found, data in self._receive(self._call, self._requested):
+                self._received(call_id, found, data)
         except _grpc.RpcError as error:
             failure = self._failure(error)
         except (WeftError, ValueError) as error:
             failure = error
         finally:
-            with self._lock:
-                self.ended = True
-                left, self._requested = list(self._requested.values()), {}
+            self.ended = True
+            left, self._requested = self._requested, {}
             self._call.cancel()
             self._requests.put(None)
-            for replica in [] if self._closed else left:
+            for replica in () if self._closed else left.values():
                 replica.failed(failure)
 
-    def _received(self, answer: Received) -> None:
-        call_id = answer.header.call_id
-        with self._lock:
-            replica = self._requested.get(call_id)
-        if replica is None:
-            if not call_id and answer.header.kind is Kind.ERROR:
-                raise read_fault(answer.header.data)
-            return
-        incoming, failure = self._incoming.get(call_id), None
+    def _received(self, call_id: int, found: PullResponse | Exception, data: bytearray | None) -> None:
+        """Note the leader's version, or load its state and request the next one, or note what failed."""
+        replica = self._requested[call_id]
         try:
-            if incoming is None:
-                head = self._read_head(answer)
-                replica.heard(head.version)
-                if head.kind is UpdateKind.STATE:
-                    self._incoming[call_id] = _IncomingState(head)
+            if isinstance(found, Exception):
+                raise found
+            replica.heard(found.version)
+            if data is None:
                 return
-            if not incoming.add(answer):
-                return
-            if not replica.load(incoming.head.version, incoming.data):
+            if not replica.load(found.version, data):
                 raise UnreachableError("it is not followed any more")
-        except Exception as error:  # also what module and optimizer raise; the thread goes on for the other experts
-            failure = error
-        with self._lock:
-            self._requested.pop(call_id, None)
-            self._incoming.pop(call_id, None)
-        if failure is not None:
-            replica.failed(failure)
-        else:
             replica.failure = None
             self._request(replica)
+        except Exception as error:  # also what module and optimizer raise; the thread goes on for the other experts
+            replica.failed(error)
+        del self._requested[call_id]
+
+    def _receive(
+        self, call: Any, requested: Mapping[int, Replica]
+    ) -> Iterator[tuple[int, PullResponse | Exception, bytearray | None]]:
+        """What answers the requests, with their call ids: a head, in its place an error, and a head with its state.
+
+        Of a state no more is held than its head said, and than is allowed.
+        """
+        incoming: dict[int, tuple[PullResponse, bytearray]] = {}
+        for message in call:
+            for answer in decode(message, self._limits):
+                call_id = answer.header.call_id
+                if call_id not in requested:
+                    if not call_id and answer.header.kind is Kind.ERROR:
+                        raise read_fault(answer.header.data)
+                    continue
+                try:
+                    if call_id not in incoming:
+                        found, data = self._read_head(answer), None
+                        if found.kind is UpdateKind.STATE:
+                            incoming[call_id] = found, bytearray()
+                    else:
+                        found, data = incoming[call_id]
+                        _add_piece(found, data, answer)
+                        if len(data) < found.nbytes:
+                            continue
+                        del incoming[call_id]
+                except Exception as error:
+                    found, data = error, None
+                    incoming.pop(call_id, None)
+                yield call_id, found, data
 
     def _read_head(self, answer: Received) -> PullResponse:
         if answer.header.kind is Kind.ERROR:
@@ -275,3 +260,15 @@ class FollowerStream:
         if error.code() in _REFUSED:
             return ForbiddenError(f"{self.address} refuses this server: {text}")
         return unreachable(self.address, tls, "cannot be followed", text, "this server", "tls= of ReplicaOptions")
+
+
+def _add_piece(head: PullResponse, data: bytearray, answer: Received) -> None:
+    """Add the next piece of a state to what has arrived. Raises ``MalformedError`` and ``DamagedError``."""
+    if len(answer.descriptors) != 1:
+        raise MalformedError("a piece of a state holds one tensor", reason="state")
+    piece = answer.tensors()[0].numpy().tobytes()
+    if len(data) + len(piece) > head.nbytes or not piece:
+        raise MalformedError("the pieces of a state are not as long as its head said", reason="state")
+    data += piece
+    if len(data) == head.nbytes and blake2b(data, digest_size=16).digest() != head.digest:
+        raise DamagedError(f"the {len(data)} bytes of a state are not those that were sent")

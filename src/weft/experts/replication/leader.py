@@ -1,8 +1,8 @@
-"""The leader's side of replication: which follower has which version, and when it gets a newer one.
+"""The leader's side of replication, and what leader and follower tell each other, as bytes.
 
     follower A   PullRequest(have 7/100) ────> waiting ── 100 steps more, or 2 s and a step, or the last state ──> due
     follower B   PullRequest(have 7/180) ────> waiting                                                              |
-                      ^                                            head, then the bytes in pieces <────────────────┘
+                      ^                               PullResponse, then the bytes in pieces <──────────────────────┘
                       '── the next request says what arrived: so the leader knows when it may stop
 
 A request stays open until there is an answer; in between, the leader sends its progress. One state at a time leaves on
@@ -10,17 +10,18 @@ one stream, in pieces, as fast as gRPC takes them; copying it holds the expert u
 """
 
 import asyncio
+import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import IntEnum
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from weft.core.errors import WeftError
-from weft.experts.replication.messages import PullRequest, PullResponse, StateVersion, UpdateKind, newer, read_request
-from weft.experts.replication.replica import Replica
+from weft.experts.replication.replica import Replica, StateVersion, newer
 from weft.experts.wire import (
     Call,
     Header,
@@ -39,40 +40,70 @@ PIECE = 1 << 20  # bytes of one message
 _PROGRESS = 0.5  # seconds between two reports of progress
 IDLE = 10.0  # seconds without a request after which a stream ends; a follower always has one open
 _MAX_WAIT = 0.2  # seconds that a batch under way may hold a state up before others go first
+_MOST = (1 << 64) - 1
+_REQUEST = struct.Struct("<QQQQQQ")
+_RESPONSE = struct.Struct("<BQQQQ16s")
 
 Read = Callable[[], Awaitable[Any]]
 Send = Callable[[bytes], Awaitable[Any]]
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """One open request."""
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """``have``: the follower's version. It wants more after ``steps`` steps, or ``milliseconds`` and any step.
 
-    call_id: int
-    follower: str
-    request: PullRequest
-    since: float
-    reported_at: float = 0.0
-    reported: StateVersion | None = None
-    answered: bool = False
+    ``token`` not 0: the sender has claimed the expert with it, and wants at once whatever is newer.
+    """
+
+    have: StateVersion
+    steps: int = 0
+    milliseconds: int = 0
+    token: int = 0
+
+    def to_bytes(self) -> bytes:
+        """The data of a call of kind STATE."""
+        numbers = (*self.have, self.steps, self.milliseconds, self.token)
+        return _REQUEST.pack(*[min(_MOST, number) for number in numbers])
 
 
-@dataclass(eq=False)
-class _Stream:
-    """One follower's: its open requests, by expert."""
+class UpdateKind(IntEnum):
+    """Kinds of a response: the leader's progress, nothing newer than the follower has, or the head of a state."""
 
-    write: Send
-    limits: Limits
-    waiting: dict[str, _Waiting] = field(default_factory=dict[str, _Waiting])
+    PROGRESS = 0
+    NOTHING = 1
+    STATE = 2
 
-    async def respond(self, call_id: int, response: PullResponse) -> None:
-        await self.send(Header(kind=Kind.RESULT, call_id=call_id, data=response.to_bytes()))
 
-    async def fail(self, call_id: int, error: BaseException) -> None:
-        await self.send(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
+@dataclass(frozen=True, slots=True)
+class PullResponse:
+    """``version`` of the leader; with a state, its size in bytes and their hash (blake2b, 16 bytes)."""
 
-    async def send(self, header: Header, *tensors: torch.Tensor) -> None:
-        await self.write(encode([Call(header, tensors)], self.limits))
+    kind: UpdateKind
+    version: StateVersion
+    nbytes: int = 0
+    digest: bytes = bytes(16)
+
+    def to_bytes(self) -> bytes:
+        """The data of a result."""
+        return _RESPONSE.pack(self.kind, *self.version, self.nbytes, self.digest)
+
+
+def read_request(data: bytes) -> PullRequest:
+    """The inverse of `PullRequest.to_bytes`. Raises ``MalformedError`` for other bytes."""
+    try:
+        token, steps, batches, *wanted = _REQUEST.unpack(data)
+    except struct.error as reason:
+        raise MalformedError(f"a request for a state cannot be read: {reason}", reason="state") from None
+    return PullRequest(StateVersion(token, steps, batches), *wanted)
+
+
+def read_response(data: bytes) -> PullResponse:
+    """The inverse of `PullResponse.to_bytes`. Raises ``MalformedError`` for other bytes."""
+    try:
+        kind, token, steps, batches, nbytes, digest = _RESPONSE.unpack(data)
+        return PullResponse(UpdateKind(kind), StateVersion(token, steps, batches), nbytes, digest)
+    except (struct.error, ValueError) as reason:
+        raise MalformedError(f"the head of a state cannot be read: {reason}", reason="state") from None
 
 
 class LeaderStreams:
@@ -88,9 +119,9 @@ class LeaderStreams:
 
         ``admit`` raises for an expert whose state this follower may not have.
         """
-        stream = _Stream(send, self._limits)
+        stream = _Stream(self._replicas, self._limits, send)
         self._streams.add(stream)
-        tasks = [asyncio.create_task(self._read(stream, read, admit)), asyncio.create_task(self._answer(stream))]
+        tasks = [asyncio.create_task(stream.read(read, admit)), asyncio.create_task(stream.answer())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -109,12 +140,44 @@ class LeaderStreams:
         waiting = [stream.waiting.get(uid) for stream in list(self._streams)]
         return {each.follower: each.request.have for each in waiting if each is not None and not each.request.token}
 
-    async def _read(self, stream: _Stream, read: Read, admit: Callable[[str], None]) -> None:
+
+@dataclass(eq=False)
+class _Waiting:
+    """One open request."""
+
+    call_id: int
+    follower: str
+    request: PullRequest
+    since: float
+    reported_at: float = 0.0
+    reported: StateVersion | None = None
+    answered: bool = False
+
+    def is_due(self, version: StateVersion, final: bool) -> bool:
+        """Whether the follower is to get a state now. ``final``: there will be no later one."""
+        request, have = self.request, self.request.have
+        if version == have:
+            return False
+        if final or version.token != have.token or version.steps < have.steps:
+            return True
+        late = time.monotonic() >= self.since + request.milliseconds / 1000
+        return late or version.steps - have.steps >= request.steps
+
+
+class _Stream:
+    """One follower's: its open requests, by expert."""
+
+    def __init__(self, replicas: Mapping[str, Replica], limits: Limits, write: Send) -> None:
+        self.waiting: dict[str, _Waiting] = {}
+        self._replicas, self._limits, self._write = replicas, limits, write
+
+    async def read(self, read: Read, admit: Callable[[str], None]) -> None:
+        """Take requests, until there are no more."""
         while (message := await read()) is not None:
             try:
                 calls = decode(message, self._limits)
             except WireError as error:
-                await stream.fail(0, error)
+                await self._fail(0, error)
                 return
             for call in calls:
                 header = call.header
@@ -123,29 +186,29 @@ class LeaderStreams:
                         raise MalformedError(f"a call of kind {header.kind.name}, wanted STATE", reason="kind")
                     admit(header.uid)
                     request = read_request(header.data)
-                    stream.waiting[header.uid] = _Waiting(header.call_id, header.client, request, time.monotonic())
+                    self.waiting[header.uid] = _Waiting(header.call_id, header.client, request, time.monotonic())
                 except WeftError as error:
-                    await stream.fail(header.call_id, error)
+                    await self._fail(header.call_id, error)
 
-    async def _answer(self, stream: _Stream) -> None:
+    async def answer(self) -> None:
         """Answer requests, until there is none for a while."""
         last = time.monotonic()
         while time.monotonic() < last + IDLE:
-            if stream.waiting:
+            if self.waiting:
                 last = time.monotonic()
-            for uid, waiting in list(stream.waiting.items()):
+            for uid, waiting in list(self.waiting.items()):
                 if waiting.answered:
                     continue
                 try:
-                    done = await self._attend(stream, uid, waiting)
+                    done = await self._attend(uid, waiting)
                 except WeftError as error:
                     done = True
-                    await stream.fail(waiting.call_id, error)
-                if done and stream.waiting.get(uid) is waiting:
-                    del stream.waiting[uid]
+                    await self._fail(waiting.call_id, error)
+                if done and self.waiting.get(uid) is waiting:
+                    del self.waiting[uid]
             await asyncio.sleep(TICK)
 
-    async def _attend(self, stream: _Stream, uid: str, waiting: _Waiting) -> bool:
+    async def _attend(self, uid: str, waiting: _Waiting) -> bool:
         """Answer one request, if that is due; whether it is done with."""
         replica, request = self._replicas.get(uid), waiting.request
         if replica is None:
@@ -154,35 +217,33 @@ class LeaderStreams:
             replica.leadership.check(steps=False)
         version = replica.version
         if request.token and not (newer(version, request.have, request.token) and replica.has_state):
-            await stream.respond(waiting.call_id, PullResponse(UpdateKind.NOTHING, version))
+            await self._respond(waiting, PullResponse(UpdateKind.NOTHING, version))
             return True
-        if request.token or _due(waiting, version, replica.final):
-            await self._send_state(stream, waiting, replica)
+        if request.token or waiting.is_due(version, replica.final):
+            await self._send_state(waiting, replica)
         elif version != waiting.reported and time.monotonic() >= waiting.reported_at + _PROGRESS:
             waiting.reported, waiting.reported_at = version, time.monotonic()
-            await stream.respond(waiting.call_id, PullResponse(UpdateKind.PROGRESS, version))
+            await self._respond(waiting, PullResponse(UpdateKind.PROGRESS, version))
         return False
 
-    async def _send_state(self, stream: _Stream, waiting: _Waiting, replica: Replica) -> None:
+    async def _send_state(self, waiting: _Waiting, replica: Replica) -> None:
         encoded = await asyncio.get_running_loop().run_in_executor(None, replica.encode, _MAX_WAIT)
         if encoded is None:  # a batch is under way; look again
             return
         version, data = encoded
         digest = blake2b(data, digest_size=16).digest()
-        await stream.respond(waiting.call_id, PullResponse(UpdateKind.STATE, version, len(data), digest))
+        await self._respond(waiting, PullResponse(UpdateKind.STATE, version, len(data), digest))
         size = min(PIECE, max(1, self._limits.frame_bytes // 2))
         for start in range(0, len(data), size):
             piece = torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
-            await stream.send(Header(kind=Kind.RESULT, call_id=waiting.call_id), piece)
+            await self._send(Header(kind=Kind.RESULT, call_id=waiting.call_id), piece)
         waiting.answered = True  # it stays in the list until the next one: only that says what has arrived
 
+    async def _respond(self, waiting: _Waiting, response: PullResponse) -> None:
+        await self._send(Header(kind=Kind.RESULT, call_id=waiting.call_id, data=response.to_bytes()))
 
-def _due(waiting: _Waiting, version: StateVersion, final: bool) -> bool:
-    """Whether a follower is to get a state now. ``final``: there will be no later one."""
-    request, have = waiting.request, waiting.request.have
-    if version == have:
-        return False
-    if final or version.token != have.token or version.steps < have.steps:
-        return True
-    late = time.monotonic() >= waiting.since + request.milliseconds / 1000
-    return late or version.steps - have.steps >= request.steps
+    async def _fail(self, call_id: int, error: BaseException) -> None:
+        await self._send(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
+
+    async def _send(self, header: Header, *tensors: torch.Tensor) -> None:
+        await self._write(encode([Call(header, tensors)], self._limits))

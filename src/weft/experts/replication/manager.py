@@ -36,8 +36,7 @@ from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import ExpertError
 from weft.experts.replication.follower import FollowerStream, ReplicaOptions
 from weft.experts.replication.leader import LeaderStreams
-from weft.experts.replication.messages import StateVersion
-from weft.experts.replication.replica import Replica
+from weft.experts.replication.replica import Replica, StateVersion
 from weft.experts.tls import directory_faults
 from weft.experts.wire import Limits
 
@@ -93,8 +92,8 @@ class ReplicationManager:
         self._directory = directory or LocalDirectory()  # never used without options
         self._limits = limits
         self._heartbeat: LeaseHeartbeat | None = None
+        self._here = ""  # this server's address
         self._streams: dict[str, FollowerStream] = {}  # by the leader's address
-        self._next_try: dict[str, float] = {}
         self._retired = False
         self._save_failure: Exception | None = None
         self._stop = threading.Event()
@@ -115,7 +114,7 @@ class ReplicationManager:
 
     def start(self, heartbeat: LeaseHeartbeat, served: list[str]) -> None:
         """Claim and follow, and `wait`. ``served``: all experts of the server, replicated or not."""
-        self._heartbeat = heartbeat
+        self._heartbeat, self._here = heartbeat, heartbeat.address
         if self.leader_streams is None:
             return
         for pattern in self._options.experts if served else ():  # no fault: it may fit experts that come later
@@ -221,12 +220,8 @@ class ReplicationManager:
     def _followers(self, uid: str) -> dict[str, StateVersion]:
         return {} if self.leader_streams is None else self.leader_streams.followers(uid)
 
-    def _here(self) -> str:
-        return "" if self._heartbeat is None else self._heartbeat.address
-
-    # The thread.
-
     def _run(self) -> None:
+        """The thread."""
         while not self._stop.wait(INTERVAL):
             try:
                 self._turn()
@@ -241,14 +236,14 @@ class ReplicationManager:
         for replica in list(self.replicas.values()):
             if self._stop.is_set():
                 return
-            if not self._is_due(replica):
+            if time.monotonic() < replica.next_try:
                 continue
             try:
                 if self._tend(replica, snapshot, lease):
                     led.append(replica)
             except Exception as error:
                 replica.failure = error
-                self._retry_later(replica)
+                replica.next_try = time.monotonic() + _AGAIN
         self._follow_owners()
         for replica in led:
             try:
@@ -259,7 +254,7 @@ class ReplicationManager:
     def _tend(self, replica: Replica, snapshot: Snapshot, lease: Lease | None) -> bool:
         """Do what is due for one replica; whether it was taken over."""
         leadership, owner = replica.leadership, snapshot.owner(replica.uid)
-        theirs = owner is not None and owner.address != self._here()
+        theirs = owner is not None and owner.address != self._here
         if leadership.role != "follower":
             if theirs and owner is not None and replaced(leadership.token, owner.token):
                 replica.follow(owner)
@@ -309,7 +304,7 @@ class ReplicationManager:
         failure: Exception | None = None
         try:
             for address in snapshot.addresses(replica.uid):
-                if address != self._here():
+                if address != self._here:
                     with suppress(WeftError):  # that replica does not answer
                         self._stream(address).newest(replica, ownership.token, _ASKED)
             replica.restore()
@@ -319,7 +314,7 @@ class ReplicationManager:
             replica.failure = failure
             replica.follow(None)
             self._directory.release(ownership)
-            self._retry_later(replica)
+            replica.next_try = time.monotonic() + _AGAIN
             return False
         replica.lead(ownership, lease)
         replica.failure = failure
@@ -330,7 +325,7 @@ class ReplicationManager:
         wanted: set[str] = set()
         for replica in list(self.replicas.values()):
             owner = replica.leadership.owner
-            if replica.leadership.role != "follower" or owner is None or owner.address == self._here():
+            if replica.leadership.role != "follower" or owner is None or owner.address == self._here:
                 continue
             wanted.add(owner.address)
             try:
@@ -338,9 +333,9 @@ class ReplicationManager:
             except UsageError as error:  # its owner is no server that may be followed
                 replica.failed(error)
                 continue
-            if replica.uid not in stream.followed and self._is_due(replica):
+            if replica.uid not in stream.followed and time.monotonic() >= replica.next_try:
                 stream.follow(replica)
-                self._retry_later(replica)
+                replica.next_try = time.monotonic() + _AGAIN
         for address, stream in list(self._streams.items()):
             if stream.ended or address not in wanted:
                 del self._streams[address]
@@ -349,11 +344,5 @@ class ReplicationManager:
     def _stream(self, address: str) -> FollowerStream:
         if address not in self._streams or self._streams[address].ended:
             self._streams.pop(address, None)
-            self._streams[address] = FollowerStream(address, self._here(), self._options, self._limits)
+            self._streams[address] = FollowerStream(address, self._here, self._options, self._limits)
         return self._streams[address]
-
-    def _is_due(self, replica: Replica) -> bool:
-        return time.monotonic() >= self._next_try.get(replica.uid, 0.0)
-
-    def _retry_later(self, replica: Replica) -> None:
-        self._next_try[replica.uid] = time.monotonic() + _AGAIN

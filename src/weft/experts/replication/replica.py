@@ -1,27 +1,53 @@
-"""A replicated expert at one server: its role, and its state, sent and loaded.
+"""A replicated expert at one server: its role, and its state, sent and loaded, with its version.
 
     encode   module, optimizer, schedule, steps, idempotency keys ──> safetensors bytes      (see `serialization`)
     load     the same bytes from its owner, if no newer owner is known ──> loaded, all of one step
     restore  the newest checkpoint, if that is newer than the state here
 
 States come from servers that may own the expert, and are still read as untrusted data: no code is run.
+
+    StateVersion(token 7, steps 20)  <  StateVersion(token 7, steps 21)  <  StateVersion(token 12, steps 15)
+
+A later owner has a larger token, so its state is the newer one even if it has fewer steps: what the earlier owner
+stepped beyond it never reached any later owner. Tokens of different epochs of the directory have no order; see `newer`.
 """
 
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import Fence, Lease, Ownership
 from weft.experts.discovery.fencing import epoch_of, number_of, replaced
 from weft.experts.expert import ExpertBackend
-from weft.experts.replication.messages import StateVersion, newer
 from weft.experts.serialization import deserialize, serialize
 from weft.experts.wire import NotOwnerError
 
 Role = Literal["owner", "taking over", "follower"]
+
+
+class StateVersion(NamedTuple):
+    """``token`` of the owner under whom the state was made, its optimizer ``steps`` and backward ``batches``."""
+
+    token: int = 0
+    steps: int = 0
+    batches: int = 0
+
+
+def newer(one: StateVersion, other: StateVersion, token: int) -> bool:
+    """Whether state ``one`` is newer than ``other``, for a server that claimed the expert with ``token``.
+
+    States of the epoch in which ``token`` was granted go before all others: their owners had what there was of these.
+    Of two other epochs it is not known which was later; then the steps decide.
+    """
+    epochs = epoch_of(one.token), epoch_of(other.token)
+    if epochs[0] == epochs[1]:
+        return one > other
+    if epoch_of(token) in epochs:
+        return epochs[0] == epoch_of(token)
+    return one[1:] > other[1:]
 
 
 class Leadership:
@@ -129,16 +155,16 @@ class Replica:
         backend: ExpertBackend,
         until: Callable[[Lease], float],
         *,
-        save: Callable[[], object] | None = None,
+        save: Callable[[], object] = lambda: None,
         store: CheckpointStore | None = None,
-        loaded: Callable[[], None] | None = None,
+        loaded: Callable[[], None] = lambda: None,
     ) -> None:
         self.backend = backend
         self.uid = backend.name
         self.leadership = Leadership(backend.name, until)
         self.lock = threading.RLock()  # between a state that comes in and a change of the role
         self.fence = Fence()
-        self.save = save or (lambda: None)
+        self.save = save
         self.incarnation = secrets.randbits(63)
         self.failure: Exception | None = None
         self.owner_version = StateVersion()  # as the owner last reported
@@ -147,11 +173,12 @@ class Replica:
         self.sent = self.received = self.received_bytes = 0
         self.broken = False  # a state could not be loaded, or only in part
         self.final = False  # nothing steps it here any more
+        self.next_try = 0.0  # when to try again what failed
         self._seen_owner = False
         self._token = 0
         self._anew = float("-inf")  # when the directory was last seen to have begun anew
         self._store = store
-        self._loaded = loaded or (lambda: None)
+        self._loaded = loaded
         backend.executor.permit = self.leadership.permit
 
     @property
@@ -187,8 +214,7 @@ class Replica:
     def follow(self, owner: Ownership | None) -> None:
         """Another server owns it, or none."""
         with self.lock:
-            if self.leadership.role != "follower":
-                self._token = self.version.token
+            self._token = self.version.token
             self._seen_owner = self._seen_owner or owner is not None
             if owner is not None and owner.token and self.fence.listed(self.uid, owner.token):
                 self._anew = time.monotonic()
