@@ -13,7 +13,7 @@ from tests.experts.expert_cases import TROUBLE, Troubled, X, fussy_backend, rows
 from weft.core.spec import TensorSpec
 from weft.experts import ExpertBackend, Guards
 from weft.experts.errors import GradientError, ModuleExitError
-from weft.experts.executor import BatchBuffers, TaskFault, _released, isolate_faults
+from weft.experts.executor import BatchBuffers, TaskFault, _split, isolate_faults
 from weft.experts.schema import Column, FlatSchema
 from weft.experts.task import Results, Task, split_rows
 
@@ -45,7 +45,7 @@ def test_what_looks_into_a_buffer_is_copied_out_and_nothing_else() -> None:
     one = task(torch.ones(2, 3), torch.ones(2))
     x, _ = buffers.gather([one])
     other = torch.ones(2)
-    copied, same = _released([x.T, other], buffers.owners())
+    [[copied, same]] = _split([x.T, other], [one], buffers.owners())
     assert copied.data_ptr() != x.data_ptr() and torch.equal(copied, x.T)
     assert same.data_ptr() == other.data_ptr()
     fresh, _ = buffers.gather([one], fresh=True)
@@ -69,8 +69,8 @@ def test_on_a_gpu_buffers_are_pinned_and_results_come_back_to_the_cpu() -> None:
         tasks = [task(torch.randn(size, 7), torch.randn(size, dtype=torch.float64)) for _ in range(3)]
         joined = buffers.gather(tasks)
         assert all(tensor.is_cuda for tensor in joined)
-        back = _released(joined, buffers.owners())
-        assert torch.equal(back[0], torch.cat([each.tensors[0] for each in tasks]))
+        back = _split(joined, tasks, buffers.owners())
+        assert all(torch.equal(got[0], each.tensors[0]) for got, each in zip(back, tasks, strict=True))
     assert all(flat.is_pinned() for flat in buffers._flat)
 
 

@@ -5,14 +5,9 @@
     bf16    8 bits of mantissa, the range of float32
     int8    per row along the last axis: one scale (absmax / 127), and 8 bits per number
 
-        row    0.5  -2.0   1.0        scale 2/127
-        codes   32  -127    64        error at most scale / 2
-
 Integers, bools and complex numbers go as they are. So does a tensor with a NaN, an Inf, or a number too large for the
-narrow type: no number is silently capped, and the receiver's guards see what was really sent. And so does a tensor that
-would not get smaller (one axis only, short rows, a narrow dtype). The header of every tensor says what was done to it.
-
-Rows with an absmax of their own are from LLM.int8()
+narrow type (no number is silently capped, and the receiver's guards see what was really sent), and one that would not
+get smaller. The header of every tensor says what was done to it. Rows with an absmax of their own are from LLM.int8()
 (Dettmers et al., 2022) and ZeroQuant (Yao et al., 2022).
 """
 

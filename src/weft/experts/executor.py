@@ -11,20 +11,8 @@ is taken apart, and only those tasks fail that cause the fault:
     a | b | X | c           each alone: X fails again, and gets that error
     a b c    ── attempt ──> apply ──> results, bit for bit as if X had never come
 
-What is left runs as *one* batch, as it would have run without X, with the same rounding and one optimizer step. If no
-task fails alone (too little memory for all of them, a sum that overflows), each becomes a batch of its own.
-
-The module runs as a segment: gradients are values, of the parameters too, and never in ``.grad``.
-
-    flat inputs ──pack──> module(*args, **kwargs) ──check──> flat outputs
-         ^                                                        |
-    input gradients (zeros where there is none) <── tape <── gradients of the outputs
-                                                  |
-                                                  +──> gradients of the parameters
-
-Batches are gathered in memory that is used again, since fresh memory costs page faults: joining eight tensors of 4 MB
-takes 21 ms into fresh memory, 2.9 ms into used one. What looks into a buffer is copied before it leaves. Large
-gradients of parameters outlive their batch on the CPU for the same reason. Everything happens under the expert's lock.
+The module runs as a segment: gradients are values, of the parameters too, and never in ``.grad``. Everything happens
+under the expert's lock.
 """
 
 import math
@@ -33,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -46,7 +35,7 @@ from weft.experts.gradients import Guards, OpenMiniBatches, Owner
 from weft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
 from weft.experts.idempotency import IdempotencyTable, RequestKind
 from weft.experts.optimizer_step import Stepper
-from weft.experts.schema import FlatSchema, NestedSchema, gradient_columns, infer_outputs
+from weft.experts.schema import FlatSchema, NestedSchema, infer_outputs
 from weft.experts.side_effects import SideEffects
 from weft.experts.task import Answer, Results, Task, split_rows
 
@@ -59,7 +48,10 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 
 
 class BatchBuffers:
-    """The input buffers of one kind of task: one per column. Belongs to one thread."""
+    """The input buffers of one kind of task: one per column. Belongs to one thread.
+
+    Fresh memory costs page faults: joining eight tensors of 4 MB takes 21 ms there, 2.9 ms in memory that was used.
+    """
 
     def __init__(self, columns: FlatSchema, device: torch.device) -> None:
         self._specs = [column.spec for column in columns.columns]
@@ -106,20 +98,25 @@ class BatchBuffers:
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
 
-def _released(tensors: Iterable[Tensor], owners: set[int]) -> list[Tensor]:
-    """The tensors on the CPU, without a graph; those that look into one of these storages are copied out of it."""
+def _split(batch: Iterable[Tensor], tasks: Sequence[Task], owners: set[int]) -> list[Results]:
+    """Every task's rows on the CPU, without a graph; what looks into one of these storages is copied out of it."""
     found: list[Tensor] = []
-    for tensor in tensors:
+    for tensor in batch:
         there = tensor.detach()
         if there.device.type != "cpu":
             there = there.cpu()
         elif there.untyped_storage().data_ptr() in owners:
             there = there.clone()
         found.append(there)
-    return found
+    return split_rows(found, [task.rows for task in tasks])
 
 
 _DEEPEST = 8  # frames of an error in its note
+
+
+def _owner(task: Task) -> Owner:
+    return (task.client, task.mini_batch or "")
+
 
 Apply = Callable[[], list[Results]]
 """Makes a batch count, and returns its results. What this raises is final: nothing is tried again."""
@@ -136,7 +133,11 @@ class TaskFault(Exception):
 
 
 def isolate_faults(tasks: Sequence[Task], attempt: Attempt, name: str) -> tuple[list[Answer], int]:
-    """An answer for every task, in order, and how many attempts failed on the way. Raises nothing."""
+    """An answer for every task, in order, and how many attempts failed on the way. Raises nothing.
+
+    Who is not at fault runs again as *one* batch, as without the others: the same rounding, one optimizer step. If no
+    task fails alone (too little memory for all of them, a sum that overflows), each becomes a batch of its own.
+    """
     answers: dict[Task, Answer] = {}
     batches, failures = [list(tasks)], 0
     while batches:
@@ -187,45 +188,37 @@ def _noted(found: Answer, task: Task, name: str) -> Answer:
     return found
 
 
+@dataclass(eq=False)
 class BatchExecutor:
-    """Forward, backward and commit of one expert. ``outputs``: what the user said of the module's outputs, or None."""
+    """Forward, backward and commit of one expert. ``given``: what the user said of the module's outputs, or None."""
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        effects: SideEffects,
-        call: NestedSchema,
-        outputs: Any,
-        stepper: Stepper,
-        records: IdempotencyTable,
-        guards: Guards,
-        mini_batches: OpenMiniBatches,
-        graphs: GraphCache,
-    ) -> None:
-        self.name = name
-        self.effects = effects
-        self.call = call
-        self.stepper = stepper
-        self.records = records
-        self.guards = guards
-        self.mini_batches = mini_batches
-        self.graphs = graphs
+    name: str
+    module: nn.Module
+    effects: SideEffects
+    call: NestedSchema
+    given: InitVar[Any]
+    stepper: Stepper
+    records: IdempotencyTable
+    guards: Guards
+    mini_batches: OpenMiniBatches
+    graphs: GraphCache
+
+    def __post_init__(self, given: Any) -> None:
         self.lock = threading.RLock()
         self.forward_batches = self.backward_batches = self.retried = 0
         self.refused: Counter[str] = Counter()
         self.permit: Callable[[], None] = lambda: None  # raises where nothing may change now; asked before every change
-        self._module = module
-        self._ambient = ExecutionContext.capture([effects.device.type])
+        device = self.effects.device
+        self._ambient = ExecutionContext.capture([device.type])
         self._segment = Segment(self._outputs_of)
-        self._large: list[Tensor] = []  # gradients of the last backward
+        self._large: list[Tensor] = []  # gradients of the last backward: their memory is used again
         self._seed: int | None = None
-        self.outputs = infer_outputs(name, call, outputs, effects.device, self._rehearse)
-        inputs = call.columns()
+        self.outputs = infer_outputs(self.name, self.call, given, device, self._rehearse)
+        inputs = self.call.columns()
         self.columns = FlatSchema(inputs)
-        self.backward_columns = FlatSchema([*inputs, *gradient_columns(self.outputs)])
-        self._forward_buffers = BatchBuffers(self.columns, effects.device)
-        self._backward_buffers = BatchBuffers(self.backward_columns, effects.device)
+        self.backward_columns = FlatSchema([*inputs, *self.outputs.columns(casts=True, prefix="gradient of ")])
+        self._forward_buffers = BatchBuffers(self.columns, device)
+        self._backward_buffers = BatchBuffers(self.backward_columns, device)
         self._inputs = len(inputs)
 
     @property
@@ -252,7 +245,8 @@ class BatchExecutor:
             for task, found in zip(tasks, answers, strict=True):
                 if isinstance(found, GradientError):
                     self.refused["gradient"] += 1
-                    self._refuse((task.client, task.mini_batch or ""))
+                    self._drop_sum(_owner(task))
+                    self.records.forget_mini_batch(*_owner(task))  # its caller learns of it: the name is free again
             return answers
 
     def redo(self, kind: RequestKind, tasks: Sequence[Task], seed: int, branch: str = "") -> None:
@@ -268,15 +262,22 @@ class BatchExecutor:
                 self._seed = None
 
     def forget_old_sums(self) -> None:
-        """Drop mini-batches that were discarded, or are too old."""
+        """Drop mini-batches that were discarded, or are too old. Callers may not learn of it: the names are refused."""
         if self.mini_batches or self.mini_batches.discarded:
-            self._drop_sums(self.mini_batches.old())
+            for owner, principal in self.mini_batches.old().items():
+                self._drop_sum(owner)
+                self.records.drop_mini_batch(*owner, principal)
 
     def forget_pending(self) -> None:
-        """The weights were replaced: nothing that was computed for the old ones is of use."""
-        owners = {owner: one.principal for owner, one in self.mini_batches.items()}
-        self._drop_sums(owners, log=False)  # the journal says that a state was loaded
+        """The weights were replaced, as the journal says: nothing that was computed for the old ones is of use."""
+        for owner, one in self.mini_batches.items():
+            self.records.drop_mini_batch(*owner, one.principal)
+        self.mini_batches.clear()
         self.graphs.void()
+
+    def _drop_sum(self, owner: Owner) -> None:
+        if self.mini_batches.pop(owner, None) is not None:
+            self.stepper.log_dropped(*owner)
 
     def _answers(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
         with self.lock, self._mode(tasks):
@@ -286,22 +287,6 @@ class BatchExecutor:
 
     def _mode(self, tasks: Sequence[Task]) -> AbstractContextManager[None]:
         return self.effects.evaluation() if tasks[0].evaluation else nullcontext()
-
-    def _drop_sums(self, owners: Mapping[Owner, str | None], *, log: bool = True) -> None:
-        """Drop these sums. Their callers may not learn of it, so the names are refused from then on."""
-        for owner, principal in owners.items():
-            self._remove(owner, log=log)
-            self.records.drop_mini_batch(*owner, principal)
-
-    def _refuse(self, owner: Owner) -> None:
-        """Drop the sum of a commit that fails. Its caller learns of it, so the name may be used again."""
-        self._remove(owner)
-        self.records.forget_mini_batch(*owner)
-
-    def _remove(self, owner: Owner, *, log: bool = True) -> None:
-        if log and owner in self.mini_batches:
-            self.stepper.log_dropped(*owner)
-        self.mini_batches.pop(owner, None)
 
     # The module. It may call other experts, whose errors must not look like this expert's: clients retry some of them.
 
@@ -324,7 +309,7 @@ class BatchExecutor:
             # A module that writes into its input may not do so to a leaf that wants a gradient.
             inputs = [x.clone() if i in self.effects.writes else x for i, x in enumerate(inputs)]
         args, kwargs = self.call.pack(inputs)
-        return self._module(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def _rehearse(self, inputs: list[Tensor]) -> Any:
         """What the module returns, of a run that leaves no trace but what is known of its side effects."""
@@ -385,7 +370,7 @@ class BatchExecutor:
         finally:
             if before is not None:
                 before.restore()
-        results = self._split(outputs, tasks, self._forward_buffers, effects.storages())
+        results = _split(outputs, tasks, self._forward_buffers.owners() | effects.storages())
         untouched = versions == [x._version for x in inputs]  # else they are not what backward begins with
 
         def apply() -> list[Results]:
@@ -411,7 +396,7 @@ class BatchExecutor:
             found, totals = self._walk_back(graph, gradients)
             self.guards.check_parameters([g for g in totals if g is not None])
             own = effects.storages()
-            results = self._split(found, tasks, self._backward_buffers, own)
+            results = _split(found, tasks, self._backward_buffers.owners() | own)
             held = own | _storages([*found, *graph.leaves, *gradients]) if totals else own
             copies = self._copies(tasks, results)
             # Where nothing is restored, the module is already as it will be.
@@ -444,7 +429,7 @@ class BatchExecutor:
         return apply
 
     def _try_commit(self, tasks: Sequence[Task]) -> Apply:
-        owner = (tasks[0].client, tasks[0].mini_batch or "")
+        owner = _owner(tasks[0])
         total = self.mini_batches.to_commit(owner)
         self.guards.check_parameters([g for g in total.total.totals if g is not None])
         results = [[torch.tensor([self.stepper.steps + 1], device="cpu")] for _ in tasks]
@@ -456,7 +441,7 @@ class BatchExecutor:
             try:
                 self._step(total.parameters, total.total.totals, set())
             except BaseException:
-                self._refuse(owner)
+                self.records.forget_mini_batch(*owner)
                 self.stepper.log("commit", tasks, 0, failed=True)
                 raise
             self.records.commit_mini_batch(*owner, self.stepper.steps)
@@ -484,7 +469,7 @@ class BatchExecutor:
 
     def _check_mini_batch(self, tasks: Sequence[Task], parameters: Sequence[nn.Parameter]) -> None:
         """Raise `TaskFault` if nothing can be added to the mini-batch of these tasks, which is that of all of them."""
-        owner = (tasks[0].client, tasks[0].mini_batch or "")
+        owner = _owner(tasks[0])
         try:
             if self._seed is None and self.records.step_of("commit", *owner) is not None:  # a redo did count
                 raise CommitError(f"mini-batch {owner[1]!r} of client {owner[0]!r} was committed; start a new one")
@@ -507,12 +492,6 @@ class BatchExecutor:
         }
         if errors:
             raise TaskFault(errors)
-
-    def _split(
-        self, batch: Sequence[Tensor], tasks: Sequence[Task], buffers: BatchBuffers, own: set[int]
-    ) -> list[Results]:
-        """Every task's rows, in memory that neither the next batch nor a step writes to; ``own``: the module's."""
-        return split_rows(_released(batch, buffers.owners() | own), [task.rows for task in tasks])
 
     def _copies(self, tasks: Sequence[Task], results: Sequence[Results]) -> list[tuple[Task, Results]]:
         """What is to be recorded: of the tasks with a key."""

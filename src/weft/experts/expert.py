@@ -286,10 +286,10 @@ def _check_arguments(
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         check.add(f"optimizer is of type {type(optimizer).__name__}, wanted an optimizer, or a function that makes one")
     clip = options.pop("clip_grad_norm")
-    valid = clip is None or (is_number(clip) and clip > 0)
-    check.that(valid, f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
-    fits = clip is None or optimizer is not None or not valid
-    check.that(fits, "clip_grad_norm was given, but no optimizer whose steps it would bound")
+    if clip is not None and not (is_number(clip) and clip > 0):
+        check.add(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
+    elif clip is not None and optimizer is None:
+        check.add("clip_grad_norm was given, but no optimizer whose steps it would bound")
     kinds = (Guards, IdempotencyOptions, SumsOptions, GraphBudget, Journal)
     for (option, value), kind in zip(options.items(), kinds, strict=True):
         check.instance(option, value, kind, f"a {kind.__name__}", optional=True)

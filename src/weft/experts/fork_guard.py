@@ -5,10 +5,6 @@
 
 A `DataLoader` forks its workers. A child that ended or freed what it inherited would wait for ever, or end the
 parent's. gRPC does not outlive a fork either: where a child uses it, it is refused.
-
-`GrpcThreads` are gRPC's own threads, to be waited for after a channel is closed. A thread that is inside of gRPC when
-the interpreter ends is torn down there, which its C++ answers with ``terminate``: of processes that ended just after
-they had closed a connection, one in five died with SIGABRT.
 """
 
 import os
@@ -16,11 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from weft.core.errors import UsageError
 
-Call = TypeVar("Call")
 SECONDS = 5.0
 _SUFFIX = "(_run)"  # of the names of gRPC's threads: Thread-7 (_run)
 _inherited: list[object] = []
@@ -59,7 +54,10 @@ def check_fork(what: str) -> None:
 
 
 class GrpcThreads:
-    """The threads that work for the calls of one channel. Thread-safe.
+    """The threads that work for the calls of one channel, to be waited for after it is closed. Thread-safe.
+
+    A thread that is inside of gRPC when the interpreter ends is torn down there, which its C++ answers with
+    ``terminate``: of processes that ended just after they had closed a connection, one in five died with SIGABRT.
 
     gRPC hands them out nowhere, but starts them while a call begins, in the thread that begins it: they are those that
     are there afterwards and were not before. Calls begin one at a time, else a channel would wait for those of another.
@@ -70,19 +68,15 @@ class GrpcThreads:
     def __init__(self) -> None:
         self._threads: set[threading.Thread] = set()
 
-    def begin(self, call: Callable[[], Call]) -> Call:
-        """Begin a call of gRPC, which must not wait for its answer."""
+    def stream(self, method: Callable[..., Any], requests: Iterator[Any], **options: Any) -> Any:
+        """Begin a call of gRPC that sends what the iterator yields. It must not wait for its answer."""
         with self._beginning:
             before = set(threading.enumerate())
             try:
-                return call()
+                return method(requests, **options)
             finally:
                 new = {each for each in set(threading.enumerate()) - before if each.name.endswith(_SUFFIX)}
                 self._threads = {each for each in self._threads if each.is_alive()} | new
-
-    def stream(self, method: Any, requests: Iterator[Any], **options: Any) -> Any:
-        """Begin a call of gRPC that sends what the iterator yields."""
-        return self.begin(lambda: method(requests, **options))
 
     def wait(self, seconds: float = SECONDS) -> bool:
         """Wait until all of them have ended; whether they have. For after the end of the channel."""

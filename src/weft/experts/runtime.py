@@ -102,13 +102,6 @@ class Runtime:
         self._let_go(mine)
         return all([pool.drained(max(0.0, end - time.monotonic())) for pool in mine])
 
-    def _close(self, pools: Sequence[TaskPool], why: str, end: float) -> None:
-        """Take no more tasks, and wait until what was accepted is done, if a thread works on it, but until ``end``."""
-        for pool in pools:
-            pool.close(why)
-        for pool in pools if self._thread is not None else ():
-            pool.drained(max(0.0, end - time.monotonic()))
-
     def start(self) -> None:
         """Start the thread. Raises ``UsageError`` if it runs already, or another one that runs has one of the pools."""
         with self._state:
@@ -125,9 +118,8 @@ class Runtime:
     def shutdown(self, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Take no more tasks, do what was accepted (with ``drain``), and end the thread. May be called twice.
 
-        What is not done after ``timeout`` seconds fails with `ClosedError`. Returns False if a batch still runs then:
-        a module
-        cannot be stopped from outside.
+        What is not done after ``timeout`` seconds fails with `ClosedError`. Returns False if a batch still runs then: a
+        module cannot be stopped from outside.
         """
         if threading.current_thread() is self._thread:
             raise UsageError(f"runtime {self.name!r} cannot be shut down from its own thread, which it would wait for")
@@ -146,6 +138,15 @@ class Runtime:
             with self._state:
                 self._thread = self._lost = None
         return True
+
+    def _close(self, pools: Sequence[TaskPool], why: str, end: float) -> None:
+        """Take no more tasks, wait until ``end`` for what was accepted, if a thread works on it, and fail the rest."""
+        for pool in pools:
+            pool.close(why)
+        for pool in pools:
+            if self._thread is not None:
+                pool.drained(max(0.0, end - time.monotonic()))
+            pool.abandon()
 
     def statistics(self) -> RuntimeStatistics:
         """What was done since the start."""
@@ -184,8 +185,6 @@ class Runtime:
             return [pool for pool in pools if _holders.get(pool, self) is self]
 
     def _let_go(self, pools: Sequence[TaskPool]) -> None:
-        for pool in pools:
-            pool.abandon()
         with _holding:
             for pool in pools:
                 if _holders.get(pool) is self:

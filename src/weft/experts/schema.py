@@ -13,7 +13,6 @@ task is an error of its author alone. Schemas are hivemind's idea.
 import cmath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -111,21 +110,19 @@ class NestedSchema:
     """A nested value whose tensors are described by specs; other leaves are constants that never travel."""
 
     def __init__(self, tree: Any, root: str, names: Sequence[str] = ()) -> None:
-        self.tree = tree
-        leaves, self.structure = flatten(tree)
-        names = names or structure_paths(self.structure, root)
-        entries = [(place, name, leaf) for place, (name, leaf) in enumerate(zip(names, leaves, strict=True))]
-        tensors = [entry for entry in entries if isinstance(entry[2], TensorSpec)]
-        self.places = [place for place, _, _ in tensors]
-        self.names = [name for _, name, _ in tensors]
-        self.specs: list[TensorSpec] = [spec for _, _, spec in tensors]
+        self.tree, self.root = tree, root
+        self.leaves, self.structure = flatten(tree)
+        every = enumerate(zip(names or structure_paths(self.structure, root), self.leaves, strict=True))
+        entries = [(place, name, leaf) for place, (name, leaf) in every]
         self.constants = [entry for entry in entries if not isinstance(entry[2], TensorSpec)]
-        self.root, self.leaves = root, leaves
+        self._columns = [Column(name, leaf) for _, name, leaf in entries if isinstance(leaf, TensorSpec)]
+        self.places = [place for place, _, leaf in entries if isinstance(leaf, TensorSpec)]
+        self.names = [column.name for column in self._columns]
+        self.specs = [column.spec for column in self._columns]
         self.sample_rows: int | None = None  # of the sample tensors that it was made of, if they had one number
         by_position = [f"call[0][{i}]" for i in range(len(self.specs))]
         self._plain = root == "call" and structure_paths(self.structure, root) == by_position
         self._single = isinstance(tree, TensorSpec)  # as the outputs of most modules
-        self._columns = [Column(name, spec) for name, spec in zip(self.names, self.specs, strict=True)]
 
     def pack(self, tensors: Sequence[Any]) -> Any:
         """The flat tensors, nested, with the constants among them."""
@@ -139,7 +136,7 @@ class NestedSchema:
         return unflatten(self.structure, leaves)
 
     def columns(self, *, casts: bool = False, prefix: str = "") -> list[Column]:
-        """One column per tensor."""
+        """One column per tensor; with ``casts``, where a gradient is read. That of an integer never is."""
         return [Column(f"{prefix}{c.name}", c.spec, casts and _differentiable(c.spec)) for c in self._columns]
 
     def constant_faults(self, leaves: Sequence[Any]) -> list[str]:
@@ -171,11 +168,6 @@ class NestedSchema:
                         *(column.faults(leaf) or [f"{column.name} has {leaf.shape[0]} rows for a batch of {rows}"])
                     )
         return found
-
-
-def gradient_columns(outputs: NestedSchema) -> list[Column]:
-    """One gradient per output. That of a float may have any floating dtype, that of an integer is never read."""
-    return outputs.columns(casts=True, prefix="gradient of ")
 
 
 def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
@@ -242,14 +234,15 @@ def _differentiable(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-def _as_specs(tree: Any) -> Any:
-    return map_leaves(partial(_as_spec, 0), tree)
+def _as_specs(tree: Any, batch_axis: int | None = 0) -> Any:
+    """The tree with specs in the place of tensors."""
 
+    def as_spec(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise SpecError("a nested tensor has no spec: give, or return, dense ones, padded and with their lengths")
+        return TensorSpec.of(leaf, batch_axis) if isinstance(leaf, Tensor) else leaf
 
-def _as_spec(batch_axis: int | None, leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_nested:
-        raise SpecError("a nested tensor has no spec: give, or return, dense ones, padded and with their lengths")
-    return TensorSpec.of(leaf, batch_axis) if isinstance(leaf, Tensor) else leaf
+    return map_leaves(as_spec, tree)
 
 
 _ROWS = 3  # of a dummy run: more than one, since batch norm in training refuses a single row
@@ -268,9 +261,8 @@ def infer_outputs(
         for path, spec in zip(first.names, first.specs, strict=True):
             check.that(spec.shape[:1] == (rows,), f"{path} has shape {spec.shape} for {rows} rows")
     with Validator(f"expert {name!r} must return the same for all sizes but in tensors", SpecError) as check:
-        check.add(*([] if other is None else first.differences(other)))
-    specs = [_freed(spec, None if other is None else other.specs[i]) for i, spec in enumerate(first.specs)]
-    found = output_schema(name, first.pack(specs))
+        check.add(*first.differences(other))
+    found = output_schema(name, first.pack(list(map(_freed, first.specs, other.specs))))
     if given is None:
         return found
     schema = output_schema(name, given)
@@ -283,13 +275,13 @@ def infer_outputs(
 
 def _dummy_outputs(
     name: str, call: NestedSchema, device: torch.device, run: Callable[[list[Tensor]], Any]
-) -> tuple[int, NestedSchema, NestedSchema | None]:
-    """What comes of the first sizes that the module takes: rows, outputs, and those of a second run if it matters."""
+) -> tuple[int, NestedSchema, NestedSchema]:
+    """Of the first sizes that the module takes: rows, outputs, and those of larger sizes; the same if none matter."""
 
     def outputs(rows: int, size: int) -> NestedSchema:
         specs = [replace(spec, shape=(rows, *spec.shape[1:])) for spec in call.specs]
         value = run([spec.empty(size, device).detach() for spec in specs])
-        return NestedSchema(map_leaves(partial(_as_spec, None), value), "output")
+        return NestedSchema(_as_specs(value, batch_axis=None), "output")
 
     sizes = list(_SIZES)
     if call.sample_rows is not None:
@@ -300,7 +292,7 @@ def _dummy_outputs(
         try:
             first = outputs(rows, size)
             more = (rows + 2, size + 2) if size == _ROWS else (2 * rows, 2 * size)
-            return rows, first, outputs(*more) if first.constants or free else None
+            return rows, first, outputs(*more) if first.constants or free else first
         except Exception as error:
             errors.append(error)
     errors[0].add_note(
@@ -311,8 +303,8 @@ def _dummy_outputs(
     raise errors[0]
 
 
-def _freed(spec: TensorSpec, other: TensorSpec | None) -> TensorSpec:
+def _freed(spec: TensorSpec, other: TensorSpec) -> TensorSpec:
     """The shape with axis 0 free, and every axis in which two runs of different sizes differ."""
-    sizes = zip(spec.shape, spec.shape if other is None else other.shape, strict=True)
+    sizes = zip(spec.shape, other.shape, strict=True)
     shape = [size if axis and size == more else None for axis, (size, more) in enumerate(sizes)]
     return TensorSpec(tuple(shape), spec.dtype)

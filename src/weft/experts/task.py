@@ -4,14 +4,11 @@
                   |
                   +──> cancelled by all its waiters, or expired: it leaves the queue and holds nothing
 
-Usually one future waits. A request with an idempotency key may be repeated while it is under way; then the repetition
-joins as one more waiter, and may be cancelled without hurting the first.
-
     batch key (any length 7)    a b d ────┐  oldest head first
     batch key (any length 9)    c e   ────┴──> take(): a b d as one batch, then c e
 
-Tasks with equal batch keys may share a batch, first come, first served. They leave the queue from anywhere at once when
-they are cancelled, so its length is the number of tasks with waiters. The pool holds the lock.
+Usually one future waits; the repetition of a request that is under way joins as one more waiter. The pool holds the
+lock.
 """
 
 import time
@@ -78,10 +75,9 @@ class Task:
 
     def wanted(self) -> bool:
         """Whether a waiter is left. Removes cancelled ones."""
-        gone = [waiter for waiter in self.waiters if waiter.cancelled()]
-        self.waiters = [waiter for waiter in self.waiters if waiter not in gone]
-        for waiter in gone:  # else `concurrent.futures.wait` would go on waiting for it
-            waiter.set_running_or_notify_cancel()
+        for waiter in [waiter for waiter in self.waiters if waiter.cancelled()]:
+            self.waiters.remove(waiter)
+            waiter.set_running_or_notify_cancel()  # else `concurrent.futures.wait` would go on waiting for it
             waiter.waits = None
         return bool(self.waiters)
 
@@ -232,24 +228,19 @@ class BatchQueue:
                 expired.append(group.head())
                 self.remove(group.head())
         ready = [group for group in self._groups.values() if self._ready(group, now)]
+        group = min(ready, key=lambda group: group.head().number, default=_Group())
         batch: list[Task] = []
-        if ready:
-            self._fill(min(ready, key=lambda group: group.head().number), now, batch, expired)
-            batch.sort(key=lambda task: task.key or "")
-        return batch, expired
-
-    def _fill(self, group: _Group, now: float, batch: list[Task], expired: list[Task]) -> None:
         rows = 0
-        while group.tasks:
+        while group.tasks and (group.head().expired(now) or rows + group.head().rows <= self._max_rows):
             task = group.head()
+            self.remove(task)
             if task.expired(now):
                 expired.append(task)
-            elif rows + task.rows <= self._max_rows:
+            else:
                 rows += task.rows
                 batch.append(task)
-            else:
-                return
-            self.remove(task)
+        batch.sort(key=lambda task: task.key or "")
+        return batch, expired
 
     def _ready(self, group: _Group, now: float) -> bool:
         head = group.head()

@@ -5,17 +5,10 @@
         |            |        |         |                                      |
       Future    SpecError  Overload   leave at once when cancelled          Futures
 
-Everything that can be wrong with a task by itself is found in `submit_task`, in its author's thread. Quotas bound the
-queue, in all and for each client. The pool whose oldest task waits longest goes first, as in hivemind.
-
-Batching is continuous: a batch is what waits when the device is free.
-
-    at once    a ──┤ a, step ├── b c d ──┤ b c d, step ├──      two optimizer steps
-    delayed    a b c d ──┤ a b c d, step ├──                    one, a moment later
-
-A batch costs something by itself: an optimizer step above all. So a batch waits for callers who had tasks in the pools
-of this expert lately and have none now: at most ``max_batch_delay``, and half of what a batch takes. After a wait in
-vain the next batch does not wait; after two in a row, the next two do not, then four, and so on.
+Batching is continuous: a batch is what waits when the device is free. It costs something by itself, an optimizer step
+above all. So it waits for callers who had tasks in the pools of this expert lately and have none now: at most
+``max_batch_delay``, and half of what a batch takes. After a wait in vain the next batch does not wait; after two in a
+row, the next two do not, then four, and so on.
 """
 
 import threading
@@ -125,18 +118,17 @@ class BatchDelay:
         self.seconds = deque[float](maxlen=_LATELY)  # durations of the last batches
         self.waited = 0.0  # seconds for which batches have waited, in all
         self.waiting = self.running = 0  # tasks, as of the last report of the pool
-        self._since: float | None = None  # when the wait began
-        self._sleeps = False  # whether the runtime was told to wait the last time it asked
+        self._since: float | None = None  # when the wait began that the runtime was told of
         self._skip = self._skipped = 0  # batches that do not wait: still to come, and after the last wait in vain
 
     def arrived(self, tasks: int) -> bool:
         """A task came, and so many wait now. Whether to wake the runtime: not if it waits for more already."""
         self.waiting = tasks
-        return self._group.missing() <= 0 or not self._sleeps  # asked in this order: it is counted, too
+        return self._group.missing() <= 0 or self._since is None  # asked in this order: it is counted, too
 
     def begin(self, now: float, tasks: int, patient: Callable[[float], bool]) -> float:
         """When a batch of so many tasks, which could begin now, should begin. ``patient``: whether they can wait."""
-        self.waiting, self._sleeps = tasks, False
+        self.waiting = tasks
         longest = 0.0
         if self._group.missing() > 0 and not self._skip:  # asked in this order: it is counted, too
             # Half of what callers lose who are not together: the shortest of the last batches of each pool.
@@ -144,13 +136,11 @@ class BatchDelay:
         if not longest or not patient(longest):
             return now
         self._since = now if self._since is None else self._since
-        until = self._since + longest
-        self._sleeps = now < until
-        return until if self._sleeps else now
+        return max(now, self._since + longest)
 
     def reset(self, tasks: int) -> None:
         """No batch can begin; so many tasks wait for something else."""
-        self.waiting, self._since, self._sleeps = tasks, None, False
+        self.waiting, self._since = tasks, None
 
     def began(self, now: float, tasks: int, left: int) -> None:
         """A batch of so many tasks has begun, and others are left."""
@@ -437,12 +427,11 @@ class TaskPool:
     def statistics(self) -> PoolStatistics:
         """What was done so far, and what waits now."""
         with self._lock:
-            oldest, counts = self.queue.oldest(), self._counts
+            oldest = self.queue.oldest()
+            kinds = ("submitted", "answered", "cancelled", "expired", "joined", "batches", "rows")
             return PoolStatistics(
                 name=self.name,
-                **{each: counts[each] for each in ("submitted", "answered", "cancelled", "expired", "joined")},
-                batches=counts["batches"],
-                rows=counts["rows"],
+                **{kind: self._counts[kind] for kind in kinds},
                 failed=dict(self._failed),
                 refused=dict(self._refused),
                 merged=dict(self._merged),

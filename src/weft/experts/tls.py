@@ -107,44 +107,35 @@ class ServerTls:
 
     def credentials(self) -> Any:
         """gRPC's credentials, which follow the files. Raises ``UsageError`` that lists what is wrong with them."""
-        watch = _FileWatch(self)
-        return _grpc.dynamic_ssl_server_credentials(watch.first, watch.changed, self.authority is not None)
+        stamps, first = self._stamps(), self._read()
 
+        def changed() -> Any:  # called by gRPC for each new connection, in threads of its own; None: as before
+            nonlocal stamps
+            seen = self._stamps()
+            if seen == stamps:
+                return None
+            stamps = seen
+            try:
+                return self._read()
+            except UsageError as error:
+                _LOG.warning("new certificates are not used, the old ones stay: %s", error)
+                return None
 
-class _FileWatch:
-    """A server's files, as last read. `changed` is called by gRPC for each new connection, in threads of its own."""
+        return _grpc.dynamic_ssl_server_credentials(first, changed, self.authority is not None)
 
-    def __init__(self, tls: ServerTls) -> None:
-        self._tls = tls
-        self._files = [Path(one) for one in (tls.key, tls.certificate, tls.authority) if isinstance(one, str | Path)]
-        self._stamps = self._seen()
-        self.first = self._read()
-
-    def changed(self) -> Any:
-        """The configuration from now on; None: the one before."""
-        stamps = self._seen()
-        if stamps == self._stamps:
-            return None
-        self._stamps = stamps
-        try:
-            return self._read()
-        except UsageError as error:
-            _LOG.warning("new certificates are not used, the old ones stay: %s", error)
-            return None
-
-    def _seen(self) -> list[tuple[int, ...]]:
+    def _stamps(self) -> list[tuple[int, ...]]:
         stamps: list[tuple[int, ...]] = []
-        for file in self._files:
-            with suppress(OSError, ValueError):  # reading it says what is wrong
-                found = file.stat()
-                stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
+        for one in (self.key, self.certificate, self.authority):
+            if isinstance(one, str | Path):
+                with suppress(OSError, ValueError):  # reading it says what is wrong
+                    found = Path(one).stat()
+                    stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
         return stamps
 
     def _read(self) -> Any:
-        tls = self._tls
-        key, certificate = read_pem(tls.key), read_pem(tls.certificate)
-        authority = None if tls.authority is None else read_pem(tls.authority)
-        _check(authority, key, certificate, allow_expired=tls.allow_expired)
+        key, certificate = read_pem(self.key), read_pem(self.certificate)
+        authority = None if self.authority is None else read_pem(self.authority)
+        _check(authority, key, certificate, allow_expired=self.allow_expired)
         return _grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 

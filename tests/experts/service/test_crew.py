@@ -60,7 +60,7 @@ def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_f
             call.result()
             return call
 
-        assert crew.begin(at_once).done()
+        assert crew.stream(lambda _: at_once(), iter([])).done()
         assert not crew.wait(0.0)
         through.set()
         opened.close()
@@ -89,14 +89,14 @@ def test_who_waits_in_vain_hears_of_it_and_not_for_threads_that_are_not_of_grpc(
         end.wait(60.0)
 
     threads = [threading.Thread(target=target, daemon=True) for target in (_run, other)]
-    crew.begin(threads[0].start)
+    crew.stream(lambda _: threads[0].start(), iter([]))
     try:
         assert not crew.wait(0.0)
     finally:
         end.set()
     assert crew.wait()
     end.clear()
-    crew.begin(threads[1].start)
+    crew.stream(lambda _: threads[1].start(), iter([]))
     try:
         assert crew.wait(0.0)
     finally:
