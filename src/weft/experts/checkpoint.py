@@ -12,9 +12,9 @@
                        |                    before: the old file is the newest; after: the new one is
                        disk full: remove the oldest if a newer one is whole, and try again
 
-The name of a file holds the hash of its content: it is there whole, or not at all, or is known to be damaged. The
-serial orders what was saved, since steps repeat after a return to an earlier one. Only files that led to the current
-state are removed: those found when the folder was first touched or loaded from, and those written since.
+A file is there whole, or not at all, or is known to be damaged by its hash. The serial orders what was saved, since
+steps repeat after a return to an earlier one. Only files that led to the current state are removed: those found when
+the folder was first touched or loaded from, and those written since.
 """
 
 import errno

@@ -24,7 +24,7 @@ from io import FileIO
 from itertools import count, takewhile
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from weft.experts.expert import ExpertBackend
 
 _BEGINS = '{"kind": '  # each line: its first field is always the same
-_KINDS = ("backward", "commit", "dropped", "restored")
 
 
 @dataclass(frozen=True)
@@ -122,20 +121,20 @@ def _check_fields(check: Validator, kind: type[Entry | Member], value: Any, wher
     missing = [one.name for one in fields(kind) if one.default is MISSING and one.name not in given]
     check.add(*(f"{where}{name} is missing" for name in missing))
     check.add(*(f"{where}{name} is too much: nothing is called so" for name in given if name not in names))
-    for name in [name for name in names if name in given]:
-        at, seen = f"{where}{name}", given[name]
-        if name == "kind":
-            check.choice(at, seen, _KINDS)
-        elif name == "seed":
+    for one in [one for one in fields(kind) if one.name in given]:
+        at, seen = f"{where}{one.name}", given[one.name]
+        if one.name == "kind":
+            check.choice(at, seen, get_args(one.type))
+        elif one.name == "seed":
             check.that(is_whole(seen) and 0 <= seen < 1 << 64, f"{at} is {seen!r}, wanted an int from 0 to 2 ** 64 - 1")
-        elif name == "members":
+        elif one.name == "members":
             check.instance(at, seen, list, "a list")
-        elif name in ("failed", "evaluation"):
+        elif one.type is bool:
             check.boolean(at, seen)
-        elif name in ("branch", "mini_batch", "client", "key"):
-            check.instance(at, seen, str, "a str", optional=name != "branch")
+        elif one.type is int:
+            check.count(at, seen, least=1 if one.name in ("threads", "rows") else 0)
         else:
-            check.count(at, seen, least=1 if name in ("threads", "rows") else 0)
+            check.instance(at, seen, str, "a str", optional=one.type is not str)
     return not missing
 
 

@@ -4,19 +4,16 @@
     backward:  snapshot ── forward ── backward ── guards ── step        everything stays
                    +────────── restore <── any of them fails            nothing stays
 
-Besides its outputs a module may change its own tensors, its inputs and the random generator. All of that is undone, so
-a batch that fails can run again in parts, and a log of the backward batches is enough to replay them. Only what was
-seen to change is copied; a tensor that the dummy run left alone and that a later batch writes to is known from then
-on, but not restored that once.
-
-PyTorch has one default generator per device. A module that draws from it (dropout) gets numbers of its own for every
-batch, by a seed, and the generator is restored afterwards; see `weft.core.rng`.
+So a batch that fails can run again in parts, and a log of the backward batches is enough to replay them. Of a module's
+own tensors only those that were seen to change are copied; one that the dummy run left alone and that a later batch
+writes to is known from then on, but not restored that once.
 
     forward   of key k ── seed of k ──> mask          the gradient is that of the forward that was seen, if both
     backward  of key k ── seed of k ──> same mask     ran as the same batch: so tasks of a module that draws run alone
 
-Whether it draws is observed in the dummy run, in the first batch and backward, and again whenever a number or a flag
-of a layer has changed. One that draws for some inputs only is not noticed: its log does not lead to the same bytes.
+A module that draws random numbers (dropout) gets its own for every batch, by a seed; see `weft.core.rng`. Whether it
+draws is observed in the dummy run, in the first batch and backward, and again whenever a number or a flag of a layer
+has changed. One that draws for some inputs only is not noticed: its log does not lead to the same bytes.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -31,7 +28,6 @@ from weft.core.rng import RandomUse, RngStreams, drawn, generators, mix
 from weft.experts.task import REPEATED, Task
 
 _CONFIGURATIONS = 64
-
 
 _Slot = tuple[dict[str, Any], str]
 """A place in a module that holds a parameter or a buffer: its table, and its name there."""
@@ -70,13 +66,11 @@ class SideEffects:
         self.device = device
         self.writes: set[int] = set()
         self._modules = list(module.modules())
-        tables = [table for each in self._modules for table in (each._parameters, each._buffers)]
-        self._slots: list[_Slot] = [(table, name) for table in tables for name in table]
         self._own: list[_Slot] = [(each._parameters, name) for each in self._modules for name in each._parameters]
+        self._slots = [*self._own, *((each._buffers, name) for each in self._modules for name in each._buffers)]
         self._changing: set[int] = set()
-        homes = [id(table) for table, _ in self._slots]
         self._norms = [  # they may be put into training mode later, and do not count what they write
-            (each, [i for i, home in enumerate(homes) if home == id(each._buffers)])
+            (each, [i for i, (table, _) in enumerate(self._slots) if table is each._buffers])
             for each in self._modules
             if isinstance(each, nn.modules.batchnorm._NormBase)
         ]
