@@ -44,10 +44,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class Disk:
     """What a checkpoint needs of a file system, after each of which a crash may follow.
 
-        write    create, fill, fsync        only then is the content on the disk
-        rename   atomic for all readers     but on the disk only after the folder was synced
-        sync     fsync of a folder          what was created, renamed or removed in it stays so
-
     The rules are POSIX's as file systems keep them: Pillai et al., "All File Systems Are Not Created Equal" (OSDI
     2014). Every method raises ``OSError``. Files are made with mode 0600, folders with 0700.
     """
@@ -78,11 +74,11 @@ class Disk:
             os.fsync(file.fileno())
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file another name, in one step."""
+        """Give a file another name, at once for all readers; on the disk it has that after `sync`."""
         os.rename(old, new)
 
     def sync(self, folder: Path) -> None:
-        """Return when the names in ``folder`` are on the disk."""
+        """Return when what was created, renamed or removed in ``folder`` is on the disk."""
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -48,7 +48,7 @@ def strided(tensor: Tensor) -> list[Tensor]:
 
 def nbytes(tensor: Tensor) -> int:
     """How much memory its numbers take. A sparse tensor does not say so itself."""
-    return tensor.nbytes if tensor.layout is torch.strided else sum([part.nbytes for part in strided(tensor)])
+    return sum([part.nbytes for part in strided(tensor)])
 
 
 def private_gradients(
