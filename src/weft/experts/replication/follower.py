@@ -9,7 +9,7 @@
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -135,14 +135,14 @@ class FollowerStream:
         requests: SimpleQueue[bytes | None] = SimpleQueue()
         requests.put(self._encode(1, replica.uid, PullRequest(replica.version, token=token)))
         call = self._open(requests, timeout)
+        answers = self._answers(call)
         try:
-            for _, found, data in self._receive(call, {1: replica}):
-                if isinstance(found, Exception):
-                    raise found
-                if found.kind is UpdateKind.NOTHING:
+            for answer in answers:
+                head = self._read_head(answer)
+                if head.kind is UpdateKind.NOTHING:
                     return False
-                if data is not None:
-                    return replica.load(found.version, data, taking_over=True)
+                if head.kind is UpdateKind.STATE:
+                    return replica.load(head.version, self._read_state(head, answers), taking_over=True)
         except _grpc.RpcError as error:
             raise self._failure(error) from None
         finally:
@@ -180,9 +180,14 @@ class FollowerStream:
     def _run(self) -> None:
         """The thread: read the stream."""
         failure: Exception = UnreachableError(f"{self.address} ended the stream of its states")
+        answers = self._answers(self._call)
         try:
-            for call_id, found, data in self._receive(self._call, self._requested):
-                self._received(call_id, found, data)
+            for answer in answers:
+                replica = self._requested.get(answer.header.call_id)
+                if replica is not None:
+                    self._attend(replica, answer, answers)
+                elif not answer.header.call_id and answer.header.kind is Kind.ERROR:
+                    raise read_fault(answer.header.data)
         except _grpc.RpcError as error:
             failure = self._failure(error)
         except (WeftError, ValueError) as error:
@@ -195,53 +200,26 @@ class FollowerStream:
             for replica in () if self._closed else left.values():
                 replica.failed(failure)
 
-    def _received(self, call_id: int, found: PullResponse | Exception, data: bytearray | None) -> None:
-        """Note the leader's version, or load its state and request the next one, or note what failed."""
-        replica = self._requested[call_id]
+    def _attend(self, replica: Replica, answer: Received, answers: Iterator[Received]) -> None:
+        """Note the leader's progress; or load the state that follows and request the next one; or note what failed."""
         try:
-            if isinstance(found, Exception):
-                raise found
-            replica.heard(found.version)
-            if data is None:
+            head = self._read_head(answer)
+            replica.heard(head.version)
+            if head.kind is not UpdateKind.STATE:
                 return
-            if not replica.load(found.version, data):
+            if not replica.load(head.version, self._read_state(head, answers)):
                 raise UnreachableError("it is not followed any more")
             replica.failure = None
             self._request(replica)
+        except _grpc.RpcError:
+            raise
         except Exception as error:  # also what module and optimizer raise; the thread goes on for the other experts
             replica.failed(error)
-        del self._requested[call_id]
+        del self._requested[answer.header.call_id]
 
-    def _receive(
-        self, call: Any, requested: Mapping[int, Replica]
-    ) -> Iterator[tuple[int, PullResponse | Exception, bytearray | None]]:
-        """What answers the requests, with their call ids: a head, in its place an error, and a head with its state.
-
-        Of a state no more is held than its head said, and than is allowed.
-        """
-        incoming: dict[int, tuple[PullResponse, bytearray]] = {}
+    def _answers(self, call: Any) -> Iterator[Received]:
         for message in call:
-            for answer in decode(message, self._limits):
-                call_id = answer.header.call_id
-                if call_id not in requested:
-                    if not call_id and answer.header.kind is Kind.ERROR:
-                        raise read_fault(answer.header.data)
-                    continue
-                try:
-                    if call_id not in incoming:
-                        found, data = self._read_head(answer), None
-                        if found.kind is UpdateKind.STATE:
-                            incoming[call_id] = found, bytearray()
-                    else:
-                        found, data = incoming[call_id]
-                        _add_piece(found, data, answer)
-                        if len(data) < found.nbytes:
-                            continue
-                        del incoming[call_id]
-                except Exception as error:
-                    found, data = error, None
-                    incoming.pop(call_id, None)
-                yield call_id, found, data
+            yield from decode(message, self._limits)
 
     def _read_head(self, answer: Received) -> PullResponse:
         if answer.header.kind is Kind.ERROR:
@@ -254,21 +232,29 @@ class FollowerStream:
             )
         return head
 
+    def _read_state(self, head: PullResponse, answers: Iterator[Received]) -> bytearray:
+        """The state whose head has come: its pieces are the next answers. No more is held than the head said.
+
+        Raises ``MalformedError``, ``DamagedError`` and ``UnreachableError``.
+        """
+        data = bytearray()
+        while len(data) < head.nbytes:
+            answer = next(answers, None)
+            if answer is None:
+                raise UnreachableError(f"{self.address} ended the stream before the state was here")
+            if len(answer.descriptors) != 1:
+                raise MalformedError("a piece of a state holds one tensor", reason="state")
+            piece = answer.tensors()[0].numpy().tobytes()
+            if len(data) + len(piece) > head.nbytes or not piece:
+                raise MalformedError("the pieces of a state are not as long as its head said", reason="state")
+            data += piece
+        if blake2b(data, digest_size=16).digest() != head.digest:
+            raise DamagedError(f"the {len(data)} bytes of a state are not those that were sent")
+        return data
+
     def _failure(self, error: Any) -> WeftError:
         """The reason of an ``RpcError``: refused, or not reached, with the certificates in use."""
         text, tls = str(error.details()), self._options.tls
         if error.code() in _REFUSED:
             return ForbiddenError(f"{self.address} refuses this server: {text}")
         return unreachable(self.address, tls, "cannot be followed", text, "this server", "tls= of ReplicaOptions")
-
-
-def _add_piece(head: PullResponse, data: bytearray, answer: Received) -> None:
-    """Add the next piece of a state to what has arrived. Raises ``MalformedError`` and ``DamagedError``."""
-    if len(answer.descriptors) != 1:
-        raise MalformedError("a piece of a state holds one tensor", reason="state")
-    piece = answer.tensors()[0].numpy().tobytes()
-    if len(data) + len(piece) > head.nbytes or not piece:
-        raise MalformedError("the pieces of a state are not as long as its head said", reason="state")
-    data += piece
-    if len(data) == head.nbytes and blake2b(data, digest_size=16).digest() != head.digest:
-        raise DamagedError(f"the {len(data)} bytes of a state are not those that were sent")

@@ -169,6 +169,7 @@ class _Stream:
 
     def __init__(self, replicas: Mapping[str, Replica], limits: Limits, write: Send) -> None:
         self.waiting: dict[str, _Waiting] = {}
+        self._refused: list[tuple[int, WeftError]] = []  # by call id; told between two states
         self._replicas, self._limits, self._write = replicas, limits, write
 
     async def read(self, read: Read, admit: Callable[[str], None]) -> None:
@@ -188,7 +189,7 @@ class _Stream:
                     request = read_request(header.data)
                     self.waiting[header.uid] = _Waiting(header.call_id, header.client, request, time.monotonic())
                 except WeftError as error:
-                    await self._fail(header.call_id, error)
+                    self._refused.append((header.call_id, error))
 
     async def answer(self) -> None:
         """Answer requests, until there is none for a while."""
@@ -196,6 +197,8 @@ class _Stream:
         while time.monotonic() < last + IDLE:
             if self.waiting:
                 last = time.monotonic()
+            while self._refused:
+                await self._fail(*self._refused.pop(0))
             for uid, waiting in list(self.waiting.items()):
                 if waiting.answered:
                     continue

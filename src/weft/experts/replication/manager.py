@@ -94,6 +94,7 @@ class ReplicationManager:
         self._heartbeat: LeaseHeartbeat | None = None
         self._here = ""  # this server's address
         self._streams: dict[str, FollowerStream] = {}  # by the leader's address
+        self._led: list[Replica] = []  # taken over, and not saved yet
         self._retired = False
         self._save_failure: Exception | None = None
         self._stop = threading.Event()
@@ -232,75 +233,70 @@ class ReplicationManager:
         if self._heartbeat is None or self._heartbeat.watch is None:
             return
         snapshot, lease = self._heartbeat.watch.snapshot(), self._heartbeat.lease
-        led: list[Replica] = []
         for replica in list(self.replicas.values()):
             if self._stop.is_set():
                 return
             if time.monotonic() < replica.next_try:
                 continue
             try:
-                if self._tend(replica, snapshot, lease):
-                    led.append(replica)
+                self._tend(replica, snapshot, lease)
             except Exception as error:
-                replica.failure = error
-                replica.next_try = time.monotonic() + _AGAIN
+                replica.failure, replica.next_try = error, time.monotonic() + _AGAIN
         self._follow_owners()
-        for replica in led:
+        while self._led:
+            replica = self._led.pop()
             try:
                 replica.save()
             except WeftError as error:
                 replica.failure = error
 
-    def _tend(self, replica: Replica, snapshot: Snapshot, lease: Lease | None) -> bool:
-        """Do what is due for one replica; whether it was taken over."""
+    def _tend(self, replica: Replica, snapshot: Snapshot, lease: Lease | None) -> None:
+        """Do what is due for one replica."""
         leadership, owner = replica.leadership, snapshot.owner(replica.uid)
-        theirs = owner is not None and owner.address != self._here
-        if leadership.role != "follower":
-            if theirs and owner is not None and replaced(leadership.token, owner.token):
-                replica.follow(owner)
-            elif lease is None:
-                return False
-            elif leadership.lease is None or lease.number != leadership.lease.number:
-                return replica.uid in lease.uids and self._claim(replica, snapshot, lease)
-            elif owner is not None and later(owner.token, leadership.token):
-                leadership.claim(owner, lease, leadership.role)  # two claims of ours crossed: the later one counts
-            elif leadership.role == "taking over":
-                return self._take_over(replica, snapshot, lease)
-            return False
-        if leadership.owner != (owner if theirs else None):
-            replica.follow(owner if theirs else None)
-        if theirs or lease is None or replica.uid not in lease.uids or self._retired:
-            return False
-        if not replica.may_lead:
-            raise ExpertError(
-                f"expert {replica.uid!r} has no owner, and is not claimed: its owner's state never came here, or could "
-                "not be loaded. Start a server that has the state, or start this one again to go on with what it has"
-            )
-        return self._claim(replica, snapshot, lease)
+        theirs = owner if owner is not None and owner.address != self._here else None
+        if leadership.role == "follower":
+            if leadership.owner != theirs:
+                replica.follow(theirs)
+            if theirs is None and lease is not None and replica.uid in lease.uids and not self._retired:
+                if not replica.may_lead:
+                    raise ExpertError(
+                        f"expert {replica.uid!r} has no owner, and is not claimed: its owner's state never came here, "
+                        "or could not be loaded. Start a server that has the state, or start this one again to go on "
+                        "with what it has"
+                    )
+                self._claim(replica, snapshot, lease)
+        elif theirs is not None and replaced(leadership.token, theirs.token):
+            replica.follow(theirs)
+        elif lease is None:
+            return
+        elif leadership.lease is None or lease.number != leadership.lease.number:
+            if replica.uid in lease.uids:
+                self._claim(replica, snapshot, lease)
+        elif owner is not None and later(owner.token, leadership.token):
+            leadership.claim(owner, lease, leadership.role)  # two claims of ours crossed: the later one counts
+        elif leadership.role == "taking over" and leadership.owner is not None:
+            self._take_over(replica, leadership.owner, snapshot, lease)
 
-    def _claim(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> bool:
-        """Claim it, and take over unless a previous owner may still step it; whether that came about."""
+    def _claim(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> None:
+        """Claim it, and take over unless a previous owner may still step it."""
         try:
             ownership = self._directory.claim(replica.uid, lease)
         except OwnedError as error:
             replica.follow(Ownership(replica.uid, error.address, 0))
-            return False
         except LeaseLostError:  # it is declared again soon
-            return False
-        replica.claimed(ownership, lease)
-        return self._take_over(replica, snapshot, lease)
+            pass
+        else:
+            replica.claimed(ownership, lease)
+            self._take_over(replica, ownership, snapshot, lease)
 
-    def _take_over(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> bool:
-        """It is claimed: find the newest state, and lead; whether that came about."""
-        ownership = replica.leadership.owner
-        if ownership is None:
-            return False
+    def _take_over(self, replica: Replica, ownership: Ownership, snapshot: Snapshot, lease: Lease) -> None:
+        """It is claimed: find the newest state, and lead, unless it is too early or the state is broken."""
         if seconds := replica.quiet(lease):
             replica.failure = ExpertError(
                 f"the directory has begun anew: expert {replica.uid!r} is claimed, and is led in {seconds:.1f} s, when "
                 "the lease of the previous owner has surely ended"
             )
-            return False
+            return
         failure: Exception | None = None
         try:
             for address in snapshot.addresses(replica.uid):
@@ -311,14 +307,13 @@ class ReplicationManager:
         except Exception as error:  # also what module and optimizer raise: no other server could claim it meanwhile
             failure = error
         if replica.broken:
-            replica.failure = failure
             replica.follow(None)
             self._directory.release(ownership)
             replica.next_try = time.monotonic() + _AGAIN
-            return False
-        replica.lead(ownership, lease)
+        else:
+            replica.lead(ownership, lease)
+            self._led.append(replica)
         replica.failure = failure
-        return True
 
     def _follow_owners(self) -> None:
         """Keep a stream from every owner, and no other."""
@@ -343,6 +338,5 @@ class ReplicationManager:
 
     def _stream(self, address: str) -> FollowerStream:
         if address not in self._streams or self._streams[address].ended:
-            self._streams.pop(address, None)
             self._streams[address] = FollowerStream(address, self._here, self._options, self._limits)
         return self._streams[address]
