@@ -28,6 +28,7 @@ from operator import attrgetter
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
@@ -37,7 +38,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, token_fault
-from weft.experts.address import split
+from weft.experts.address import is_loopback, split
 from weft.experts.status_page.metrics import Status, exposition
 
 STATUS_SECONDS = 0.2
@@ -102,7 +103,7 @@ class PanelOptions:
                 )
             named = not isinstance(hosts, str) and all(isinstance(name, str) and name for name in hosts)
             check.that(named, f"allowed_hosts is {hosts!r}, wanted a list of names such as 'gpu7.example'")
-            if not _is_loopback(host):
+            if not is_loopback(host):
                 beyond = f"address {self.address!r} is reached by other machines:"
                 check.that(bool(hosts), f"{beyond} name in allowed_hosts how the panel is called there")
                 wanted = f"{beyond} give a token that readers have to show, or listen at 127.0.0.1"
@@ -115,10 +116,15 @@ class Panel:
     def __init__(self, options: PanelOptions | str, status: Callable[[], Status]) -> None:
         self._options = PanelOptions(options) if isinstance(options, str) else options
         self._host, self._port = split(self._options.address)
+        self._loopback = is_loopback(self._host)
+        self._hosts = {host.lower() for host in self._options.allowed_hosts}
         self._status = status
         self._latest: tuple[float, Status] | None = None
         self._thread: threading.Thread | None = None
         self._server: Server | None = None
+        handlers = {"/": self._page, "/status.json": self._status_json, "/metrics": self._metrics}
+        router = Router([Route(path, handler) for path, handler in handlers.items()], redirect_slashes=False)
+        self._app = ServerErrorMiddleware(router, handler=_failed)
 
     @property
     def url(self) -> str:
@@ -136,7 +142,8 @@ class Panel:
             raise UsageError(f"the panel cannot listen at {where}: {error}; is the port taken?") from None
         self._port = listener.getsockname()[1]
         config = Config(
-            _Guard(self._router(), self._options),
+            self._answer,
+            interface="asgi3",
             http=_Connection,
             loop="asyncio",
             ws="none",
@@ -160,21 +167,28 @@ class Panel:
             self._server.should_exit = True
             self._thread.join(seconds)
 
-    def _router(self) -> Router:
-        # Coroutines, so that they run in the loop's own thread and need no pool beside it.
-        async def page(_: Request) -> Response:
-            return HTMLResponse(_PAGE)
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application: check host and token, and add the security headers to every response."""
 
-        async def status_json(_: Request) -> Response:
-            # In ASCII, since a name may hold lone surrogates, which UTF-8 cannot encode.
-            return Response(json.dumps(self._recent()), media_type="application/json")
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
 
-        async def metrics(request: Request) -> Response:
-            body, kind = exposition(self._recent(), request.headers.get("accept", ""))
-            return Response(body, headers={"Content-Type": kind})
+        await (self._refusal(Headers(scope=scope)) or self._app)(scope, receive, with_headers)
 
-        handlers = {"/": page, "/status.json": status_json, "/metrics": metrics}
-        return Router([Route(path, handler) for path, handler in handlers.items()], redirect_slashes=False)
+    # Handlers are coroutines, so that they run in the loop's own thread and need no pool beside it.
+
+    async def _page(self, _: Request) -> Response:
+        return HTMLResponse(_PAGE)
+
+    async def _status_json(self, _: Request) -> Response:
+        # In ASCII, since a name may hold lone surrogates, which UTF-8 cannot encode.
+        return Response(json.dumps(self._recent()), media_type="application/json")
+
+    async def _metrics(self, request: Request) -> Response:
+        body, kind = exposition(self._recent(), request.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": kind})
 
     def _recent(self) -> Status:
         now = time.monotonic()
@@ -182,40 +196,12 @@ class Panel:
             self._latest = now, self._status()
         return self._latest[1]
 
-
-class _Guard:
-    """ASGI middleware: checks the host and the token, answers 500 for an error, and adds the security headers."""
-
-    def __init__(self, app: Router, options: PanelOptions) -> None:
-        self._app = app
-        self._loopback = _is_loopback(split(options.address)[0])
-        self._hosts = {host.lower() for host in options.allowed_hosts}
-        self._token = options.token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def with_headers(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                MutableHeaders(scope=message).update(_HEADERS)
-            await send(message)
-
-        refusal = self._refusal(Headers(scope=scope))
-        try:
-            await (refusal or self._app)(scope, receive, with_headers)
-        except Exception as error:  # the next request may do better
-            if started:
-                raise
-            failed = PlainTextResponse(f"the status cannot be made: {type(error).__name__}\n", 500)
-            await failed(scope, receive, with_headers)
-
     def _refusal(self, headers: Headers) -> Response | None:
         if not self._is_allowed(headers.get("host", "")):
             wanted = "127.0.0.1 or localhost" if self._loopback else "one of its allowed_hosts"
             return PlainTextResponse(f"this panel is called by another name: use {wanted}\n", 421)
-        if self._token is None or hmac.compare_digest(_shown_token(headers).encode(), self._token.encode()):
+        token = self._options.token
+        if token is None or hmac.compare_digest(_shown_token(headers).encode(), token.encode()):
             return None
         asked = {"WWW-Authenticate": 'Basic realm="weft", charset="UTF-8"'}
         return PlainTextResponse("show the panel's token as bearer token, or as password\n", 401, asked)
@@ -229,6 +215,10 @@ class _Guard:
             local = self._loopback and (host == "localhost" or host.endswith(".localhost"))
             return local or host in self._hosts
         return True
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"the status cannot be made: {type(error).__name__}\n", 500)  # the next may do better
 
 
 def _shown_token(headers: Headers) -> str:
@@ -283,10 +273,3 @@ class _Connection(H11Protocol):
 
 _SILENT = logging.getLogger("weft.experts.status_page.requests")
 _SILENT.setLevel(logging.CRITICAL)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,7 +1,6 @@
-"""The status as Prometheus metrics, in a registry of its own: two servers in one process know nothing of each other.
+"""The status as Prometheus metrics: text, or OpenMetrics if the scraper asks for it.
 
-    status ──> families ──> CollectorRegistry ──> text, or OpenMetrics if the scraper asks for it
-
+No registry is shared, so that two servers in one process know nothing of each other.
 Names end in their unit, and in ``_total`` where they only grow; labels are ``expert``, ``direction`` (forward,
 backward, commit), ``reason``, ``kind`` and ``device``. How Prometheus wants names: "Metric and label naming" of its
 documentation.
@@ -10,7 +9,6 @@ documentation.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -71,10 +69,8 @@ _REPLICA: dict[str, tuple[Kind, str, str]] = {
 
 def exposition(status: Status, accept: str) -> tuple[bytes, str]:
     """The metrics, and their content type: OpenMetrics where the scraper's ``Accept`` field says so, else text."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_StatusCollector(status))
     encode, kind = choose_encoder(accept)
-    return encode(registry), kind
+    return encode(_StatusCollector(status)), kind
 
 
 class _StatusCollector(Collector):
@@ -123,13 +119,11 @@ class _StatusCollector(Collector):
         replicas = [((uid,), one) for uid, one in status["replicas"].items()]
         yield from _families(_REPLICA, "expert", replicas)
         owned = [(at, float(one["role"] == "owner")) for at, one in replicas]
-        words = "1 if this server owns the expert, 0 if it follows"
-        yield _family(Gauge, "weft_replica_owned", words, "expert", owned)
+        yield _family(Gauge, "weft_replica_owned", "1 if this server owns the expert, 0 if it follows", "expert", owned)
         if directory := status.get("directory"):
             servers, away = len(directory["servers"]), directory["away_seconds"]
             yield _family(Gauge, "weft_directory_servers", "Servers that are listed", "", [((), servers)])
-            words = "Since the directory does not answer"
-            yield _family(Gauge, "weft_directory_away_seconds", words, "", [((), away)])
+            yield _family(Gauge, "weft_directory_away_seconds", "Since the directory does not answer", "", [((), away)])
 
 
 Labels = tuple[str, ...]
