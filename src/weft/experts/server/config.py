@@ -63,6 +63,15 @@ Made = TypeVar("Made")
 _TITLE = "invalid configuration of the server"
 
 
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_IN_A_FILE: dict[Any, Any] = {Pem: str, Pem | None: str | None, Sequence[str]: list[_Text]}
+"""How a file says what a dataclass takes."""
+
+
 class _From:
     """Reads a dataclass from a table with its fields; ``without``: fields that no table may have.
 
@@ -70,36 +79,26 @@ class _From:
     """
 
     def __init__(self, kind: type, *without: str, as_given: bool = False) -> None:
-        self.kind, self._as_given = kind, as_given
-        self.names = [field.name for field in fields(kind) if field.name not in without]
+        self._kind, self._as_given = kind, as_given
+        hints, wanted = get_type_hints(kind), dict[str, Any]()
+        for field in fields(kind):
+            if field.name not in without:
+                needed = field.default is MISSING and field.default_factory is MISSING
+                hint = hints[field.name]
+                wanted[field.name] = (_IN_A_FILE.get(hint, hint), ... if needed else None)
+        self._table = create_model(kind.__name__, __base__=_Table, **wanted)
+        self.model_fields = self._table.model_fields
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        hints, given = get_type_hints(self.kind), {field.name: field for field in fields(self.kind)}
-        wanted: dict[str, Any] = {}
-        for name in self.names:
-            needed = given[name].default is MISSING and given[name].default_factory is MISSING
-            wanted[name] = (_IN_A_FILE.get(hints[name], hints[name]), ... if needed else None)
-        model = create_model(self.kind.__name__, __base__=_Table, **wanted)
-        return core_schema.no_info_after_validator_function(self._made, handler.generate_schema(model))
+        return core_schema.no_info_after_validator_function(self._made, handler.generate_schema(self._table))
 
     def _made(self, table: BaseModel) -> Any:
         given = {name: getattr(table, name) for name in table.model_fields_set}
-        made = self.kind(**given)
+        made = self._kind(**given)
         return given if self._as_given else made
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-_Text = Annotated[str, Field(min_length=1)]
-_IN_A_FILE: dict[Any, Any] = {
-    Pem: str,
-    Pem | None: str | None,
-    Sequence[str]: list[_Text],
-    ClientTls | None: Annotated[ClientTls, _From(ClientTls)],
-}
-"""How a file says what a dataclass takes."""
+_IN_A_FILE[ClientTls | None] = Annotated[ClientTls, _From(ClientTls)]
 
 
 class JournalTable(_Table):
@@ -351,21 +350,12 @@ def _path(loc: Sequence[int | str]) -> str:
 
 def _names(loc: Sequence[int | str]) -> list[str]:
     """The names that the table at this place may have."""
-    hint: Any = ServeConfig
-    for each in loc:
-        if isinstance(each, str):
-            kind = hint.kind if isinstance(hint, _From) else hint
-            hint = _table(_IN_A_FILE.get(get_type_hints(kind)[each], get_type_hints(kind, include_extras=True)[each]))
-    return hint.names if isinstance(hint, _From) else list(hint.model_fields)
-
-
-def _table(hint: Any) -> Any:
-    """What reads the table in this annotation."""
-    found: Any = hint
-    if isinstance(found, _From) or (isinstance(found, type) and issubclass(found, BaseModel)):
-        return found
-    metadata: Any = getattr(hint, "__metadata__", ())
-    return next((found for each in (*metadata, *get_args(hint)) if (found := _table(each)) is not None), None)
+    table: Any = ServeConfig
+    for name in [each for each in loc if isinstance(each, str)]:
+        hints: list[Any] = [table.model_fields[name].annotation, *table.model_fields[name].metadata]
+        while not hasattr(table := hints.pop(), "model_fields"):
+            hints += get_args(table)
+    return list(table.model_fields)
 
 
 def _relation_faults(table: Mapping[str, Any]) -> list[str]:
