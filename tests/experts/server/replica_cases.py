@@ -126,7 +126,6 @@ def die(server: Server) -> None:
     server._replication.stop()
     server._tasks["lease"].stop(1.0)
     server._running, server._ended = False, True
-    server._owned[:] = [close for close in server._owned if "LeaseHeartbeat" in repr(close)]
     server._close(1.0)
 
 

@@ -27,12 +27,13 @@ def test_no_more_is_held_than_may_be_unless_one_call_alone_is_larger(sizes: list
     budget, held = ByteBudget(most), list[int]()
     for size in sizes:
         try:
-            budget.admit(size)
+            budget.admit(size, f"client {len(held)}")  # each its own, so that no share is full
             held.append(size)
         except OverloadError:
             assert size and budget.held + size > most
             while held:
-                budget.leave(held.pop())
+                size = held.pop()
+                budget.leave(size, f"client {len(held)}")
             assert budget.held == 0
         assert budget.held == sum(held) <= max(most, *held, 0)
 

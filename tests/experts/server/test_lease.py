@@ -13,7 +13,7 @@ from weft.experts.client.status import shown
 from weft.experts.discovery import AwayError, Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.server import Server, ServerOptions
-from weft.experts.server.threads import PeriodicTask
+from weft.experts.server.server import PeriodicTask
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -62,7 +62,7 @@ def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginni
             raise AwayError("away")
         now[0] += 0.125
 
-    monkeypatch.setattr("weft.experts.server.threads.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("weft.experts.server.server.time", SimpleNamespace(monotonic=lambda: now[0]))
     task = PeriodicTask("lease", 0.5, act, urgent=True)
     task._stop = Waits()
     task._run()

@@ -1,6 +1,5 @@
 """The small parts of a server: its threads, its entry in the directory, what it keeps of an expert."""
 
-import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import AwayError, Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.server import HostedExpert, ServerOptions
-from weft.experts.server.threads import LoopThread, PeriodicTask
+from weft.experts.server.server import PeriodicTask
 from weft.experts.wire import Limits
 from weft.experts.wire.service import read_receipt
 
@@ -60,30 +59,6 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
 
 def test_a_repeat_that_never_started_stops() -> None:
     assert PeriodicTask("test", 60.0, lambda: None).stop(1.0)
-
-
-def test_a_loop_runs_coroutines_and_cancels_them_at_the_end() -> None:
-    loop = LoopThread("test")
-    seen: list[str] = []
-
-    async def value() -> int:
-        return 7
-
-    async def for_ever() -> None:
-        seen.append("begun")
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            seen.append("cancelled")
-            raise
-
-    assert loop.run(value(), 5.0) == 7
-    with pytest.raises(TimeoutError):
-        loop.run(for_ever(), 0.05)
-    asyncio.run_coroutine_threadsafe(for_ever(), loop.loop)
-    until(lambda: seen[-1:] == ["begun"])
-    assert loop.close(5.0) and loop.close(5.0)
-    assert seen[-1] == "cancelled" and seen.count("cancelled") == seen.count("begun")
 
 
 class Away(LocalDirectory):

@@ -1,11 +1,10 @@
 """The server: experts behind an address, for many clients at once.
 
-server.py         Server, its statistics                options.py        quotas, and where it listens
+server.py         Server, its statistics and tasks      options.py        quotas, and where it listens
 grpc_server.py    gRPC: streams, health, reflection     server_stream.py  one stream, its answers, bytes of all
 auth.py           callers, roles, grants, audit         dispatcher.py     calls in, one answer each
-hosted_expert.py  one expert, restored and saved        threads.py        tasks, an asyncio loop
-config.py         the file of ``weft serve``            command.py        ``weft serve``
-malloc.py         freed memory stays in the process
+hosted_expert.py  one expert, restored and saved        config.py         the file of ``weft serve``
+command.py        ``weft serve``                        malloc.py         freed memory stays in the process
 """
 
 from weft.experts import extras as extras  # says what is not installed

@@ -11,13 +11,13 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
 from weft.experts.errors import ExpertError
 from weft.experts.server.config import ServeConfig
 from weft.experts.server.malloc import keep_freed_memory, use_large_pages
-from weft.experts.server.server import Server
 
 _LOOK = 0.25  # seconds
 _SWITCH = 0.0005
@@ -59,10 +59,15 @@ def serve(config: Mapping[str, Any]) -> None:
     """
     keep_freed_memory()
     use_large_pages()
-    stop, frozen, interval = _Stop(), gc.get_freeze_count(), sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH)
-    before = {each: signal.signal(each, stop) for each in _signals()}
-    try:
+    stop = _Stop()
+    with ExitStack() as restored:  # also where the configuration is refused: Ctrl-C is the caller's again
+        restored.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_SWITCH)
+        for each in _signals():
+            restored.callback(signal.signal, each, signal.signal(each, stop))
+        if gc.get_freeze_count() < _FROZEN:
+            restored.callback(gc.unfreeze)
+        restored.callback(gc.enable)
         found = ServeConfig.parse(config)
         if any(expert.optimizer is not None for expert in found.experts):
             # What the first optimizer would import. Of what that makes, nothing ever goes: it is spared the garbage
@@ -71,37 +76,27 @@ def serve(config: Mapping[str, Any]) -> None:
             import_module("torch._dynamo")
             gc.freeze()
             gc.enable()
-        _until(stop, found.server())
-    finally:  # also where the configuration was refused: Ctrl-C is the caller's again
-        gc.enable()
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        sys.setswitchinterval(interval)
-        if frozen < _FROZEN:
-            gc.unfreeze()
+        server = found.server()
+        try:
+            server.start()
+            stop.serving = True
+            # A full collection stops all threads, 0.2 s with what importing torch has made, and that never goes.
+            gc.freeze()
+            _say(f"weft: serving {len(server.experts)} experts at {server.address}")
+            if server.panel_url is not None:
+                _say(f"weft: status page at {server.panel_url}")
+            stop.wait()
+            _say("weft: draining")
+            if not server.shutdown():
+                raise ExpertError("a module did not end in time; what it worked on was not answered")
+        finally:
+            server.shutdown()
 
 
 def _signals() -> list[signal.Signals]:
     hang_up: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not on every system
     ignored = hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if hang_up is None or ignored else [hang_up])]
-
-
-def _until(stop: _Stop, server: Server) -> None:
-    try:
-        server.start()
-        stop.serving = True
-        # A full garbage collection stops all threads, 0.2 s with what importing torch has made, and that never goes.
-        gc.freeze()
-        _say(f"weft: serving {len(server.experts)} experts at {server.address}")
-        if server.panel_url is not None:
-            _say(f"weft: status page at {server.panel_url}")
-        stop.wait()
-        _say("weft: draining")
-        if not server.shutdown():
-            raise ExpertError("a module did not end in time; what it worked on was not answered")
-    finally:
-        server.shutdown()
 
 
 def _say(line: str) -> None:

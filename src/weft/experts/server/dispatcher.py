@@ -91,6 +91,11 @@ class RequestDispatcher:
         """All that are served now, by name."""
         return dict(self._experts)
 
+    def close(self) -> None:
+        """Close all experts."""
+        for served in self._experts.values():
+            served.close()
+
     def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         """Answer a call, now or later, through ``reply``. Never raises.
 
@@ -239,7 +244,7 @@ def _mini_batch(caller: Caller, header: Header) -> tuple[str, str]:
 
 
 class ObservedDispatcher(RequestDispatcher):
-    """A `RequestDispatcher` that opens spans, see above. `release` restores the experts as they were."""
+    """A `RequestDispatcher` that opens spans, see above; until an expert is removed, or all are closed."""
 
     def __init__(self, observer: Observer, access: Access | None, audit: Audit, longest: float) -> None:
         super().__init__(access, audit, longest)
@@ -254,9 +259,10 @@ class ObservedDispatcher(RequestDispatcher):
         backend = served.backend
         restore = self._observed[backend.name] = ExitStack()
         for pool in backend.pools:
-            restore.callback(setattr, pool, "process", pool.process)
-            pool.process = partial(self._batch, backend.name, pool.name.rpartition(".")[2], pool.process)
-        self._observe_steps(backend, restore)
+            batch = partial(self._batch, backend.name, pool.name.rpartition(".")[2], pool.process)
+            _replace(restore, pool, "process", batch)
+        step = partial(self._step, backend, backend.apply_gradients)
+        _replace(restore, backend, "apply_gradients", step)  # which users may have replaced, too
 
     def remove(self, uid: str) -> HostedExpert:
         """See `RequestDispatcher.remove`."""
@@ -264,8 +270,9 @@ class ObservedDispatcher(RequestDispatcher):
         self._observed.pop(uid).close()
         return served
 
-    def release(self) -> None:
-        """Observe nothing any more."""
+    def close(self) -> None:
+        """See `RequestDispatcher.close`."""
+        super().close()
         for restore in self._observed.values():
             restore.close()
 
@@ -282,18 +289,9 @@ class ObservedDispatcher(RequestDispatcher):
                 future.add_done_callback(lambda done: self._traces.pop(done, None))
         return future
 
-    def _observe_steps(self, backend: ExpertBackend, restore: ExitStack) -> None:
-        """`ExpertBackend.apply_gradients` may be replaced on the instance; so it is."""
-        held, apply = vars(backend), backend.apply_gradients
-        before = {"apply_gradients": apply} if "apply_gradients" in held else {}
-
-        def observed() -> None:
-            with self._observer.span("weft.step", {"weft.expert": backend.name, "weft.steps": backend.steps + 1}):
-                apply()
-
-        restore.callback(held.update, before)
-        restore.callback(held.pop, "apply_gradients")
-        held["apply_gradients"] = observed
+    def _step(self, backend: ExpertBackend, apply: Callable[[], None]) -> None:
+        with self._observer.span("weft.step", {"weft.expert": backend.name, "weft.steps": backend.steps + 1}):
+            apply()
 
     def _batch(self, expert: str, direction: str, process: Process, tasks: Sequence[Task]) -> Sequence[Answer]:
         attributes = {"weft.expert": expert, "weft.direction": direction}
@@ -308,3 +306,13 @@ class ObservedDispatcher(RequestDispatcher):
         parents = [trace for known in traces for trace in known]
         with self._observer.span("weft.batch", {**attributes, **size}, parents=parents):
             return process(tasks)
+
+
+def _replace(restore: ExitStack, owner: object, name: str, value: object) -> None:
+    """Set an attribute of this object until ``restore`` is closed."""
+    own = vars(owner)
+    if name in own:
+        restore.callback(own.__setitem__, name, own[name])
+    else:
+        restore.callback(own.pop, name)
+    own[name] = value

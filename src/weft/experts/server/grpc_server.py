@@ -16,7 +16,10 @@ Frames are decoded with the server's limits, and nothing that one client sends r
 import asyncio
 import json
 import os
+import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, cast
@@ -59,11 +62,13 @@ _HEALTH = cast("Any", health).SERVICE_NAME
 _WATCHERS = 32  # of its health, at a time: they prove nothing, and hold a stream each
 _ROOM_SECONDS = 5.0  # that a frame in parts waits for room
 _PART_SECONDS = 30.0  # that its next part may take
+_START_SECONDS = 30.0  # that listening may take
+_STOP_SECONDS = 1.0  # that closing connections may take, after answers have left
 _DESCRIPTORS = 64  # that connections leave free: for checkpoints, the log, the directory
 
 
 class GrpcServer:
-    """Made, started and stopped in the loop's thread. ``status``: what a status call answers, as JSON."""
+    """In a thread of its own, from `start` to `stop`. ``status``: what a status call answers, as JSON."""
 
     def __init__(
         self,
@@ -79,47 +84,66 @@ class GrpcServer:
         self.budget = ByteBudget(options.total_bytes)
         self._status = status
         self._leader_streams = leader_streams
-        self._server: Any = None
-        self._serving = False
-        self._health_changed = asyncio.Event()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining, self._stopping, self._end = asyncio.Event(), asyncio.Event(), 0.0
         self._watchers = 0
         names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
         self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
 
-    async def start(self, address: str, tls: ServerTls | None) -> int:
+    def start(self, address: str, tls: ServerTls | None) -> int:
         """Listen; returns the port. Raises ``UsageError`` if the address cannot be had, or a certificate is bad."""
         check_fork("a server")
-        options = server_options(self._options.limits, _most_connections(self._options.connections))
-        server: Any = _aio.server(options=options)
-        server.add_generic_rpc_handlers(tuple(self._handlers()))
-        credentials = None if tls is None else tls.credentials()
-        open_port = partial(server.add_secure_port, server_credentials=credentials) if tls else server.add_insecure_port
-        try:
-            port: int = open_port(address)
-        except (RuntimeError, ValueError) as error:
-            raise UsageError(f"the server cannot listen at {address!r}: {error}; is the port taken?") from None
-        if not port:
-            raise UsageError(f"the server cannot listen at {address!r} with these certificates")
-        self._serve(True)
-        await server.start()
-        self._server = server
-        return port
+        port: Future[int] = Future()
+        run = partial(asyncio.run, self._run(address, tls, port))
+        self._thread = threading.Thread(target=run, name="weft-server", daemon=True)
+        self._thread.start()
+        return port.result(_START_SECONDS)
 
-    async def drain(self) -> None:
+    def drain(self) -> None:
         """Tell health checks and clients that no new work is taken. Waits for none of them."""
-        self._serve(False)
-        for connection in self.connections:
-            connection.answer(goaway())
+        self._call(self._drain)
 
-    async def stop(self, seconds: float) -> None:
-        """Let answers leave, for at most so many seconds, and end all streams."""
+    def stop(self, seconds: float) -> None:
+        """Let answers leave, for at most so many seconds, and end all streams and the thread."""
+        if threading.current_thread() is self._thread:  # such as a callback of a future
+            raise UsageError("a server cannot be ended from within its own network thread")
+        self._end = time.monotonic() + seconds
+        self._call(self._stopping.set)
+        if self._thread is not None:
+            self._thread.join(seconds + _STOP_SECONDS)
+
+    def _call(self, act: Callable[[], object]) -> None:
+        """Have the loop do this, if it still runs."""
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(act)
+
+    async def _run(self, address: str, tls: ServerTls | None, port: "Future[int]") -> None:
+        """From the start to the stop."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            options = server_options(self._options.limits, _most_connections(self._options.connections))
+            server: Any = _aio.server(options=options)
+            server.add_generic_rpc_handlers(tuple(self._handlers()))
+            found = _listen(server, address, tls)
+            await server.start()
+        except Exception as error:
+            port.set_exception(error)
+            return
+        port.set_result(found)
+        await self._stopping.wait()
         for connection in self.connections:
             connection.finish()
-        end = asyncio.get_running_loop().time() + seconds
-        while self.connections and asyncio.get_running_loop().time() < end:
+        while self.connections and time.monotonic() < self._end:
             await asyncio.sleep(0.005)
-        if self._server is not None:
-            await self._server.stop(0)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(server.stop(0), _STOP_SECONDS)
+
+    def _drain(self) -> None:
+        self._draining.set()
+        for connection in self.connections:
+            connection.answer(goaway())
 
     def _handlers(self) -> list[Any]:
         stream = _grpc.stream_stream_rpc_method_handler
@@ -138,31 +162,27 @@ class GrpcServer:
         }
         return [_grpc.method_handlers_generic_handler(name, table) for name, table in tables.items()]
 
-    def _serve(self, yes: bool) -> None:
-        """What health checks hear from now on."""
-        self._serving = yes
-        self._health_changed.set()
-        self._health_changed = asyncio.Event()
-
     @property
-    def _status_now(self) -> bytes:
+    def _health(self) -> bytes:
         kinds = _health.HealthCheckResponse
-        return kinds(status=kinds.SERVING if self._serving else kinds.NOT_SERVING).SerializeToString()
+        now = kinds.NOT_SERVING if self._draining.is_set() else kinds.SERVING
+        return kinds(status=now).SerializeToString()
 
     # Handlers. What gRPC hands them has no types.
 
     async def _check(self, _: Any, context: Any) -> None:
-        await context.write(self._status_now)
+        await context.write(self._health)
 
     async def _watch(self, _: Any, context: Any) -> None:
         if self._watchers >= _WATCHERS:
             await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_WATCHERS} watch already; use Check")
         self._watchers += 1
         try:
-            while True:
-                changed = self._health_changed
-                await context.write(self._status_now)  # a client that reads nothing blocks only itself
-                await changed.wait()
+            if not self._draining.is_set():
+                await context.write(self._health)  # a client that reads nothing blocks only itself
+                await self._draining.wait()
+            await context.write(self._health)
+            await asyncio.Event().wait()  # until either side ends the stream
         finally:
             self._watchers -= 1
 
@@ -173,9 +193,9 @@ class GrpcServer:
 
     async def _stream(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "stream") as caller:
-            await self._connected(caller, context)
+            await self._serve(caller, context)
 
-    async def _connected(self, caller: Caller, context: Any) -> None:
+    async def _serve(self, caller: Caller, context: Any) -> None:
         if len(self.connections) >= self._options.connections:
             text = f"{len(self.connections)} clients are connected, and no more are allowed; come back later"
             await self._turn_away(context, text)
@@ -191,10 +211,8 @@ class GrpcServer:
             await context.send_initial_metadata(((FRAME_BYTES, str(self._options.limits.frame_bytes)),))
             if self._dispatcher.draining is not None:
                 connection.answer(goaway())
-            tasks = [
-                asyncio.create_task(self._read(connection, context)),
-                asyncio.create_task(connection.write(context.write)),
-            ]
+            both = self._read(connection, context), connection.write(context.write)
+            tasks = [asyncio.create_task(each) for each in both]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done() and tasks[0].exception() is None:
                 connection.finish()
@@ -313,6 +331,19 @@ class GrpcServer:
     async def _turn_away(self, context: Any, why: str) -> None:
         self.turned_away += 1
         await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+
+
+def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
+    """The port at which it listens. Raises ``UsageError``."""
+    credentials = None if tls is None else tls.credentials()
+    open_port = partial(server.add_secure_port, server_credentials=credentials) if tls else server.add_insecure_port
+    try:
+        port: int = open_port(address)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"the server cannot listen at {address!r}: {error}; is the port taken?") from None
+    if not port:
+        raise UsageError(f"the server cannot listen at {address!r} with these certificates")
+    return port
 
 
 def _descriptor_pool() -> Any:

@@ -195,34 +195,37 @@ _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # not wha
 _MOVED = {"lr", "momentum", "betas"}  # by schedules, as they go
 _SETTING = (bool, int, float, str, list, Counter)
 
-Hyperparameters = list[dict[str, Any]]
-"""For each group of parameters, by name; those of a schedule last."""
+Hyperparameters = dict[tuple[int, str], Any]
+"""By group of parameters and name; those of a schedule last."""
 
 
 def hyperparameters(backend: ExpertBackend) -> Hyperparameters:
     """Those of now, but for what a schedule changes as it goes; and what it was made with, as far as it keeps that."""
     if backend.optimizer is None:
-        return []
+        return {}
     schedule = backend.schedule
     left_out = _HOW if schedule is None else _HOW | _MOVED
-    groups = backend.optimizer.param_groups
-    found = [{name: _plain(value) for name, value in group.items() if name not in left_out} for group in groups]
+    found: Hyperparameters = {
+        (at, name): _plain(value)
+        for at, group in enumerate(backend.optimizer.param_groups)
+        for name, value in group.items()
+        if name not in left_out
+    }
     if schedule is not None:
         kind = type(schedule)
         asked = inspect.signature(kind).parameters.keys() - {"optimizer", "last_epoch"}
         kept = [(name, value) for name, value in schedule.state_dict().items() if type(value) in _SETTING]
-        found.append({f"{name} of {kind.__name__}": _plain(value) for name, value in kept if name in asked})
+        found |= {(-1, f"{name} of {kind.__name__}"): _plain(value) for name, value in kept if name in asked}
     return found
 
 
 def changed(asked: Hyperparameters, found: Hyperparameters) -> list[str]:
     """What a checkpoint has changed, in words, each once."""
     texts = [
-        f"{name} is {two[name]!r}, as in its checkpoint, and not {before!r} as asked for; to change it, write it into "
-        "the checkpoint (docs/experts.md), or begin in another folder"
-        for one, two in zip(asked, found, strict=False)
-        for name, before in one.items()
-        if name in two and before != two[name]
+        f"{key[1]} is {found[key]!r}, as in its checkpoint, and not {before!r} as asked for; to change it, write it "
+        "into the checkpoint (docs/experts.md), or begin in another folder"
+        for key, before in asked.items()
+        if key in found and before != found[key]
     ]
     return list(dict.fromkeys(texts))
 

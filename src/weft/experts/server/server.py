@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -35,7 +35,6 @@ from weft.experts.server.dispatcher import ObservedDispatcher, Reply, RequestDis
 from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.server.options import ServerOptions, listen_faults
-from weft.experts.server.threads import LoopThread, PeriodicTask
 from weft.experts.status_page.http import Panel, PanelOptions
 from weft.experts.telemetry import BackendStatistics, Observer, RuntimeStatistics
 from weft.experts.tls import ServerTls
@@ -43,7 +42,6 @@ from weft.experts.wire import Received
 
 _LOG = logging.getLogger("weft.experts.server")
 Result = TypeVar("Result")
-_START = 30.0  # seconds that listening may take
 _LAST = 1.0  # seconds for answers to leave, and for threads to end, after the work is done
 _LONGEST_PAUSE = 0.2  # seconds between the saves of two experts
 _LEAST = 0.1  # of these for each thread, also if those before it took all of them
@@ -149,12 +147,12 @@ class Server:
         self._wanted, self._advertise, self._port = address, advertise, 0
         self._tls = tls
         self._directory = directory
-        self._owned: list[Callable[[], None]] = []
+        self._closing = ExitStack()  # how all that was made or started is ended, the last first
+        self._end = 0.0  # until when that may take (`time.monotonic`)
         self._store = checkpoints
         allowed = access, self.audit, self.options.longest_seconds
         self._dispatcher = ObservedDispatcher(observer, *allowed) if observer else RequestDispatcher(*allowed)
-        if isinstance(self._dispatcher, ObservedDispatcher):
-            self.own(self._dispatcher.release)
+        self.own(self._dispatcher.close)
         self._replication = ReplicationManager(replicas, directory, self.options.limits)
         self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replication.leader_streams)
         self._runtimes: dict[str, Runtime] = {}  # by device
@@ -162,7 +160,6 @@ class Server:
         self._tasks: dict[str, PeriodicTask] = {}
         self._began: float | None = None
         self._panel = None if panel is None else Panel(panel, self.status)
-        self._loop: LoopThread | None = None
         self._lock = threading.RLock()
         self._fork_guard, self._running, self._ended = ForkGuard(), False, False
         for backend in experts:
@@ -196,12 +193,8 @@ class Server:
             try:
                 self._start()
             except BaseException:
-                if self._running:  # it listened already: what came meanwhile is not lost
-                    with suppress(WeftError):  # the caller gets the error of the start, and no other
-                        self.shutdown()
-                else:
-                    self._ended = True
-                    self._close(_LAST)
+                with suppress(WeftError):  # the caller gets the error of the start, and no other
+                    self.shutdown()  # which saves what came if it listened already
                 raise
 
     def add(self, backend: ExpertBackend) -> None:
@@ -274,8 +267,7 @@ class Server:
             replicated = self._replication.retire()
             if not replicated:
                 _attempt("leaving the directory", self._leave)
-            if (loop := self._loop) is not None:
-                _attempt("telling clients that it ends", lambda: loop.run(self._grpc_server.drain(), _LAST))
+            _attempt("telling clients that it ends", self._grpc_server.drain)
             end = time.monotonic() + self.options.drain_seconds
             finished = _attempt("finishing what was accepted", lambda: self._finish(end)) or False
             if replicated:  # the directory is left last, when others have the last state
@@ -292,17 +284,14 @@ class Server:
         if not self._fork_guard.here:
             return True
         with self._lock:
-            if not self._running:
-                self._ended = True
-                return True
             finished = self.drain()
-            if "checkpoints" in self._tasks:
-                self._tasks["checkpoints"].stop(_LAST)
             try:
-                if self._store is not None and finished:
-                    self.checkpoint()
-                elif self._store is not None:  # what no module holds; the result reports the rest
-                    _attempt("saving", lambda: self._save_all(_LEAST))
+                if "checkpoints" in self._tasks:
+                    self._tasks["checkpoints"].stop(_LAST)
+                    if finished:
+                        self.checkpoint()
+                    else:  # what no module holds; the result reports the rest
+                        _attempt("saving", lambda: self._save_all(_LEAST))
                 self._replication.raise_failure()
             finally:
                 self._running, self._ended = False, True
@@ -355,7 +344,7 @@ class Server:
 
     def own(self, close: Callable[[], None]) -> None:
         """Call ``close`` when all has ended; for what was made for this server alone."""
-        self._owned.append(close)
+        self._closing.callback(close)
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
@@ -379,8 +368,10 @@ class Server:
                 check.call(served.restore)
         for served in self._dispatcher.experts().values():
             self._run(served.backend)
-        self._loop = LoopThread("server")
-        self._port = self._loop.run(self._grpc_server.start(self._wanted, self._tls), _START)
+        if self._panel is not None:
+            self.own(partial(self._panel.stop, _LAST))  # it shows how the rest ends
+        self.own(lambda: self._grpc_server.stop(self._left()))
+        self._port = self._grpc_server.start(self._wanted, self._tls)
         self._began, self._running = time.monotonic(), True
         if self._store is not None:
             save = partial(self._save_all, pause=True)
@@ -395,21 +386,23 @@ class Server:
             self._announce()
             self._begin("lease", ttl / 3, self._heartbeat.turn, urgent=True)  # waits behind nothing else
             self._begin("directory", ttl / 3, self._heartbeat.look)
+            self.own(self._replication.stop)
             self._replication.start(self._heartbeat, self.experts)
         if self._panel is not None:
-            self.own(partial(self._panel.stop, _LAST))
             self._panel.start()
 
     def _begin(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
-        self._tasks[name] = PeriodicTask(name, seconds, act, urgent=urgent)
-        self._tasks[name].start()
+        task = self._tasks[name] = PeriodicTask(name, seconds, act, urgent=urgent)
+        self._closing.callback(lambda: task.stop(self._left()))
+        task.start()
 
     def _run(self, backend: ExpertBackend) -> None:
         """Work on this expert's tasks from now on."""
         name = str(backend.device)
         if name not in self._runtimes:
-            self._runtimes[name] = Runtime(name=name)
-            self._runtimes[name].start()
+            runtime = self._runtimes[name] = Runtime(name=name)
+            self._closing.callback(lambda: runtime.shutdown(drain=False, timeout=self._left()))
+            runtime.start()
         self._runtimes[name].add(backend)
 
     def _finish(self, end: float) -> bool:
@@ -441,27 +434,60 @@ class Server:
         if "lease" in self._tasks:
             self._tasks["lease"].stop(_LEAST)  # a turn of it that goes on declares nothing any more
 
+    def _left(self) -> float:
+        return max(_LEAST, self._end - time.monotonic())
+
     def _close(self, seconds: float) -> None:
         """End whatever runs, in about so many seconds: a module or directory that holds a thread keeps it."""
-        end = time.monotonic() + seconds
+        self._end, self._began = time.monotonic() + seconds, None
+        self._closing.close()
 
-        def left() -> float:
-            return max(_LEAST, end - time.monotonic())
 
-        for task in self._tasks.values():
-            task.stop(left())
-        self._began = None
-        self._replication.stop()
-        if self._loop is not None:
-            with suppress(TimeoutError):
-                self._loop.run(self._grpc_server.stop(left()), left() + seconds)
-            self._loop.close(left())
-        for runtime in self._runtimes.values():
-            runtime.shutdown(drain=False, timeout=left())
-        while self._owned:
-            self._owned.pop()()
-        for served in self._dispatcher.experts().values():
-            served.close()
+class PeriodicTask:
+    """A thread that calls ``act`` every ``seconds`` from `start` to `stop`.
+
+    What it raises is kept, and the next turn comes anyway: a full disk or a directory that is away now may be fine in a
+    while. The first failure of several is logged, and their end. ``urgent``: the seconds count from the beginning of a
+    turn, and one that failed is tried again after a tenth of them.
+    """
+
+    def __init__(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
+        self._urgent = urgent
+        self.last_failure: Exception | None = None
+        self._name, self._seconds = name, seconds
+        self._act = act
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"weft-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to wait for the first turn."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """No more turns; whether the one under way has ended within ``timeout`` seconds. Again does not wait."""
+        waited = self._stop.is_set()
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(0.0 if waited else max(0.0, timeout))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        pause, again = self._seconds, self._seconds / 10 if self._urgent else self._seconds
+        while not self._stop.wait(pause):
+            start, pause = time.monotonic(), self._seconds
+            try:
+                self._act()
+            except Exception as error:
+                pause = again
+                if self.last_failure is None:
+                    _LOG.warning("%s: %s; tried again every %g s", self._name, escaped(error), again)
+                self.last_failure = error
+            else:
+                if self.last_failure is not None:
+                    _LOG.warning("%s: works again", self._name)
+                self.last_failure = None
+            if self._urgent:
+                pause = max(0.0, start + pause - time.monotonic())
 
 
 def _attempt(what: str, act: Callable[[], Result]) -> Result | None:

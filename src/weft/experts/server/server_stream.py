@@ -69,30 +69,28 @@ class ByteBudget:
                 except TimeoutError:
                     raise error from None
 
-    def admit(self, nbytes: int, client: str = "") -> None:
-        """Hold so many more, for a client that may have three quarters of all; without a name it is not counted.
+    def admit(self, nbytes: int, client: str) -> None:
+        """Hold so many more, for a client that may have three quarters of all.
 
         Raises ``OverloadError`` or ``QuotaError``; one call alone is let in whatever its size, which has limits.
         """
-        share = self.most * 3 // 4
-        if client and nbytes and self._clients[client] and self._clients[client] + nbytes > share:
+        share, own = self.most * 3 // 4, self._clients[client]
+        if own and nbytes and own + nbytes > share:
             raise QuotaError(
-                f"calls under way of client {client!r} take {self._clients[client]} of the {share} bytes that one "
-                f"client may take at this server, and {nbytes} more were sent; wait for answers before sending more"
+                f"calls under way of client {client!r} take {own} of the {share} bytes that one client may take at "
+                f"this server, and {nbytes} more were sent; wait for answers before sending more"
             )
         if self.held and nbytes and self.streams + self.held + nbytes > self.most:
             raise OverloadError(f"{self._taken}, and {nbytes} more were sent; come back later")
         self.held += nbytes
-        if client and nbytes:
-            self._clients[client] += nbytes
+        self._clients[client] += nbytes
 
-    def leave(self, nbytes: int, client: str = "") -> None:
+    def leave(self, nbytes: int, client: str) -> None:
         """Hold so many less."""
         self.held -= nbytes
-        if client and nbytes:
-            self._clients[client] -= nbytes
-            if not self._clients[client]:
-                del self._clients[client]
+        self._clients[client] -= nbytes
+        if not self._clients[client]:
+            del self._clients[client]
         self._freed.set()
 
     @property
@@ -110,12 +108,8 @@ class ServerStream:
         self, caller: Caller, dispatcher: RequestDispatcher, options: ServerOptions, budget: ByteBudget
     ) -> None:
         self.caller = caller
-        self.calls = 0
-        self.nbytes = 0
-        self._dispatcher = dispatcher
-        self._options = options
-        self._budget = budget
-        self._held = 0
+        self.calls = self.nbytes = self._held = 0
+        self._dispatcher, self._options, self._budget = dispatcher, options, budget
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
