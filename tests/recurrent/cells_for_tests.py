@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from weft.recurrent.backends import Backend
 from weft.recurrent.capture import capture
 from weft.recurrent.cpp.backend import CppBackend
-from weft.recurrent.cpp.decompositions import decomposition_table
+from weft.recurrent.cpp.lowering import decomposition_table
 from weft.recurrent.python_backend import PythonBackend
 
 

@@ -31,8 +31,8 @@ from weft.recurrent.capture import CaptureError, MisfitError, capture
 from weft.recurrent.cell import Linked
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.compiler import CompileError
-from weft.recurrent.cpp.decompositions import decomposition_table
 from weft.recurrent.cpp.ir import Unsupported
+from weft.recurrent.cpp.lowering import decomposition_table
 from weft.recurrent.graph import StepGraph, drawn, memory_order
 from weft.recurrent.guards import CellGuards, no_foreign_draws, unobserved
 from weft.recurrent.inductor_backend import InductorBackend

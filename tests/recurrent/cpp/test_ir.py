@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recurrent.recurrent_cases import at_once
+from weft.recurrent.cpp.codegen import converted, literal
 from weft.recurrent.cpp.ir import C_TYPES, MemoryLayout, Row, Unsupported, check_dtype
-from weft.recurrent.cpp.loop_nests import converted, literal
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

@@ -11,7 +11,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.recurrent.recurrent_cases import at_once, close, eagerly, gradients, needs_compiler, planned, run_by
 from weft.recurrent import Recurrent
 from weft.recurrent.capture import capture
-from weft.recurrent.cpp.decompositions import decomposition_table
 from weft.recurrent.cpp.ir import (
     Elementwise,
     LoweringContext,
@@ -21,7 +20,7 @@ from weft.recurrent.cpp.ir import (
     schema_arguments,
     whole_view,
 )
-from weft.recurrent.cpp.lowering import lower
+from weft.recurrent.cpp.lowering import decomposition_table, lower
 from weft.recurrent.cpp.operators import aten, lower_node
 
 pytestmark = needs_compiler

@@ -13,7 +13,6 @@ from tests.recurrent.cells_for_tests import Told
 from tests.recurrent.recurrent_cases import at_once, eagerly, needs_compiler, planned, run_by
 from weft.recurrent import cells
 from weft.recurrent.capture import capture
-from weft.recurrent.cpp.decompositions import decomposition_table
 from weft.recurrent.cpp.ir import (
     Cat,
     Elementwise,
@@ -27,8 +26,8 @@ from weft.recurrent.cpp.ir import (
     sources,
     whole_view,
 )
-from weft.recurrent.cpp.lowering import Lowered, lower
-from weft.recurrent.cpp.scheduling import axis_in_view, row_axes, schedule
+from weft.recurrent.cpp.lowering import Lowered, decomposition_table, lower
+from weft.recurrent.cpp.scheduling import axis_in_view, row_axes
 
 ROWS, INPUT, HIDDEN = 6, 3, 5
 
@@ -58,7 +57,7 @@ def products(values: Sequence[Value]) -> int:
 def test_a_loop_holds_one_product_and_no_gradient_of_a_parameter(name: str) -> None:
     it = built(CELLS[name][0]())
     for function in (it.forward, it.backward):
-        (main,) = [each for each in function.phases.phases if each.main]
+        (main,) = [each for each in function.phases if each.main]
         assert products(main.loop) == 1
         assert not any(isinstance(each.made, TimeReduction) for each in main.loop)
 
@@ -66,7 +65,7 @@ def test_a_loop_holds_one_product_and_no_gradient_of_a_parameter(name: str) -> N
 @every
 def test_rows_of_the_batch_never_meet_so_threads_may_take_some_each(name: str) -> None:
     it = built(CELLS[name][0]())
-    assert schedule(it.forward).axes is not None and schedule(it.backward).axes is not None
+    assert it.forward.axes is not None and it.backward.axes is not None
 
 
 @every
@@ -82,15 +81,15 @@ def test_a_weights_gradient_is_a_product_and_a_biass_a_sum_of_rows(name: str) ->
 @every
 def test_where_all_states_are_known_no_loop_carries(name: str) -> None:
     recompute = built(CELLS[name][0]()).recompute
-    assert not any(each.main for each in recompute.phases.phases)
-    assert products([value for each in recompute.phases.phases for value in each.bulk]) == products(recompute.values)
+    assert not any(each.main for each in recompute.phases)
+    assert products([value for each in recompute.phases for value in each.bulk]) == products(recompute.values)
 
 
 @every
 def test_a_phase_reads_only_what_was_made_before(name: str) -> None:
     for function in built(CELLS[name][0]()).functions:
         done = set(function.layouts) - set(function.values)
-        for step in schedule(function).steps:
+        for step in function.phases:
             for made in [[each] for each in step.bulk] + list(step.groups):
                 for value in made:
                     reads = sources(value.made)
@@ -100,7 +99,7 @@ def test_a_phase_reads_only_what_was_made_before(name: str) -> None:
 
 def test_gates_before_their_functions_are_never_stored_and_pieces_are_made_in_place() -> None:
     it = built(cells.LSTMCell(INPUT, HIDDEN))
-    stored = [each for step in schedule(it.forward).steps for group in step.groups for each in group if len(group) > 1]
+    stored = [each for step in it.forward.phases for group in step.groups for each in group if len(group) > 1]
     assert sum(it.forward.stored(each, stored) for each in stored) == 7  # 5 that backward reads, h and c
     assert len(it.backward.slots) == 4  # the gates' gradients, within their concatenation
 

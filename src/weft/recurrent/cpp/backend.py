@@ -25,11 +25,12 @@ from torch import Tensor, fx
 
 from weft.recurrent.backends import Chunk, Gradients, chunk_length
 from weft.recurrent.cpp import compiler
-from weft.recurrent.cpp.codegen import Emitter, explain_function
+from weft.recurrent.cpp.codegen import Emitter
 from weft.recurrent.cpp.gemm import ALIGN, aligned
 from weft.recurrent.cpp.ir import REDUCED_PRECISION, Product, TimeReduction, Value, meta_value
 from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
+from weft.recurrent.cpp.scheduling import explain_function
 from weft.recurrent.graph import StepGraph
 from weft.recurrent.plan import BulkEvaluator, explain, leading_to, summed_at_once
 
@@ -105,7 +106,7 @@ class CompiledStep:
         saved, split = self.lowered.saved, self.lowered.split
         head = f"chunks of {steps} steps; kept for backward: {len(saved)} values, {sum(map(_size, saved))} bytes a step"
         routines = (self.forward, self.recompute, self.backward)
-        parts = [explain_function(each.function, each.emitter.schedule) for each in routines]
+        parts = [explain_function(each.function) for each in routines]
         sums = [f"sum of {node} over all steps" for node in split.summed]
         runs = {
             "before forward": split.before,

@@ -48,11 +48,8 @@ class CompileError(WeftError, RuntimeError):
 @cache
 def compiler() -> str | None:
     """The compiler's path: `$CXX`, g++, c++ or clang++; None if there is none."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    return None
+    names = (os.environ.get("CXX"), "g++", "c++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def load(text: str, *, exact: bool) -> ctypes.CDLL:
@@ -145,13 +142,12 @@ def _trim(place: Path, room: float) -> None:
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > 10 * SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
-    last_used_first: list[tuple[float, int, Path]] = []
+    libraries: list[tuple[float, int, Path]] = []
     for path in place.glob("*.so"):
         with suppress(OSError):
             about = path.stat()
-            last_used_first.append((about.st_mtime, about.st_size, path))
-    last_used_first.sort(reverse=True)
-    for _, size, path in last_used_first:
+            libraries.append((about.st_mtime, about.st_size, path))
+    for _, size, path in sorted(libraries, reverse=True):  # last used first
         room -= size
         if room < 0:
             with suppress(OSError):

@@ -21,6 +21,8 @@ A view of a cheap elementwise value is pushed to its operands, so that slices of
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Literal, cast
 
 import torch
@@ -177,6 +179,11 @@ class Cat:
     pieces: Sequence[View]
     axis: int
 
+    @property
+    def starts(self) -> list[int]:
+        """Where each piece begins along the axis."""
+        return [0, *accumulate(piece.shape[self.axis] for piece in self.pieces)][:-1]
+
 
 @dataclass(frozen=True, eq=False)
 class TimeReduction:
@@ -284,8 +291,29 @@ class MemoryLayout:
     @property
     def first(self) -> str:
         """The first element's address in the first step, of a layout with a row per step, or only one row."""
-        row = self.base if self.row == "same" else f"({self.base} + {_FIRST[self.row]} * {self.size}L)"
-        return f"{row} + {self.offset}L" if self.offset else row
+        return self.first_step().pointer
+
+    def first_step(self) -> "MemoryLayout":
+        """The first step's row as the only one."""
+        if self.row == "same":
+            return self
+        return replace(self, base=f"({self.base} + {_FIRST[self.row]} * {self.size}L)", row="same")
+
+    def step_stride(self, rows: int, axis: int = 0) -> int | None:
+        """The stride of an axis of so many rows, if those of the next step go on with it."""
+        if not self.per_step:
+            return None
+        if rows == 1:
+            return self.size
+        return self.strides[axis] if self.size == rows * self.strides[axis] else None
+
+    def all_steps(self, rows: int, axis: int = 0) -> "MemoryLayout | None":
+        """The rows of all steps behind those of the first, along this axis; None if they do not lie so."""
+        stride = self.step_stride(rows, axis)
+        if stride is None:
+            return None
+        strides = [stride if i == axis else each for i, each in enumerate(self.strides)]
+        return self.first_step().with_strides(strides)
 
     def at(self, batch: int | None, row: str, column: str = "0") -> str:
         """The address of an element of a matrix in this step, in batch `b` if there is one."""
@@ -384,23 +412,16 @@ class LoweringContext:
 
     def _pushed(self, value: Value, made: Elementwise, apply: Callable[[Tensor], Any]) -> View | list[View]:
         """Views of the operands instead of a view of the result."""
-        columns: list[list[Operand]] = []
-        several, count = False, 1
-        for each in made.operands:
-            if not isinstance(each, View):
-                columns.append([each])
-                continue
-            seen = apply(each.at.expand(value.shape))
-            several = isinstance(seen, list | tuple)
-            parts = cast("list[Tensor]", seen) if several else [seen]
-            columns.append([View(each.value, part) for part in parts])
-            count = len(parts)
-        found: list[View] = []
-        for i in range(count):
-            operands = [each[i if len(each) > 1 else 0] for each in columns]
+        seen = [apply(each.at.expand(value.shape)) if isinstance(each, View) else each for each in made.operands]
+
+        def part(select: Callable[[Any], Any]) -> View:
+            pairs = zip(made.operands, seen, strict=True)
+            operands = [View(each.value, select(at)) if isinstance(each, View) else each for each, at in pairs]
             shape = next(each.shape for each in operands if isinstance(each, View))
-            found.append(self.elementwise(made.expression, operands, shape, value.dtype, made.type))
-        return found if several else found[0]
+            return self.elementwise(made.expression, operands, shape, value.dtype, made.type)
+
+        counts = [len(cast("Sequence[Tensor]", each)) for each in seen if isinstance(each, list | tuple)]
+        return [part(itemgetter(i)) for i in range(counts[0])] if counts else part(lambda at: at)
 
 
 def meta_value(node: fx.Node) -> Tensor:

@@ -230,7 +230,7 @@ def _cat(context: LoweringContext, node: fx.Node) -> View:
     return context.add(value.shape, value.dtype, Cat(pieces, given["dim"] % len(value.shape)))
 
 
-# -- along an axis, and at an index ------------------------------------------------------------------------------
+# -- along an axis, and at an index -----------------------------------------------------------------------------------
 
 
 def _cumsum(context: LoweringContext, node: fx.Node) -> View:
@@ -255,6 +255,10 @@ def _arg(context: LoweringContext, node: fx.Node) -> View:
     return _shaped(context, context.add(along, torch.int64, made), meta_value(node).shape)
 
 
+_BY_ELEMENT = {aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default}
+"""They have an index for every element."""
+
+
 def _index(context: LoweringContext, given: fx.Node, of: torch.dtype, node: fx.Node) -> View:
     """An index that is known to be within range: one that does not change, or the place of an extreme.
 
@@ -272,8 +276,11 @@ def _index(context: LoweringContext, given: fx.Node, of: torch.dtype, node: fx.N
     raise Unsupported(f"loops in C take constant indices, not such as are computed in a step ({node.target})")
 
 
-def _at_index(context: LoweringContext, node: fx.Node) -> tuple[View, View, int, tuple[int, ...]]:
-    """The operands of x[:, index]: x, the index spread over the other axes, its axis, and its own shape."""
+def _indexed(context: LoweringContext, node: fx.Node) -> tuple[View, View, int, tuple[int, ...]]:
+    """The operands of an operator at an index: x, the index for every element, its axis, and its own shape.
+
+    The index of x[:, index] is spread over the other axes of x; gather and scatter have one for every element.
+    """
     given = schema_arguments(node)
     source = context.view(given["self"])
     if "index" in given:
@@ -284,30 +291,14 @@ def _at_index(context: LoweringContext, node: fx.Node) -> tuple[View, View, int,
         raise Unsupported(f"loops in C take one index at a time, along an axis ({node.target})")
     ((axis, one),) = several
     index = _index(context, one, source.value.dtype, node)
+    if node.target in _BY_ELEMENT:
+        if len(index.shape) != len(source.shape):
+            raise Unsupported(f"loops in C index along an axis ({node.target})")
+        return source, index, axis, index.shape
     flat = _shaped(context, index, (index.at.numel(),))
     at = flat.at.view([-1 if i == axis else 1 for i in range(len(source.shape))])
     over = [flat.shape[0] if i == axis else size for i, size in enumerate(source.shape)]
     return source, View(flat.value, at.expand(over)), axis, index.shape
-
-
-def _selected(context: LoweringContext, node: fx.Node) -> View:
-    if node.target is aten.gather.default:
-        source, index, axis = _along(context, node)
-        source = _cut(source, index.shape, axis)
-    else:
-        source, index, axis, _ = _at_index(context, node)
-    made = AxisOp("gather", [source, index], axis)
-    return _shaped(context, context.add(index.shape, source.value.dtype, made), meta_value(node).shape)
-
-
-def _along(context: LoweringContext, node: fx.Node) -> tuple[View, View, int]:
-    """The operands of an operator with an index for every element: x, the index, and along which axis."""
-    given = schema_arguments(node)
-    source = context.view(given["self"])
-    index = _index(context, given["index"], source.value.dtype, node)
-    if not source.shape or len(index.shape) != len(source.shape):
-        raise Unsupported(f"loops in C index along an axis ({node.target})")
-    return source, index, given["dim"] % len(source.shape)
 
 
 def _cut(view: View, shape: Sequence[int], but: int | None = None) -> View:
@@ -318,34 +309,33 @@ def _cut(view: View, shape: Sequence[int], but: int | None = None) -> View:
     return View(view.value, at)
 
 
-def _scatter(context: LoweringContext, node: fx.Node) -> View:
-    given, (start, index, axis) = schema_arguments(node), _along(context, node)
-    if any(index.shape[i] != size for i, size in enumerate(start.shape) if i != axis):
-        raise Unsupported(f"loops in C scatter over whole axes only ({node.target})")
-    if "src" in given:
-        source = _cut(context.view(given["src"]), index.shape)
-    else:
-        source = context.elementwise("{0}", [context.operand(given["value"])], index.shape, start.value.dtype)
-    return _scattered(context, node.target is aten.scatter_add.default, start, index, source, axis)
+def _read(context: LoweringContext, node: fx.Node) -> View:
+    """x at an index."""
+    source, index, axis, _ = _indexed(context, node)
+    made = AxisOp("gather", [_cut(source, index.shape, axis), index], axis)
+    return _shaped(context, context.add(index.shape, source.value.dtype, made), meta_value(node).shape)
 
 
 def _written(context: LoweringContext, node: fx.Node) -> View:
-    """x with other numbers at an index, or with numbers added there."""
-    given, (start, index, axis, shape) = schema_arguments(node), _at_index(context, node)
+    """x with other numbers at an index, or with numbers added there, in x's dtype; PyTorch adds in a wider one."""
+    given, (start, index, axis, shape) = schema_arguments(node), _indexed(context, node)
+    if any(index.shape[i] != size for i, size in enumerate(start.shape) if i != axis):
+        raise Unsupported(f"loops in C scatter over whole axes only ({node.target})")
     if given.get("alpha", 1) != 1:
         raise Unsupported(f"loops in C add without a factor ({node.target})")
-    source = context.view(given["source"] if "source" in given else given["values"])
-    source = View(source.value, source.at.expand((*start.shape[:axis], *shape, *start.shape[axis + 1 :])))
-    return _scattered(context, given.get("accumulate", True), start, index, _shaped(context, source, index.shape), axis)
-
-
-def _scattered(context: LoweringContext, add: bool, start: View, index: View, source: View, axis: int) -> View:
-    """All in the dtype of the start, which is computed with as wide as PyTorch does."""
-    dtype = start.value.dtype
-    wide = compute_dtype(dtype) if add else dtype
+    if "value" in given:
+        source = context.elementwise("{0}", [context.operand(given["value"])], index.shape, start.value.dtype)
+    elif "src" in given:
+        source = _cut(context.view(given["src"]), index.shape)
+    else:
+        source = context.view(given["source"] if "source" in given else given["values"])
+        source = View(source.value, source.at.expand((*start.shape[:axis], *shape, *start.shape[axis + 1 :])))
+        source = _shaped(context, source, index.shape)
+    add = given.get("accumulate", node.target in (aten.scatter_add.default, aten.index_add.default))
+    wide = compute_dtype(start.value.dtype) if add else start.value.dtype
     operands = [context.as_dtype(start, wide), index, context.as_dtype(source, wide)]
     made = AxisOp("scatter_add" if add else "scatter", operands, axis)
-    return context.as_dtype(context.add(start.shape, wide, made), dtype)
+    return context.as_dtype(context.add(start.shape, wide, made), start.value.dtype)
 
 
 # -- sums and products ------------------------------------------------------------------------------------------------
@@ -402,9 +392,8 @@ HANDLERS: dict[Any, Handler] = {
     aten.cat.default: _cat,
     aten.cumsum.default: _cumsum,
     **dict.fromkeys([aten.argmax.default, aten.argmin.default], _arg),
-    **dict.fromkeys([aten.index_select.default, aten.index.Tensor, aten.gather.default], _selected),
-    **dict.fromkeys([aten.scatter.src, aten.scatter.value, aten.scatter_add.default], _scatter),
-    **dict.fromkeys([aten.index_add.default, aten.index_put.default], _written),
+    **dict.fromkeys([aten.index_select.default, aten.index.Tensor, aten.gather.default], _read),
+    **dict.fromkeys([aten.index_add.default, aten.index_put.default, *_BY_ELEMENT - {aten.gather.default}], _written),
     **dict.fromkeys([aten.sum.dim_IntList, aten.sum.default], partial(_reduced, "sum")),
     **dict.fromkeys([aten.mean.dim, aten.mean.default], partial(_reduced, "mean")),
     **dict.fromkeys([aten.amax.default, aten.max.default], partial(_reduced, "max")),

@@ -301,10 +301,8 @@ class ForwardBackwardSplit:
         results = {user for node in front for user in node.users if user in back and user.target is getitem}
         front, back = front | results, back - results  # what one operator yields is made at one time
         unknown = self._unknown(front, back)
-        early = _waited_for(unknown, front, lambda node: STATE not in self._on[node])
-        late = _waiting(unknown, front, lambda node: STATE in self._on[node])
-        early_back = _waited_for(unknown, back, lambda node: CARRIED not in self._on[node])
-        late_back = _waiting(unknown, back, lambda node: CARRIED in self._on[node])
+        early, late = _outside_loops(unknown, front, lambda node: STATE in self._on[node])
+        early_back, late_back = _outside_loops(unknown, back, lambda node: CARRIED in self._on[node])
         self.before, self.after, self.before_back, self.after_back = (
             [node for node in nodes if node in some] for some in (early, late, early_back, late_back)
         )
@@ -400,22 +398,24 @@ class ForwardBackwardSplit:
         self.bases, self.kept = [*bases], [*kept]
 
 
-def _waited_for(unknown: set[fx.Node], half: set[fx.Node], early: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Operators that run before the loops in C, with what they wait for; several results of one go together."""
-    found = leading_to([node for node in unknown if node in half and early(node)], half)
-    return found | {user for node in found for user in node.users if user in half and user.target is getitem}
+def _outside_loops(
+    unknown: Iterable[fx.Node], half: set[fx.Node], carried: Callable[[fx.Node], bool]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Operators of a half that run before its loops in C, with what they wait for, and after, with what waits for them.
 
-
-def _waiting(unknown: set[fx.Node], half: set[fx.Node], late: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Operators that run after the loops in C, with what waits for them."""
-    found: set[fx.Node] = set()
-    stack = [node for node in unknown if node in half and late(node)]
+    `carried` tells of those that depend on what is carried from step to step. Several results of one go together.
+    """
+    unknown = [node for node in unknown if node in half]
+    early = leading_to([node for node in unknown if not carried(node)], half)
+    early |= {user for node in early for user in node.users if user in half and user.target is getitem}
+    late: set[fx.Node] = set()
+    stack = [node for node in unknown if carried(node)]
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in late:
+            late.add(node)
             stack += [user for user in node.users if user in half]
-    return found
+    return early, late
 
 
 def inputs_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -27,11 +27,17 @@ Threads, in the main loop:
 A value's *row axis* is the axis along which its elements depend only on the same row of what was computed before:
 
     h (N, H) axis 0    h W  axis 0    (h W).t()  axis 1    softmax(h, 1)  axis 0    h.mean(0)  rows meet: none
+
+In an explanation, names are those of the C text: x inputs, h states, y outputs, v kept, c constants, d gradients,
+p parameters; a dash marks the row of the next step, and brackets a part or another view of a value, with the number
+that it begins from.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 
@@ -40,6 +46,8 @@ from weft.recurrent.cpp.ir import (
     Cat,
     Elementwise,
     MemoryLayout,
+    Operand,
+    Operation,
     Product,
     Reduce,
     Row,
@@ -54,8 +62,13 @@ from weft.recurrent.cpp.ir import (
     whole_view,
 )
 
+SequenceAxes = Mapping[Value, int | None]
+"""The row axis of each value of a loop; None for one that every thread computes for itself."""
+ROWS = 4
+"""A batch of fewer rows is not shared out."""
 
-@dataclass
+
+@dataclass(eq=False)
 class Phase:
     """Bulk work, then a loop, whose `groups` are one pass over memory each. `main` marks the loop that carries."""
 
@@ -67,19 +80,28 @@ class Phase:
 
 @dataclass
 class Phases:
-    """In order of running; `at` says of a value in which phase's loop or bulk it is made."""
+    """In order of running; `of` says in which phase's loop or bulk a value is made."""
 
     phases: list[Phase]
-    at: dict[Value, int]
+    main: Phase
+    of: dict[Value, Phase]
     bulk: set[Value]
 
     def apart(self, value: Value, readers: Iterable[Value]) -> bool:
         """Whether a value must be kept for all steps, as it is read in another phase or in bulk, or made in bulk."""
-        return value in self.bulk or any(self.at[each] != self.at[value] or each in self.bulk for each in readers)
+        phase = self.of[value]
+        return value in self.bulk or any(self.of[each] is not phase or each in self.bulk for each in readers)
 
-    def late(self, value: Value, main: int) -> bool:
-        """Whether a value is made when the main loop, of this number, is over."""
-        return self.at[value] != main or value in self.bulk
+    def late(self, value: Value) -> bool:
+        """Whether a value is made when the main loop is over."""
+        return self.of[value] is not self.main or value in self.bulk
+
+    def copy_in_main(self, name: str, value: Value, *, first: bool) -> Value:
+        """A copy that is made first or last in the main loop."""
+        copy = _copy(name, whole_view(value))
+        self.of[copy] = self.main
+        self.main.loop.insert(0 if first else len(self.main.loop), copy)
+        return copy
 
 
 def assign_phases(values: Sequence[Value], carried: Sequence[Value], ends: Iterable[Value]) -> Phases:
@@ -114,11 +136,11 @@ def assign_phases(values: Sequence[Value], carried: Sequence[Value], ends: Itera
             limits = [level[each] - (each in heavy) for each in readers.get(value, [])]
             level[value] = min(limits, default=max(level[value], main))
     found = [Phase() for _ in range(max([main, *level.values()]) + 2)]
-    for value in values:
-        phase = found[level[value] + 1]
+    of = {value: found[level[value] + 1] for value in values}
+    for value, phase in of.items():
         (phase.bulk if value in heavy else phase.loop).append(value)
     found[main + 1].main = bool(carried)
-    return Phases(found, {value: level[value] + 1 for value in values}, heavy)
+    return Phases(found, found[main + 1], of, heavy)
 
 
 def _readers(values: Iterable[Value]) -> dict[Value, list[Value]]:
@@ -162,7 +184,11 @@ class LoopFunction:
     stacks: list[Value] = field(default_factory=list[Value])
     locals: dict[Value, None] = field(default_factory=dict[Value, None])
     slots: set[Value] = field(default_factory=set[Value])
-    phases: Phases = field(default_factory=lambda: Phases([], {}, set()))
+    phases: list[Phase] = field(default_factory=list[Phase])
+    """Those that do something, in order of running."""
+    axes: SequenceAxes | None = None
+    """Row axes, if threads take rows of the batch in the main loop."""
+    rows: int = 1
 
     def argument(self, name: str, dtype: torch.dtype, size: int, row: Row) -> Argument:
         """A new argument, behind those that there are."""
@@ -193,23 +219,29 @@ class LoopFunction:
         return value not in self.locals or any(each not in group for each in self.readers[value])
 
     def finalize(self, made: Sequence[Value]) -> None:
-        """Decide on copies, phases and homes. `made` are all values in order of making."""
+        """Decide on copies, phases, homes and fusion. `made` are all values in order of making."""
         values = list(made)
         targets = self._targets(values)
         ends = [value for value, argument in targets.items() if argument.row in ("next", "out")]
         wanted = ancestors([*targets, *(total for total, _ in self.totals)])
         values = [value for value in values if value in wanted]
-        self.phases = assign_phases(values, [start for start, _ in self.carried], ends)
-        main = next((i for i, each in enumerate(self.phases.phases) if each.main), 0)
-        self._copy_carried(values, main)
-        self._copy_passing(values, targets, main)
+        carried = [start for start, _ in self.carried]
+        phases = assign_phases(values, carried, ends)
+        self._copy_carried(phases, values)
+        self._copy_passing(phases, values, targets)
         self.values = values
         self.readers = {value: [] for value in values} | _readers(values)
         for value, argument in targets.items():
             self.allocate(value, argument.name, argument.row)
         for value in values:
             if not isinstance(value.made, TimeReduction):
-                self._allocate_value(value)
+                self._allocate_value(phases, value)
+        if phases.main.main:
+            self.rows = next(iter(carried[0].shape), 1)
+            self.axes = row_axes(phases.main.loop, carried) if self.rows >= ROWS else None
+        self.phases = [each for each in phases.phases if each.bulk or each.loop or each.main]
+        for each in self.phases:
+            each.groups = fuse(each.loop, self.axes if each.main else None)
 
     def _targets(self, values: list[Value]) -> dict[Value, Argument]:
         """Values computed in place at their destination; copies are added for those that cannot be."""
@@ -222,56 +254,51 @@ class LoopFunction:
             targets[value] = argument
         return targets
 
-    def _copy_carried(self, values: list[Value], main: int) -> None:
+    def _copy_carried(self, phases: Phases, values: list[Value]) -> None:
         """A carried value in memory of two rows is gone when bulk work reads it: that reads a copy, a row per step."""
         for start, _ in self.carried:
-            late = [each for each in values if start in sources(each.made) and self.phases.late(each, main)]
+            late = [each for each in values if start in sources(each.made) and phases.late(each)]
             if late and not self.layouts[start].per_step:
-                copy = _copy(f"{start}_copy", whole_view(start))
+                copy = phases.copy_in_main(f"{start}_copy", start, first=True)
                 values.insert(0, copy)
-                self.phases.at[copy] = main
-                self.phases.phases[main].loop.insert(0, copy)
                 for each in late:
                     assert each.made is not None
                     each.made = replace_operand(each.made, start, copy)
 
-    def _copy_passing(self, values: list[Value], targets: dict[Value, Argument], main: int) -> None:
+    def _copy_passing(self, phases: Phases, values: list[Value], targets: dict[Value, Argument]) -> None:
         """A carried value that bulk work reads needs a row per step beside the two rows that it passes through; into
         these only the main loop writes, which reads them."""
         for value, argument in list(targets.items()):
             readers = [each for each in values if value in sources(each.made)]
-            if argument.row == "out" and (self.phases.late(value, main) or self.phases.apart(value, readers)):
-                copy = _copy(f"{argument.name}_copy", whole_view(value))
+            if argument.row == "out" and (phases.late(value) or phases.apart(value, readers)):
+                copy = phases.copy_in_main(f"{argument.name}_copy", value, first=False)
                 values.insert(values.index(value) + 1, copy)
-                self.phases.at[copy] = main
-                self.phases.phases[main].loop.append(copy)
                 targets[copy] = targets.pop(value)
 
-    def _allocate_value(self, value: Value) -> None:
+    def _allocate_value(self, phases: Phases, value: Value) -> None:
         """Find memory for a value: an argument's, within a concatenation, a stack or a local."""
         if value in self.layouts:
             return
         readers = self.readers[value]
-        cat = self._slotted(value, readers)
+        cat = self._slotted(phases, value, readers)
         if cat is not None:
             self.slots.add(value)
-            self._allocate_value(cat)
+            self._allocate_value(phases, cat)
             assert isinstance(cat.made, Cat)
-            axis, values = cat.made.axis, [piece.value for piece in cat.made.pieces]
-            before = sum(piece.shape[axis] for piece in cat.made.pieces[: values.index(value)])
-            layout = self.layouts[cat]
-            self.layouts[value] = layout.with_strides(layout.strides, layout.offset + before * layout.strides[axis])
-        elif self.phases.apart(value, readers):
+            layout, pieces = self.layouts[cat], [piece.value for piece in cat.made.pieces]
+            offset = cat.made.starts[pieces.index(value)] * layout.strides[cat.made.axis]
+            self.layouts[value] = layout.with_strides(layout.strides, layout.offset + offset)
+        elif phases.apart(value, readers):
             self.stacks.append(value)
             self.allocate(value, f"s_{value}", "step")
         else:
             self.locals[value] = None
             self.allocate(value, f"l_{value}", "same")
 
-    def _slotted(self, value: Value, readers: list[Value]) -> Value | None:
+    def _slotted(self, phases: Phases, value: Value, readers: list[Value]) -> Value | None:
         """The concatenation in which a value is made: if it is read there whole, once, and nowhere as a view."""
         cats = [each for each in readers if isinstance(each.made, Cat)]
-        if len(cats) != 1 or not isinstance(value.made, Elementwise) or self.phases.apart(value, readers):
+        if len(cats) != 1 or not isinstance(value.made, Elementwise) or phases.apart(value, readers):
             return None
         views = [view for each in readers for view in operand_views(each.made) if view.value is value]
         return cats[0] if all(view.whole for view in views) else None
@@ -279,10 +306,6 @@ class LoopFunction:
 
 def _copy(name: str, view: View) -> Value:
     return Value(name, view.shape, view.value.dtype, Elementwise("{0}", [view], view.value.dtype))
-
-
-SequenceAxes = Mapping[Value, int | None]
-"""The row axis of each value of a loop; None for one that every thread computes for itself."""
 
 
 def row_axes(loop: Sequence[Value], carried: Sequence[Value]) -> SequenceAxes | None:
@@ -375,27 +398,75 @@ def _group(pending: Sequence[Value], waiting: set[Value], first: Value, axes: Se
     return list(members)
 
 
-ROWS = 4
-"""A batch of fewer rows is not shared out."""
+_WIDTH = 28
+"""The column where formulas begin."""
+_KINDS: dict[Any, str] = {
+    Elementwise: "pass", Reduce: "reduction", AxisOp: "axis", Cat: "join", Product: "product", TimeReduction: "total",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LoopSchedule:
-    """All phases that do something; `axes` is given if rows are split in the main loop."""
+def explain_function(function: LoopFunction) -> str:
+    """All phases, one behind the other."""
+    passes = sum(len(each.groups) for each in function.phases)
+    workspace = sum(each.bytes for each in function.stacks)
+    lines = [f"{function.name}: {passes} passes over memory and {workspace} bytes of workspace a step"]
+    for phase in function.phases:
+        if phase.bulk:
+            lines.append("  bulk, all steps at once")
+            lines += [line for value in phase.bulk for line in _explained(function, [value])]
+        if phase.main:
+            back = ", last one first" if function.backward else ""
+            rows = f"each thread takes some of {function.rows} rows"
+            lines.append(f"  main loop, step by step{back}; {rows if function.axes else 'threads share products only'}")
+        elif phase.groups:
+            lines.append("  loop, steps in any order, shared by threads")
+        lines += [line for group in phase.groups for line in _explained(function, group)]
+    return "\n".join(lines)
 
-    steps: Sequence[Phase]
-    axes: SequenceAxes | None
-    rows: int
+
+def _explained(function: LoopFunction, group: Sequence[Value]) -> list[str]:
+    """A line for each value that is made in one go."""
+    totals = dict(function.totals)
+    head = f"    {_KINDS[type(group[0].made)]:<10} {' x '.join(map(str, group[0].shape)) or 'one number'}"
+    lines: list[str] = []
+    for value in group:
+        into = f"{_named(function, totals[value])} +=" if value in totals else f"{_named(function, value)} ="
+        lines.append(f"{head:<{_WIDTH}} {into} {_formula(function, value.made)}")
+        head = ""
+    return lines
 
 
-def schedule(function: LoopFunction) -> LoopSchedule:
-    """The order in which a function runs, once it is finalized."""
-    rows, axes = 1, None
-    if any(each.main for each in function.phases.phases):
-        (main,) = [each for each in function.phases.phases if each.main]
-        rows = next(iter(function.carried[0][0].shape), 1)
-        axes = row_axes(main.loop, [start for start, _ in function.carried]) if rows >= ROWS else None
-    steps = [each for each in function.phases.phases if each.bulk or each.loop or each.main]
-    for each in steps:
-        each.groups = fuse(each.loop, axes if each.main else None)
-    return LoopSchedule(steps, axes, rows)
+def _formula(function: LoopFunction, made: Operation | View | None) -> str:
+    name = partial(_named, function)
+    match made:
+        case Elementwise(expression=expression, operands=operands):
+            text = expression.format(*map(name, operands)).replace("w_", "")
+            return text[1:-1] if text.startswith("(") else text
+        case Reduce(kind=kind, source=source, axes=axes):
+            return f"{kind} of {name(source)} along {', '.join(map(str, axes))}"
+        case AxisOp(kind=kind, operands=operands, axis=axis):
+            return f"{kind} of {', '.join(map(name, operands))} along {axis}"
+        case Product(left=left, right=right, start=start):
+            return f"{name(left)} @ {name(right)}" + ("" if start is None else f" + {name(start)}")
+        case Cat(pieces=pieces, axis=axis):
+            return f"{', '.join(map(name, pieces))} along {axis}"
+        case TimeReduction(of=of):
+            return f"{_formula(function, of)}, over all steps"
+        case View():
+            return name(made)
+        case None:
+            return ""
+
+
+def _named(function: LoopFunction, operand: Operand | Value) -> str:
+    """A number, or a value as the argument that it is, if it is one."""
+    if not isinstance(operand, View | Value):
+        return f"{operand:g}" if isinstance(operand, float) else str(operand)
+    value = operand.value if isinstance(operand, View) else operand
+    layout, name = function.layouts.get(value), value.name
+    if layout is not None and value not in function.slots and not layout.base.startswith(("s_", "l_")):
+        name = layout.base + ("'" if layout.row in ("next", "out") else "")
+    if isinstance(operand, Value) or operand.whole:
+        return name
+    offset = int(operand.at.storage_offset())
+    return f"{name}[{' x '.join(map(str, operand.shape))}{f' from {offset}' if offset else ''}]"
