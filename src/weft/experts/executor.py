@@ -384,7 +384,7 @@ class BatchExecutor:
     def _try_backward(self, tasks: Sequence[Task]) -> Apply:
         effects, parameters = self.effects, self._trained()
         if tasks[0].mini_batch is not None:
-            self._check_mini_batch(tasks, parameters)
+            self._check_mini_batch(tasks[0], parameters)  # it is that of all of them
         graph, inputs, gradients = self._inputs_of(tasks, parameters)
         self.graphs.used += graph is not None
         self._check_outputs(tasks, gradients)
@@ -467,20 +467,17 @@ class BatchExecutor:
         """The parameters that are trained now: layers may be frozen at any time."""
         return [each for each in self.effects.parameters() if each.requires_grad] if self.stepper.trains else []
 
-    def _check_mini_batch(self, tasks: Sequence[Task], parameters: Sequence[nn.Parameter]) -> None:
-        """Raise `TaskFault` if nothing can be added to the mini-batch of these tasks, which is that of all of them."""
-        owner = _owner(tasks[0])
-        try:
-            if self._seed is None and self.records.step_of("commit", *owner) is not None:  # a redo did count
-                raise CommitError(f"mini-batch {owner[1]!r} of client {owner[0]!r} was committed; start a new one")
-            if self.records.is_dropped(*owner):
-                raise CommitError(
-                    f"mini-batch {owner[1]!r} of client {owner[0]!r} was dropped: it was discarded, nothing came for "
-                    "too long, the connection had ended, or the weights were replaced. Begin a new one"
-                )
-            self.mini_batches.check(owner, tasks[0].principal, parameters)
-        except ExpertError as error:
-            raise TaskFault(dict.fromkeys(tasks, error)) from None
+    def _check_mini_batch(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise `ExpertError` if nothing can be added to the mini-batch of a task."""
+        client, mini_batch = owner = _owner(task)
+        if self._seed is None and self.records.step_of("commit", *owner) is not None:  # a redo did count
+            raise CommitError(f"mini-batch {mini_batch!r} of client {client!r} was committed; start a new one")
+        if self.records.is_dropped(*owner):
+            raise CommitError(
+                f"mini-batch {mini_batch!r} of client {client!r} was dropped: it was discarded, nothing came for too "
+                "long, the connection had ended, or the weights were replaced. Begin a new one"
+            )
+        self.mini_batches.check(owner, task.principal, parameters)
 
     def _check_outputs(self, tasks: Sequence[Task], gradients: Sequence[Tensor]) -> None:
         if self.guards.sound_outputs(gradients):

@@ -105,7 +105,7 @@ class ExpertBackend:
         self.device = next((parameter.device for parameter in every), torch.device("cpu"))
         self.records = IdempotencyTable(records)
         effects = SideEffects(self.module, self.device, crc32(name.encode()))
-        step = None if self.optimizer is None else self._apply_gradients
+        step = None if self.optimizer is None else lambda: self.apply_gradients()  # noqa: PLW0108  (users may replace it)
         self._stepper = Stepper(name, step, journal)
         parts = (guards or Guards(), OpenMiniBatches(mini_batches), GraphCache(keep_graphs))
         executor = self.executor = BatchExecutor(
@@ -185,9 +185,6 @@ class ExpertBackend:
             self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
-
-    def _apply_gradients(self) -> None:
-        self.apply_gradients()  # looked up when it is called: users may also replace it on the instance
 
     def make_empty(self, batch: int) -> tuple[Any, Any]:
         """A sample of the arguments, ``(args, kwargs)``, of zeros; every free axis has this size."""
