@@ -338,7 +338,7 @@ def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
         assert gate.entered.acquire(timeout=30)
         remover = threading.Thread(target=lambda: removed.append(runtime.remove(pool)))
         remover.start()
-        until(lambda: pool in runtime._leaving)
+        until(lambda: runtime._pools[pool])
         with pytest.raises(UsageError, match=r"has no pools \['p'\], or they are being removed"):
             runtime.remove(pool)
         gate.go.release()

@@ -53,9 +53,8 @@ class Runtime:
     def __init__(self, served: Iterable[HasPools | TaskPool] = (), *, name: str = "cpu") -> None:
         self.name = name
         self._state = threading.Condition()
-        self._pools: dict[TaskPool, None] = {}
+        self._pools: dict[TaskPool, bool] = {}  # and whether each is being removed
         self._active: dict[TaskPool, None] = {}
-        self._leaving: set[TaskPool] = set()
         self._thread: threading.Thread | None = None
         self._ending = False
         self._lost: str | None = None
@@ -74,7 +73,7 @@ class Runtime:
             if twice:
                 raise UsageError(f"pool {', '.join(map(repr, twice))} is in runtime {self.name!r} already")
             self._hold(pools, runs=self._thread is not None)
-            self._pools.update(dict.fromkeys(pools))
+            self._pools.update(dict.fromkeys(pools, False))
         for pool in pools:
             pool.open(self._wake)
 
@@ -86,16 +85,15 @@ class Runtime:
         """
         pools = list(dict.fromkeys(_pools(served)))
         with self._state:
-            strangers = [pool.name for pool in pools if pool not in self._pools or pool in self._leaving]
+            strangers = [pool.name for pool in pools if self._pools.get(pool, True)]
             if strangers:
                 raise UsageError(f"runtime {self.name!r} has no pools {strangers}, or they are being removed")
-            self._leaving.update(pools)
+            self._pools.update(dict.fromkeys(pools, True))
         end, mine = time.monotonic() + min(timeout, LONGEST), self._mine(pools)
         try:
             self._close(mine, "it was removed from its runtime", end if drain else 0.0)
         finally:
             with self._state:
-                self._leaving.difference_update(pools)
                 for pool in pools:
                     del self._pools[pool]
                     self._active.pop(pool, None)
