@@ -2,7 +2,7 @@
 
     run-time shape checks   every function of weft checks the types of its arguments and results
     one intra-op thread     so that equal means bit-equal, whoever computes
-    hypothesis profiles     "weft" here, "ci" where CI is set
+    hypothesis profiles     "ci" where CI is set, else "weft"; without --all, fewer examples
     cuda marker             skipped, by name, where there is no GPU
     long marker             left out without --all, unless the file or the test is named
     grids                   without --all, so many points that each pair of values occurs, likewise
@@ -62,12 +62,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run tests that take long, too (marker `long`)")
 
 
+def is_quick(config: pytest.Config) -> bool:
+    """Whether this is a run of everything without what takes long: neither --all nor the name of a file or test."""
+    return not config.getoption("--all") and not any("::" in word or word.endswith(".py") for word in config.args)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples in a quick run, before the tests are imported."""
+    if is_quick(config):
+        settings.register_profile("quick", settings.default, max_examples=8)
+        settings.load_profile("quick")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes long, unless it was asked for, by ``--all`` or by name; skip what needs a GPU where there is
     none. The reason names the test, since -rs folds equal reasons."""
-    named = any("::" in word or word.endswith(".py") for word in config.args)
-    if not config.getoption("--all") and not named:
+    if is_quick(config):
         quick = set(pairwise(item for item in items if not item.get_closest_marker("long")))
         config.hook.pytest_deselected(items=[item for item in items if item not in quick])
         items[:] = [item for item in items if item in quick]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -335,7 +335,6 @@ class Life:
 TURNS = ["step", "step", "add", "add", "commit", "discard", "save", "save b", "load", "load b", "crash"]
 
 
-@settings(max_examples=40)
 @given(st.lists(st.sampled_from(TURNS), max_size=30), st.booleans())
 @example(["step", "save", "step", "save b", "load", "step", "load b"], False)  # two states of step 2, one after another
 @example(["add", "save", "crash", "add", "commit"], False)  # an open mini-batch does not come back, but its name does

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -48,7 +48,6 @@ def schedules_for(draw: st.DrawFn, kind: str, stages: int, chunks: int) -> tuple
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto", "graph"])
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "table", "table, loss outside"])
-@settings(max_examples=20)
 @given(data=st.data(), plan=model_plans())
 def test_outputs_and_gradients_are_those_of_the_undivided_model(
     executor: Any, kind: str, data: st.DataObject, plan: ModelPlan

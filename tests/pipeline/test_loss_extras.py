@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -61,7 +61,6 @@ def test_extras_are_those_of_the_undivided_mini_batch(executor: str, checkpoint:
     assert_close(pipe(x), plain(x))
 
 
-@settings(max_examples=30)
 @given(count=st.integers(1, 7), chunks=st.integers(1, 7), reduction=st.sampled_from(["mean", "sum"]))
 def test_numbers_are_added_up_if_whole_and_else_combined_as_the_losses_are(
     count: int, chunks: int, reduction: Any

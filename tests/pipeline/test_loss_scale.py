@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -88,7 +88,6 @@ GRADIENTS = st.floats(-1e12, 1e12) | st.sampled_from([0.0, 1e-30, -(2.0**-40), 2
 SCALES = st.none() | st.floats(1e-12, 1e12) | st.integers(1, 9)
 
 
-@settings(max_examples=30)
 @given(factors=st.lists(GRADIENTS, min_size=1, max_size=4), scale=SCALES, callable_scale=st.booleans())
 @pytest.mark.filterwarnings("ignore:backward began before")
 def test_gradients_are_exact_whatever_the_losses_were_multiplied_by(
@@ -110,7 +109,6 @@ def test_gradients_are_exact_whatever_the_losses_were_multiplied_by(
 
 
 @given(exponents=st.lists(st.integers(-20, 60), min_size=1, max_size=3))
-@settings(max_examples=20)
 @pytest.mark.filterwarnings("ignore:backward began before")
 def test_powers_of_two_are_rescaled_to_the_last_bit(exponents: list[int]) -> None:
     pipe, _ = piped(chain(3, 4, 2), executor="serial", schedule="1f1b", loss=nn.MSELoss())

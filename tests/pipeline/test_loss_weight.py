@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -70,7 +70,6 @@ def test_targets_that_do_not_count_are_left_out_of_the_mean(
         assert_exact(pipe, plain, options["loss"], rows(7, 4), target)
 
 
-@settings(max_examples=40)
 @given(data=st.data(), kind=st.sampled_from(list(LOSSES)), count=st.integers(1, 9), chunks=st.integers(1, 9))
 def test_any_mean_by_class_weights_and_ignored_classes_is_exact(
     data: st.DataObject, kind: str, count: int, chunks: int

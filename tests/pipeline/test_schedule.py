@@ -6,7 +6,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as peer
 
@@ -296,7 +296,6 @@ def test_pytorchs_1f1b_is_ours(stages: int, micro_batches: int, tmp_path) -> Non
     assert Schedule.parse((tmp_path / "table").read_text()) == one_f_one_b(stages, micro_batches)
 
 
-@settings(max_examples=20)
 @given(st.data())
 def test_pytorch_reads_our_tables(tmp_path_factory, data: st.DataObject) -> None:
     schedule = data.draw(valid_schedules(4, 4))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -32,7 +32,6 @@ def options(draw: st.DrawFn, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30)
 @given(st.data())
 def test_it_gives_the_numbers_and_gradients_of_torch(kind: str, data: st.DataObject) -> None:
     chosen = data.draw(options(kind))
