@@ -16,7 +16,7 @@ draws is observed in the dummy run, in the first batch and backward, and again w
 has changed. One that draws for some inputs only is not noticed: its log does not lead to the same bytes.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -34,28 +34,28 @@ _Slot = tuple[dict[str, Any], str]
 
 
 class TensorSnapshot:
-    """Copies of the tensors that a forward is known to change."""
+    """Copies of the tensors in some slots of a module, by the numbers of these slots."""
 
-    def __init__(self, slots: Sequence[_Slot]) -> None:
-        tensors = [(table, name, table.get(name)) for table, name in slots]
-        self._held = [(table, name, x, x.detach().clone()) for table, name, x in tensors if x is not None]
+    def __init__(self, slots: Iterable[tuple[int, _Slot]]) -> None:
+        tensors = [(slot, table, name, table.get(name)) for slot, (table, name) in slots]
+        self._held = [(slot, table, name, x, x.detach().clone()) for slot, table, name, x in tensors if x is not None]
 
     def restore(self) -> None:
         """Every tensor back in its place with its bytes."""
         with torch.no_grad():
-            for table, name, tensor, copy in self._held:
+            for _, table, name, tensor, copy in self._held:
                 table[name] = tensor
                 tensor.copy_(copy)
 
     @property
     def copies(self) -> dict[tuple[int, str], Tensor]:
-        """What is held, by its table and name there."""
-        return {(id(table), name): copy for table, name, _, copy in self._held}
+        """What is held, by its slot and its name there."""
+        return {(slot, name): copy for slot, _, name, _, copy in self._held}
 
     def changed(self) -> list[int]:
-        """Which of them are not as they were. Versions would not tell: batch norm writes without counting."""
-        held = enumerate(self._held)
-        return [i for i, (table, name, x, copy) in held if table.get(name) is not x or not torch.equal(x, copy)]
+        """The slots that are not as they were. Versions would not tell: batch norm writes without counting."""
+        held = self._held
+        return [slot for slot, table, name, x, copy in held if table.get(name) is not x or not torch.equal(x, copy)]
 
 
 class SideEffects:
@@ -94,8 +94,7 @@ class SideEffects:
 
         If the module draws, its seed is one number of the caller's generator.
         """
-        filled = [place for place, (table, name) in enumerate(self._slots) if table.get(name) is not None]
-        every = TensorSnapshot([self._slots[place] for place in filled])
+        every = TensorSnapshot(enumerate(self._slots))
         versions, state = [tensor._version for tensor in inputs], self._state()
         dice = RngStreams([self._use], [self._configuration()])
         self.seed = dice.seed or self.seed
@@ -107,7 +106,7 @@ class SideEffects:
             changed = every.changed()
             if changed:
                 every.restore()
-            self._changing.update(written, [filled[place] for place in changed])
+            self._changing.update(written, changed)
         dice.settle()
         self._note()
         self._use.draws = {seen: True for seen, draws in self._use.draws.items() if draws}  # zeros are no sure sign
@@ -127,7 +126,7 @@ class SideEffects:
     def snapshot(self) -> TensorSnapshot | None:
         """What undoes a forward; None of a module that changes nothing, as most."""
         places = self._places()
-        return TensorSnapshot([self._slots[place] for place in sorted(places)]) if places else None
+        return TensorSnapshot([(place, self._slots[place]) for place in sorted(places)]) if places else None
 
     def seed_for(self, direction: int, count: int, tasks: Sequence[Task]) -> int:
         """The seed of one batch: of its keys, if it may draw and all its tasks have one; else of its number."""
