@@ -72,6 +72,7 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, list[
     return found
 
 
+@pytest.mark.long
 def test_import_weft_costs_at_most_50_ms_more_than_import_torch(
     imports: list[tuple[float, list[str]]],
 ) -> None:

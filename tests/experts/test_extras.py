@@ -26,6 +26,7 @@ def test_a_command_says_so_in_one_line() -> None:
     assert len([line for line in seen.stderr.splitlines() if line.startswith("weft: ")]) == 1
 
 
+@pytest.mark.long
 def test_the_rest_needs_torch_alone() -> None:
     seen = python(f"{HIDE}import weft.experts, weft.recurrent, weft.experts.status_page, weft.experts.discovery")
     assert seen.returncode == 0, seen.stderr

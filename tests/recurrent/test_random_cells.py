@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
@@ -117,6 +118,7 @@ class All(nn.Module):
         return torch.cat(each, 1), (0.5 * torch.tanh(total + h), torch.sin(c + h), *rest)
 
 
+@pytest.mark.long
 @by_plan
 def test_every_operator_of_the_generator_is_planned_right(backend: str) -> None:
     for table, arguments in ((UNARY, 1), (BINARY, 2)):

@@ -29,6 +29,7 @@ with RemoteExpert("fussy", sys.argv[1]) as remote:
 """
 
 
+@pytest.mark.long
 def test_a_data_loader_with_workers_leaves_training_and_the_terminal_alone() -> None:
     with Server([fussy_backend()]) as server:
         done = python(TRAINER, server.address, GRPC_ENABLE_FORK_SUPPORT=None)
