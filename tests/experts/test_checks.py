@@ -18,7 +18,7 @@ from weft.experts.client.retry import Retry
 from weft.experts.client.stream import PendingCalls
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.mixture.fanout import check_options
+from weft.experts.mixture.fanout import MixtureOptions
 from weft.experts.replication import ReplicaOptions
 from weft.experts.runtime import Runtime
 from weft.experts.schema import Column, FlatSchema
@@ -61,7 +61,7 @@ MIXTURE_SECONDS = ("forward_timeout", "backward_timeout", "timeout_after_k_min")
 
 def mixture(name: str, seconds: Any) -> None:
     with Validator("invalid mixture options") as check:
-        check_options(check, {**TERMS, name: seconds})
+        MixtureOptions(**{**TERMS, name: seconds}).check(check)
 
 
 SECONDS: dict[str, Callable[[Any], object]] = {

@@ -11,9 +11,9 @@ from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.client import Connections, create_remote_experts
 from weft.experts.client.autograd import RecomputeCache
-from weft.experts.client.retry import DirectoryResolver
+from weft.experts.client.retry import DirectoryResolver, FixedResolver, RetryingCaller
 from weft.experts.client.stream import PendingCalls
-from weft.experts.client.stub import OpenMiniBatch
+from weft.experts.client.stub import CallOptions, ExpertStub, OpenMiniBatch
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.wire import DeadlineError, LostError, NotOwnerError, UnreachableError
@@ -40,11 +40,11 @@ def test_the_clock_ends_what_is_late_and_nothing_else(pending: PendingCalls) -> 
     assert isinstance(late.future.exception(2.0), DeadlineError) and not early.future.done()
 
 
-def test_the_clock_sleeps_and_wakes(pending: PendingCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_ends_and_is_started_again(pending: PendingCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.client.stream._IDLE", 1)
     for _ in range(2):
         assert isinstance(pending.open(CALL, 0.03).future.exception(2.0), DeadlineError)
-        until(lambda: pending._asleep)
+        until(lambda: pending._clock is None)
 
 
 def test_a_cancelled_call_is_forgotten(pending: PendingCalls) -> None:
@@ -95,34 +95,29 @@ def test_cached_inputs_are_copies_and_bounded() -> None:
 
 def test_a_mini_batch_of_one_incarnation_can_be_committed() -> None:
     open_ = OpenMiniBatch("x")
-    assert open_.ready() is None
-    name = open_.name
-    open_.added(name, 1)
-    open_.added(name, 1)
-    assert open_.ready() == (name, 1)
-    open_.end(name)
-    assert open_.ready() is None and open_.name != name
+    assert open_.ready() is None and not open_.begun
+    open_.added(1)
+    open_.added(1)
+    assert open_.ready() == 1 and open_.begun
 
 
 def test_a_mini_batch_that_is_not_whole_cannot_be_committed() -> None:
-    for spoil in (lambda o: o.added(o.name, 2), lambda o: o.failed(o.name, ValueError("why"))):
+    for spoil in (lambda o: o.added(2), lambda o: o.failed(ValueError("why"))):
         open_ = OpenMiniBatch("x")
-        open_.added(open_.name, 1)
+        open_.added(1)
         spoil(open_)
         with pytest.raises(CommitError, match="not whole"):
             open_.ready()
-        open_.end(open_.name)
-        assert open_.ready() is None
 
 
 def test_what_belongs_to_an_older_mini_batch_does_not_touch_the_next() -> None:
-    open_ = OpenMiniBatch("x")
-    old = open_.name
-    open_.end(old)
-    open_.failed(old, ValueError("late"))
-    open_.added(old, 7)
-    open_.end(old)
-    assert open_.ready() is None
+    stub = ExpertStub("x", RetryingCaller(FixedResolver(Scripted())), CallOptions(accumulate=True))
+    old = stub.mini_batch
+    stub.discard()
+    old.failed(ValueError("late"))
+    stub.discard(mini_batch=old)  # late as well
+    next_ = stub.mini_batch
+    assert next_ is not old and next_.name != old.name and not stub.commit() and stub.mini_batch is next_
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.spec import TensorSpec
-from weft.experts.client.connections import Connections
 from weft.experts.client.retry import NEVER
-from weft.experts.client.transport import LocalTransport
+from weft.experts.client.transport import Connections, LocalTransport
 from weft.experts.discovery import LocalDirectory
 from weft.experts.wire import Call, Header, Kind, Received, write_fault
 from weft.experts.wire.service import Receipt, describe

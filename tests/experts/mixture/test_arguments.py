@@ -1,6 +1,8 @@
 """What makes no sense is told where a mixture is made, by name, and all of it at once; what does makes one."""
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.apart import python
 from weft.core.validation import Validator
-from weft.experts.mixture.fanout import check_options
+from weft.experts.mixture.fanout import MixtureOptions
 from weft.experts.mixture.grid import check_grid
 
 GOOD: dict[str, Any] = {
@@ -77,6 +79,10 @@ def faults_of(checked: Callable[..., object], *arguments: Any) -> list[str]:
     return check.faults
 
 
+def checked_options(**given: Any) -> Callable[..., object]:
+    return partial(MixtureOptions.check, SimpleNamespace(**{**GOOD, **given}))
+
+
 def test_arguments_of_the_wrong_type_are_refused_where_they_are_given_all_at_once() -> None:
     # In a process of its own: the run-time type checks of this suite would refuse them before.
     seen = python(CONSTRUCTED)
@@ -85,15 +91,13 @@ def test_arguments_of_the_wrong_type_are_refused_where_they_are_given_all_at_onc
 
 @given(st.sampled_from(["k_best", "k_min", "backward_k_min"]), NO_COUNT)
 def test_what_is_no_count_is_a_fault_of_its_own_name_alone(name: str, value: Any) -> None:
-    faults = faults_of(check_options, {**GOOD, name: value})
+    faults = faults_of(checked_options(**{name: value}))
     assert len(faults) == 1 and faults[0].startswith(f"{name} is {value!r}, wanted an int")
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.integers(1, 9))
 def test_counts_are_taken_if_so_many_can_answer(k_best: int, k_min: int, backward_k_min: int, places: int) -> None:
-    faults = faults_of(
-        check_options, {**GOOD, "k_best": k_best, "k_min": k_min, "backward_k_min": backward_k_min}, places
-    )
+    faults = faults_of(checked_options(k_best=k_best, k_min=k_min, backward_k_min=backward_k_min), places)
     wanted = [k_min > min(k_best, places), backward_k_min > k_best]
     assert [any(fault.startswith(name) for fault in faults) for name in ("k_min", "backward_k_min")] == wanted
     assert len(faults) == sum(wanted)

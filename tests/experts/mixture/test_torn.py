@@ -16,7 +16,14 @@ from tests.experts.mixture.commit_cases import (
 )
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft.experts.client import NEVER
-from weft.experts.errors import CommitError, GradientError, MixtureCommitError, TooFewAnswersError
+from weft.experts.errors import (
+    CommitError,
+    GradientError,
+    MalformedError,
+    MixtureCommitError,
+    TooFewAnswersError,
+)
+from weft.experts.mixture.fanout import MixtureSignature
 from weft.experts.wire import Kind
 
 # Torn: a part of an expert's gradients is missing.
@@ -34,6 +41,21 @@ def test_who_fails_in_backward_is_left_out_and_takes_part_again() -> None:
         run(mixture, numbers(16, WIDTH))
         assert mixture.commit() == ALL and experts.steps() == {**dict.fromkeys(UIDS, 2), "ffn.1": 1}
         assert mixture.statistics().left_out == 1
+
+
+def test_who_added_its_gradients_takes_part_also_if_its_answer_was_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Experts() as experts:
+        mixture = experts.mixture()
+        read, useless = MixtureSignature.input_gradients, [MalformedError("x", reason="shape")]
+
+        def failing(*args: Any) -> Any:
+            if useless:
+                raise useless.pop()
+            return read(*args)
+
+        monkeypatch.setattr(MixtureSignature, "input_gradients", failing)
+        run(mixture, numbers(16, WIDTH))
+        assert mixture.statistics().failed and mixture.commit() == ALL
 
 
 def test_who_was_not_waited_for_is_left_out() -> None:

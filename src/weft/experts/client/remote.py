@@ -7,10 +7,11 @@
 For PyTorch it is an ordinary layer. The idea of one autograd function that joins two remote calls is hivemind's.
 """
 
+import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,9 @@ from weft.core.errors import UsageError
 from weft.core.validation import Validator, uid_fault
 from weft.experts.address import address_fault
 from weft.experts.client.autograd import RecomputeCache, RemoteFunction, RemoteLayer, forbid_tangents
-from weft.experts.client.connections import Connections, fixed_faults
 from weft.experts.client.retry import DirectoryResolver, FixedResolver, Retry, RetryingCaller
 from weft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey, Signature
-from weft.experts.client.transport import GrpcTransport, Transport
+from weft.experts.client.transport import Connections, GrpcTransport, Transport, fixed_faults
 from weft.experts.compression import Policy
 from weft.experts.discovery import Directory
 from weft.experts.fork_guard import finalizer
@@ -167,7 +167,7 @@ class RemoteExpert(RemoteLayer):
             self._stub.discard(_LAST_DISCARD)
         self._finalizer()
 
-    def __enter__(self) -> "RemoteExpert":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -224,6 +224,13 @@ class RemoteExpert(RemoteLayer):
         return list(apply(RemoteFunction(self._stub, signature, inputs, self.anchor, key, deadline, known), reached))
 
 
+_DEFAULTS = {
+    name: each.default
+    for name, each in inspect.signature(RemoteExpert.__init__).parameters.items()
+    if each.kind is each.KEYWORD_ONLY
+}
+
+
 def check_remote_expert(check: Validator, uid: Any, where: Any, options: Mapping[str, Any]) -> None:
     """Check the arguments of `RemoteExpert`."""
     check.add(*uid_fault(uid))
@@ -234,33 +241,22 @@ def check_remote_expert(check: Validator, uid: Any, where: Any, options: Mapping
     else:
         wanted = "the server's address (host:port), a Transport, or Connections to a directory"
         check.instance("where", where, (Connections, Transport), wanted)
-    check_options(check, isinstance(where, str), **options)
+    check_options(check, isinstance(where, str), options)
 
 
-def check_options(
-    check: Validator,
-    address: bool,
-    *,
-    timeout: Any = 30.0,
-    retry: Any = None,
-    compression: Any = None,
-    client: Any = "",
-    accumulate: Any = False,
-    keep_graph: Any = False,
-    tls: Any = None,
-    token: Any = None,
-    **unknown: Any,
-) -> None:
-    """Check keyword arguments of `RemoteExpert`; ``address``: whether it is made from one."""
-    check.seconds("timeout", timeout)
-    check.instance("retry", retry, Retry, "a Retry, such as Retry(attempts=3)", optional=True)
-    check_compression(check, compression)
-    check.instance("client", client, str, "a text: the name by which servers know this caller")
-    check.boolean("accumulate", accumulate)
-    check.boolean("keep_graph", keep_graph)
-    check.add(*credential_faults(tls, token))
-    own = address or (tls is None and token is None)
+def check_options(check: Validator, address: bool, options: Mapping[str, Any]) -> None:
+    """Check keyword arguments of `RemoteExpert`, given or by default; ``address``: whether it is made from one."""
+    given = {**_DEFAULTS, **options}
+    check.seconds("timeout", given["timeout"])
+    check.instance("retry", given["retry"], Retry, "a Retry, such as Retry(attempts=3)", optional=True)
+    check_compression(check, given["compression"])
+    check.instance("client", given["client"], str, "a text: the name by which servers know this caller")
+    check.boolean("accumulate", given["accumulate"])
+    check.boolean("keep_graph", given["keep_graph"])
+    check.add(*credential_faults(given["tls"], given["token"]))
+    own = address or (given["tls"] is None and given["token"] is None)
     check.that(own, "tls= and token= are for an address; a transport or connections have their own")
+    unknown = [name for name in options if name not in _DEFAULTS]
     check.add(*(f"there is no option {name!r}; help(weft.RemoteExpert) lists them" for name in unknown))
 
 
@@ -309,7 +305,7 @@ def create_remote_experts(
         else:
             wanted = "a directory, Connections to one, or addresses by uid; a single address is for RemoteExpert"
             check.instance("directory", directory, (Directory, Connections), wanted)
-        check_options(check, False, **options)
+        check_options(check, False, options)
     connections = directory if isinstance(directory, Connections) else Connections(directory)
     known = connections.snapshot()
     return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in names]

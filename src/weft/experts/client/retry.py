@@ -34,9 +34,8 @@ from dataclasses import dataclass, field
 from weft.core.errors import UsageError, WeftError, escaped, listed
 from weft.core.rng import waiting
 from weft.core.validation import Validator
-from weft.experts.client.connections import Connections
 from weft.experts.client.stream import TICK, named
-from weft.experts.client.transport import Transport
+from weft.experts.client.transport import Connections, Transport
 from weft.experts.errors import (
     CertificateError,
     DeadlineError,
@@ -56,6 +55,9 @@ _random = random.Random()  # its own: the user's generators are not touched
 class FixedResolver:
     """How one expert is reached: always by the same transport."""
 
+    takeover_expected = False
+    """Whether a server that only follows the expert is sure to take it over soon."""
+
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
@@ -67,13 +69,11 @@ class FixedResolver:
         """The fencing token of the expert's owner, as far as it is known; 0: none."""
         return 0
 
-    def takeover_expected(self, error: BaseException) -> bool:
-        """Whether, after this error, a server is sure to take the expert over soon."""
-        return False
-
 
 class DirectoryResolver(FixedResolver):
     """How one expert is reached: by the server that the directory names."""
+
+    takeover_expected = True
 
     def __init__(self, uid: str, connections: Connections) -> None:
         self.connections, self._uid = connections, uid
@@ -103,9 +103,6 @@ class DirectoryResolver(FixedResolver):
     def token(self) -> int:
         owner = self.connections.snapshot().owner(self._uid)
         return 0 if owner is None else owner.token
-
-    def takeover_expected(self, error: BaseException) -> bool:
-        return isinstance(error, NotOwnerError)
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ class RetryingCaller:
         last error is raised, with a note about the attempts before it; but where the last attempt was surely not
         executed and an earlier one may have been, that one's. ``UsageError`` once this is closed.
         """
-        attempts = _Attempts(time.monotonic())
+        attempts = Attempts(time.monotonic())
         end = attempts.start + timeout
         with waiting():
             while True:
@@ -189,13 +186,10 @@ class RetryingCaller:
                         accept(answer)
                     return answer
                 except WeftError as error:
-                    attempts.count += 1
-                    attempts.counted = 1 if self.resolver.takeover_expected(error) else attempts.counted + 1
-                    pause = self.retry.pause(attempts.count)
-                    if time.monotonic() + pause >= end or not self.retry.again(error, attempts.counted):
+                    pause = attempts.failed(error, self.retry, self.resolver, end)
+                    if pause is None:
                         attempts.end(error)
                         raise
-                    attempts.failed(error)
                 self.closed.wait(pause)
 
     def send(self, call: Call, timeout: float) -> "Future[Received] | None":
@@ -204,7 +198,7 @@ class RetryingCaller:
             return self.resolver.transport(0, None).submit(call, timeout)
         return None
 
-    def _attempt(self, call: Call, timeout: float, end: float, attempts: "_Attempts") -> Received:
+    def _attempt(self, call: Call, timeout: float, end: float, attempts: "Attempts") -> Received:
         attempts.sent = False
         if self.closed.is_set():
             raise UsageError(f"{named(call)} was not sent: its RemoteExpert is closed")
@@ -233,7 +227,7 @@ class RetryingCaller:
 
 
 @dataclass(eq=False, slots=True)
-class _Attempts:
+class Attempts:
     """What became of the attempts of one call.
 
     ``counted``: those that count against `Retry.attempts`. ``sent``: the current one was given to its transport.
@@ -244,14 +238,21 @@ class _Attempts:
     count: int = 0
     counted: int = 0
     sent: bool = False
-    last: WeftError | None = None
-    unsure: WeftError | None = None
+    last: Exception | None = None
+    unsure: Exception | None = None
 
-    def failed(self, error: WeftError) -> None:
-        """Note an attempt that will be followed by another."""
+    def failed(self, error: Exception, retry: Retry, resolver: FixedResolver, end: float) -> float | None:
+        """Seconds until the call, of which one more attempt ended so, is sent again; None: it is not."""
+        self.count += 1
+        taken_over = resolver.takeover_expected and isinstance(error, NotOwnerError)
+        self.counted = 1 if taken_over else self.counted + 1
+        pause = retry.pause(self.count)
+        if time.monotonic() + pause >= end or not retry.again(error, self.counted):
+            return None
         self.last = error.with_traceback(None)  # which holds a frame, and so would keep itself alive
         if not not_executed(error):
             self.unsure = self.last
+        return pause
 
     def end(self, error: WeftError) -> None:
         """Add a note about earlier attempts to the last error, or raise the earlier error if it says more."""

@@ -35,7 +35,7 @@ OPENING = 10.0
 """Seconds in which a server has to answer the opening of a stream; a call is then tried again on another one."""
 TICK = 0.02
 """Seconds by which a deadline may be noticed late."""
-_IDLE = 50  # ticks without a call before the clock stops
+_IDLE = 50  # ticks without a call before the clock ends
 _JOIN = 5.0
 _grpc = cast("Any", grpc)
 Start = Callable[[Iterator[bytes]], Any]
@@ -62,21 +62,21 @@ class PendingCalls:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.closed = False
+        self._stop = threading.Event()  # of the clock
         self._numbers = count(1)
         self._entries: dict[int, PendingCall] = {}
-        self._changed = threading.Condition()
-        self.closed = False
+        self._lock = threading.Lock()
         self._calls = self._answered = 0
         self._failed: Counter[str] = Counter()
         self._clock: threading.Thread | None = None
-        self._asleep = False
 
     def open(self, call: Call, timeout: float) -> PendingCall:
         """A new entry. Raises ``UsageError`` after `close`, and for a timeout that no thread can wait for."""
         if not 0 < timeout <= LONGEST:  # checked at every call, so without a Validator
             raise UsageError(f"a call's timeout is {timeout!r}, wanted seconds, above 0 and at most {LONGEST:g}")
         entry = PendingCall(next(self._numbers), call, timeout, time.monotonic() + timeout, Future())
-        with self._changed:
+        with self._lock:
             if self.closed:
                 raise UsageError(f"the transport to {self.address} was closed; make a new one")
             self._entries[entry.number] = entry
@@ -84,78 +84,69 @@ class PendingCalls:
             if self._clock is None:
                 self._clock = threading.Thread(target=self._run, name=f"weft-clock-{self.address}", daemon=True)
                 self._clock.start()
-            elif self._asleep:
-                self._changed.notify_all()
         return entry
 
     def settle(self, number: int, outcome: Received | Exception) -> None:
         """End a call with its answer or error. One that nobody waits for any more is ignored."""
-        with self._changed:
+        with self._lock:
             entry = self._entries.pop(number, None)
         if entry is not None:
             self._end(entry, outcome)
 
     def fail(self, stream: object, error: Callable[[bool], Exception]) -> None:
         """End every call of a stream; ``error`` is given whether the call may have been sent."""
-        with self._changed:
-            entries = [entry for entry in self._entries.values() if entry.stream is stream]
-            for entry in entries:
-                del self._entries[entry.number]
-        for entry in entries:
+        for entry in self._removed(lambda entry: entry.stream is stream):
             self._end(entry, error(entry.sent))
 
     def close(self) -> None:
         """End all calls, and the clock."""
-        with self._changed:
+        with self._lock:
             self.closed = True
-            entries = list(self._entries.values())
-            self._entries.clear()
-            self._changed.notify_all()
-        for entry in entries:
+            self._stop.set()
+            clock = self._clock
+        for entry in self._removed(lambda entry: True):
             kind = LostError if entry.sent else UnreachableError
             self._end(entry, kind(f"the transport to {self.address} was closed while {named(entry.call)} waited"))
-        if self._clock is not None and self._clock is not threading.current_thread():
-            self._clock.join(_JOIN)
+        if clock is not None and clock is not threading.current_thread():
+            clock.join(_JOIN)
 
     def counts(self) -> tuple[int, int, int, dict[str, int]]:
         """Calls so far, answers so far, calls in flight, errors by class."""
-        with self._changed:
+        with self._lock:
             return self._calls, self._answered, len(self._entries), dict(self._failed)
 
+    def _removed(self, which: Callable[[PendingCall], bool]) -> list[PendingCall]:
+        with self._lock:
+            entries = [entry for entry in self._entries.values() if which(entry)]
+            for entry in entries:
+                del self._entries[entry.number]
+            return entries
+
     def _end(self, entry: PendingCall, outcome: Received | Exception) -> None:
-        future = entry.future
-        if not future.set_running_or_notify_cancel():
+        if not entry.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, Exception):
-            with self._changed:
+            with self._lock:
                 self._failed[type(outcome).__name__] += 1
-            future.set_exception(outcome)
+            entry.future.set_exception(outcome)
         else:
-            with self._changed:
+            with self._lock:
                 self._answered += 1
-            future.set_result(outcome)
+            entry.future.set_result(outcome)
 
     def _run(self) -> None:
-        """The clock. It sleeps when nothing has been in flight for a while."""
+        """The clock. It ends when nothing has been in flight for a while; the next call starts another."""
         quiet = 0
-        while True:
-            with self._changed:
-                quiet = 0 if self._entries else quiet + 1
-                self._asleep = quiet > _IDLE
-                if not self.closed:
-                    self._changed.wait(None if self._asleep else TICK)
-                quiet = 0 if self._asleep else quiet
-                self._asleep = False
-                if self.closed:
-                    return
-                now = time.monotonic()
-                late = [entry for entry in self._entries.values() if entry.deadline <= now or entry.future.cancelled()]
-                for entry in late:
-                    del self._entries[entry.number]
-            for entry in late:
+        while not self._stop.wait(TICK):
+            for entry in self._removed(lambda entry: entry.deadline <= time.monotonic() or entry.future.cancelled()):
                 state = "whether it was executed is unknown" if entry.sent else "it was not sent"
                 text = f"{named(entry.call)} had no answer from {self.address} within {entry.timeout:g} s; {state}"
                 self._end(entry, DeadlineError(text))
+            with self._lock:
+                quiet = 0 if self._entries else quiet + 1
+                if quiet > _IDLE:
+                    self._clock = None
+                    return
 
 
 class Stream:

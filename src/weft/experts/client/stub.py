@@ -71,7 +71,8 @@ class ExpertStub:
         self.requests = RequestBuilder(options.client, options.compression)
         self.mini_batch = OpenMiniBatch(uid)
         self.progress = ExpertProgress(uid, caller.resolver)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the description, for as long as it takes to request it
+        self._renewal = threading.Lock()
         self._signature: Signature | None = None
 
     def describe(self, timeout: float | None = None) -> Description:
@@ -132,26 +133,32 @@ class ExpertStub:
     def commit(self, mini_batch: "OpenMiniBatch | None" = None, deadline: float | None = None) -> bool:
         """One step with the gradients of the open mini-batch; False if there are none."""
         mini_batch = mini_batch or self.mini_batch
-        ready = mini_batch.ready()
-        if ready is None:
+        incarnation = mini_batch.ready()
+        if incarnation is None:
             return False
-        name, incarnation = ready
-        call = self.requests.commit(self.uid, name, incarnation, self.caller.resolver.token())
+        call = self.requests.commit(self.uid, mini_batch.name, incarnation, self.caller.resolver.token())
         try:
             self._answer(call, time.monotonic() + self.options.timeout if deadline is None else deadline)
         except CommitError as error:
-            mini_batch.failed(name, error)
+            mini_batch.failed(error)
             raise
-        mini_batch.end(name)
+        self._renew(mini_batch)
         return True
 
     def discard(self, timeout: float = 0.0, mini_batch: "OpenMiniBatch | None" = None) -> None:
         """Begin the next mini-batch; tell the server to drop this one, and wait so long for its answer."""
-        name = (mini_batch or self.mini_batch).give_up()
-        if name is not None:
-            sent = self.caller.send(self.requests.discard(self.uid, name), self.options.timeout)
+        mini_batch = mini_batch or self.mini_batch
+        self._renew(mini_batch)
+        if mini_batch.begun:
+            sent = self.caller.send(self.requests.discard(self.uid, mini_batch.name), self.options.timeout)
             if sent is not None and timeout:
                 wait([sent], min(timeout, self.options.timeout))
+
+    def _renew(self, mini_batch: "OpenMiniBatch") -> None:
+        """Begin the next, after this one; what still comes of this one does not touch the next."""
+        with self._renewal:
+            if self.mini_batch is mini_batch:
+                self.mini_batch = OpenMiniBatch(self.uid)
 
     def _backward(
         self,
@@ -172,10 +179,10 @@ class ExpertStub:
                 answer = self._answer(whole, deadline)
         except BaseException as error:
             if mini_batch is not None:
-                mini_batch.failed(name, error)
+                mini_batch.failed(error)
             raise
         if mini_batch is not None:
-            mini_batch.added(name, read_receipt(answer.header.data).incarnation)
+            mini_batch.added(read_receipt(answer.header.data).incarnation)
         return self.signature(deadline).input_gradients(answer, inputs)
 
     def _answer(self, call: Call, deadline: float) -> Received:
@@ -283,56 +290,42 @@ class RequestBuilder:
 
 
 class OpenMiniBatch:
-    """The mini-batch whose gradients wait at a server for one commit. Thread-safe."""
+    """One mini-batch, whose gradients wait at a server for its commit. Thread-safe."""
 
     def __init__(self, uid: str) -> None:
+        self.name = uuid.uuid4().hex
         self._uid = uid
-        self._lock = threading.RLock()
-        self._renew()
+        self._lock = threading.Lock()
+        self._incarnations: set[int] = set()
+        self._failure: str | None = None
 
-    def added(self, name: str, incarnation: int) -> None:
+    def added(self, incarnation: int) -> None:
         """A gradient was added at this incarnation of the server."""
         with self._lock:
-            if name == self.name:
-                self._incarnations.add(incarnation)
+            self._incarnations.add(incarnation)
 
-    def failed(self, name: str, error: BaseException) -> None:
-        """A gradient of this mini-batch was not added."""
+    def failed(self, error: BaseException) -> None:
+        """A gradient was not added."""
         with self._lock:
-            if name == self.name:
-                self._failure = self._failure or f"{type(error).__name__}: {error}"
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
+
+    @property
+    def begun(self) -> bool:
+        """Whether a server may have something of it."""
+        return bool(self._incarnations) or self._failure is not None
 
     @property
     def fault(self) -> str | None:
         """Why gradients are missing; None if none are."""
-        with self._lock:
-            return "its server was restarted in the middle of it" if len(self._incarnations) > 1 else self._failure
+        return "its server was restarted in the middle of it" if len(self._incarnations) > 1 else self._failure
 
-    def ready(self) -> tuple[str, int] | None:
-        """The name and incarnation to commit; None if nothing was added. Raises ``CommitError``."""
+    def ready(self) -> int | None:
+        """The incarnation at which to commit; None if nothing was added. Raises ``CommitError``."""
         with self._lock:
             if why := self.fault:
                 text = f"a mini-batch of expert {self._uid!r} is not whole: {why}. Call discard() and run it again"
                 raise CommitError(text)
-            return (self.name, next(iter(self._incarnations))) if self._incarnations else None
-
-    def end(self, name: str) -> None:
-        """Begin the next, after this one was committed or given up."""
-        with self._lock:
-            if name == self.name:
-                self._renew()
-
-    def give_up(self) -> str | None:
-        """Begin the next; the name of this one, if a server may have something of it."""
-        with self._lock:
-            name = self.name if self._incarnations or self._failure is not None else None
-            self._renew()
-            return name
-
-    def _renew(self) -> None:
-        self.name = uuid.uuid4().hex
-        self._incarnations: set[int] = set()
-        self._failure: str | None = None
+            return next(iter(self._incarnations), None)
 
 
 class ExpertProgress:

@@ -1,16 +1,14 @@
-"""Transports: how calls reach experts and answers come back, over gRPC or within the process.
+"""Transports: how calls reach experts and answers come back, over gRPC or within the process; and those of one client.
 
     submit(call, timeout) ──> future of the answer, or of the error that came instead
 
     GrpcTransport    one channel, one stream at a time, opened again when it is gone: the server may have restarted
     LocalTransport   encode ── decode ──> handler ── encode ── decode ──> future; the same frames without a network
+    Connections      one transport per server, shared by all its experts, and the directory's snapshot
 
 Every future ends: with an answer, with an error of the other side, with `LostError` or `UnreachableError` when the
 connection is gone, with `DeadlineError` when the time is up, or at `close`. A transport knows no expert and retries
 nothing; see `weft.experts.client.retry`. One protocol for the real, the local and the fake one is httpx's idea.
-
-In TLS 1.3 a server may refuse a client after the handshake, without a word; gRPC then reports a closed connection, and
-a probe by hand finds out whether the server ended the handshake.
 """
 
 import os
@@ -21,17 +19,26 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import grpc
 
-from weft.core.errors import WeftError
-from weft.core.validation import Validator
+from weft.core.errors import UsageError, WeftError
+from weft.core.validation import LONGEST, Validator, uid_fault
 from weft.experts.address import address_fault, split
 from weft.experts.client.stream import PendingCalls, Stream
+from weft.experts.discovery import Directory, LocalDirectory, Snapshot, Watch
 from weft.experts.errors import CertificateError, DeadlineError, DrainingError, ForbiddenError, UnreachableError
 from weft.experts.fork_guard import GrpcThreads, check_fork, finalizer
-from weft.experts.tls import ClientTls, check_address, credential_faults, pair_faults, read_pem
+from weft.experts.tls import (
+    ClientTls,
+    address_faults,
+    check_address,
+    credential_faults,
+    directory_faults,
+    pair_faults,
+    read_pem,
+)
 from weft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode, read_fault
 from weft.experts.wire.service import (
     AUTHORIZATION,
@@ -48,6 +55,7 @@ _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED
 _HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset")
 """How connections end where certificates are missing or wrong."""
 _REJECTED = ("certificate_verify_failed", "hostname verification")
+_WANTED = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
 _PROBE = 1.0  # seconds for each message of a handshake by hand
 Handler = Callable[[Received, Callable[[Call], None]], Any]
 """Takes a call and a function for its one answer, such as ``server.handler()``."""
@@ -117,6 +125,9 @@ class _BaseTransport:
     def statistics(self) -> TransportStatistics:
         return TransportStatistics(self.address, *self._pending.counts(), self._opened)
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -166,7 +177,7 @@ class GrpcTransport(_BaseTransport):
         self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
         self._opened = 0
         self._threads = GrpcThreads()
-        self._finalizer = finalizer(self, _close, self._pending, self._streams, self._channel, self._threads)
+        self._finalizer = finalizer(self, _close_transport, self._pending, self._streams, self._channel, self._threads)
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         if os.getpid() != self._process:
@@ -197,9 +208,6 @@ class GrpcTransport(_BaseTransport):
             if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineError(f"{self.address} did not tell its status within {timeout:g} s") from None
             raise self._explain("did not tell its status", text) from None
-
-    def __enter__(self) -> "GrpcTransport":
-        return self
 
     def _stream(self) -> Stream:
         with self._lock:
@@ -242,8 +250,102 @@ class LocalTransport(_BaseTransport):
         self._handler(received, partial(_answered, self._pending, self._limits, entry.number))
         return entry.future
 
-    def __enter__(self) -> "LocalTransport":
+
+class Connections:
+    """Transports by address, and the directory's snapshot. Thread-safe. A context manager.
+
+    Args:
+        directory: where experts are looked up; it stays open, and its last snapshot serves while it is away. Or the
+            address of every expert by its uid, ``{"ffn.0": "10.0.0.1:31330", ...}``, where these never change.
+        tls, token, limits: see `GrpcTransport`.
+        open_transport: makes the transport to an address, in place of `GrpcTransport`.
+
+    An address of the directory that is not one of ``tls.servers``, or to which a token would go in plain text, is
+    not connected to. Raises ``AwayError`` if the directory does not answer at first, and ``UsageError`` that lists all
+    invalid arguments, among them a directory of several machines with a ``tls`` that names no ``servers``.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
+        ...     with weft.Connections({"ffn.0": server.address}) as connections:
+        ...         weft.RemoteExpert("ffn.0", connections)(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
+    """
+
+    def __init__(
+        self,
+        directory: Directory | Mapping[str, str] | None = None,
+        *,
+        tls: ClientTls | None = None,
+        token: str | None = None,
+        limits: Limits = LIMITS,
+        open_transport: Callable[[str], Transport] | None = None,
+    ) -> None:
+        with Validator("invalid connections") as check:
+            check.add(*credential_faults(tls, token))
+            own = open_transport is not None and (tls is not None or token is not None)
+            check.that(not own, "tls= and token= are for GrpcTransport; what open_transport= makes has its own")
+            if isinstance(directory, Mapping):
+                check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
+            elif check.instance("directory", directory, Directory, _WANTED, optional=True) and not check.faults:
+                check.add(*([] if isinstance(directory, LocalDirectory | None) else directory_faults(tls)))
+        self._credentials = None if open_transport is not None else (tls, token)
+        self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
+        self.fixed = isinstance(directory, Mapping)
+        """Whether addresses were given, so that an expert which is not among them never will be."""
+        if isinstance(directory, Mapping):
+            found: Directory | None = LocalDirectory()
+            for uid, address in directory.items():
+                found.declare(uid, address, ttl=LONGEST)
+        else:
+            found = directory
+        self._watch = None if found is None else found.watch()
+        self._lock = threading.Lock()
+        self._transports: dict[str, Transport] = {}
+        self._closed = threading.Event()
+        self._finalizer = finalizer(self, _close_connections, self._closed, self._lock, self._transports, self._watch)
+
+    def to(self, address: str) -> Transport:
+        """The transport to this address. Raises ``UsageError`` after `close`."""
+        with self._lock:
+            if self._closed.is_set():
+                raise UsageError("these connections were closed; make new ones")
+            if address not in self._transports:
+                self._transports[address] = self._make(address)
+            return self._transports[address]
+
+    def refusal(self, address: str) -> str | None:
+        """Why an address from a directory or a server must not be connected to; None: it may be."""
+        faults = [] if self._credentials is None else address_faults(address, *self._credentials)
+        return faults[0] if faults else None
+
+    def snapshot(self) -> Snapshot:
+        """The newest known snapshot of the directory. Raises ``UsageError`` without a directory."""
+        if self._watch is None:
+            raise UsageError("these connections have no directory to look experts up in; give Connections(directory)")
+        return self._watch.snapshot()
+
+    def statistics(self) -> dict[str, TransportStatistics]:
+        """Of every transport, by address."""
+        with self._lock:
+            transports = dict(self._transports)
+        return {address: transport.statistics() for address, transport in transports.items()}
+
+    def close(self) -> None:
+        """Close all transports; calls in flight fail with ``LostError``. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
         return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
+    """What is wrong with addresses by uid."""
+    pairs = addresses.items()
+    return [fault for uid, one in pairs for fault in (*uid_fault(uid), *address_fault(f"the address of {uid!r}", one))]
 
 
 def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
@@ -264,12 +366,24 @@ def _answered(pending: PendingCalls, limits: Limits, number: int, answer: Call) 
     pending.settle(number, outcome)
 
 
-def _close(pending: PendingCalls, streams: list[Stream], channel: Any, threads: GrpcThreads) -> None:
+def _close_transport(pending: PendingCalls, streams: list[Stream], channel: Any, threads: GrpcThreads) -> None:
     pending.close()
     for stream in streams:
         stream.close()
     channel.close()
     threads.wait()
+
+
+def _close_connections(
+    closed: threading.Event, lock: threading.Lock, transports: dict[str, Transport], watch: Watch | None
+) -> None:
+    with lock:
+        closed.set()
+        found = list(transports.values())
+    for transport in found:
+        transport.close()
+    if watch is not None:
+        watch.close()
 
 
 def unreachable(
@@ -300,8 +414,11 @@ def explained(text: str, tls: ClientTls | None, who: str = "this client", where:
 
 
 def _hangs_up(address: str, tls: ClientTls) -> bool:
-    """Whether the server ends a complete handshake because of the certificate that it was shown, or missed: by itself a
-    server of HTTP/2 sends first."""
+    """Whether the server ends a complete handshake because of the certificate that it was shown, or missed.
+
+    In TLS 1.3 it may refuse a client after the handshake, without a word; gRPC then reports a closed connection. By
+    itself a server of HTTP/2 sends first.
+    """
     host, port = split(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

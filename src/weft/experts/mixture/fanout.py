@@ -6,10 +6,9 @@
              D ────────────────────────|·····
                                        '── timeout_after_k_min ──'
 
-An answer counts for the samples that are in it, and only as far as `Accept` lets it: an answer of another shape is a
-failure of its expert, a row that is not finite is one of that row. If some sample cannot get enough answers any more,
-waiting for the others makes sense only if that is no error. Whoever waits also keeps the pauses before retries, so a
-mixture has no threads.
+An answer counts for the samples that are in it, as far as ``accept`` of its call lets it: one of another shape is a
+failure of its expert, a row that is not finite is one of that row. Whoever waits also keeps the pauses before retries,
+so a mixture has no threads.
 """
 
 import threading
@@ -17,10 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
-from heapq import heappop, heappush
+from dataclasses import dataclass, field, fields
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, Never
+from typing import Literal, Never
 
 import torch
 from torch import Tensor
@@ -29,9 +27,9 @@ from weft.core.errors import UsageError, listed
 from weft.core.rng import waiting
 from weft.core.validation import Validator, is_whole
 from weft.experts.client.autograd import RecomputeCache
-from weft.experts.client.connections import Connections
-from weft.experts.client.retry import DirectoryResolver, Retry
+from weft.experts.client.retry import Attempts, DirectoryResolver, Retry
 from weft.experts.client.stub import ExpertProgress, IdempotencyKey, OpenMiniBatch, RequestBuilder, Signature
+from weft.experts.client.transport import Connections
 from weft.experts.discovery import Snapshot
 from weft.experts.errors import (
     AnomalyError,
@@ -52,9 +50,6 @@ from weft.experts.wire.service import Description, Receipt, read_description, re
 _ASKED = 8  # experts that are asked for their description at the same time, at different addresses if possible
 _HINT = 30.0  # seconds after which a hint without an answer is dropped
 _LISTED = 10  # faults that a message lists; there may be as many as experts
-
-Accept = Callable[[int, Received], Tensor | None]
-"""Takes the answer of call i. Returns which of its rows are good (bool), None for all. Raises what is wrong."""
 Direction = Literal["forward", "backward", "commit"]
 
 
@@ -77,22 +72,20 @@ class MixtureOptions:
             return 0
         return touched if self.backward_k_min == self.k_best else min(1, touched)
 
-
-def check_options(check: Validator, given: Mapping[str, Any], places: int | None = None) -> None:
-    """Check these values of `MixtureOptions`, for a grid of so many places."""
-    k_best = given["k_best"]
-    most = k_best if check.count("k_best", k_best) else None
-    for name in ("k_min", "backward_k_min"):
-        value = given[name]
-        valid = is_whole(value) and value >= 0 and (most is None or value <= most)
-        if check.that(valid, f"{name} is {value!r}, wanted an int from 0 to k_best ({k_best!r})"):
-            fits = name != "k_min" or places is None or value <= places
-            check.that(fits, f"k_min is {value}, but the grid has only {places} experts")
-    check.seconds("forward_timeout", given["forward_timeout"])
-    check.seconds("backward_timeout", given["backward_timeout"])
-    check.seconds("timeout_after_k_min", given["timeout_after_k_min"], zero=True, optional=True)
-    check.boolean("detect_anomalies", given["detect_anomalies"])
-    check.boolean("allow_zero_outputs", given["allow_zero_outputs"])
+    def check(self, check: Validator, places: int | None = None) -> None:
+        """Check them, for a grid of so many places."""
+        most = self.k_best if check.count("k_best", self.k_best) else None
+        for name in ("k_min", "backward_k_min"):
+            value = getattr(self, name)
+            valid = is_whole(value) and value >= 0 and (most is None or value <= most)
+            if check.that(valid, f"{name} is {value!r}, wanted an int from 0 to k_best ({self.k_best!r})"):
+                fits = name != "k_min" or places is None or value <= places
+                check.that(fits, f"k_min is {value}, but the grid has only {places} experts")
+        check.seconds("forward_timeout", self.forward_timeout)
+        check.seconds("backward_timeout", self.backward_timeout)
+        check.seconds("timeout_after_k_min", self.timeout_after_k_min, zero=True, optional=True)
+        check.boolean("detect_anomalies", self.detect_anomalies)
+        check.boolean("allow_zero_outputs", self.allow_zero_outputs)
 
 
 class MixtureSignature(Signature):
@@ -132,6 +125,16 @@ class CachedCall:
     keys: dict[RowSpan, IdempotencyKey]
 
 
+@dataclass(frozen=True)
+class MixtureCall:
+    """One call of a mixture, before it is routed: the experts to choose from, and the forward that it recomputes."""
+
+    signature: MixtureSignature
+    live: LiveExperts
+    deadline: float
+    cached: CachedCall | None
+
+
 class GridClient:
     """The experts of a grid, as the directory knows them, and the calls to them; shared by copies. Thread-safe."""
 
@@ -149,16 +152,14 @@ class GridClient:
         """How the expert is reached."""
         return DirectoryResolver(uid, self.connections)
 
-    def begin(
-        self, call: Call, deadline: float, attempt: int = 0, last: BaseException | None = None
-    ) -> "Future[Received]":
+    def begin(self, call: Call, deadline: float, attempts: Attempts) -> "Future[Received]":
         """Send it, to be answered by ``deadline``. What fails, also at once, is the future's error."""
         try:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineError(f"no time was left to call expert {call.header.uid!r}")
             seconds = left if self.retry.attempt_seconds is None else min(left, self.retry.attempt_seconds)
-            return self.resolver(call.header.uid).transport(attempt, last).submit(call, seconds)
+            return self.resolver(call.header.uid).transport(attempts.count, attempts.last).submit(call, seconds)
         except Exception as error:
             failed: Future[Received] = Future()
             failed.set_exception(error)
@@ -174,10 +175,9 @@ class GridClient:
 
     def discard(self, mini_batches: Mapping[str, OpenMiniBatch]) -> None:
         """Tell the servers to drop these. No answer is waited for: it is a hint."""
+        now = time.monotonic()
         for uid, each in mini_batches.items():
-            name = each.give_up()
-            if name is not None:
-                self.begin(self.requests.discard(uid, name), time.monotonic() + _HINT)
+            self.begin(self.requests.discard(uid, each.name), now + _HINT, Attempts(now))
 
     def live(self) -> LiveExperts:
         """The living experts, as far as is known. Calls none of them."""
@@ -210,28 +210,46 @@ class GridClient:
         by_address = {snapshot.addresses(uid)[:1]: uid for uid in reversed(live.uids)}
         uids = list(dict.fromkeys([*by_address.values(), *live.uids[:_ASKED]]))[:_ASKED]
 
-        def accept(index: int, answer: Received) -> None:
+        def accept(answer: Received) -> None:
             found.append(read_description(answer.header.data))
 
-        calls = [self.requests.info(uid) for uid in uids]
-        sample = [torch.zeros(1, dtype=torch.int64, device="cpu")] * len(uids)
-        one = torch.ones(1, dtype=torch.int64, device="cpu")
-        result = FanOut(self, calls, {}, sample, one, accept, deadline=deadline, after=0.0).run()
+        sample = torch.zeros(1, dtype=torch.int64, device="cpu")
+        calls = [ExpertCall(self.requests.info(uid), sample, accept) for uid in uids]
+        FanOut(self, calls, torch.ones_like(sample), deadline=deadline, after=0.0).run()
         if not found:
-            faults = {uids[index]: fault for index, fault in result.faults.items()}
             what = f"{len(uids)} experts of a mixture were asked for their description"
-            raise too_few_answers(what, 1, 1, 1, faults, self.retry)
+            raise too_few_answers(what, 1, 1, 1, faults_of(calls), self.retry)
         return found[0]
 
 
-class FanOut:
-    """Calls of many experts at once. After `run`: ``counts`` of good answers by sample (int64), ``faults`` by call.
+@dataclass(eq=False, slots=True)
+class ExpertCall:
+    """One call of a fan-out. ``fault``: what became of it, where it or some of its rows failed.
 
     Args:
-        wholes: by call, what to send in its place where the server lacks the inputs that the call left out.
-        samples: for each call the samples that its rows belong to, int64.
+        samples: that its rows belong to, int64.
+        accept: takes the answer. Returns which of its rows are good (bool), None for all. Raises what is wrong.
+        whole: what to send in its place where the server lacks the inputs that the call left out.
+    """
+
+    call: Call
+    samples: Tensor
+    accept: Callable[[Received], Tensor | None]
+    whole: Call | None = None
+    fault: BaseException | None = None
+    attempts: Attempts = field(default_factory=lambda: Attempts(time.monotonic()))
+
+
+def faults_of(calls: Iterable[ExpertCall]) -> dict[str, BaseException]:
+    """Of the calls that failed, by expert."""
+    return {each.call.header.uid: each.fault for each in calls if each.fault is not None}
+
+
+class FanOut:
+    """Calls of many experts at once. After `run`: ``counts`` of good answers by sample (int64), and the calls' faults.
+
+    Args:
         needed: how many answers each sample needs, int64.
-        accept: called in this thread, once for each answer.
         deadline: until when to wait, as a time of `time.monotonic`.
         after: seconds to wait from when every sample has enough answers; None: until the deadline.
         lenient: samples that do not get enough are no error, so the others' answers are waited for all the same.
@@ -240,37 +258,29 @@ class FanOut:
     def __init__(
         self,
         client: GridClient,
-        calls: Sequence[Call],
-        wholes: Mapping[int, Call],
-        samples: Sequence[Tensor],
+        calls: Sequence[ExpertCall],
         needed: Tensor,
-        accept: Accept,
         *,
         deadline: float,
         after: float | None = None,
         lenient: bool = True,
     ) -> None:
         self.counts = torch.zeros_like(needed)
-        self.faults: dict[int, BaseException] = {}
-        self._client, self._calls, self._accept, self._wholes = client, list(calls), accept, dict(wholes)
-        self._samples, self._needed = samples, needed
+        self._client, self._calls, self._needed = client, calls, needed
         self._deadline, self._after, self._lenient = deadline, after, lenient
-        self._ended: SimpleQueue[int] = SimpleQueue()
-        self._futures: dict[int, Future[Received]] = {}
-        self._pauses: list[tuple[float, int]] = []
-        self._attempts = [0] * len(calls)
-        self._counted = [0] * len(calls)
-        self._last: list[Exception | None] = [None] * len(calls)
+        self._ended: SimpleQueue[ExpertCall] = SimpleQueue()
+        self._futures: dict[ExpertCall, Future[Received]] = {}
+        self._pauses: dict[ExpertCall, float] = {}  # calls that will be sent again, and when
         self._possible = torch.zeros_like(needed)  # answers that a sample has or may still get
-        for rows in samples:
-            self._possible.index_add_(0, rows, torch.ones_like(rows))
+        for each in calls:
+            self._possible.index_add_(0, each.samples, torch.ones_like(each.samples))
 
     def run(self) -> "FanOut":
         """Make the calls, and wait for a quorum."""
         try:
             with waiting():
-                for index in range(len(self._calls)):
-                    self._begin(index)
+                for each in self._calls:
+                    self._begin(each)
                 self._wait_for_quorum()
         finally:
             for future in self._futures.values():
@@ -278,10 +288,9 @@ class FanOut:
             self._futures.clear()
         return self
 
-    def _begin(self, index: int) -> None:
-        future = self._client.begin(self._calls[index], self._deadline, self._attempts[index], self._last[index])
-        self._futures[index] = future
-        future.add_done_callback(lambda _: self._ended.put(index))
+    def _begin(self, call: ExpertCall) -> None:
+        future = self._futures[call] = self._client.begin(call.call, self._deadline, call.attempts)
+        future.add_done_callback(lambda _: self._ended.put(call))
 
     def _wait_for_quorum(self) -> None:
         start, end = time.monotonic(), self._deadline
@@ -294,60 +303,58 @@ class FanOut:
                 enough = True
                 if self._after is not None:
                     end = min(end, time.monotonic() + self._after)
-            index = self._wait(end)
-            if index is not None:
-                self._end(index)
+            call = self._wait(end)
+            if call is not None:
+                self._end(call)
             elif time.monotonic() >= end:
                 break
         waited = time.monotonic() - start
-        for index in [*self._futures, *(index for _, index in self._pauses)]:
+        for call in [*self._futures, *self._pauses]:
             late = DeadlineError(f"no answer within {waited:.3g} s, when the wait ended")
-            self.faults[index] = self._last[index] or late
+            call.fault = call.attempts.last or late
 
-    def _wait(self, end: float) -> int | None:
+    def _wait(self, end: float) -> ExpertCall | None:
         """A call that ended; None at ``end``, or when it was time for retries, which are sent here."""
-        until = min(end, self._pauses[0][0]) if self._pauses else end
+        until = min(end, min(self._pauses.values(), default=end))
         try:
             return self._ended.get(timeout=max(0.0, until - time.monotonic()))
         except Empty:
-            while self._pauses and self._pauses[0][0] <= time.monotonic():
-                self._begin(heappop(self._pauses)[1])
+            now = time.monotonic()
+            for call in [call for call, at in self._pauses.items() if at <= now]:
+                del self._pauses[call]
+                self._begin(call)
             return None
 
-    def _end(self, index: int) -> None:
-        future, rows = self._futures.pop(index), self._samples[index]
+    def _end(self, call: ExpertCall) -> None:
+        future, rows = self._futures.pop(call), call.samples
         try:
-            good = self._accept(index, future.result(timeout=0))
+            good = call.accept(future.result(timeout=0))
         except StepsLostWarning:  # which the user has turned into an error of the whole call
             raise
         except Exception as error:
             error.__traceback__ = None  # it holds this frame, and with it all tensors of the calls
-            if self._retried(index, error):
+            if self._retried(call, error):
                 return
-            self.faults[index] = error
+            call.fault = error
             good = torch.zeros_like(rows, dtype=torch.bool)
         ones = torch.ones_like(rows) if good is None else good.to(rows.dtype)
         self.counts.index_add_(0, rows, ones)
         if good is not None:
             self._possible.index_add_(0, rows, ones - 1)
             bad = len(rows) - int(ones.sum())
-            self.faults.setdefault(index, AnomalyError(f"{bad} of {len(rows)} rows are not finite"))
+            call.fault = call.fault or AnomalyError(f"{bad} of {len(rows)} rows are not finite")
 
-    def _retried(self, index: int, error: Exception) -> bool:
-        """Whether a call is sent again; then its pause begins."""
-        if isinstance(error, InputsGoneError) and index in self._wholes:
-            self._calls[index] = self._wholes.pop(index)
-            self._begin(index)
+    def _retried(self, call: ExpertCall, error: Exception) -> bool:
+        """Whether a call is sent again: at once with its inputs, or after a pause."""
+        if isinstance(error, InputsGoneError) and call.whole is not None:
+            call.call, call.whole = call.whole, None
+            self._begin(call)
             return True
-        self._attempts[index] += 1
-        self._last[index] = error
-        takeover = self._client.resolver(self._calls[index].header.uid).takeover_expected(error)
-        self._counted[index] = 1 if takeover else self._counted[index] + 1
-        retry = self._client.retry
-        at = time.monotonic() + retry.pause(self._attempts[index])
-        if at >= self._deadline or not retry.again(error, self._counted[index]):
+        resolver = self._client.resolver(call.call.header.uid)
+        pause = call.attempts.failed(error, self._client.retry, resolver, self._deadline)
+        if pause is None:
             return False
-        heappush(self._pauses, (at, index))
+        self._pauses[call] = time.monotonic() + pause
         return True
 
 

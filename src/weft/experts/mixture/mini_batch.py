@@ -4,24 +4,21 @@
     backward ── A: added   C: failed ───┼── commit: A and B step at once; C lacks rows, and is never applied
     backward ── raised ─────────────────┘── then none of it is whole: discard, and run it again
 
-    touched ── whole? ──┬── yes ── commit, retried by the rule ──┬── stepped
-                        └── no: never applied                    └── failed
-    too few whole, or too few stepped ──> MixtureCommitError, which lists all that did not
-
 The sum of each expert has a name of its own, and lives at its server, which is told of those that are given up. A
 commit bears that name as its idempotency key: sent again, it steps no second time.
 """
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 
 import torch
 
 from weft.core.errors import listed
 from weft.experts.client.stub import OpenMiniBatch
 from weft.experts.errors import CommitError, GradientError, MixtureCommitError, StepError
-from weft.experts.mixture.fanout import FanOut, GridClient
+from weft.experts.mixture.fanout import ExpertCall, FanOut, GridClient, faults_of
 from weft.experts.wire import Received
 
 _GONE = (CommitError, GradientError, StepError)
@@ -49,10 +46,16 @@ class MixtureMiniBatch:
         with self._lock:
             return dict(self._open)
 
-    def fail(self, error: BaseException) -> None:
-        """A backward raised."""
-        with self._lock:
-            self.broken = self.broken or error
+    @contextmanager
+    def backward(self) -> Generator[None]:
+        """One backward: an error out of it breaks the mini-batch."""
+        try:
+            yield
+        except BaseException as error:
+            if self.accumulates:
+                with self._lock:
+                    self.broken = self.broken or error
+            raise
 
     def end(self, ended: Mapping[str, OpenMiniBatch]) -> None:
         """These were committed, or are given up."""
@@ -79,10 +82,10 @@ class MixtureMiniBatch:
                 f"experts {len(incomplete)} lack a part of their gradients. Call discard(), and run it again."
             )
             raise _error(head, incomplete) from broken
-        failed = _send(client, whole)
+        failed = _send(client, touched, whole)
         for uid, fault in failed.items():
             if isinstance(fault, _GONE):
-                touched[uid].failed(whole[uid][0], fault)
+                touched[uid].failed(fault)
         faults = {**incomplete, **failed}
         stepped = {uid: each for uid, each in touched.items() if uid not in faults}
         self.end(stepped)
@@ -101,90 +104,52 @@ class MixtureMiniBatch:
         return MixtureMiniBatch(self.accumulates)
 
 
-class Contribution:
-    """The gradients of one backward, as a context manager: an error out of it breaks the mini-batch.
-
-    Without accumulation, several calls of one expert add to a mini-batch of their own, in ``parts`` by expert.
-    """
-
-    def __init__(self, batch: MixtureMiniBatch) -> None:
-        self.parts: dict[str, OpenMiniBatch] = {}
-        self._batch = batch
-        self._by_call: list[OpenMiniBatch | None] = []
-        self._added: set[int] = set()
-
-    def begin(self, uid: str, *, split: bool = False) -> str:
-        """The name for the next call, one of several of its expert if ``split``; empty: the expert is to step."""
-        one = None
-        if self._batch.accumulates:
-            one = self._batch.open(uid)
-        elif split:
-            one = self.parts.setdefault(uid, OpenMiniBatch(uid))
-        self._by_call.append(one)
-        return "" if one is None else one.name
-
-    def added(self, index: int, incarnation: int) -> None:
-        """Call ``index`` was answered: its gradient was added at this incarnation of the server."""
-        one = self._by_call[index]
-        if one is not None:
-            one.added(one.name, incarnation)
-            self._added.add(index)
-
-    def failed(self, faults: Mapping[int, BaseException]) -> None:
-        """These calls failed. Of a call that was answered, the gradient was added: only its answer was of no use."""
-        for index, fault in faults.items():
-            one = self._by_call[index]
-            if one is not None and index not in self._added:
-                one.failed(one.name, fault)
-
-    def __enter__(self) -> "Contribution":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._batch.accumulates:
-            self._batch.fail(error)
-
-
 def commit_parts(client: GridClient, parts: Mapping[str, OpenMiniBatch]) -> None:
     """One step of each expert that was called several times in a backward which does not accumulate.
 
     One that lacks a part does not step. Raises ``MixtureCommitError`` for one that has all, and does not step either.
     """
     whole, incomplete = _parted(parts)
-    failed = _send(client, whole)
+    failed = _send(client, parts, whole)
     client.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
     if failed:
         head = f"backward of a mixture, sent in parts: {len(failed)} experts are not known to have stepped with it:"
         raise _error(head, failed)
 
 
-def _send(client: GridClient, whole: Mapping[str, tuple[str, int]]) -> dict[str, BaseException]:
-    """Commit these names, at these incarnations, all at once. Returns faults by expert."""
+def _send(
+    client: GridClient, touched: Mapping[str, OpenMiniBatch], whole: Mapping[str, int]
+) -> dict[str, BaseException]:
+    """Commit those that are whole, at these incarnations, all at once. Returns faults by expert."""
     if not whole:
         return {}
-    uids = list(whole)
-    calls = [client.requests.commit(uid, *whole[uid], client.resolver(uid).token()) for uid in uids]
 
-    def accept(index: int, answer: Received) -> None:
-        client.accept(uids[index], answer)
+    def called(number: int, uid: str) -> ExpertCall:
+        token = client.resolver(uid).token()
+        call = client.requests.commit(uid, touched[uid].name, whole[uid], token)
 
-    samples = [torch.tensor([index], device="cpu") for index in range(len(uids))]  # each call has its own sample
-    needed = torch.ones(len(uids), dtype=torch.int64, device="cpu")
-    deadline = time.monotonic() + client.options.backward_timeout
-    faults = FanOut(client, calls, {}, samples, needed, accept, deadline=deadline).run().faults
-    client.counters.fanned_out("commit", len(uids), 0, faults.values())
-    return {uids[index]: fault for index, fault in faults.items()}
+        def accept(answer: Received) -> None:
+            client.accept(uid, answer)
+
+        return ExpertCall(call, torch.tensor([number], device="cpu"), accept)  # each call has its own sample
+
+    calls = [called(number, uid) for number, uid in enumerate(whole)]
+    needed = torch.ones(len(calls), dtype=torch.int64, device="cpu")
+    FanOut(client, calls, needed, deadline=time.monotonic() + client.options.backward_timeout).run()
+    faults = faults_of(calls)
+    client.counters.fanned_out("commit", len(calls), 0, faults.values())
+    return faults
 
 
-def _parted(touched: Mapping[str, OpenMiniBatch]) -> tuple[dict[str, tuple[str, int]], dict[str, BaseException]]:
-    """The names and incarnations of the mini-batches that are whole, and what is wrong with the others."""
-    whole: dict[str, tuple[str, int]] = {}
+def _parted(touched: Mapping[str, OpenMiniBatch]) -> tuple[dict[str, int], dict[str, BaseException]]:
+    """The incarnations of the mini-batches that are whole, and what is wrong with the others."""
+    whole: dict[str, int] = {}
     incomplete: dict[str, BaseException] = {}
     for uid, each in touched.items():
         if why := each.fault:
             incomplete[uid] = CommitError(why)
-        elif ready := each.ready():
-            whole[uid] = ready
+        elif (incarnation := each.ready()) is not None:
+            whole[uid] = incarnation
         else:
             incomplete[uid] = CommitError("its backward has not come to an end")
     return whole, incomplete

@@ -15,6 +15,7 @@ of Large Neural Networks using Decentralized Mixture-of-Experts", 2020); the sec
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from math import ceil, prod
 from typing import Any
 
@@ -26,14 +27,14 @@ from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import SpecError, UsageError
 from weft.core.validation import Validator, is_number
 from weft.experts.client.autograd import RemoteLayer, forbid_tangents
-from weft.experts.client.connections import Connections
 from weft.experts.client.remote import check_compression
 from weft.experts.client.retry import Retry
-from weft.experts.client.stub import RequestBuilder
+from weft.experts.client.stub import IdempotencyKey, RequestBuilder
+from weft.experts.client.transport import Connections
 from weft.experts.compression import Policy
-from weft.experts.mixture import fanout, grid
+from weft.experts.mixture import grid
 from weft.experts.mixture.dispatch import Dispatch
-from weft.experts.mixture.fanout import CachedCall, GridClient, MixtureOptions, MixtureSignature
+from weft.experts.mixture.fanout import CachedCall, GridClient, MixtureCall, MixtureOptions, MixtureStatistics
 from weft.experts.mixture.mini_batch import MixtureMiniBatch
 from weft.experts.mixture.mixture_function import MixtureFunction
 
@@ -103,21 +104,13 @@ class RemoteMixtureOfExperts(RemoteLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        options: dict[str, Any] = {
-            "k_best": k_best,
-            "k_min": k_min,
-            "backward_k_min": backward_k_min,
-            "forward_timeout": forward_timeout,
-            "backward_timeout": backward_timeout,
-            "timeout_after_k_min": timeout_after_k_min,
-            "detect_anomalies": detect_anomalies,
-            "allow_zero_outputs": allow_zero_outputs,
-        }
+        counts, timeouts = (k_best, k_min, backward_k_min), (forward_timeout, backward_timeout, timeout_after_k_min)
+        options = MixtureOptions(*counts, *timeouts, detect_anomalies, allow_zero_outputs)
         with Validator("invalid mixture options") as check:
             check.count("in_features", in_features)
             valid = grid.check_grid(check, uid_prefix, grid_size)
             check.instance("connections", connections, Connections, "Connections, made with Connections(directory)")
-            fanout.check_options(check, options, prod(grid_size) if valid else None)
+            options.check(check, prod(grid_size) if valid else None)
             check.instance("retry", retry, Retry, "a Retry", optional=True)
             check_compression(check, compression)
             check.instance("client", client, str, "a name", optional=True)
@@ -129,7 +122,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
         self.make_anchor(self.proj.weight)
         requests = RequestBuilder(client, compression or Policy())
-        self._client = GridClient(self.grid, connections, retry or RETRY, requests, MixtureOptions(**options))
+        self._client = GridClient(self.grid, connections, retry or RETRY, requests, options)
         self._batch = MixtureMiniBatch(accumulate)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -144,15 +137,14 @@ class RemoteMixtureOfExperts(RemoteLayer):
         return graph_break(self._forward, (input, *args), kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        deadline = time.monotonic() + self.options.forward_timeout
-        signature, flat, live, cached = self._begin(args, kwargs, deadline)
+        call, flat = self._begin(args, kwargs)
         scores = self._scores(self._gating_input(args[0]))
-        places, sizes = live.places.to(scores.device), self.grid.sizes
+        places, sizes, cached = call.live.places.to(scores.device), self.grid.sizes, call.cached
         chosen = grid.choose(scores, places, sizes, self.options.k_best) if cached is None else cached.chosen
-        dispatch = Dispatch(chosen.cpu(), most=signature.max_batch_size)
-        answers, alive = self._call(signature, flat, live, chosen, dispatch, cached, deadline)
+        dispatch = Dispatch(chosen.cpu(), most=call.signature.max_batch_size)
+        answers, alive = self._send(call, flat, chosen, dispatch)
         weights = grid.weights_of_answered(grid.chosen_scores(scores, places, sizes, chosen), alive)
-        return signature.outputs.pack([grid.weighted_mean(each, weights) for each in answers])
+        return call.signature.outputs.pack([grid.weighted_mean(each, weights) for each in answers])
 
     def _check(self, check: Validator) -> None:
         """Check the arguments of a subclass, which has set them before."""
@@ -208,7 +200,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         """Steps that servers of the experts came back without; each time there is a `StepsLostWarning`."""
         return {uid: each.steps_lost for uid, each in self._client.progress.copy().items() if each.steps_lost}
 
-    def statistics(self) -> fanout.MixtureStatistics:
+    def statistics(self) -> MixtureStatistics:
         """Figures since the mixture was made."""
         return self._client.counters.statistics(len(self._client.live()))
 
@@ -216,20 +208,16 @@ class RemoteMixtureOfExperts(RemoteLayer):
         sizes = " x ".join(map(str, self.grid.sizes))
         return f"{self.grid.prefix}*, grid {sizes}, k_best={self.options.k_best}, k_min={self.options.k_min}"
 
-    def _begin(
-        self, args: Sequence[Any], kwargs: dict[str, Any], deadline: float
-    ) -> tuple[MixtureSignature, list[Tensor], grid.LiveExperts, CachedCall | None]:
-        """The signature, the flat inputs, the living experts, and the cached forward if this is its recomputation."""
-        client = self._client
+    def _begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[MixtureCall, list[Tensor]]:
+        """The call, and its flat inputs."""
+        client, deadline = self._client, time.monotonic() + self.options.forward_timeout
         live = client.live()
         signature = client.signature(live, deadline)
         flat = signature.flat(args, kwargs)
         cached = client.cache.take(flat) if is_recomputing() else None
-        if cached is not None:
-            return signature, flat, cached.live, cached
-        if not len(live) and not self.options.allow_zero_outputs:
+        if cached is None and not len(live) and not self.options.allow_zero_outputs:
             raise client.no_experts()
-        return signature, flat, live, None
+        return MixtureCall(signature, live if cached is None else cached.live, deadline, cached), flat
 
     def _gating_input(self, x: Tensor) -> Tensor:
         """What the router reads: the mean over all axes between, in the dtype and on the device of its weights."""
@@ -247,30 +235,23 @@ class RemoteMixtureOfExperts(RemoteLayer):
         with torch.autocast(x.device.type, enabled=False):
             return self.proj(x)
 
-    def _call(
-        self,
-        signature: MixtureSignature,
-        flat: Sequence[Tensor],
-        live: grid.LiveExperts,
-        chosen: Tensor,
-        dispatch: Dispatch,
-        cached: CachedCall | None,
-        deadline: float,
+    def _send(
+        self, call: MixtureCall, flat: Sequence[Tensor], chosen: Tensor, dispatch: Dispatch
     ) -> tuple[list[Tensor], Tensor]:
         """The flat outputs, each samples x k x ..., zeros without an answer, and which came (samples x k, bool)."""
-        client = self._client
-        experts = f"experts {self.grid.prefix}*"
+        client, experts = self._client, f"experts {self.grid.prefix}*"
         forbid_tangents(experts, flat)
-        anchor = self.anchor_for(f"{experts} are", signature.trained, flat)
+        anchor = self.anchor_for(f"{experts} are", call.signature.trained, flat)
         reached = [anchor, *flat]
-        keep = self.keep_graph and any(x.requires_grad for x in reached)
-        function = MixtureFunction(
-            client, signature, self._batch, live, dispatch, flat, anchor, deadline, cached, keep, not self.training
-        )
+        # A forward that will be recomputed is not the one that autograd walks back.
+        wanted = torch.is_grad_enabled() and not is_checkpointing() and any(x.requires_grad for x in reached)
+        key = partial(IdempotencyKey, self.keep_graph and wanted, not self.training)
+        keys = {span: key() for span in dispatch.spans} if call.cached is None else call.cached.keys
+        function = MixtureFunction(client, self._batch, call, dispatch, keys, flat, anchor)
         outputs = list(apply(function, reached))
         if is_checkpointing():
             answers = [x.detach() for x in outputs]
-            client.cache.put(flat, CachedCall(live, chosen, function.alive, answers, function.keys))
+            client.cache.put(flat, CachedCall(call.live, chosen, function.alive, answers, keys))
         return outputs, function.alive.to(chosen.device)
 
 
@@ -304,8 +285,8 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         return super().forward(input, *args, **kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
-        deadline = time.monotonic() + self.options.forward_timeout
-        signature, flat, live, cached = self._begin(args, kwargs, deadline)
+        call, flat = self._begin(args, kwargs)
+        live, cached = call.live, call.cached
         read = self._gating_input(args[0])
         if self.training and self.jitter_eps:
             read = read * torch.empty_like(read).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
@@ -316,12 +297,12 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         capacity = None
         if self.capacity_factor is not None:
             capacity = max(1, ceil(self.capacity_factor * chosen.numel() / max(1, len(live))))
-        dispatch = Dispatch(chosen.cpu(), capacity=capacity, most=signature.max_batch_size)
+        dispatch = Dispatch(chosen.cpu(), capacity=capacity, most=call.signature.max_batch_size)
         if cached is None:
             self._client.counters.count("dropped", chosen.numel() - len(dispatch.rows))
-        answers, alive = self._call(signature, flat, live, chosen, dispatch, cached, deadline)
+        answers, alive = self._send(call, flat, chosen, dispatch)
         weights = probabilities.gather(1, chosen) * alive
-        outputs = signature.outputs.pack([grid.weighted_mean(each, weights) for each in answers])
+        outputs = call.signature.outputs.pack([grid.weighted_mean(each, weights) for each in answers])
         return outputs, grid.load_balancing_loss(probabilities, chosen)
 
     def _check(self, check: Validator) -> None:

@@ -9,29 +9,27 @@ answer in forward is not called in backward; one that fails in backward adds not
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from weft.core.context import is_checkpointing
 from weft.core.errors import TWICE, BackwardTwiceError, listed
 from weft.experts.client.autograd import ONLY_ONCE
-from weft.experts.client.stub import IdempotencyKey
+from weft.experts.client.stub import IdempotencyKey, OpenMiniBatch
 from weft.experts.errors import AnomalyError, NoExpertsError, TooFewAnswersError
 from weft.experts.mixture.dispatch import CombineBuffer, Dispatch, RowSpan, finite_rows
 from weft.experts.mixture.fanout import (
-    Accept,
-    CachedCall,
     Direction,
+    ExpertCall,
     FanOut,
     GridClient,
-    MixtureSignature,
+    MixtureCall,
+    faults_of,
     too_few_answers,
 )
-from weft.experts.mixture.grid import LiveExperts
-from weft.experts.mixture.mini_batch import Contribution, MixtureMiniBatch, commit_parts
-from weft.experts.wire import Call, Received
+from weft.experts.mixture.mini_batch import MixtureMiniBatch, commit_parts
+from weft.experts.wire import Received
 
 _CPU = torch.device("cpu")
 
@@ -39,33 +37,23 @@ _CPU = torch.device("cpu")
 class MixtureFunction:
     """A `CutFunction`. After `forward`, ``alive`` (samples x k, bool, CPU) says which experts answered.
 
-    ``live``: the experts as the dispatch numbers them. ``inputs``: flat, each samples x .... ``deadline``: of forward.
-    ``cached``: the forward, if this is its recomputation. ``keep``, ``evaluation``: see `IdempotencyKey`.
+    ``inputs``: flat, each samples x .... ``keys``: of the calls by span, renewed at every backward.
     """
 
     def __init__(
         self,
         client: GridClient,
-        signature: MixtureSignature,
         batch: MixtureMiniBatch,
-        live: LiveExperts,
+        call: MixtureCall,
         dispatch: Dispatch,
+        keys: dict[RowSpan, IdempotencyKey],
         inputs: Sequence[Tensor],
         anchor: Tensor,
-        deadline: float,
-        cached: CachedCall | None,
-        keep: bool,
-        evaluation: bool,
     ) -> None:
-        self._client, self._signature, self._batch, self._options = client, signature, batch, client.options
-        self._uids, self._dispatch, self._cached, self._anchor = live.uids, dispatch, cached, anchor
-        self._deadline = deadline
-        # A forward that will be recomputed is not the one that autograd walks back.
-        keep = keep and torch.is_grad_enabled() and not is_checkpointing()
-        if cached is None:
-            self.keys = {span: IdempotencyKey(keep, evaluation) for span in dispatch.spans}
-        else:
-            self.keys = cached.keys
+        signature = call.signature
+        self._client, self._batch, self._call, self._signature = client, batch, call, signature
+        self._dispatch, self._keys, self._anchor, self._options = dispatch, keys, anchor, client.options
+        self._uids = call.live.uids
         if self._options.detect_anomalies:
             _check_finite("inputs of a mixture", signature.inputs.names, inputs)
         self._wanted = [x.requires_grad for x in inputs]
@@ -77,7 +65,7 @@ class MixtureFunction:
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """One tensor per flat output: samples x k x ..., on the device of the first input."""
-        cached, device = self._cached, self._like[0].device
+        cached, device = self._call.cached, self._like[0].device
         if cached is None:
             outputs = [x.to(device) for x in self._send_forward()]
         else:
@@ -102,14 +90,14 @@ class MixtureFunction:
             return [zero, *[None] * len(sent)]
         pairs = zip(gradients, self._outputs, strict=True)
         full = [torch.zeros_like(out, device=_CPU) if g is None else g for g, out in pairs]
-        with Contribution(self._batch) as contribution:
+        with self._batch.backward():
             if self._options.detect_anomalies:
                 _check_finite("gradients of outputs of a mixture", self._signature.outputs.names, full)
-            found = self._send_backward(sent, [self._dispatch.take_pairs(g) for g in full], contribution)
+            found = self._send_backward(sent, [self._dispatch.take_pairs(g) for g in full])
         return [zero, *(self._input_gradient(i, rows) for i, rows in enumerate(found))]
 
     def _send_forward(self) -> list[Tensor]:
-        signature, dispatch, options, sent = self._signature, self._dispatch, self._options, self._sent or []
+        dispatch, options, sent = self._dispatch, self._options, self._sent or []
         buffer = CombineBuffer(dispatch.samples, dispatch.k, finite=options.detect_anomalies)
         floor = options.k_min if options.allow_zero_outputs else max(1, options.k_min)
         if dispatch.k < floor and not options.allow_zero_outputs:  # no expert has failed, and no wait would help
@@ -118,88 +106,92 @@ class MixtureFunction:
                 f"{len(self._uids)} living experts of the grid. Start more, need fewer (k_min), or let such samples be "
                 "zero (allow_zero_outputs)."
             )
-        build = self._client.requests.forward
-        calls = [build(self._uids[span.expert], _rows(sent, span, None), self.keys[span]) for span in dispatch.spans]
-        places = [torch.arange(span.start, span.stop, device=_CPU) for span in dispatch.spans]
-
-        def accept(index: int, answer: Received) -> Tensor | None:
-            self._client.accept(calls[index].header.uid, answer)
-            self.keys[dispatch.spans[index]].kept = answer.header.keep
-            return buffer.put(dispatch.pairs[places[index]], signature.results(answer, _CPU))
-
+        calls = [self._forward_call(span, sent, buffer) for span in dispatch.spans]
         most = dispatch.sent.sum(1)
         needed = torch.where(most < dispatch.k, most.clamp(max=floor), floor)  # fewer where a capacity has cut
-        self._exchange("forward", self._deadline, calls, {}, places, needed, buffer, accept)
+        self._exchange("forward", self._call.deadline, calls, needed, buffer)
         self.alive = buffer.alive.view(dispatch.samples, dispatch.k)
         return buffer.rows() or self._zeros()
 
-    def _send_backward(
-        self, sent: Sequence[Tensor], rows: Sequence[Tensor], contribution: Contribution
-    ) -> Sequence[Tensor | None]:
-        signature, dispatch, options, client = self._signature, self._dispatch, self._options, self._client
+    def _forward_call(self, span: RowSpan, sent: Sequence[Tensor], buffer: CombineBuffer) -> ExpertCall:
+        uid, key, rows = self._uids[span.expert], self._keys[span], slice(span.start, span.stop)
+
+        def accept(answer: Received) -> Tensor | None:
+            self._client.accept(uid, answer)
+            key.kept = answer.header.keep
+            return buffer.put(self._dispatch.pairs[rows], self._signature.results(answer, _CPU))
+
+        call = self._client.requests.forward(uid, [x[rows] for x in sent], key)
+        return ExpertCall(call, self._dispatch.rows[rows], accept)
+
+    def _send_backward(self, sent: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        dispatch, options, client = self._dispatch, self._options, self._client
         buffer = CombineBuffer(dispatch.samples, dispatch.k, finite=options.detect_anomalies)
         deadline = time.monotonic() + options.backward_timeout
-        calls: list[Call] = []
-        wholes: dict[int, Call] = {}
-        places: list[Tensor] = []
-        inputs: list[Sequence[Tensor]] = []
         spans = dispatch.restricted(self.alive)
         counts = Counter(span.expert for span, _ in spans)
-        for index, (span, left) in enumerate(spans):
-            uid, key = self._uids[span.expert], self.keys[span]
-            self.keys[span] = key.again()
-            key.kept = key.kept and left is None  # else the inputs are not those that the server keeps
-            mini_batch = contribution.begin(uid, split=signature.trained and counts[span.expert] > 1)
-            inputs.append(_rows(sent, span, left))
-            call, wholes[index] = client.requests.backward(
-                uid, inputs[-1], _rows(rows, span, left), key, mini_batch, client.resolver(uid).token()
-            )
-            calls.append(call)
-            places.append(torch.arange(span.start, span.stop, device=_CPU) if left is None else left)
-
-        def accept(index: int, answer: Received) -> Tensor | None:
-            contribution.added(index, client.accept(calls[index].header.uid, answer).incarnation)
-            return buffer.put(dispatch.pairs[places[index]], signature.input_gradients(answer, inputs[index]))
-
+        parts = MixtureMiniBatch(True)  # of experts that are called several times, where the backward is to step
+        missing: dict[RowSpan, OpenMiniBatch] = {}  # calls whose gradients were not added so far
+        calls: dict[RowSpan, ExpertCall] = {}
+        for span, left in spans:
+            batch = self._batch if self._batch.accumulates else parts
+            if batch is not parts or (self._signature.trained and counts[span.expert] > 1):
+                missing[span] = batch.open(self._uids[span.expert])
+            calls[span] = self._backward_call(span, left, sent, gradients, buffer, missing)
         needed = self.alive.sum(1).clamp(max=options.backward_k_min)
         try:
-            self._exchange("backward", deadline, calls, wholes, places, needed, buffer, accept, contribution)
+            self._exchange("backward", deadline, [*calls.values()], needed, buffer)
         except BaseException:
-            client.discard(contribution.parts)
+            client.discard(parts.discard())
             raise
-        if contribution.parts:
-            commit_parts(self._client, contribution.parts)
+        finally:
+            for span, mini_batch in missing.items():
+                if (fault := calls[span].fault) is not None:
+                    mini_batch.failed(fault)
+        commit_parts(client, parts.touched())
         return buffer.rows() or [None] * len(sent)
 
-    def _exchange(
+    def _backward_call(
         self,
-        direction: Direction,
-        deadline: float,
-        calls: Sequence[Call],
-        wholes: Mapping[int, Call],
-        places: Sequence[Tensor],
-        needed: Tensor,
+        span: RowSpan,
+        left: Tensor | None,
+        sent: Sequence[Tensor],
+        gradients: Sequence[Tensor],
         buffer: CombineBuffer,
-        accept: Accept,
-        contribution: Contribution | None = None,
+        missing: dict[RowSpan, OpenMiniBatch],
+    ) -> ExpertCall:
+        """The call of a span, or of those of its rows that are ``left``."""
+        client, uid, key = self._client, self._uids[span.expert], self._keys[span]
+        self._keys[span] = key.again()
+        key.kept = key.kept and left is None  # else the inputs are not those that the server keeps
+        rows = slice(span.start, span.stop) if left is None else left
+        inputs = [x[rows] for x in sent]
+        name = missing[span].name if span in missing else ""
+
+        def accept(answer: Received) -> Tensor | None:
+            incarnation = client.accept(uid, answer).incarnation
+            mini_batch = missing.pop(span, None)
+            if mini_batch is not None:
+                mini_batch.added(incarnation)
+            return buffer.put(self._dispatch.pairs[rows], self._signature.input_gradients(answer, inputs))
+
+        token = client.resolver(uid).token()
+        call, whole = client.requests.backward(uid, inputs, [g[rows] for g in gradients], key, name, token)
+        return ExpertCall(call, self._dispatch.rows[rows], accept, whole)
+
+    def _exchange(
+        self, direction: Direction, deadline: float, calls: Sequence[ExpertCall], needed: Tensor, buffer: CombineBuffer
     ) -> None:
         """All calls of one direction. Afterwards the buffer holds, for each sample, enough answers or none."""
-        client, options = self._client, self._options
-        samples = [self._dispatch.rows[place] for place in places]
-        lenient, after = options.allow_zero_outputs, options.timeout_after_k_min
-        fan_out = FanOut(
-            client, calls, wholes, samples, needed, accept, deadline=deadline, after=after, lenient=lenient
-        )
-        faults = fan_out.run().faults
-        if contribution is not None:
-            contribution.failed(faults)
-        client.counters.fanned_out(direction, len(calls), sum(map(len, places)), faults.values())
-        short = fan_out.counts < needed
+        client, lenient, after = self._client, self._options.allow_zero_outputs, self._options.timeout_after_k_min
+        counts = FanOut(client, calls, needed, deadline=deadline, after=after, lenient=lenient).run().counts
+        faults = [each.fault for each in calls if each.fault is not None]
+        client.counters.fanned_out(direction, len(calls), sum(len(each.samples) for each in calls), faults)
+        short = counts < needed
         many = int(short.sum())
         if many and not lenient:
-            by_uid = {calls[index].header.uid: fault for index, fault in faults.items()}
             what, most = f"{direction} of a mixture", int(needed.max())
-            raise too_few_answers(what, len(needed), many, most, by_uid, client.retry)
+            raise too_few_answers(what, len(needed), many, most, faults_of(calls), client.retry)
         buffer.clear(short)
         client.counters.count("zeroed", many if direction == "forward" else 0)
 
@@ -225,13 +217,6 @@ class MixtureFunction:
         if rows is None:
             return like.new_zeros(self._dispatch.samples, *like.shape[1:])
         return rows.sum(1).to(like.device, like.dtype)
-
-
-def _rows(tensors: Sequence[Tensor], span: RowSpan, left: Tensor | None) -> list[Tensor]:
-    """The rows of one call: views, unless some of them are left out."""
-    if left is None:
-        return [tensor[span.start : span.stop] for tensor in tensors]
-    return [tensor.index_select(0, left.to(tensor.device)) for tensor in tensors]
 
 
 def _check_finite(what: str, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
