@@ -10,8 +10,7 @@ from benchmarks.table import Row, Table, at_most
 from weft.experts.client import Connections, Transport
 from weft.experts.discovery import LocalDirectory
 from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.mixture.dispatch import Dispatch
-from weft.experts.mixture.grid import choose
+from weft.experts.mixture.routing import Dispatch, choose
 
 WIDTH, K = 512, 4
 WANTED_MS = 3.0

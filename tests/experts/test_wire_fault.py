@@ -20,7 +20,7 @@ from weft.experts.wire import (
     register_fault,
     write_fault,
 )
-from weft.experts.wire.faults import FAULTS, MOST_TEXT
+from weft.experts.wire.service import FAULTS, MOST_TEXT
 
 
 @given(st.sampled_from(list(FAULTS.values())), st.text(max_size=50))

@@ -9,7 +9,7 @@
 
 A tensor that does not match the schema raises `SpecError`, as everywhere. Errors of the user's own module keep their
 type in the process that runs it, with a note that names the expert and the client. Most of these are the same class
-on both sides of a connection; `weft.experts.wire.faults` has the number of each.
+on both sides of a connection; `weft.experts.wire.service` has the number of each.
 """
 
 from collections.abc import Mapping

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.apart import python
 from weft.core.validation import Validator
 from weft.experts.mixture.fanout import MixtureOptions
-from weft.experts.mixture.grid import check_grid
+from weft.experts.mixture.routing import check_grid
 
 GOOD: dict[str, Any] = {
     "k_best": 4,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import SpecError
-from weft.experts.mixture.dispatch import CombineBuffer
+from weft.experts.mixture.routing import CombineBuffer
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool]
 

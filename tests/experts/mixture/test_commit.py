@@ -24,7 +24,7 @@ from weft import Pipe
 from weft.core.errors import UsageError
 from weft.experts.client import RemoteExpert, commit, discard
 from weft.experts.errors import MixtureCommitError, StepError, TooFewAnswersError
-from weft.experts.mixture.mini_batch import MixtureMiniBatch
+from weft.experts.mixture.mixture_function import MixtureMiniBatch
 from weft.experts.wire import Kind
 
 

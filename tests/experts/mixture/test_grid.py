@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.experts.discovery import Snapshot
-from weft.experts.mixture.grid import Grid
+from weft.experts.mixture.routing import Grid
 
 
 @given(st.lists(st.integers(1, 1200), min_size=1, max_size=4), st.data())

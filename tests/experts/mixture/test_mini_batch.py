@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from weft.experts.mixture.mini_batch import MixtureMiniBatch
+from weft.experts.mixture.mixture_function import MixtureMiniBatch
 
 
 def test_an_error_breaks_it_until_it_is_discarded() -> None:

@@ -11,7 +11,7 @@ import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -167,7 +167,7 @@ class RemoteExpert(RemoteLayer):
             self._stub.discard(_LAST_DISCARD)
         self._finalizer()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RemoteExpert":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import grpc
 
@@ -125,9 +125,6 @@ class _BaseTransport:
     def statistics(self) -> TransportStatistics:
         return TransportStatistics(self.address, *self._pending.counts(), self._opened)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -209,6 +206,9 @@ class GrpcTransport(_BaseTransport):
                 raise DeadlineError(f"{self.address} did not tell its status within {timeout:g} s") from None
             raise self._explain("did not tell its status", text) from None
 
+    def __enter__(self) -> "GrpcTransport":
+        return self
+
     def _stream(self) -> Stream:
         with self._lock:
             if not self._streams or self._streams[0].gone:
@@ -249,6 +249,9 @@ class LocalTransport(_BaseTransport):
         entry.sent = True
         self._handler(received, partial(_answered, self._pending, self._limits, entry.number))
         return entry.future
+
+    def __enter__(self) -> "LocalTransport":
+        return self
 
 
 class Connections:
@@ -335,7 +338,7 @@ class Connections:
         """Close all transports; calls in flight fail with ``LostError``. May be called twice."""
         self._finalizer()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Connections":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,15 +1,13 @@
 """Mixtures: a router here, and for each sample the k best of a grid of experts at servers.
 
-mixture.py           RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
-mixture_function.py  one node of autograd       dispatch.py    rows by expert and back
-grid.py              names, scores, weights     fanout.py      calls at once, and the wait for a quorum
-mini_batch.py        gradients that wait for one commit
+mixture.py   RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts    mixture_function.py  autograd node, mini-batches
+routing.py   scores, weights, rows by expert and back                fanout.py            calls at once, quorum
 """
 
 from weft.experts import extras as extras  # says what is not installed
 from weft.experts.mixture.fanout import MixtureStatistics
-from weft.experts.mixture.grid import load_balancing_loss
 from weft.experts.mixture.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from weft.experts.mixture.routing import load_balancing_loss
 
 __all__ = [
     "MixtureStatistics",

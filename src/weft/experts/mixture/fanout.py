@@ -42,8 +42,7 @@ from weft.experts.errors import (
     UnreachableError,
     reason_of,
 )
-from weft.experts.mixture.dispatch import RowSpan
-from weft.experts.mixture.grid import Grid, LiveExperts
+from weft.experts.mixture.routing import Grid, LiveExperts, RowSpan
 from weft.experts.wire import Call, Received
 from weft.experts.wire.service import Description, Receipt, read_description, read_receipt
 

@@ -1,11 +1,8 @@
 """Mixtures of remote experts as ordinary layers: a router here, and for each sample k experts out there.
 
-    x ── router (proj) ──> scores ── top k of those that live ──> chosen       grid.py: no remote call
-    x, chosen ── rows by expert ── one call each ──> answers                   dispatch.py, mixture_function.py
-    answers ── weights ── weighted mean ──> y                                  grid.py: plain autograd
-
-    RemoteMixtureOfExperts          softmax over those that answered
-    RemoteSwitchMixtureOfExperts    softmax over all that live; and a loss that keeps all of them equally busy
+    x ── router (proj) ──> scores ── top k of those that live ──> chosen       routing.py: no remote call
+    x, chosen ── rows by expert ── one call each ──> answers                   mixture_function.py, fanout.py
+    answers ── weights ── weighted mean ──> y                                  routing.py: plain autograd
 
 Experts that fail or are late get weight zero, in forward and in backward, as long as each sample has its ``k_min``. The
 contract, and the way of waiting, are those of hivemind's mixture (Ryabinin and Gusev, "Towards Crowdsourced Training
@@ -32,11 +29,10 @@ from weft.experts.client.retry import Retry
 from weft.experts.client.stub import IdempotencyKey, RequestBuilder
 from weft.experts.client.transport import Connections
 from weft.experts.compression import Policy
-from weft.experts.mixture import grid
-from weft.experts.mixture.dispatch import Dispatch
+from weft.experts.mixture import routing
 from weft.experts.mixture.fanout import CachedCall, GridClient, MixtureCall, MixtureOptions, MixtureStatistics
-from weft.experts.mixture.mini_batch import MixtureMiniBatch
-from weft.experts.mixture.mixture_function import MixtureFunction
+from weft.experts.mixture.mixture_function import MixtureFunction, MixtureMiniBatch
+from weft.experts.mixture.routing import Dispatch
 
 RETRY = Retry(attempts=3)
 """A mixture has other experts to go on with, so it does not retry one for long."""
@@ -108,7 +104,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         options = MixtureOptions(*counts, *timeouts, detect_anomalies, allow_zero_outputs)
         with Validator("invalid mixture options") as check:
             check.count("in_features", in_features)
-            valid = grid.check_grid(check, uid_prefix, grid_size)
+            valid = routing.check_grid(check, uid_prefix, grid_size)
             check.instance("connections", connections, Connections, "Connections, made with Connections(directory)")
             options.check(check, prod(grid_size) if valid else None)
             check.instance("retry", retry, Retry, "a Retry", optional=True)
@@ -117,7 +113,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
             check.boolean("accumulate", accumulate)
             check.boolean("keep_graph", keep_graph)
             self._check(check)
-        self.grid = grid.Grid(uid_prefix, grid_size)
+        self.grid = routing.Grid(uid_prefix, grid_size)
         self.in_features, self.keep_graph = in_features, keep_graph
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
         self.make_anchor(self.proj.weight)
@@ -140,11 +136,11 @@ class RemoteMixtureOfExperts(RemoteLayer):
         call, flat = self._begin(args, kwargs)
         scores = self._scores(self._gating_input(args[0]))
         places, sizes, cached = call.live.places.to(scores.device), self.grid.sizes, call.cached
-        chosen = grid.choose(scores, places, sizes, self.options.k_best) if cached is None else cached.chosen
+        chosen = routing.choose(scores, places, sizes, self.options.k_best) if cached is None else cached.chosen
         dispatch = Dispatch(chosen.cpu(), most=call.signature.max_batch_size)
         answers, alive = self._send(call, flat, chosen, dispatch)
-        weights = grid.weights_of_answered(grid.chosen_scores(scores, places, sizes, chosen), alive)
-        return call.signature.outputs.pack([grid.weighted_mean(each, weights) for each in answers])
+        weights = routing.weights_of_answered(routing.chosen_scores(scores, places, sizes, chosen), alive)
+        return call.signature.outputs.pack([routing.weighted_mean(each, weights) for each in answers])
 
     def _check(self, check: Validator) -> None:
         """Check the arguments of a subclass, which has set them before."""
@@ -290,7 +286,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         read = self._gating_input(args[0])
         if self.training and self.jitter_eps:
             read = read * torch.empty_like(read).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
-        scores = grid.all_scores(self._scores(read), live.places.to(read.device), self.grid.sizes)
+        scores = routing.all_scores(self._scores(read), live.places.to(read.device), self.grid.sizes)
         probabilities = scores.softmax(1)
         best = scores.detach().topk(min(self.options.k_best, len(live)), dim=1)
         chosen = best.indices if cached is None else cached.chosen
@@ -302,8 +298,8 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
             self._client.counters.count("dropped", chosen.numel() - len(dispatch.rows))
         answers, alive = self._send(call, flat, chosen, dispatch)
         weights = probabilities.gather(1, chosen) * alive
-        outputs = call.signature.outputs.pack([grid.weighted_mean(each, weights) for each in answers])
-        return outputs, grid.load_balancing_loss(probabilities, chosen)
+        outputs = call.signature.outputs.pack([routing.weighted_mean(each, weights) for each in answers])
+        return outputs, routing.load_balancing_loss(probabilities, chosen)
 
     def _check(self, check: Validator) -> None:
         jitter, factor = self.jitter_eps, self.capacity_factor

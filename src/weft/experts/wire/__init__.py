@@ -1,8 +1,7 @@
 """What travels between clients and servers: frames of calls, a protobuf header with raw tensor bytes behind it.
 
-experts.proto   the format, and gRPC's service      header.py    what is said of calls and tensors, and limits
-frame.py        calls and tensors <-> messages      faults.py    errors <-> bytes
-service.py      methods and options of gRPC, receipts, descriptions
+experts.proto  the format, and gRPC's service     header.py   what is said of calls and tensors, and limits
+frame.py       calls and tensors <-> messages     service.py  methods and options, receipts, descriptions, faults
 """
 
 from weft.experts import extras as extras  # says what is not installed
@@ -20,10 +19,6 @@ from weft.experts.errors import TruncatedError as TruncatedError
 from weft.experts.errors import UnknownExpertError as UnknownExpertError
 from weft.experts.errors import UnreachableError as UnreachableError
 from weft.experts.errors import WireError as WireError
-from weft.experts.wire.faults import RETRYABLE as RETRYABLE
-from weft.experts.wire.faults import read_fault as read_fault
-from weft.experts.wire.faults import register_fault as register_fault
-from weft.experts.wire.faults import write_fault as write_fault
 from weft.experts.wire.frame import Frame as Frame
 from weft.experts.wire.frame import Received as Received
 from weft.experts.wire.frame import decode as decode
@@ -35,3 +30,7 @@ from weft.experts.wire.header import Descriptor as Descriptor
 from weft.experts.wire.header import Header as Header
 from weft.experts.wire.header import Kind as Kind
 from weft.experts.wire.header import Limits as Limits
+from weft.experts.wire.service import RETRYABLE as RETRYABLE
+from weft.experts.wire.service import read_fault as read_fault
+from weft.experts.wire.service import register_fault as register_fault
+from weft.experts.wire.service import write_fault as write_fault
