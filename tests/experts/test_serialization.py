@@ -16,7 +16,7 @@ from tests.experts.wire_cases import formed, random_tensor, same_bytes
 from weft.core.errors import UsageError
 from weft.experts.errors import DamagedError
 from weft.experts.serialization import deserialize, serialize
-from weft.experts.wire.header import CODES
+from weft.experts.wire.frame import CODES
 
 KEYS = st.text(max_size=4) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

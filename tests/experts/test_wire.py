@@ -34,8 +34,7 @@ from weft.experts.wire import (
     encode,
     encode_parts,
 )
-from weft.experts.wire.frame import MESSAGE_BYTES
-from weft.experts.wire.header import ALIGNMENT, CODES, DTYPES
+from weft.experts.wire.frame import ALIGNMENT, CODES, DTYPES, MESSAGE_BYTES
 
 ASK = Header(kind=Kind.FORWARD, call_id=1, uid="ffn.0")
 
@@ -422,7 +421,7 @@ HOSTILE = """
 import resource
 from weft.experts.wire import LimitError, decode
 from weft.experts.wire.frame import _prefix
-from weft.experts.wire.header import HEADER_BYTES
+from weft.experts.wire.frame import HEADER_BYTES
 
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.core.errors import UsageError, listed
 from weft.experts.errors import DamagedError, TornError
-from weft.experts.wire.header import CODES
+from weft.experts.wire.frame import CODES
 
 _FORMAT = "weft-1"
 _ALIGNMENT = 64  # bytes, of the tensors' memory in the file

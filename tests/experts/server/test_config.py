@@ -18,7 +18,7 @@ from weft.experts.registry import Blueprint, register_expert
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server.auth import Role
 from weft.experts.server.config import ExpertTable, GrantTable, JournalTable, PanelTable, ServeConfig, build
-from weft.experts.wire.header import MOST_FRAME_BYTES, Limits
+from weft.experts.wire.frame import MOST_FRAME_BYTES, Limits
 
 pytestmark = pytest.mark.timeout(60)
 EXPERT: dict[str, Any] = {"name": "a", "kind": "ffn", "arguments": {"hidden": 8}}

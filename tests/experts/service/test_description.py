@@ -15,7 +15,7 @@ from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
 from weft.experts import ExpertBackend
 from weft.experts.wire import MalformedError
-from weft.experts.wire.header import CODES
+from weft.experts.wire.frame import CODES
 from weft.experts.wire.service import Receipt, describe, read_description, read_receipt
 
 specs = st.builds(

@@ -176,7 +176,7 @@ class RetryingCaller:
         last error is raised, with a note about the attempts before it; but where the last attempt was surely not
         executed and an earlier one may have been, that one's. ``UsageError`` once this is closed.
         """
-        attempts = Attempts(time.monotonic())
+        attempts = RetryState(time.monotonic())
         end = attempts.start + timeout
         with waiting():
             while True:
@@ -198,7 +198,7 @@ class RetryingCaller:
             return self.resolver.transport(0, None).submit(call, timeout)
         return None
 
-    def _attempt(self, call: Call, timeout: float, end: float, attempts: "Attempts") -> Received:
+    def _attempt(self, call: Call, timeout: float, end: float, attempts: "RetryState") -> Received:
         attempts.sent = False
         if self.closed.is_set():
             raise UsageError(f"{named(call)} was not sent: its RemoteExpert is closed")
@@ -227,7 +227,7 @@ class RetryingCaller:
 
 
 @dataclass(eq=False, slots=True)
-class Attempts:
+class RetryState:
     """What became of the attempts of one call.
 
     ``counted``: those that count against `Retry.attempts`. ``sent``: the current one was given to its transport.

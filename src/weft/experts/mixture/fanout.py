@@ -27,7 +27,7 @@ from weft.core.errors import UsageError, listed
 from weft.core.rng import waiting
 from weft.core.validation import Validator, is_whole
 from weft.experts.client.autograd import RecomputeCache
-from weft.experts.client.retry import Attempts, DirectoryResolver, Retry
+from weft.experts.client.retry import DirectoryResolver, Retry, RetryState
 from weft.experts.client.stub import ExpertProgress, IdempotencyKey, OpenMiniBatch, RequestBuilder, Signature
 from weft.experts.client.transport import Connections
 from weft.experts.discovery import Snapshot
@@ -151,7 +151,7 @@ class GridClient:
         """How the expert is reached."""
         return DirectoryResolver(uid, self.connections)
 
-    def begin(self, call: Call, deadline: float, attempts: Attempts) -> "Future[Received]":
+    def begin(self, call: Call, deadline: float, attempts: RetryState) -> "Future[Received]":
         """Send it, to be answered by ``deadline``. What fails, also at once, is the future's error."""
         try:
             left = deadline - time.monotonic()
@@ -176,7 +176,7 @@ class GridClient:
         """Tell the servers to drop these. No answer is waited for: it is a hint."""
         now = time.monotonic()
         for uid, each in mini_batches.items():
-            self.begin(self.requests.discard(uid, each.name), now + _HINT, Attempts(now))
+            self.begin(self.requests.discard(uid, each.name), now + _HINT, RetryState(now))
 
     def live(self) -> LiveExperts:
         """The living experts, as far as is known. Calls none of them."""
@@ -236,7 +236,7 @@ class ExpertCall:
     accept: Callable[[Received], Tensor | None]
     whole: Call | None = None
     fault: BaseException | None = None
-    attempts: Attempts = field(default_factory=lambda: Attempts(time.monotonic()))
+    attempts: RetryState = field(default_factory=lambda: RetryState(time.monotonic()))
 
 
 def faults_of(calls: Iterable[ExpertCall]) -> dict[str, BaseException]:

@@ -57,7 +57,7 @@ from weft.experts.server.server import Server
 from weft.experts.status_page.http import PanelOptions
 from weft.experts.task_pool import PoolOptions
 from weft.experts.tls import ClientTls, Pem, ServerTls
-from weft.experts.wire.header import Limits
+from weft.experts.wire.frame import Limits
 
 Made = TypeVar("Made")
 _TITLE = "invalid configuration of the server"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from weft.core.validation import Validator
 from weft.experts.address import address_fault, is_wildcard, split
-from weft.experts.wire.header import Limits
+from weft.experts.wire.frame import Limits
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What travels between clients and servers: frames of calls, a protobuf header with raw tensor bytes behind it.
 
-experts.proto  the format, and gRPC's service     header.py   what is said of calls and tensors, and limits
-frame.py       calls and tensors <-> messages     service.py  methods and options, receipts, descriptions, faults
+experts.proto  the format, and gRPC's service     frame.py  calls and tensors <-> messages, and their limits
+service.py     methods and options of gRPC; receipts, descriptions, faults
 """
 
 from weft.experts import extras as extras  # says what is not installed
@@ -19,17 +19,17 @@ from weft.experts.errors import TruncatedError as TruncatedError
 from weft.experts.errors import UnknownExpertError as UnknownExpertError
 from weft.experts.errors import UnreachableError as UnreachableError
 from weft.experts.errors import WireError as WireError
+from weft.experts.wire.frame import LIMITS as LIMITS
+from weft.experts.wire.frame import Call as Call
+from weft.experts.wire.frame import Descriptor as Descriptor
 from weft.experts.wire.frame import Frame as Frame
+from weft.experts.wire.frame import Header as Header
+from weft.experts.wire.frame import Kind as Kind
+from weft.experts.wire.frame import Limits as Limits
 from weft.experts.wire.frame import Received as Received
 from weft.experts.wire.frame import decode as decode
 from weft.experts.wire.frame import encode as encode
 from weft.experts.wire.frame import encode_parts as encode_parts
-from weft.experts.wire.header import LIMITS as LIMITS
-from weft.experts.wire.header import Call as Call
-from weft.experts.wire.header import Descriptor as Descriptor
-from weft.experts.wire.header import Header as Header
-from weft.experts.wire.header import Kind as Kind
-from weft.experts.wire.header import Limits as Limits
 from weft.experts.wire.service import RETRYABLE as RETRYABLE
 from weft.experts.wire.service import read_fault as read_fault
 from weft.experts.wire.service import register_fault as register_fault

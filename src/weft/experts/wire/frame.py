@@ -1,4 +1,4 @@
-"""Frames: calls of one client, packed into one message, and unpacked on the other side.
+"""Frames: calls of one client, packed into one message, and unpacked on the other side; and the limits of a frame.
 
     Call(Header(FORWARD, 7, "ffn.3"), [x])  ─┐                                    ┌─ Received(header, descriptors)
     Call(Header(BACKWARD, 8, ...), [x, g])  ─┴─ encode ──> message ── decode ─────┴─ Received   .tensors()
@@ -10,10 +10,10 @@ Protobuf for all but the tensors, which lie behind it as they are; no pickle, no
 tensors is checked against the limits before a byte of theirs is allocated. A frame that breaks the format is refused
 whole: past a fault nothing in it can be believed. All its calls are of one client, so nobody else pays.
 
-A contiguous CPU tensor is sent from its own memory, and a decoded one is a view of the message, which it keeps alive.
-Messages that arrived belong to nobody else, so a module may work in place on its input. A message at an odd address is
-copied once. Between bytes and tensors stands numpy where it knows the dtype: nearly every operation of torch lets go of
-the interpreter's lock, and where many threads send small tensors each of them waits for it again.
+A contiguous CPU tensor is sent from its own memory, and a decoded one is a view of the message, which it keeps alive:
+messages that arrived belong to nobody else, so a module may work in place on its input. Between bytes and tensors
+stands numpy where it knows the dtype: nearly every operation of torch lets go of the interpreter's lock, and where many
+threads send small tensors each of them waits for it again.
 
 A server takes messages of `MESSAGE_BYTES` at most: gRPC holds a message before anybody has seen a byte of it. A larger
 frame goes on in messages with a body only (`Frame.append`), for which the server has counted its size before.
@@ -21,6 +21,8 @@ frame goes on in messages with a body only (`Frame.append`), for which the serve
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -31,21 +33,119 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from weft.core.errors import UsageError
+from weft.core.validation import Validator
 from weft.experts.compression import Compression, compress, expand, packed_bytes
 from weft.experts.errors import LimitError, MalformedError, TruncatedError, WireError
 from weft.experts.protobuf import load_messages
-from weft.experts.wire.header import (
-    ALIGNMENT,
-    CODES,
-    DTYPES,
-    LIMITS,
-    WITH_TENSORS,
-    Call,
-    Descriptor,
-    Header,
-    Kind,
-    Limits,
-)
+
+ALIGNMENT = 16
+"""Every tensor begins at a multiple of it."""
+HEADER_BYTES = 256 << 10
+"""The largest header. Parsed it takes up to 80 times as much memory, for as long as `decode` runs."""
+MOST_FRAME_BYTES = 0x7FFF_FFFF - (1 << 16)  # gRPC counts a message's bytes, with some of its own, in 31 bits
+_MOST_AXES = 64  # of torch
+
+# Left out are dtypes that torch cannot store as whole bytes (`uint1` ... `int7`, `float4_e2m1fn_x2`), the quantized
+# ones, which carry a scale outside their bytes and crash when made from a buffer, and `complex32`, which torch calls
+# experimental and warns about at every allocation.
+_TENSOR = load_messages("weft.experts.wire", "experts")["Tensor"]
+DTYPES: dict[int, torch.dtype] = {
+    each.number: getattr(torch, each.name.removesuffix("_"))
+    for each in _TENSOR.DESCRIPTOR.fields_by_name["dtype"].enum_type.values
+    if each.number
+}
+"""Which dtypes travel, by their numbers in experts.proto."""
+CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class Kind(IntEnum):
+    """What a call is, as in experts.proto."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    COMMIT = 3
+    RESULT = 4
+    ERROR = 5
+    INFO = 6
+    PING = 7
+    GOAWAY = 8
+    STATE = 9
+    DISCARD = 10
+
+
+WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})
+
+
+class Header(NamedTuple):  # a tuple: made for every call, and three times as fast as a frozen dataclass
+    """All of a call but its tensors; experts.proto says what each field means.
+
+    ``call_id`` is set on the way. ``key``: what stands behind a ``+`` tells several backwards of one forward apart.
+    ``deadline_ms``: what is left of the caller's time when the frame is sent. ``data`` is opaque here.
+    """
+
+    kind: Kind
+    call_id: int = 0
+    uid: str = ""
+    key: str = ""
+    client: str = ""
+    mini_batch: str = ""
+    deadline_ms: int | None = None
+    keep: bool = False
+    evaluation: bool = False
+    reply: Compression = Compression.NONE
+    step: int = 0
+    data: bytes = b""
+
+
+class Descriptor(NamedTuple):
+    """One tensor of a call, and where its ``nbytes`` bytes lie, counted from the start of the body."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    compression: Compression
+    nbytes: int
+    offset: int
+    decoded_bytes: int
+
+
+class Call(NamedTuple):
+    """One call to send: its header, its tensors in flat order, and how each may be compressed (empty: none is)."""
+
+    header: Header
+    tensors: Sequence[Tensor] = ()
+    compressions: Sequence[Compression] = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The caps of one frame, all inclusive, checked before anything of it is allocated.
+
+    ``frame_bytes`` and ``header_bytes`` are on the wire; ``decoded_bytes`` of all its tensors. ``elements`` are of a
+    tensor, ``name_bytes`` of each name in a call, ``data_bytes`` of its opaque data. Raises ``UsageError``.
+    """
+
+    frame_bytes: int = 64 << 20
+    header_bytes: int = HEADER_BYTES
+    data_bytes: int = 128 << 10
+    decoded_bytes: int = 256 << 20
+    calls: int = 256
+    tensors: int = 256
+    axes: int = 16
+    elements: int = 1 << 28
+    name_bytes: int = 1024
+
+    def __post_init__(self) -> None:
+        caps = {"axes": _MOST_AXES, "header_bytes": HEADER_BYTES, "frame_bytes": MOST_FRAME_BYTES}
+        with Validator("invalid limits") as check:
+            for name in (field.name for field in fields(self)):
+                value, cap = getattr(self, name), caps.get(name)
+                if check.count(name, value) and cap is not None:
+                    check.that(value <= cap, f"{name} is {value}, the format ends at {cap}")
+
+
+LIMITS = Limits()
+"""The limits where none are given."""
+
 
 MESSAGE_BYTES = 512 << 10
 """The largest message that a server takes, which is a frame or a part of one."""
@@ -55,7 +155,6 @@ _MOST_DEADLINE = (1 << 32) - 1
 
 # Tensors stay bytes until they are looked up: most calls' are like those of calls before.
 _HEADER = load_messages("weft.experts.wire", "experts", "Call.tensors")["Header"]
-_TENSOR = load_messages("weft.experts.wire", "experts")["Tensor"]
 _TENSOR_BYTES = 1024  # of those that are remembered
 _KINDS = {int(kind): kind for kind in Kind}
 _FIELDS = Header._fields
@@ -325,8 +424,6 @@ def _check(limits: Limits, name: str, seen: int) -> None:
 
 def _prefix(tag: int, size: int) -> bytes:
     """Tag and length of a field, as protobuf writes them."""
-    if size < 0x80:
-        return bytes((tag, size))
     found = bytearray((tag,))
     while size > 0x7F:
         found.append(size & 0x7F | 0x80)

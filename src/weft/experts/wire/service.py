@@ -31,8 +31,7 @@ from weft.core.spec import TensorSpec
 from weft.experts import errors
 from weft.experts.errors import ExpertFailedError, LimitError, MalformedError, RemoteError, WireError
 from weft.experts.protobuf import load_messages
-from weft.experts.wire.frame import MESSAGE_BYTES
-from weft.experts.wire.header import CODES, Limits
+from weft.experts.wire.frame import CODES, MESSAGE_BYTES, Limits
 
 _MESSAGES = load_messages("weft.experts.wire", "experts")
 PROTO: bytes = _MESSAGES["Frame"].DESCRIPTOR.file.serialized_pb
