@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 WHERE = shutil.which("etcd")
 
 
@@ -39,13 +41,15 @@ def free_ports(count: int) -> list[int]:
 @contextmanager
 def cluster(folder: Path, members: int = 1, client: Sequence[str] = (), scheme: str = "http") -> Iterator[list[Member]]:
     """Members that know each other; ``client`` are more options, and ``scheme`` is that of their clients."""
+    if WHERE is None:
+        pytest.skip("there is no `etcd` on the path (Debian: apt-get install etcd-server)")
     ports = free_ports(2 * members)
     peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
     together = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
     made: list[Member] = []
     for i, peer in enumerate(peers):
         url = f"{scheme}://127.0.0.1:{ports[i]}"
-        command = [str(WHERE), "--name", f"m{i}", "--data-dir", str(folder / f"m{i}")]
+        command = [WHERE, "--name", f"m{i}", "--data-dir", str(folder / f"m{i}")]
         command += ["--listen-client-urls", url, "--advertise-client-urls", url, "--initial-cluster-state", "new"]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", together]
         command += ["--heartbeat-interval", "20", "--election-timeout", "200", "--log-level", "error", *client]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experts.etcd_cases import WHERE, cluster, free_ports, wait_for_port
+from tests.experts.etcd_cases import cluster, free_ports, wait_for_port
 from tests.experts.server.replica_cases import expert, make, role, same, step
 from tests.experts.waiting import until
 from weft.experts.client import Connections, RemoteExpert
@@ -36,13 +36,6 @@ kind = "ffn"
 arguments = {{ hidden = 8 }}
 optimizer = "Adam"
 """
-
-
-@pytest.fixture(autouse=True)
-def needs_etcd(request: pytest.FixtureRequest) -> None:
-    """Skip by name, since -rs folds equal reasons."""
-    if WHERE is None:
-        pytest.skip(f"{request.node.name}: there is no `etcd` on the path (Debian: apt-get install etcd-server)")
 
 
 @pytest.fixture
