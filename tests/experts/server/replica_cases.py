@@ -8,14 +8,7 @@ from typing import Any
 from tests.experts.expert_cases import fussy_backend, rows, work
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.discovery import (
-    AwayError,
-    Directory,
-    Lease,
-    LocalDirectory,
-    Ownership,
-    Snapshot,
-)
+from weft.experts.discovery import AwayError, Directory, Lease, LocalDirectory, Ownership
 from weft.experts.replication import Replica, ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 
@@ -36,6 +29,10 @@ class Away(LocalDirectory):
         super()._expire()
 
 
+def _asked_of_inner(name: str) -> Any:
+    return lambda self, *values: getattr(self._there(), name)(*values)
+
+
 class Cut(LocalDirectory):
     """What one server sees of a directory: it can be cut off from it, and from it alone; and it can begin anew."""
 
@@ -54,23 +51,8 @@ class Cut(LocalDirectory):
             raise AwayError("cut off")
         return self.inner
 
-    def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
-        return self._there().declare(uids, address, ttl)
-
-    def renew(self, lease: Lease) -> None:
-        self._there().renew(lease)
-
-    def withdraw(self, lease: Lease) -> None:
-        self._there().withdraw(lease)
-
-    def get(self, prefix: str = "") -> Snapshot:
-        return self._there().get(prefix)
-
-    def claim(self, uid: str, lease: Lease) -> Ownership:
-        return self._there().claim(uid, lease)
-
-    def release(self, ownership: Ownership) -> None:
-        self._there().release(ownership)
+    declare, renew, withdraw = map(_asked_of_inner, ("declare", "renew", "withdraw"))
+    get, claim, release = map(_asked_of_inner, ("get", "claim", "release"))
 
 
 def after(revisions: int) -> LocalDirectory:

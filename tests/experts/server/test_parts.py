@@ -1,17 +1,17 @@
 """The small parts of a server: its threads, its entry in the directory, what it keeps of an expert."""
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
+from tests.experts.server.replica_cases import Away
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.discovery import AwayError, Lease, LocalDirectory, Snapshot
+from weft.experts.discovery import AwayError, LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.server import HostedExpert, ServerOptions
 from weft.experts.server.server import PeriodicTask
@@ -59,22 +59,6 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
 
 def test_a_repeat_that_never_started_stops() -> None:
     assert PeriodicTask("test", 60.0, lambda: None).stop(1.0)
-
-
-class Away(LocalDirectory):
-    """A directory that does not answer while ``away``."""
-
-    away = False
-
-    def renew(self, lease: Lease) -> None:
-        if self.away:
-            raise AwayError("away")
-        super().renew(lease)
-
-    def withdraw(self, lease: Lease) -> None:
-        if self.away:
-            raise AwayError("away")
-        super().withdraw(lease)
 
 
 def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> None:
@@ -134,26 +118,11 @@ class Silent(LocalDirectory):
         super().__init__()
         self.away, self.gate, self.asked = False, threading.Event(), threading.Event()
 
-    def _wait(self) -> None:
+    def _expire(self) -> None:
         if self.away:
             self.asked.set()
             assert self.gate.wait(60.0)
-
-    def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
-        self._wait()
-        return super().declare(uids, address, ttl)
-
-    def renew(self, lease: Lease) -> None:
-        self._wait()
-        super().renew(lease)
-
-    def withdraw(self, lease: Lease) -> None:
-        self._wait()
-        super().withdraw(lease)
-
-    def get(self, prefix: str = "") -> Snapshot:
-        self._wait()
-        return super().get(prefix)
+        super()._expire()
 
 
 def test_whoever_ends_does_not_wait_for_a_directory_that_is_silent() -> None:
