@@ -188,7 +188,7 @@ def _noted(found: Answer, task: Task, name: str) -> Answer:
     return found
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BatchExecutor:
     """Forward, backward and commit of one expert. ``given``: what the user said of the module's outputs, or None."""
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.core.errors import UsageError, listed
 from weft.core.validation import Validator, is_number
 from weft.experts.errors import (
     ClosedError,
@@ -485,17 +486,18 @@ class TaskPool:
 
 
 def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadline: Any, *, splits: bool) -> None:
-    """Raise ``UsageError`` for invalid metadata; quick, for most are valid. ``splits``: allows mini-batches."""
-    usual = mini_batch is None and (deadline is None or (type(deadline) is float and not isnan(deadline)))
-    if usual and all([word is None or (word and type(word) is str) for word in (client, key)]):
-        return
-    with Validator(f"invalid metadata of a task for pool {pool!r}") as check:
-        for name, word in (("client", client), ("key", key), ("mini_batch", mini_batch)):
-            valid = word is None or (isinstance(word, str) and word != "")
-            check.that(valid, f"{name} is {word!r}, wanted None or a non-empty str")
-        timely = deadline is None or (is_number(deadline) and not (isinstance(deadline, float) and isnan(deadline)))
-        check.that(timely, f"deadline is {deadline!r}, wanted None or a time of `time.monotonic`")
-        check.that(mini_batch is None or splits, f"it does not accumulate gradients; drop mini_batch={mini_batch!r}")
+    """Raise ``UsageError`` that lists invalid metadata. ``splits``: allows mini-batches."""
+    faults = [
+        f"{name} is {word!r}, wanted None or a non-empty str"
+        for name, word in (("client", client), ("key", key), ("mini_batch", mini_batch))
+        if word is not None and not (isinstance(word, str) and word)
+    ]
+    if deadline is not None and not (is_number(deadline) and (isinstance(deadline, int) or not isnan(deadline))):
+        faults.append(f"deadline is {deadline!r}, wanted None or a time of `time.monotonic`")
+    if mini_batch is not None and not splits:
+        faults.append(f"it does not accumulate gradients; drop mini_batch={mini_batch!r}")
+    if faults:
+        raise UsageError(listed(f"invalid metadata of a task for pool {pool!r}:", faults))
 
 
 def _payload(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
