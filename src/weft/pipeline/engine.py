@@ -27,7 +27,7 @@ from weft.pipeline.checks import (
     refuse_cached_weights,
 )
 from weft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, never_recomputes
-from weft.pipeline.executor import Executor, SerialExecutor, ThreadExecutor
+from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights, WeightedLoss
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch, Output
 from weft.pipeline.plan import Crossing, PipelinePlan, staged_plan
@@ -100,7 +100,7 @@ class PipeRuntime:
         key = (layout, loss)
         if key not in self._plans:
             function = self._loss if loss else None
-            executor: Executor = self._threads if layout == "threads" else self._serial
+            executor = self._threads if layout == "threads" else self._serial
             streams, cut = layout == "threads", layout in ("serial", "threads")
             plan = staged_plan(self.stages, self._crossing, executor, function, streams=streams, cut=cut)
             self._plans[key] = plan

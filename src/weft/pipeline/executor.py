@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,15 +35,6 @@ Report = TypeVar("Report")
 
 class Closed(Exception):
     """The walk was given up while a worker waited; the walk keeps the reason, not this exception."""
-
-
-@runtime_checkable
-class Inbox(Protocol):
-    """Where messages to one worker wait for it."""
-
-    def put(self, address: Address, value: Any, /) -> None: ...
-    def take(self, address: Address, /) -> Any: ...
-    def close(self) -> None: ...
 
 
 class LocalQueue(dict[Address, Any]):
@@ -79,34 +70,10 @@ class Mailbox:
         self._arriving.put((None, None))
 
 
+Inbox = LocalQueue | Mailbox
 Outboxes = Sequence[Inbox]
 """For every stage the mailbox of its worker; the last one, which is at OUTSIDE, holds what leaves the run."""
 Perform = Callable[[Action, Inbox, Outboxes], None]
-
-
-@runtime_checkable
-class Executor(Protocol):
-    """What walks a schedule."""
-
-    def walk(
-        self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
-    ) -> dict[Address, Message]:
-        """Perform every action of the schedule in a valid order; return what left the run.
-
-        The first exception of an action ends the walk and is raised here, with its own traceback.
-        """
-        ...
-
-    def commit(self, report: Report) -> list[Report]:
-        """End a walk that went well here: the reports of all processes that took part, with this one.
-
-        Raises what made the walk fail in another process.
-        """
-        ...
-
-    def abort(self, error: BaseException) -> None:
-        """End a walk that failed here, so that it fails in every process."""
-        ...
 
 
 @contextmanager
@@ -121,12 +88,15 @@ def working() -> Generator[None]:
 
 
 class SerialExecutor:
-    """All actions in the caller's thread, the micro-batch that has come furthest first."""
+    """All actions in the caller's thread, the micro-batch that has come furthest first; base of other executors."""
 
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
     ) -> dict[Address, Message]:
-        """See `Executor.walk`."""
+        """Perform every action of the schedule in a valid order; return what left the run.
+
+        The first exception of an action ends the walk and is raised here, with its own traceback.
+        """
         queue, left = LocalQueue(), LocalQueue()
         for messages in given.values():
             queue.update(messages)
@@ -143,11 +113,14 @@ class SerialExecutor:
         return left
 
     def commit(self, report: Report) -> list[Report]:
-        """See `Executor.commit`; no other process takes part."""
+        """End a walk that went well here: the reports of all processes that took part, with this one.
+
+        Raises what made the walk fail in another process. Here none takes part.
+        """
         return [report]
 
     def abort(self, error: BaseException) -> None:
-        """See `Executor.abort`."""
+        """End a walk that failed here, so that it fails in every process."""
 
 
 class ThreadExecutor(SerialExecutor):
@@ -174,7 +147,7 @@ class ThreadExecutor(SerialExecutor):
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
     ) -> dict[Address, Message]:
-        """See `Executor.walk`. On KeyboardInterrupt the workers stop after the action that each is in.
+        """See `SerialExecutor.walk`. On KeyboardInterrupt the workers stop after the action that each is in.
 
         Under modes or hooks of the calling thread all is done in that thread: workers would run without them.
         """

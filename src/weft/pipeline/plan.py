@@ -16,7 +16,7 @@ from torch import nn
 from weft.core.segment import Function, MicroBatchContext
 from weft.pipeline.checks import ForeignParameterCheck
 from weft.pipeline.device import CudaPlace, Place
-from weft.pipeline.executor import Executor
+from weft.pipeline.executor import SerialExecutor
 from weft.pipeline.loss import LossStage
 from weft.pipeline.routing import OUTSIDE, EntryPoint, EntryPoints, Route, Wiring
 from weft.pipeline.skip import inspect_skip_layout
@@ -36,7 +36,7 @@ class PipelinePlan:
     searched: tuple[ForeignParameterCheck, ...]
     wiring: Wiring
     places: tuple[Place | None, ...]
-    executor: Executor
+    executor: SerialExecutor
     entry_points: EntryPoints
     stages: tuple[Stage, ...]
 
@@ -72,7 +72,13 @@ def build_stages(
 
 
 def staged_plan(
-    stages: Sequence[Stage], crossing: Crossing, executor: Executor, loss: LossStage | None, *, streams: bool, cut: bool
+    stages: Sequence[Stage],
+    crossing: Crossing,
+    executor: SerialExecutor,
+    loss: LossStage | None,
+    *,
+    streams: bool,
+    cut: bool,
 ) -> PipelinePlan:
     """One segment per stage. With `streams`, CUDA stages get streams of their own. `cut` says that segments will be cut
     out of autograd."""
