@@ -11,9 +11,8 @@ import torch
 from weft import Pipe
 from weft.core.context import ExecutionContext, ProcessFlags, is_checkpointing, is_recomputing, phase
 from weft.core.segment import Keep, MicroBatchContext, Segment
-from weft.pipeline.device import Message
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
-from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
+from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
 from weft.pipeline.schedule import Schedule, gpipe
 from weft.pipeline.step import Run
 

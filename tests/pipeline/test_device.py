@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from weft import Pipe
-from weft.pipeline.device import CudaPlace, Message, Place, join_walk, leave_walk, message_of
+from weft.pipeline.routing import CudaPlace, Message, Place, join_walk, leave_walk, message_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from weft.core.context import ExecutionContext
 from weft.core.segment import Keep, MicroBatchContext, Segment
-from weft.pipeline.device import Message
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
-from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
+from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
 from weft.pipeline.schedule import Action, gpipe
 from weft.pipeline.step import Run
 from weft.pipeline.tracing import Recorder

@@ -26,8 +26,7 @@ import torch
 
 from weft.core.context import ExecutionContext, has_local_modes
 from weft.core.rng import carry_lock
-from weft.pipeline.device import Message
-from weft.pipeline.routing import Address, Given
+from weft.pipeline.routing import Address, Given, Message
 from weft.pipeline.schedule import Action, Schedule
 
 Report = TypeVar("Report")

@@ -15,10 +15,9 @@ from torch import nn
 
 from weft.core.segment import Function, MicroBatchContext
 from weft.pipeline.checks import ForeignParameterCheck
-from weft.pipeline.device import CudaPlace, Place
 from weft.pipeline.executor import SerialExecutor
 from weft.pipeline.loss import LossStage
-from weft.pipeline.routing import OUTSIDE, EntryPoint, EntryPoints, Route, Wiring
+from weft.pipeline.routing import OUTSIDE, CudaPlace, EntryPoint, EntryPoints, Place, Route, Wiring
 from weft.pipeline.skip import inspect_skip_layout
 from weft.pipeline.stage import Skip, Stage
 

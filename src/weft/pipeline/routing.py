@@ -1,4 +1,4 @@
-"""Routes: where a value that crosses a cut comes from, and which stages read it.
+"""Routes: where a value that crosses a cut comes from, which stages read it, and how it gets to their devices.
 
 A value has an *address* (route, reader, micro-batch). Going forward it travels from the route's source to the reader;
 its gradient has the same address and travels from the reader to the source. No table of gradients to return is kept:
@@ -11,14 +11,38 @@ the routes walked in reverse are that table.
 
 A route with `delay` d is a *carry*: micro-batch (or time chunk) i reads what micro-batch i - d produced. The first d
 readings come from outside (the initial state), and the last d productions go outside (the last state).
+
+On the CPU nothing has to be moved. On CUDA every worker has two streams, one to compute and one to copy, and a value is
+handed over together with the event after which it is ready:
+
+    producer:  compute --- y ready (event) -------------------------------
+    consumer:  copy    -------- wait(event) -- copy y -- (event) ---------
+               compute -- (previous micro-batch) ------- wait -- F -------
+
+The caching allocator may reuse a block as soon as the stream that it came from has passed the point of its release; so
+a tensor that another stream reads is recorded there (`Tensor.record_stream`). At both ends of a walk the workers'
+streams and the caller's stream wait for each other, so weights that the optimizer wrote and gradients that the workers
+wrote are seen by whoever reads them next.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from weft.core.pytree import flatten, unflatten
 from weft.core.segment import Gradients
-from weft.pipeline.device import Message, message_of
+
+
+class Message(NamedTuple):
+    """A value on its way, with the `torch.cuda.Event` that says when its tensors are ready (None: they are)."""
+
+    value: Any
+    ready: Any = None
+
 
 OUTSIDE = -1
 
@@ -109,3 +133,97 @@ class EntryPoints:
 
     def _out(self, index: int) -> Address:
         return Address(self.result, OUTSIDE, index)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The leaf on another device, still a leaf that wants a gradient if it did."""
+    if tensor.device == device:
+        return tensor
+    # Blocking, which concerns copies between CPU and CUDA only: the caller may write into its pinned tensor as
+    # soon as the pipe returns, and whoever reads a result on the CPU must find it there.
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+
+class Place:
+    """The device of one stage as one worker sees it. Moves what arrives; without streams of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def arrive(self, message: Message) -> Any:
+        """The value, on this device and ready to be read."""
+        leaves, structure = flatten(message.value)
+        return unflatten(structure, [self._arrive(x, message) if isinstance(x, Tensor) else x for x in leaves])
+
+    def _arrive(self, tensor: Tensor, message: Message) -> Tensor:
+        if message.ready is not None and tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).wait_event(message.ready)
+            if self.device.type == "cpu":
+                message.ready.synchronize()
+        return _moved(tensor, self.device)
+
+    def depart(self, value: Any) -> Message:
+        """The value, ready to be sent."""
+        return Message(value)
+
+    @contextmanager
+    def here(self) -> Generator[None]:
+        """Work inside runs at this place."""
+        yield
+
+
+class CudaPlace(Place):
+    """A CUDA device with one stream to compute and one to copy, both this worker's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.compute = torch.cuda.Stream(device)
+        self.copy = torch.cuda.Stream(device)
+
+    def _arrive(self, tensor: Tensor, message: Message) -> Tensor:
+        if tensor.device == self.device:
+            if message.ready is not None:
+                self.compute.wait_event(message.ready)
+            tensor.record_stream(self.compute)
+            return tensor
+        if message.ready is not None:
+            self.copy.wait_event(message.ready)
+        with torch.cuda.stream(self.copy):
+            moved = _moved(tensor, self.device)
+        if tensor.is_cuda:
+            tensor.record_stream(self.copy)
+        self.compute.wait_stream(self.copy)
+        moved.record_stream(self.compute)
+        return moved
+
+    def depart(self, value: Any) -> Message:
+        return Message(value, self.compute.record_event())
+
+    @contextmanager
+    def here(self) -> Generator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
+            yield
+
+
+def join_walk(places: Iterable[Place | None]) -> None:
+    """Before a walk: let the places wait for what the caller's streams were given."""
+    for place in places:
+        if isinstance(place, CudaPlace):
+            place.compute.wait_stream(torch.cuda.current_stream(place.device))
+
+
+def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None]) -> None:
+    """After a walk: let the caller's streams wait for the places, and own the results from here on."""
+    for place in places:
+        if isinstance(place, CudaPlace):
+            torch.cuda.current_stream(place.device).wait_stream(place.compute)
+            torch.cuda.current_stream(place.device).wait_stream(place.copy)
+    for tensor in results:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def message_of(value: Any) -> Message:
+    """A value of the caller, with the event after which the caller's stream has made it."""
+    device = next((x.device for x in flatten(value)[0] if isinstance(x, Tensor) and x.is_cuda), None)
+    return Message(value, None if device is None else torch.cuda.current_stream(device).record_event())

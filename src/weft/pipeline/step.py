@@ -40,13 +40,12 @@ from weft.core.segment import (
     versions,
 )
 from weft.pipeline.batchnorm import DeferredBatchNorm
-from weft.pipeline.device import Message, Place, join_walk, leave_walk
 from weft.pipeline.executor import Closed, Inbox, Outboxes
 from weft.pipeline.loss import LossScale, WeightedLoss
 from weft.pipeline.microbatch import MiniBatch, Output
 from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.recompute import Unchanged
-from weft.pipeline.routing import OUTSIDE, Address, Given, Wiring
+from weft.pipeline.routing import OUTSIDE, Address, Given, Message, Place, Wiring, join_walk, leave_walk
 from weft.pipeline.schedule import Action, Schedule
 from weft.pipeline.tracing import Recorder, Watcher
 
