@@ -141,13 +141,13 @@ def test_extras_that_cannot_be_joined_are_named() -> None:
 
     fails(
         BatchError,
-        "pair|for micro-batch 0, but only a loss for micro-batch 1",
+        "micro-batch 1: the loss function's result should be a tuple of 2, but is a leaf",
         lambda y: (y.mean(), 1),
         torch.Tensor.mean,
     )
-    fails(BatchError, "what the loss came with", lambda y: (y.mean(), [1]), lambda y: (y.mean(), (1,)))
-    fails(BatchError, "what the loss came with.*differs", lambda y: (y.mean(), "a"), lambda y: (y.mean(), "b"))
-    fails(BatchError, "what the loss came with", *[lambda y: (y.mean(), y.new_ones(5))] * 2)
+    fails(BatchError, "the loss function's result", lambda y: (y.mean(), [1]), lambda y: (y.mean(), (1,)))
+    fails(BatchError, "the loss function's result.*differs", lambda y: (y.mean(), "a"), lambda y: (y.mean(), "b"))
+    fails(BatchError, "the loss function's result", *[lambda y: (y.mean(), y.new_ones(5))] * 2)
     fails(SpecError, r"returned tuple; it must .* \(number, extras\)", lambda y: (y.mean(), 1, 2))
     fails(SpecError, "returned int", lambda y: (3, y))
     fails(SpecError, "returned tuple", lambda y: ((y.mean(), 1), 2))

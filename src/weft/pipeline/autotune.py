@@ -46,7 +46,7 @@ from weft.core.errors import TWICE, BackwardTwiceError, advise
 from weft.core.pytree import Structure, flatten, unflatten
 from weft.core.rng import RngProbe, RngStreams
 from weft.core.segment import Function, Keep, MicroBatchContext
-from weft.pipeline.microbatch import MiniBatch, Output
+from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.step import PipeStep
 
@@ -247,7 +247,7 @@ def run_visible(step: PipeStep, *, enter: bool = True) -> Any:
 
 
 def run_silent(
-    plan: PipelinePlan, mini_batch: MiniBatch, output: Output, ambient: ExecutionContext, probe: RngProbe
+    plan: PipelinePlan, mini_batch: MiniBatch, output: JoinedOutput, ambient: ExecutionContext, probe: RngProbe
 ) -> tuple[Any] | None:
     """As `run_visible` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
     results = _micro_batches(plan, mini_batch, None, ambient, probe)

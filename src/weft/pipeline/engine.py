@@ -29,7 +29,7 @@ from weft.pipeline.checks import (
 from weft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, never_recomputes
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights, WeightedLoss
-from weft.pipeline.microbatch import JoinedOutput, MiniBatch, Output
+from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.plan import Crossing, PipelinePlan, staged_plan
 from weft.pipeline.schedule import Schedule, build
 from weft.pipeline.stage import ModuleScan, Stage, serialize_shared
@@ -193,7 +193,7 @@ class PipeRuntime:
     def _casts(self) -> bool:
         return any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
 
-    def _output(self, call: "PipeCall", mini_batch: MiniBatch) -> Output:
+    def _output(self, call: "PipeCall", mini_batch: MiniBatch) -> JoinedOutput:
         if call.targets:
             weights = self._weights.of(mini_batch, call.targets[0])
             return WeightedLoss(weights, mini_batch.given, self._dims.extras, mini_batch.rows)

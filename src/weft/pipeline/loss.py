@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.core.errors import BatchError, SpecError, UsageError, listed
+from weft.core.errors import SpecError, UsageError, listed
 from weft.core.pytree import flatten, map_leaves, structure_paths
 from weft.core.rng import NextLayer
 from weft.core.segment import Gradients, MicroBatchContext
@@ -268,83 +268,42 @@ def _is_true(value: Tensor) -> bool:
     return bool(cast(Any, value).full_tensor() if hasattr(value, "full_tensor") else value)
 
 
-class WeightedLoss:
-    """The losses of the micro-batches, added up with one weight each, or left out where that is zero: the mean over no
-    targets is NaN. Where each result is a pair (loss, extras), the caller gets the extras joined (see `Extras`)."""
+class WeightedLoss(JoinedOutput):
+    """The losses of the micro-batches as one, or pairs (loss, extras) as one pair. Losses are added up with one weight
+    each, or left out where that is zero: the mean over no targets is NaN.
+
+    Extras are joined as outputs are, but numbers, Python's (not True and False) and tensors without axes, become one
+    number. Whole ones are counts, and added up; the others are combined as the losses are.
+    """
+
+    _where = "the loss function's result"
+    _flattens = False
 
     def __init__(
         self, weights: Sequence[float], given: Sequence[Tensor] = (), axis: int = 0, rows: Sequence[int] | None = None
     ) -> None:
         """`given`, `axis` and `rows` are for the extras, as for a `JoinedOutput`."""
-        self._weights = weights
-        self._new_extras = partial(Extras, weights, given, axis, rows)
-        self._extras: Extras | None = None
+        super().__init__(given, axis, rows, weights)
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
-        """See `Output.gather`. Raises BatchError when the extras cannot be joined."""
-        losses, extras = _parted(results)
-        tracked = [any(loss.requires_grad for loss in losses)]
-        tensors = [self._sum([loss.detach() for loss in losses])]
-        if extras:
-            self._extras = self._new_extras()
-            tensors += self._extras.gather(extras)[0]
-        return tensors, tracked + [False] * (len(tensors) - 1)
+        """As of any output, but extras have no gradient."""
+        tensors, tracked = super().gather(results)
+        return tensors, [*tracked[:1], *[False] * (len(tensors) - 1)]
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """See `Output.spread`."""
-        gradient = gradients[0]  # extras have none
-        return [[gradient * weight if weight and gradient is not None else None] for weight in self._weights]
+        """As of any output, but also before there are results."""
+        gradient = gradients[0]
+        return [[gradient * weight if weight and gradient is not None else None] for weight in self._number_weights]
 
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """See `Output.filled`."""
-        return tensors[0] if self._extras is None else (tensors[0], self._extras.filled(tensors[1:]))
-
-    def visible(self, results: Sequence[Any]) -> Any:
-        """See `Output.visible`."""
-        losses, extras = _parted(results)
-        return (self._sum(losses), self._new_extras().visible(extras)) if extras else self._sum(losses)
-
-    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
-        pairs = zip(losses, self._weights, strict=True)
-        return torch.stack([loss * weight for loss, weight in pairs if weight]).sum(0)
-
-
-def _parted(results: Sequence[Any]) -> tuple[Sequence[Tensor], list[Any]]:
-    """The losses of the micro-batches, and what they came with. Raises BatchError if only some came with anything."""
-    pairs = [isinstance(result, tuple) for result in results]
-    if not any(pairs):
-        return results, []
-    if not all(pairs):
-        raise BatchError(
-            f"the loss function returned (loss, extras) for micro-batch {pairs.index(True)}, but only a loss "
-            f"for micro-batch {pairs.index(False)}; return the same for all"
-        )
-    return [loss for loss, _ in results], [extras for _, extras in results]
-
-
-class Extras(JoinedOutput):
-    """What the loss of each micro-batch came with, joined as outputs are; but numbers become one number.
-
-    Numbers are Python's (not True and False) and tensors without axes. Whole ones are counts, and added up; the others
-    are combined by `weights`, as the losses are.
-    """
-
-    _where = "what the loss came with"
-
-    def __init__(
-        self, weights: Sequence[float], given: Sequence[Tensor], axis: int, rows: Sequence[int] | None
-    ) -> None:
-        super().__init__(given, axis, rows)
-        self._weights = weights
-
-    def _number(self, column: Sequence[Any]) -> Any:
+    def _number(self, leaf: int, column: Sequence[Any]) -> Any:
         if not all(x.dim() == 0 if isinstance(x, Tensor) else is_number(x) for x in column):
             return None
-        if any(
+        if leaf and not any(
             x.is_floating_point() or x.is_complex() if isinstance(x, Tensor) else isinstance(x, float) for x in column
         ):
-            return reduce(add, [x * weight for x, weight in zip(column, self._weights, strict=True) if weight])
-        return reduce(add, [x.sum() if isinstance(x, Tensor) else x for x in column])  # sum: of bools it is a count
+            return reduce(add, [x.sum() if isinstance(x, Tensor) else x for x in column])  # sum: of bools it is a count
+        weighted = [x * weight for x, weight in zip(column, self._number_weights, strict=True) if weight]
+        return reduce(add, weighted) if leaf else torch.stack(weighted).sum(0)
 
 
 def checked_loss(value: Any) -> Any:

@@ -20,7 +20,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -343,31 +343,11 @@ class MiniBatch:
         return parts
 
 
-@runtime_checkable
-class Output(Protocol):
-    """What becomes of the results of the last segment."""
-
-    def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
-        """The tensors that leave the step, and which of them have a gradient."""
-        ...
-
-    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """For every micro-batch the gradients of its result."""
-        ...
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The result as the caller sees it, with these tensors."""
-        ...
-
-    def visible(self, results: Sequence[Any]) -> Any:
-        """The result as the caller sees it, still connected with the graphs of the micro-batches."""
-        ...
-
-
 class JoinedOutput:
     """The outputs of the micro-batches, joined along their batch axis; what is no tensor is passed through."""
 
     _where = "output"
+    _flattens = True
 
     def __init__(
         self,
@@ -392,7 +372,8 @@ class JoinedOutput:
         self._at: list[int] = []
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
-        """See `Output.gather`. Raises BatchError when the results cannot be joined."""
+        """The tensors that leave the step, and which of them have a gradient. Raises BatchError when the results of the
+        last segment cannot be joined."""
         pieces, joined = self._join(results)
         self._at = [k for k, leaf in enumerate(joined) if isinstance(leaf, Tensor)]
         self._rest = [None if isinstance(leaf, Tensor) else leaf for leaf in joined]
@@ -400,7 +381,7 @@ class JoinedOutput:
         return [joined[k].detach() for k in self._at], tracked
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """See `Output.spread`."""
+        """For every micro-batch the gradients of its result."""
         columns: list[Sequence[Tensor | None]] = [[None] * self._pieces] * len(self._rest)
         for k, gradient in zip(self._at, gradients, strict=True):
             if gradient is not None and k in self._numbers:
@@ -410,14 +391,14 @@ class JoinedOutput:
         return [[column[i] for column in columns] for i in range(self._pieces)]
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """See `Output.filled`."""
+        """The result as the caller sees it, with these tensors."""
         leaves = list(self._rest)
         for k, tensor in zip(self._at, tensors, strict=True):
             leaves[k] = tensor
         return unflatten(self._structure, leaves)
 
     def visible(self, results: Sequence[Any]) -> Any:
-        """See `Output.visible`."""
+        """The result as the caller sees it, still connected with the graphs of the micro-batches."""
         joined = self._join(results)[1]
         return unflatten(self._structure, joined)
 
@@ -429,10 +410,11 @@ class JoinedOutput:
         one_axis = isinstance(self._axis, int)
         self._axes = [self._axis] * len(pieces[0]) if one_axis else spread(self._axis, structure, self._where)
         columns = list(zip(*pieces, strict=True))
-        found = {k: self._number(column) for k, column in enumerate(columns)}
+        found = {k: self._number(k, column) for k, column in enumerate(columns)}
         self._numbers = {k: number for k, number in found.items() if number is not None}
+        flattened = self._flattens and bool(self._number_weights)
         lengths = [
-            None if k in self._numbers else _lengths(column, axis, self._rows, bool(self._number_weights))
+            None if k in self._numbers else _lengths(column, axis, self._rows, flattened)
             for k, (column, axis) in enumerate(zip(columns, self._axes, strict=True))
         ]
         self._lengths = [each for each in lengths if not isinstance(each, str)]
@@ -448,7 +430,7 @@ class JoinedOutput:
             joined[k] = number
         return pieces, joined if len(pieces) > 1 else self._apart(joined)
 
-    def _number(self, column: Sequence[Any]) -> Any:
+    def _number(self, leaf: int, column: Sequence[Any]) -> Any:
         """One number made of numbers that are one per micro-batch; None for leaves that are joined otherwise."""
         first = column[0]
         if not self._number_weights or not isinstance(first, Tensor) or first.dim() or not first.is_floating_point():

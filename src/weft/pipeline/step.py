@@ -42,7 +42,7 @@ from weft.core.segment import (
 from weft.pipeline.batchnorm import DeferredBatchNorm
 from weft.pipeline.executor import Closed, Inbox, Outboxes
 from weft.pipeline.loss import LossScale, WeightedLoss
-from weft.pipeline.microbatch import MiniBatch, Output
+from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.recompute import Unchanged
 from weft.pipeline.routing import OUTSIDE, Address, Given, Message, Place, Wiring, join_walk, leave_walk
@@ -279,7 +279,7 @@ class PipeStep:
     functions: Sequence[Function]
     schedule: Schedule
     mini_batch: MiniBatch
-    output: Output
+    output: JoinedOutput
     parameters: Mapping[int, Sequence[Tensor]]
     tracked: bool
     keeps: Sequence[Sequence[Keep]]
