@@ -285,13 +285,18 @@ def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
         >>> weft.balance_by_parameters(2, nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
         [1, 2]
     """
+    return partition(own_bytes([*layer.parameters(), *layer.buffers()] for layer in module), partitions)
+
+
+def own_bytes(layers: Iterable[Iterable[Tensor]]) -> list[float]:
+    """The bytes of each layer's tensors, without those that a layer before it has as well."""
     seen: set[Tensor] = set()
     sizes: list[float] = []
-    for layer in module:
-        new = {*layer.parameters(), *layer.buffers()} - seen
+    for tensors in layers:
+        new = set(tensors) - seen
         seen |= new
         sizes.append(_bytes(new))
-    return partition(sizes, partitions)
+    return sizes
 
 
 def _check_parts(partitions: Any, module: nn.Sequential) -> None:

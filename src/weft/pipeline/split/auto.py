@@ -8,7 +8,7 @@ The units are measured as stages of a pipe that is cut before each of them.
 
 import time
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.core.autograd import quiet_hooks
 from weft.core.errors import PartitionError
 from weft.core.pytree import flatten, unflatten
-from weft.pipeline.partition import partition, synchronize
+from weft.pipeline.partition import own_bytes, partition, synchronize
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import Action
 from weft.pipeline.simulate import Costs, Sizes, costs_from
@@ -45,7 +45,7 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
             "(a micro-batch) it goes by measured time",
             stacklevel=3,
         )
-        return _cut(names, _parameter_bytes(model, names), devices)
+        return _cut(names, own_bytes(model.get_submodule(name).parameters() for name in names), devices)
     here = next((each.device for each in model.parameters()), devices[0])
     leaves, structure = flatten(call)
     args, kwargs = unflatten(structure, [x.to(here) if isinstance(x, Tensor) else x for x in leaves])
@@ -60,23 +60,12 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
     skips = [(value.source, max(value.readers), value.bytes * per_byte) for value in steps[0].values]
     cut = _cut(units, times, devices, skips)
     # Parameters with gradients, and what one micro-batch keeps: what is fastest and does not fit is cut by memory.
-    parameters = _parameter_bytes(model, units)
+    parameters = own_bytes(model.get_submodule(name).parameters() for name in units)
     memory = [stage.saved_bytes + 2 * size for stage, size in zip(steps[0].stages, parameters, strict=True)]
     for device, start, stop in zip(devices, [0, *map(units.index, cut)], [*map(units.index, cut), None], strict=True):
         if device.type == "cuda" and sum(memory[start:stop]) >= torch.cuda.mem_get_info(device)[0]:
             return _cut(units, memory, devices)
     return cut
-
-
-def _parameter_bytes(model: nn.Module, names: Iterable[str]) -> list[float]:
-    """Of each module, without what a module before it has as well."""
-    seen: set[int] = set()
-    sizes: list[float] = []
-    for name in names:
-        own = {id(p): p.nbytes for p in model.get_submodule(name).parameters() if id(p) not in seen}
-        seen |= own.keys()
-        sizes.append(float(sum(own.values())))
-    return sizes
 
 
 def _candidates(model: nn.Module) -> list[str]:

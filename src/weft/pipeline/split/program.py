@@ -38,7 +38,7 @@ class Value:
     kept: Any = None  # a copy, if a recording was to keep some
 
 
-Reads = list[tuple[int, Value]]
+Reads = dict[int, Value]
 """Which leaves, of arguments or of the result, are which values."""
 Values = dict[Value, Any]
 Owned = Callable[[str], Tensor]
@@ -123,16 +123,16 @@ class OpenCode(nn.Module):
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__()
-        self._sources = {name: partial(tensor_of, model, name) for name in names}
-        modules = {model.get_submodule(name.rpartition(".")[0]) for name in names}
+        self._names, self._find = list(names), partial(tensor_of, model)
+        modules = {model.get_submodule(name.rpartition(".")[0]) for name in self._names}
         generators = [each for m in modules for each in vars(m).values() if type(each) is torch.Generator]
         vars(self).update({f"generator{id(each)}": each for each in generators})  # where a scan finds them
         self.refresh()
 
     def refresh(self) -> None:
         """Take the tensors that the model has now."""
-        for name, find in self._sources.items():
-            each = find()
+        for name in self._names:
+            each = self._find(name)
             (self._parameters if isinstance(each, nn.Parameter) else self._buffers)[name] = cast(Any, each)
 
     def get(self, name: str) -> Tensor:
@@ -148,18 +148,16 @@ class CrossingValue(NamedTuple):
     readers: tuple[int, ...]
 
 
-@dataclass(eq=False)
 class Part:
-    """One stage's share of a program. `takes` and `gives` are by the stage at the other end."""
+    """One stage's share of a program."""
 
-    # Each step with its number, the constants among its arguments, and the values that nobody here needs after it:
-    steps: list[tuple[int, Step, list[Any], list[Value]]] = field(
-        default_factory=list[tuple[int, Step, list[Any], list[Value]]]
-    )
-    held: list[Value] = field(default_factory=list[Value])  # the model's tensors and constants that it reads
-    takes: dict[int, list[Value]] = field(default_factory=dict[int, list[Value]])
-    gives: dict[int, list[Value]] = field(default_factory=dict[int, list[Value]])
-    clones: set[Value] = field(default_factory=set[Value])  # that come in, and are written into here
+    def __init__(self) -> None:
+        # Each step with its number, the constants among its arguments, and the values that nobody here needs after it:
+        self.steps: list[tuple[int, Step, list[Any], list[Value]]] = []
+        self.takes: dict[int, list[Value]] = {}  # by the stage at the other end
+        self.gives: dict[int, list[Value]] = {}
+        self.held: list[Value] = []  # the model's tensors and constants that it reads
+        self.clones: set[Value] = set()  # that come in, and are written into here
 
 
 class Program:
@@ -207,15 +205,14 @@ class Program:
                 )
         readers: dict[Value, set[int]] = {}
         for s, step in zip(self._stage_at, steps, strict=True):
-            for _, value in step.reads:
+            for value in step.reads.values():
                 readers.setdefault(value, set()).add(s)
-        for step in steps:
-            for k, value in step.reads:
-                if value.kind == "own" and k in step.writes and len(readers[value]) > 1:
-                    raise InPlaceError(
-                        f"{step} writes into {value.key!r}, which the code between blocks of several stages "
-                        f"{readers[value]} uses; use it in one submodule, or split elsewhere"
-                    )
+        for step, value in [(each, each.reads[k]) for each in steps for k in each.writes]:
+            if value.kind == "own" and len(readers[value]) > 1:
+                raise InPlaceError(
+                    f"{step} writes into {value.key!r}, which the code between blocks of several stages "
+                    f"{readers[value]} uses; use it in one submodule, or split elsewhere"
+                )
 
     def _prelude(self, members: Sequence[set[int]]) -> list[Step]:
         """The guards that inputs alone answer, with what they need. Those that also need parameters or buffers, which a
@@ -242,7 +239,7 @@ class Program:
             if not pure or any(value and value.storage in self._written for value in step.makes):
                 return None
             found.add(k)
-            for _, value in step.reads:
+            for value in step.reads.values():
                 if value.kind == "made":
                     todo.append(value.step)
                 elif (value.kind == "own" and not own) or (value.kind == "in" and value.storage in self._written):
@@ -254,13 +251,13 @@ class Program:
         steps, crossing = self.recording.steps, dict[Value, list[int]]()
         for s in range(1, len(members)):
             takes: dict[Value, None] = {}
-            reads = [read for k in sorted(members[s]) for read in steps[k].reads] + self._leaves_at(s)
-            for _, value in reads:
+            reads = [value for k in sorted(members[s]) for value in steps[k].reads.values()]
+            for value in [*reads, *self._leaves_at(s)]:
                 here = value.kind in ("own", "const") or value.step in members[s]
                 if here or value in takes:
                     continue
                 again = sorted(self._from_inputs(value.step) or ()) if value.kind == "made" else []
-                inputs = {each: None for k in again for _, each in steps[k].reads if each.kind == "in"}
+                inputs = {each: None for k in again for each in steps[k].reads.values() if each.kind == "in"}
                 if again and sum(each.bytes for each in inputs if each not in takes) < value.bytes:
                     members[s].update(again)
                     takes |= inputs
@@ -270,9 +267,9 @@ class Program:
                 crossing.setdefault(value, []).append(s)
         return crossing
 
-    def _leaves_at(self, stage: int) -> Reads:
+    def _leaves_at(self, stage: int) -> Iterable[Value]:
         """What forward() returns, if that is the stage which does."""
-        return self.recording.reads if stage == len(self.parts) - 1 else []
+        return self.recording.reads.values() if stage == len(self.parts) - 1 else ()
 
     def _source(self, value: Value) -> int:
         return self._stage_at[value.step] if value.kind == "made" else 0
@@ -288,10 +285,9 @@ class Program:
         steps = [self.recording.steps[k] for k in members]
         last: dict[Value, int] = {}
         for k, step in zip(members, steps, strict=True):
-            last.update({value: k for _, value in step.reads if value.kind in ("in", "made")})
+            last.update({value: k for value in step.reads.values() if value.kind in ("in", "made")})
             last.update({value: k for value in step.makes if value is not None})
-        stays = {value for values in part.gives.values() for value in values}
-        stays |= {value for _, value in self._leaves_at(stage)}
+        stays = {*chain(*part.gives.values()), *self._leaves_at(stage)}
         done: dict[int, list[Value]] = {k: [] for k in members}
         for value in last.keys() - stays:
             done[last[value]].append(value)
@@ -300,8 +296,7 @@ class Program:
             part.steps.append((k, step, leaves, done[k]))
         part.held = _held(steps, *self._leaves_at(stage))
         stored = {storage for step in steps for storage in step.stored}
-        comes = [value for values in part.takes.values() for value in values]
-        comes += [value for value in last if value.kind == "in" and not stage]
+        comes = [*chain(*part.takes.values()), *(value for value in last if value.kind == "in" and not stage)]
         part.clones = {value for value in comes if value.storage in stored}
 
     def _name(self, value: Value) -> str:
@@ -390,10 +385,10 @@ def perform(step: Step, constants: Sequence[Any], values: Values, device: torch.
             values[value] = x
 
 
-def _held(steps: Iterable[Step], *more: tuple[int, Value]) -> list[Value]:
-    """The model's tensors and the constants among what steps, and `more`, read."""
-    reads = chain(*(step.reads for step in steps), more)
-    return list(dict.fromkeys(value for _, value in reads if value.kind in ("own", "const")))
+def _held(steps: Iterable[Step], *more: Value) -> list[Value]:
+    """The model's tensors and the constants among what steps read, and `more`."""
+    reads = chain(*(step.reads.values() for step in steps), more)
+    return list(dict.fromkeys(value for value in reads if value.kind in ("own", "const")))
 
 
 def _load(values: Values, held: Iterable[Value], owned: Owned) -> None:
@@ -404,7 +399,7 @@ def _load(values: Values, held: Iterable[Value], owned: Owned) -> None:
 def _filled(constants: Sequence[Any], reads: Reads, values: Values) -> list[Any]:
     """The constants, with what is read in their places."""
     leaves = list(constants)
-    for k, value in reads:
+    for k, value in reads.items():
         leaves[k] = values[value]
     return leaves
 

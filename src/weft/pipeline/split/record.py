@@ -150,7 +150,7 @@ class ForwardRecorder(TorchFunctionMode):
             register_dataclasses(result)
             made, found.structure = flatten(result)
             found.reads = self._reads(made)
-            found.leaves = _without(made, found.reads)
+            found.leaves = [None if k in found.reads else leaf for k, leaf in enumerate(made)]
             found.has_scalars = any(isinstance(x, Tensor) and not x.dim() and x.is_floating_point() for x in made)
         self._begin()  # lets go of what the run has made
         return found
@@ -251,7 +251,7 @@ class ForwardRecorder(TorchFunctionMode):
         wrote = [k for k, x in enumerate(given) if isinstance(x, Tensor) and version(x) != versions[k]]
         register_dataclasses(result)
         made = flatten(result)[0]
-        step.leaves = _without(leaves, step.reads)
+        step.leaves = [None if k in step.reads else leaf for k, leaf in enumerate(leaves)]
         if self.mixed:
             step.leaves = _placeless(step)
         if step.module is None and not wrote and not any(isinstance(x, Tensor) for x in made):
@@ -306,7 +306,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _reads(self, leaves: Sequence[Any]) -> Reads:
         """Where leaves come from that are neither plain nor part of the program."""
-        return [(k, value) for k, leaf in enumerate(leaves) if (value := self._value(leaf)) is not None]
+        return {k: value for k, leaf in enumerate(leaves) if (value := self._value(leaf)) is not None}
 
     def _value(self, leaf: Any) -> Value | None:
         if not isinstance(leaf, Tensor):
@@ -456,23 +456,15 @@ def _size(x: Any) -> tuple[int, int | None]:
     return (x.nbytes, storage_id(x)) if isinstance(x, Tensor) else (0, None)
 
 
-def _without(leaves: Sequence[Any], reads: Reads) -> list[Any]:
-    kept = list(leaves)
-    for k, _ in reads:
-        kept[k] = None
-    return kept
-
-
 def _placeless(step: Step) -> list[Any]:
     """The constants of a step, where a device stands for that of whatever stage runs it."""
-    first = len(step.leaves) - len(step.names)
-    named = {first + k for k, name in enumerate(step.names) if name == "device"}
-
-    def place(k: int, leaf: Any) -> Any:
-        text = isinstance(leaf, str) and (k in named or step.call is _T.to)
-        return HERE if (isinstance(leaf, torch.device) and leaf.type != "meta") or text else leaf
-
-    return [place(k, leaf) for k, leaf in enumerate(step.leaves)]
+    names = [""] * (len(step.leaves) - len(step.names)) + list(step.names)
+    devices = [
+        leaf.type != "meta" if isinstance(leaf, torch.device) else name == "device" or step.call is _T.to
+        for name, leaf in zip(names, step.leaves, strict=True)
+    ]
+    pairs = zip(step.leaves, devices, strict=True)
+    return [HERE if at and isinstance(leaf, str | torch.device) else leaf for leaf, at in pairs]
 
 
 def _hides_tensors(value: Any, depth: int = 4) -> bool:
