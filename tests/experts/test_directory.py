@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import socket
-import subprocess
 import threading
 import time
 import uuid
@@ -21,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.experts.etcd_cases import Member, cluster, wait_for_port
+from tests.experts.server.raw import Authority
 from tests.experts.waiting import until
 from tests.forked import forked
 from weft.core.errors import UsageError
@@ -547,40 +547,24 @@ def test_an_etcd_that_was_emptied_has_another_epoch_and_watches_see_what_it_hold
                 assert directory.get().owner("b") == again
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, and what it signed for etcd and for a client."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no `openssl` on the path, which makes the certificates of this test")
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=30)
-
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=authority")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage=serverAuth,clientAuth\n")
-    for name in ("etcd", "client"):
-        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names"]
-        openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
-    return folder
-
-
-def test_etcd_is_reached_with_certificates_and_only_with_the_right_ones(certificates: Path, tmp_path: Path) -> None:
-    at = {name: str(certificates / name) for name in ("ca.pem", "etcd.pem", "etcd.key", "client.pem", "client.key")}
-    options = ["--cert-file", at["etcd.pem"], "--key-file", at["etcd.key"], "--trusted-ca-file", at["ca.pem"]]
-    with cluster(tmp_path, client=[*options, "--client-cert-auth"], scheme="https") as (member,):
+def test_etcd_is_reached_with_certificates_and_only_with_the_right_ones(tmp_path: Path) -> None:
+    authority = Authority()
+    for name, data in zip(("ca", "key", "cert"), (authority.pem, *authority.issue("etcd")), strict=True):
+        (tmp_path / name).write_bytes(data)
+    options = ["--cert-file", str(tmp_path / "cert"), "--key-file", str(tmp_path / "key"), "--client-cert-auth"]
+    options += ["--trusted-ca-file", str(tmp_path / "ca")]
+    key, certificate = authority.issue("client")
+    with cluster(tmp_path, client=options, scheme="https") as (member,):
         wait_for_port(member.endpoint)
-        right = EtcdTls(at["ca.pem"], at["client.key"], at["client.pem"])
-        with EtcdDirectory(member.endpoint, tls=right) as directory, directory.watch() as watch:
+        at = member.endpoint.replace("127.0.0.1", "localhost")
+        with EtcdDirectory(at, tls=EtcdTls(authority.pem, key, certificate)) as directory, directory.watch() as watch:
             directory.declare("a", "x:1", 60.0)
             until(lambda: watch.snapshot().addresses("a") == ("x:1",))
-        for wrong in (EtcdTls(at["ca.pem"]), EtcdTls(), None):
-            with EtcdDirectory(member.endpoint, tls=wrong, timeout=1.0) as directory, pytest.raises(AwayError):
+        for wrong in (EtcdTls(authority.pem), EtcdTls(), None):
+            with EtcdDirectory(at, tls=wrong, timeout=1.0) as directory, pytest.raises(AwayError):
                 directory.get()
     with pytest.raises(UsageError, match="give both"):
-        EtcdTls(key=at["client.key"])
+        EtcdTls(key=key)
 
 
 def test_what_etcd_refuses_is_not_asked_again(member: Member) -> None:
