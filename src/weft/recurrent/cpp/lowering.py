@@ -150,16 +150,15 @@ class _FunctionLowering:
         self._from_outside(node)
         return self.context.as_dtype(self.context.view(node), self.meta(node)[1])
 
-    def want(self, name: str, node: fx.Node, row: Row = "step") -> None:
-        """Write a node's value into a new argument."""
+    def want(self, name: str, node: fx.Node, row: Row = "step") -> View:
+        """Write a node's value into a new argument, or into that row of the argument of this name; the view of it."""
         shape, dtype = self.meta(node)
         check_dtype(dtype, name)
-        argument = self.function.argument(name, dtype, torch.Size(shape).numel(), row)
+        argument = Argument(name, dtype, torch.Size(shape).numel(), row)
+        if row == "step":
+            self.function.arguments.append(argument)
         self.function.wanted.append((self.end(node), argument))
-
-    def want_saved(self) -> None:
-        for j, node in enumerate(self.lowered.saved):
-            self.want(f"v{j}", node)
+        return self.function.wanted[-1][0]
 
     def _from_outside(self, node: fx.Node) -> None:
         """Give what PyTorch makes: for all steps as a view of another such, or as an argument; or for each step."""
@@ -193,14 +192,13 @@ def _forward(it: _FunctionLowering) -> None:
     it.run(it.split.front)
     for k, node in enumerate(it.signature.new_states):
         if k not in it.invariant:
-            shape, dtype = it.meta(it.signature.states[k])
-            argument = Argument(f"h{k}", dtype, torch.Size(shape).numel(), "next")
-            it.function.wanted.append((it.end(cast(fx.Node, node)), argument))
+            it.want(f"h{k}", cast(fx.Node, node), "next")
     for i, node in enumerate(it.signature.outputs):
         output = cast(fx.Node, node)
         if i not in it.captured.aliases and not it.split.outside(output):  # one that is a new state is stored once
             it.want(f"y{i}", output)
-    it.want_saved()
+    for j, node in enumerate(it.lowered.saved):
+        it.want(f"v{j}", node)
     it.function.finalize(it.context.made)
 
 
@@ -209,22 +207,26 @@ def _recompute(it: _FunctionLowering) -> None:
     it.give_states()
     it.give_new_states(it.split.front)
     it.run(it.split.ancestors(it.lowered.saved, {*it.views} | it.split.torch))
-    it.want_saved()
+    for j, node in enumerate(it.lowered.saved):
+        it.want(f"v{j}", node)
     it.function.finalize(it.context.made)
 
 
 def _backward(it: _FunctionLowering) -> None:
+    bases = {*it.split.bases}
     it.give_inputs()
     it.give_states()
-    _give_results(it)
+    it.give_new_states(bases)
+    for i, node in enumerate(it.signature.outputs):
+        if node in bases and node not in it.views:
+            it.given(f"y{i}", node, "step")
+    for j, node in enumerate(it.lowered.saved):
+        it.given(f"v{j}", node, "step")
     carried = _give_gradients(it)
     it.run(it.split.back | it.split.views)
     for k, value in carried.items():
         node = it.signature.state_gradients[k]
-        end = None if node is None else it.end(node)
-        it.function.carried.append((value, None if end is None else end.value))
-        if end is not None:
-            it.function.wanted.append((end, Argument(f"dh{k}", value.dtype, value.size, "out")))
+        it.function.carried.append((value, None if node is None else it.want(f"dh{k}", node, "out").value))
     for i, node in enumerate(it.signature.input_gradients):
         if node is not None and not it.split.outside(node):
             it.want(f"dx{i}", node)
@@ -232,17 +234,6 @@ def _backward(it: _FunctionLowering) -> None:
         it.want(f"g{j}", node)
     totals = _totals(it)  # which makes more values
     it.function.finalize([*it.context.made, *totals])
-
-
-def _give_results(it: _FunctionLowering) -> None:
-    """Of forward: states, outputs and saved values."""
-    bases = {*it.split.bases}
-    it.give_new_states(bases)
-    for i, node in enumerate(it.signature.outputs):
-        if node in bases and node not in it.views:
-            it.given(f"y{i}", node, "step")
-    for j, node in enumerate(it.lowered.saved):
-        it.given(f"v{j}", node, "step")
 
 
 def _give_gradients(it: _FunctionLowering) -> dict[int, Value]:

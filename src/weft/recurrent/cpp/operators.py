@@ -215,10 +215,7 @@ def _shaped(context: LoweringContext, source: View, shape: Sequence[int]) -> Vie
     """The same elements in another shape; a copy where a view cannot be."""
     if source.shape == tuple(shape):
         return source
-
-    def apply(at: Tensor) -> Tensor:
-        return at.reshape(tuple(shape))
-
+    apply = partial(torch.reshape, shape=tuple(shape))
     return cast(View, context.apply_view(source, apply) or context.apply_view(context.copied(source), apply))
 
 
@@ -431,11 +428,9 @@ def _viewed(context: LoweringContext, node: fx.Node) -> View | list[View]:
     source = node.args[0] if node.args else None
     if not views(node) or node.target in RESTRIDING or not isinstance(source, fx.Node):
         raise Unsupported(f"loops in C do not know the operator {node.target}")
-
-    def apply(at: Tensor) -> Any:
-        return cast(Any, node.target)(at, *node.args[1:], **node.kwargs)
-
-    seen = context.apply_view(context.view(source), apply, push=node.target in NARROWING)
+    look = cast(Any, node.target)
+    push = node.target in NARROWING
+    seen = context.apply_view(context.view(source), lambda at: look(at, *node.args[1:], **node.kwargs), push)
     if seen is None:
         raise Unsupported(f"loops in C cannot view a tensor by {node.target}")
     return seen

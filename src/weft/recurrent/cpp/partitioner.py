@@ -36,7 +36,7 @@ side is zero there; a sum over rows of products if one side is zero.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any, Literal, cast
 
@@ -132,54 +132,35 @@ _ALONG = {*_REDUCED, aten.split.Tensor, aten.split_with_sizes.default, aten.slic
 _ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
 
-@dataclass
 class MaskSparsity:
-    """The mask, an input of the step; the products that may skip rows, and those whose sum over rows may."""
+    """What may skip the rows where one mask, an input of the step, is false; nothing if there is no mask."""
 
-    mask: fx.Node | None = None
-    products: set[fx.Node] = field(default_factory=set[fx.Node])
-    totals: set[fx.Node] = field(default_factory=set[fx.Node])
-
-
-def mask_sparsity(captured: StepGraph, varies: Callable[[fx.Node], bool]) -> MaskSparsity:
-    """The skippable rows under the most effective mask; none where float16 could overflow."""
-    if any(isinstance(v := node.meta["val"], Tensor) and v.dtype == torch.float16 for node in captured.nodes):
-        return MaskSparsity()
-    masks = [each for each in captured.signature.inputs if meta_value(each).dtype == torch.bool]
-    masks = [each for each in masks if meta_value(each).dim() == 1]
-    found = [_Rows(captured, mask).found(varies) for mask in masks]
-    return max(found, key=lambda each: len(each.products) + len(each.totals), default=MaskSparsity())
-
-
-class _Rows:
-    """Facts about the rows where one mask is false."""
-
-    def __init__(self, captured: StepGraph, mask: fx.Node) -> None:
-        self._mask, self._rows = mask, meta_value(mask).shape[0]
-        self._nodes = captured.nodes
+    def __init__(self, captured: StepGraph, varies: Callable[[fx.Node], bool], mask: fx.Node | None) -> None:
+        self.mask = mask
+        self.products: set[fx.Node] = set()
+        self.totals: set[fx.Node] = set()
+        """Products whose sum over rows may skip them."""
         self._zero: set[fx.Node] = set()
-        for node in self._nodes:
+        self._unwanted: set[fx.Node] = set()
+        if mask is None:
+            return
+        self._rows = meta_value(mask).shape[0]
+        for node in captured.nodes:
             if self._is_zero(node):
                 self._zero.add(node)
-        self._unwanted: set[fx.Node] = set()
-        for node in reversed(self._nodes):
+        for node in reversed(captured.nodes):
             if node.users and all(self._bears(node, user) for user in node.users):
                 self._unwanted.add(node)
-
-    def found(self, varies: Callable[[fx.Node], bool]) -> MaskSparsity:
-        """The products that may skip those rows."""
-        found = MaskSparsity(self._mask)
-        for node in self._nodes:
+        for node in captured.nodes:
             if node.target not in (aten.mm.default, aten.addmm.default):
                 continue
             left, right = cast("list[fx.Node]", node.args[-2:])
             by_rows = self._has_rows(node) and not varies(right)
             if by_rows and (node in self._unwanted or self._zero_along(left, node)):
-                found.products.add(node)
+                self.products.add(node)
             transposed = node.target is aten.mm.default and left.target is aten.t.default
             if transposed and (self._zero_rows(left.args[0]) or self._zero_rows(right)):
-                found.totals.add(node)
-        return found if found.products or found.totals else MaskSparsity()
+                self.totals.add(node)
 
     def _is_zero(self, node: fx.Node) -> bool:
         args = node.args
@@ -252,9 +233,9 @@ class _Rows:
             return False
         if meta_value(condition).shape != (self._rows, *[1] * (meta_value(node).dim() - 1)):
             return False
-        while condition is not self._mask and condition.target in (*RESHAPES, aten.unsqueeze.default):
+        while condition is not self.mask and condition.target in (*RESHAPES, aten.unsqueeze.default):
             condition = cast(fx.Node, condition.args[0])
-        return condition is self._mask
+        return condition is self.mask
 
     def _has_rows(self, node: object) -> bool:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
@@ -323,7 +304,7 @@ class ForwardBackwardSplit:
         self.kept: list[fx.Node] = []
         """Values that PyTorch computes forward and backward reads."""
         self._read(wanted)
-        self.sparsity = mask_sparsity(captured, self.varies)
+        self.sparsity = self._sparsity()
         stored = {*signature.new_states, *signature.outputs}
         self.saved = [node for node in self.bases if node not in stored]
 
@@ -374,6 +355,15 @@ class ForwardBackwardSplit:
     def outside(self, node: fx.Node) -> bool:
         """Whether C cannot tell a value: PyTorch makes it, or it is given in a dtype that C does not have."""
         return node in self.torch or node.meta["val"].dtype not in C_TYPES
+
+    def _sparsity(self) -> MaskSparsity:
+        """That of the most effective mask; none where float16 could overflow."""
+        values = [node.meta["val"] for node in self.captured.nodes]
+        half = any(isinstance(value, Tensor) and value.dtype == torch.float16 for value in values)
+        inputs = [(node, meta_value(node)) for node in ([] if half else self.captured.signature.inputs)]
+        masks = [node for node, value in inputs if value.dtype == torch.bool and value.dim() == 1]
+        found = [MaskSparsity(self.captured, self.varies, mask) for mask in (None, *masks)]
+        return max(found, key=lambda each: len(each.products) + len(each.totals))
 
     def _read(self, wanted: set[fx.Node]) -> None:
         """Find what is read of forward, by whom."""
