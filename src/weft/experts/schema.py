@@ -34,37 +34,28 @@ class Column:
     spec: TensorSpec
     casts: bool = False
 
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor passes; quick, for the many that do."""
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-            return False  # a nested one has no shape to be asked for
-        shape, seen = self.spec.shape, tensor.shape
-        if len(seen) != len(shape):
-            return False
-        for size, have in zip(shape, seen, strict=True):
-            if size is not None and size != have:
-                return False
-        return tensor.dtype is self.spec.dtype or self._castable(tensor)
-
     def faults(self, tensor: Any) -> list[str]:
-        """Every way in which what was sent is not what this column takes, in words."""
+        """Every way in which what was sent is not what this column takes, in words; quick for the many without any."""
         if not isinstance(tensor, Tensor):
             return [f"{self.name} is of type {type(tensor).__name__}, wanted a tensor ({self.spec})"]
-        if tensor.is_nested or tensor.is_meta or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
             kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
             return [f"{self.name} is a {kind} tensor, wanted a dense (strided) one with values"]
-        dtype = tensor.dtype if self._castable(tensor) else self.spec.dtype
-        spec = replace(self.spec, dtype=dtype, requires_grad=tensor.requires_grad)
+        shape, seen, dtype, wanted = self.spec.shape, tensor.shape, tensor.dtype, self.spec.dtype
+        casts = self.casts and (dtype.is_floating_point or (dtype.is_complex and wanted.is_complex))
+        if (casts or dtype is wanted) and len(seen) == len(shape):
+            for size, have in zip(shape, seen, strict=True):
+                if size is not None and size != have:
+                    break
+            else:
+                return []
+        spec = replace(self.spec, dtype=dtype if casts else wanted, requires_grad=tensor.requires_grad)
         faults = [f"{self.name} {fault}" for fault in spec.faults(tensor)]
-        more = tensor.dim() - len(spec.shape)  # rows in more than one axis, as those of sequences
-        if more > 0 and tuple(tensor.shape[more + 1 :]) == spec.shape[1:]:
-            there, back = f"flatten(0, {more})", f"unflatten(0, {tuple(tensor.shape[: more + 1])})"
+        more = len(seen) - len(shape)  # rows in more than one axis, as those of sequences
+        if more > 0 and tuple(seen[more + 1 :]) == shape[1:]:
+            there, back = f"flatten(0, {more})", f"unflatten(0, {tuple(seen[: more + 1])})"
             faults.append(f"{self.name} would fit as {there}, and what comes back is brought to its form by {back}")
         return faults
-
-    def _castable(self, tensor: Tensor) -> bool:
-        wanted = self.spec.dtype
-        return self.casts and (tensor.dtype.is_floating_point or (tensor.is_complex() and wanted.is_complex))
 
 
 class FlatSchema:
@@ -79,10 +70,7 @@ class FlatSchema:
     def check(self, tensors: Sequence[Any], where: str) -> int:
         """The number of rows of all these tensors; 1 without any. Raises a ``SpecError`` that lists every mismatch."""
         if len(tensors) == len(self.columns):
-            rows = [
-                x.shape[0] if isinstance(x, Tensor) and column.fits(x) else 0
-                for column, x in zip(self.columns, tensors, strict=True)
-            ] or [1]
+            rows = [0 if c.faults(x) else x.shape[0] for c, x in zip(self.columns, tensors, strict=True)] or [1]
             if rows[0] and rows.count(rows[0]) == len(rows):
                 return rows[0]
         raise SpecError(listed(f"{where} does not take these tensors:", self._faults(tensors)))
@@ -155,7 +143,7 @@ class NestedSchema:
 
     def tensors(self, value: Any, rows: int) -> list[Tensor]:
         """The flat tensors of a value that the module returned. Raises ``SpecError`` that lists what does not fit."""
-        if self._single and isinstance(value, Tensor) and self._columns[0].fits(value) and len(value) == rows:
+        if self._single and not self._columns[0].faults(value) and len(value) == rows:
             return [value]
         leaves, structure = flatten(value)
         with Validator("the module did not return what its outputs_schema says", SpecError) as check:
@@ -163,10 +151,10 @@ class NestedSchema:
             check.add(*([fault] if fault else self.constant_faults(leaves)))
             found = [] if fault else [leaves[place] for place in self.places]
             for column, leaf in zip(self._columns, found, strict=not fault):
-                if not (isinstance(leaf, Tensor) and column.fits(leaf) and leaf.shape[0] == rows):
-                    check.add(
-                        *(column.faults(leaf) or [f"{column.name} has {leaf.shape[0]} rows for a batch of {rows}"])
-                    )
+                faults = column.faults(leaf)
+                if not faults and len(leaf) != rows:
+                    faults = [f"{column.name} has {len(leaf)} rows for a batch of {rows}"]
+                check.add(*faults)
         return found
 
 
