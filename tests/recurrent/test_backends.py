@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,24 @@ def test_auto_takes_another_way_where_loops_in_c_cannot_and_says_why() -> None:
     net(ONE, ZERO)
     ((_, name, why),) = net.why()
     assert name in ("python", "eager") and "_fft_" in why and "32 steps took" in why
+
+
+@pytest.mark.parametrize("first", [1, 2, 7, 40])
+def test_what_auto_chooses_does_not_depend_on_the_first_calls_steps(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step is faster by the eager loop, many are by a plan: a race on what the first call has would differ."""
+
+    def seconds(run: Callable[[], Any], parameters: Any) -> float:
+        steps = float(len(run()[0]))
+        return 4.0 + steps / 8 if isinstance(run, partial) else steps
+
+    monkeypatch.setattr("weft.recurrent.plan_cache._seconds", seconds)
+    net = Recurrent(lambda x, h: (x + h, torch.fft.fft(h).real.tanh()), verify="never")
+    for steps in (first, 200):
+        net(torch.randn(steps, 2, 3), ZERO)
+        ((_, name, why),) = net.why()
+        assert name == "python" and "32 steps took 8000.00 ms by the python plan and 32000.00 ms by the eager" in why
 
 
 @by_plan

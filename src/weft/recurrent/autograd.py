@@ -1,9 +1,5 @@
 """A sequence run by a plan, as one autograd node, and the memory of its states and outputs.
 
-    forward     chunk by chunk: outputs, states; backends.py decides what is saved and what is recomputed
-    backward    chunk by chunk, the last one first: gradients of inputs T x ..., of states, handed from chunk to chunk,
-                and of parameters, accumulated
-
     rows of a state     initial | after step 1 | ... | after step T      an output that is a state is stored there too
     chunk of steps 4-7                 '── row 4 to row 8 ──'             begins with the state before it
 
@@ -11,8 +7,7 @@ The derived backward is a loop that autograd does not see, and takes one gradien
 gradient (`create_graph=True`), or a batch of gradients (`is_grads_batched=True`), the eager loop replays the sequence
 over the same tensors and with the same random numbers, and autograd differentiates it:
 
-    x ----+                            +--> first gradients, which autograd can differentiate again
-    s0 ---+-> switches -> eager loop --+
+    x, s0 -> switches -> eager loop -> first gradients, which autograd can differentiate again
     w --------------------^
 
 While a switch is off, no gradient passes it, so the first gradients are those of this node alone, even if an input was
@@ -66,7 +61,7 @@ class SequenceLeaves(Generic[Value]):
 _C = cast(Any, torch._C)
 Read = tuple[str, Tensor, tuple[int, int]]
 """A tensor that backward reads: its name for messages, and a mark that changes when it is written to."""
-_has_storage = cast("Callable[[Tensor], bool]", cast(Any, torch._C)._has_storage)
+_has_storage = cast("Callable[[Tensor], bool]", _C._has_storage)
 
 
 def run_derived(
@@ -95,85 +90,53 @@ def run_derived(
         return function.ends(function.forward()[0])
 
 
-@dataclass
 class Buffers:
-    """Outputs and states over a stretch of steps."""
+    """Memory of outputs and states over the steps of a sequence, or of a segment of it; its chunks are views.
 
-    outputs: list[Tensor]
-    states: list[Tensor | None]
-    """None for a state that is loop-invariant, or not kept whole."""
-    heads: list[list[Tensor]]
-    """Where states are not kept whole: those that each segment begins with."""
-    spare: dict[int, Tensor]
-    """Rows of one chunk for a state that is not kept whole."""
+    All states with `whole`, else only those that are outputs as well; the others have `spare` rows, which all chunks
+    use in turn: freed and allocated again between small blocks, each would lie elsewhere, and the process would grow.
+    """
 
+    def __init__(
+        self,
+        captured: StepGraph,
+        inputs: list[Tensor],
+        initial: list[Tensor],
+        bounds: Sequence[int],
+        *,
+        whole: bool,
+    ) -> None:
+        self._inputs, self._initial = inputs, initial
+        self._invariant, self._aliases = captured.invariant, captured.aliases
+        steps, longest = bounds[-1], max(b - a for a, b in pairwise(bounds))
+        self.states: list[Tensor | None] = [None] * len(initial)
+        """None for a state that is loop-invariant, or not kept whole."""
+        self.spare: dict[int, Tensor] = {}
+        for k, each in enumerate(initial):
+            if k not in self._invariant and (whole or k in self._aliases.values()):
+                self.states[k] = each.new_empty(steps + 1, *each.shape)
+            elif k not in self._invariant:
+                self.spare[k] = each.new_empty(longest + 1, *each.shape)
+        self.outputs: list[Tensor] = []
+        for i, meta in enumerate(captured.outputs):
+            state = self.states[self._aliases[i]] if i in self._aliases else None
+            self.outputs.append(meta.over(steps, inputs[0].device) if state is None else state[1:])
 
-class SequenceBuffers:
-    """The memory of one sequence, in chunks. Holds inputs and initial states until `release`."""
-
-    def __init__(self, backend: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        self.inputs = [each.detach().resolve_neg() for each in inputs]
-        self.states = [each.detach().resolve_neg().contiguous() for each in states]
-        self.steps = len(inputs[0])
-        self.device = inputs[0].device
-        one = self.steps <= backend.chunk_steps
-        self.bounds = [0, self.steps] if one else chunk_bounds(self.steps, backend.chunk_steps)
-        self.invariant = backend.captured.invariant
-        self._captured, self._aliases = backend.captured, backend.captured.aliases
-
-    def release(self) -> None:
-        """Drop all references to tensors."""
-        self.inputs.clear()
-        self.states.clear()
-
-    def allocate(self, steps: int, *, whole: bool) -> Buffers:
-        """Buffers for so many steps: all states, or only those that are outputs as well.
-
-        All chunks use the rows of the others in turn: freed and allocated again between small blocks, each would lie
-        somewhere else, and the process would grow.
-        """
-        rows: list[Tensor | None] = [None] * len(self.states)
-        spare: dict[int, Tensor] = {}
-        for k, each in enumerate(self.states):
-            if k not in self.invariant and (whole or k in self._aliases.values()):
-                rows[k] = each.new_empty(steps + 1, *each.shape)
-            elif k not in self.invariant:
-                spare[k] = each.new_empty(max(b - a for a, b in pairwise(self.bounds)) + 1, *each.shape)
-        outputs: list[Tensor] = []
-        for i, meta in enumerate(self._captured.outputs):
-            state = rows[self._aliases[i]] if i in self._aliases else None
-            outputs.append(meta.over(steps, self.device) if state is None else state[1:])
-        return Buffers(outputs, rows, [], spare)
-
-    def chunk(
-        self, buffers: Buffers, start: int, end: int, first: Sequence[Tensor] | None = None, offset: int = 0
-    ) -> Chunk:
-        """A chunk. `first` are the states before it, if they are not there yet; `buffers` begin at step `offset`."""
+    def chunk(self, start: int, end: int, first: Sequence[Tensor] | None = None, offset: int = 0) -> Chunk:
+        """A chunk. `first` are the states before it, if they are not there yet; the buffers begin at step `offset`."""
         states, rows = list[Tensor](), slice(start - offset, end - offset + 1)
-        for k, whole in enumerate(buffers.states):
-            if k in self.invariant:
-                states.append(self.states[k])
+        for k, whole in enumerate(self.states):
+            if k in self._invariant:
+                states.append(self._initial[k])
                 continue
-            states.append(buffers.spare[k][: end - start + 1] if whole is None else whole[rows])
+            states.append(self.spare[k][: end - start + 1] if whole is None else whole[rows])
             if first is not None:
                 states[k][0].copy_(first[k])
         outputs = [
             states[self._aliases[i]][1:] if i in self._aliases else each[start - offset : end - offset]
-            for i, each in enumerate(buffers.outputs)
+            for i, each in enumerate(self.outputs)
         ]
-        return Chunk(end - start, [each[start:end].contiguous() for each in self.inputs], states, outputs)
-
-    def read_again(self, buffers: Buffers, parameters: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """Tensors that backward reads and others can write to, each with its name."""
-        parts = {
-            "input": self.inputs,
-            "output": buffers.outputs,
-            "state": [each for each in buffers.states if each is not None],
-            "initial state": [self.states[k] for k in sorted(self.invariant)],
-            "parameter": parameters,
-            "constant": self._captured.constants,
-        }
-        return [(f"{what} {i}", each) for what, values in parts.items() for i, each in enumerate(values)]
+        return Chunk(end - start, [each[start:end].contiguous() for each in self._inputs], states, outputs)
 
 
 class ScanFunction:
@@ -190,14 +153,15 @@ class ScanFunction:
         replay: "EagerReplay | None",
     ) -> None:
         self.tensors = [*inputs, *states, *parameters]
-        self._backend = backend
-        self._buffers = SequenceBuffers(backend, inputs, states)
         self._counts = len(inputs), len(states)
-        self._policy, self._tracked = policy, tracked
+        self._backend, self._policy, self._tracked, self._replay = backend, policy, tracked, replay
+        self._inputs = [each.detach().resolve_neg() for each in inputs]
+        self._states = [each.detach().resolve_neg().contiguous() for each in states]
+        self._bounds = chunk_bounds(len(inputs[0]), backend.chunk_steps)
         self._made: Buffers | None = None
         self._kept: list[Any] = []
+        self._heads: list[list[Tensor]] = []  # where states are not kept whole, those that each segment begins with
         self._read: list[Read] = []
-        self._replay = replay
         begun = states if tracked else ()
         self._begun: list[Read] = [(f"initial state {i}", each, _mark(each)) for i, each in enumerate(begun)]
 
@@ -205,31 +169,38 @@ class ScanFunction:
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """Outputs, states after every step, and the last ones once more: often only these are used."""
-        backend, buffers, marks = self._backend, self._buffers, self._buffers.bounds
-        made = buffers.allocate(buffers.steps, whole=self._policy.segment is None)
+        backend, captured, segment = self._backend, self._backend.captured, self._policy.segment
+        keep = self._policy.values and self._tracked
+        made = Buffers(captured, self._inputs, self._states, self._bounds, whole=segment is None)
         constants = backend.begin()
-        passed = [each.clone() for each in buffers.states]
-        length = self._policy.segment or len(marks)
-        for first in range(0, len(marks) - 1, length):
-            made.heads.append([each.clone() for each in passed] if self._policy.segment else [])
-            for i in range(first, min(first + length, len(marks) - 1)):
-                chunk = buffers.chunk(made, marks[i], marks[i + 1], passed)
-                kept = backend.forward(constants, chunk, keep=self._policy.values and self._tracked)
-                if self._policy.values and self._tracked:
-                    self._kept.append(kept)
-                for k, (state, part) in enumerate(zip(passed, chunk.states, strict=True)):
-                    if k not in buffers.invariant:
-                        state.copy_(part[-1])
+        passed = [each.clone() for each in self._states]
+        for i, (start, end) in enumerate(pairwise(self._bounds)):
+            if segment is not None and i % segment == 0:
+                self._heads.append([each.clone() for each in passed])
+            chunk = made.chunk(start, end, passed)
+            kept = backend.forward(constants, chunk, keep=keep)
+            if keep:
+                self._kept.append(kept)
+            for k, (state, rows) in enumerate(zip(passed, chunk.states, strict=True)):
+                if k not in captured.invariant:
+                    state.copy_(rows[-1])
         made.spare.clear()
         every: list[Tensor] = []
-        if not self._policy.segment:
-            pairs = zip(buffers.states, made.states, strict=True)
-            every = [s.expand(buffers.steps, *s.shape) if rows is None else rows[1:] for s, rows in pairs]
+        if segment is None:
+            pairs = zip(self._states, made.states, strict=True)
+            every = [s.expand(self._bounds[-1], *s.shape) if rows is None else rows[1:] for s, rows in pairs]
         ends = [*(each.detach() for each in made.outputs), *every, *passed]
         if self._tracked:
             self._made = made
-            read = buffers.read_again(made, self.tensors[sum(self._counts) :])
-            self._read = [(name, each, _mark(each)) for name, each in read]
+            read = {
+                "input": self._inputs,
+                "output": made.outputs,
+                "state": [each for each in made.states if each is not None],
+                "initial state": [self._states[k] for k in sorted(captured.invariant)],
+                "parameter": self.tensors[sum(self._counts) :],
+                "constant": captured.constants,
+            }
+            self._read = [(f"{what} {i}", e, _mark(e)) for what, values in read.items() for i, e in enumerate(values)]
         return ends, [_has_gradient(each) for each in ends]
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -239,12 +210,13 @@ class ScanFunction:
         if not all([_has_storage(each) for each in gradients if each is not None]):  # many at once, as vmap has them
             return self.differentiable_backward(gradients, retain=retain)
         with self._left_by_forward(self._read, retain=retain) as made, torch.no_grad():
-            buffers, given = self._buffers, self.ends(gradients)
-            back = _BackwardGradients(self._backend.captured, buffers, self.tensors[sum(self._counts) :], given)
-            if self._policy.segment:
-                self._by_segments(made, back, self._policy.segment)
-            else:
-                self._by_chunks(made, back, retain)
+            backend, parameters = self._backend, self.tensors[sum(self._counts) :]
+            back = _BackwardGradients(backend.captured, self._inputs, self._states, parameters, self.ends(gradients))
+            constants = backend.begin()
+            for start, end, chunk, values in self._chunks_back(made, constants, retain):
+                backend.backward(constants, chunk, values, back.chunk(start, end))
+                if not (self._policy.values and retain):
+                    backend.release(values)
             found = back.found()
             pairs = zip(self.tensors, found, strict=True)
             without_gradient([tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf])
@@ -276,40 +248,35 @@ class ScanFunction:
         finally:
             if not retain:
                 self._made = self._replay = None
-                self._buffers.release()
-                for each in (self.tensors, self._kept, self._read, self._begun):
+                held = (self.tensors, self._inputs, self._states, self._kept, self._heads, self._read, self._begun)
+                for each in held:
                     each.clear()
 
-    def _by_chunks(self, made: Buffers, back: "_BackwardGradients", retain: bool) -> None:
-        backend, buffers, kept = self._backend, self._buffers, self._kept
-        constants = backend.begin()
-        for i in range(len(buffers.bounds) - 2, -1, -1):
-            start, end = buffers.bounds[i], buffers.bounds[i + 1]
-            chunk = buffers.chunk(made, start, end)
-            values = kept[i] if self._policy.values else backend.recompute(constants, chunk)
-            backend.backward(constants, chunk, values, back.chunk(start, end))
-            if not (self._policy.values and retain):
-                backend.release(values)
-                if self._policy.values:
-                    kept[i] = None
+    def _chunks_back(self, made: Buffers, constants: Any, retain: bool) -> Generator[tuple[int, int, Chunk, Any]]:
+        """Each chunk, the last one first, with the values that were kept or are made again.
 
-    def _by_segments(self, made: Buffers, back: "_BackwardGradients", length: int) -> None:
-        """Each segment forward once more, in memory of its own, and back; the last one first."""
-        backend, buffers = self._backend, self._buffers
-        constants = backend.begin()
-        again = buffers.allocate(buffers.bounds[min(length, len(buffers.bounds) - 1)], whole=True)
-        for n in range(len(made.heads) - 1, -1, -1):
-            marks = buffers.bounds[n * length : (n + 1) * length + 1]
-            first: Sequence[Tensor] = made.heads[n]
+        Where states are not kept whole, each segment is run forward once more, in memory of its own.
+        """
+        backend, bounds, length = self._backend, self._bounds, self._policy.segment
+        if length is None:
+            for i in range(len(bounds) - 2, -1, -1):
+                chunk = made.chunk(bounds[i], bounds[i + 1])
+                if self._policy.values:
+                    yield bounds[i], bounds[i + 1], chunk, self._kept[i] if retain else self._kept.pop()
+                else:
+                    yield bounds[i], bounds[i + 1], chunk, backend.recompute(constants, chunk)
+            return
+        again = Buffers(backend.captured, self._inputs, self._states, bounds[: length + 1], whole=True)
+        for n in range(len(self._heads) - 1, -1, -1):
+            marks = bounds[n * length : (n + 1) * length + 1]
+            first: Sequence[Tensor] = self._heads[n]
             run: list[tuple[int, int, Chunk, Any]] = []
             for start, end in pairwise(marks):
-                chunk = buffers.chunk(again, start, end, first, offset=marks[0])
+                chunk = again.chunk(start, end, first, offset=marks[0])
                 run.append((start, end, chunk, backend.forward(constants, chunk, keep=True)))
-                first = [part if k in buffers.invariant else part[-1] for k, part in enumerate(chunk.states)]
+                first = [part if k in backend.captured.invariant else part[-1] for k, part in enumerate(chunk.states)]
             while run:
-                start, end, chunk, values = run.pop()
-                backend.backward(constants, chunk, values, back.chunk(start, end))
-                backend.release(values)
+                yield run.pop()
 
     def ends(self, values: Sequence[Value]) -> SequenceLeaves[Value]:
         """Outputs, states and last states out of one list."""
@@ -333,18 +300,18 @@ class _BackwardGradients:
     def __init__(
         self,
         captured: StepGraph,
-        buffers: SequenceBuffers,
+        inputs: Sequence[Tensor],
+        states: Sequence[Tensor],
         parameters: Sequence[Tensor],
         given: SequenceLeaves[Tensor | None],
     ) -> None:
-        states, self._device = buffers.states, buffers.device
-        self._given, self._outputs = given, captured.outputs
+        self._given, self._outputs, self._device = given, captured.outputs, inputs[0].device
         self._carried = [
             torch.zeros_like(s) if each is None else each.resolve_neg().clone(memory_format=torch.contiguous_format)
             for s, each in zip(states, given.last, strict=True)
         ]
         self._inputs = [
-            None if meta is None else meta.over(buffers.steps, buffers.device) for meta in captured.input_gradients
+            None if meta is None else meta.over(len(inputs[0]), self._device) for meta in captured.input_gradients
         ]
         self._parameters = [
             None if node is None else torch.zeros_like(p, memory_format=torch.contiguous_format)

@@ -3,7 +3,7 @@
     CPU      bulk operators | compiled step, L times                        | bulk operators
     CUDA     the same       | recorded once for each length L, and replayed | the same
 
-    step(constants, carried, values of this step, rows to write) -> carried, values to collect
+    step(constants, carried, values of this step, rows to write) -> carried
 
 The step has the operators that the Python backend writes out as source; here they become one compiled function, for any
 operator and device. Values that later parts read are written straight into a row of their buffer, and the next step
@@ -15,7 +15,6 @@ are launched as a whole. What they read is copied into memory of the recording, 
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -51,7 +50,7 @@ class InductorStep:
 
     def __init__(self, loop: Loop, plan: "InductorBackend") -> None:
         self._loop, self._plan = loop, plan
-        self._at = [loop.written.index(end) if end in loop.written else None for end in loop.ends]
+        self._at = [loop.saved.index(end) if end in loop.saved else None for end in loop.ends]
         self.module = self._graph()
         self._compiled: Callable[..., Sequence[Tensor]] | None = None
         self._recordings: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor], Callable[[], None]]] = {}
@@ -61,31 +60,26 @@ class InductorStep:
         loop, rest = self._loop, iter(given)
         values = [next(rest).contiguous() for _ in (*loop.constants, *loop.carried)]
         rows = [_contiguous(next(rest)) for _ in loop.rows]
-        places = [row for _ in loop.written for row in next(rest)]
-        saves = [next(rest) for _ in range(len(loop.saved) - len(loop.written))]
+        places = [row for _ in loop.saved for row in next(rest)]
         rows += [_contiguous(next(rest)) for _ in loop.carried] if loop.added else []
         values += [row for each in rows for row in each]
-        found = self._replayed(steps, values, places) if self._plan.record else self._steps(steps, values, places)
-        for i, value in enumerate(found[len(loop.carried) :]):
-            saves[i % len(saves)](value)
-        return found[: len(loop.carried)]
+        return self._replayed(steps, values, places) if self._plan.record else self._steps(steps, values, places)
 
     def _steps(self, steps: int, values: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
-        """The carried values after the last step, and those to collect, step after step.
+        """The carried values after the last step.
 
         `values` are constants, carried values and rows; of rows, as of `places`, all steps of one node in a row.
         """
         loop, count = self._loop, len(self._loop.constants)
         constants, carried = values[:count], values[count : count + len(loop.carried)]
-        rows, collected = values[count + len(carried) :], list[Tensor]()
+        rows = values[count + len(carried) :]
         for step in range(steps - 1, -1, -1) if loop.backward else range(steps):
             arguments = [*constants, *carried, *rows[step::steps], *places[step::steps]]
             if self._compiled is None:
                 self._compiled = _compiled(self.module, arguments)
             found = iter(self._compiled(*arguments))
             carried = [next(found).contiguous() if at is None else places[at * steps + step] for at in self._at]
-            collected += found
-        return [*carried, *collected]
+        return [*carried]
 
     def _replayed(self, steps: int, values: list[Tensor], places: list[Tensor]) -> list[Tensor]:
         """As `_steps`, by a recording; by `_steps` if it cannot be recorded."""
@@ -111,23 +105,23 @@ class InductorStep:
 
     def _graph(self) -> fx.GraphModule:
         """The step as a function, its arguments in the order in which `_steps` gives them."""
-        loop, graph, written = self._loop, fx.Graph(), self._loop.written
+        loop, graph = self._loop, fx.Graph()
         new = {node: graph.placeholder(f"given_{node}") for node in (*loop.constants, *loop.carried, *loop.rows)}
         added = {node: graph.placeholder(f"added_{node}") for node in loop.carried if loop.added}
-        places = [graph.placeholder(f"row_{node}") for node in written]
+        places = [graph.placeholder(f"row_{node}") for node in loop.saved]
         for node, more in added.items():
             new[node] = graph.call_function(_aten.add.Tensor, (new[node], more))
         for node in loop.nodes:
             new[node] = graph.node_copy(node, lambda each: new[each])
             new[node].meta = {}
-        for node, place in zip(written, places, strict=True):
+        for node, place in zip(loop.saved, places, strict=True):
             graph.call_function(_aten.copy_.default, (place, new[node]))
         ends = [
             graph.call_function(_aten.zeros_like.default, (new[kept],)) if end is None else new[end]
             for kept, end, at in zip(loop.carried, loop.ends, self._at, strict=True)
             if at is None
         ]
-        graph.output((*ends, *(new[node] for node in loop.saved if node not in written)))
+        graph.output((*ends,))
         return fx.GraphModule({}, graph)
 
 
@@ -162,9 +156,12 @@ class InductorBackend(PythonBackend):
         self.record, self.why_not = cuda_recorder if _on_cuda(captured) else None, ""
         super().__init__(captured)
 
+    def writes(self, node: fx.Node) -> bool:
+        """See `PythonBackend`; a compiled step copies whatever it saves."""
+        return True
+
     def compile(self, loop: Loop) -> CompiledLoop:
-        """See `PythonBackend`; a step, compiled when it is first called, writes whatever it saves into rows."""
-        loop = replace(loop, all_written=True)
+        """See `PythonBackend`; a step is compiled when it is first called."""
         step = InductorStep(loop, self)
         return CompiledLoop(loop, f"a compiled step:\n{step.module.code}", step.run)
 

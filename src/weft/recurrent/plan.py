@@ -201,15 +201,17 @@ class BulkEvaluator:
         else:
             (_, (index,), rows, _), shape = cast("tuple[Any, Any, Any, Any]", node.args), _shape(node)
             count, padding, by_frequency = shape[0], -1, False
-        rows, index = (self._each(cast(fx.Node, each), inside) for each in (rows, index))
+        for each in (rows, index):
+            self._stacked(cast(fx.Node, each), inside)
+        rows, index = (self.stacked(cast(fx.Node, each)) for each in (rows, index))
         flat, at = rows.reshape(index.numel(), -1), index.reshape(-1)
         at = at if node.target is _aten.embedding_dense_backward.default else at.remainder(cast(int, count))
         found = _aten.embedding_dense_backward.default(flat, at, count, padding, by_frequency)
         return found.reshape(_shape(node))
 
-    def _each(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
-        """The value for all steps, also of what is the same in each."""
-        value = self._stacked(node, inside)
+    def stacked(self, node: fx.Node) -> Tensor:
+        """The value for all steps, T x ..., also of what is the same in each."""
+        value = self.env[node]
         return value if self.varies(node) else value.expand(self.steps, *value.shape)
 
     def _stacked(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:

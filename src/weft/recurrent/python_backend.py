@@ -1,11 +1,11 @@
 """The Python backend: bulk operators of PyTorch around two minimal loops, whose source is generated; no compiler.
 
-    def loop(T, reference..., row lists..., state..., save...):
+    def loop(T, reference..., state..., row lists...):
         for step in range(T):
-            v_x = rows_x[step]                computed for all steps before the loop
-            v_h = tanh(addmm(v_x, v_s, v_w))  the operators of this part, by PyTorch's own functions
-            save_h(v_h)                       read after the loop, if it cannot be written in place
-            v_s = v_h                         new state to state
+            v_x = rows_x[step]                       computed for all steps before the loop
+            v_h = rows_h[step]                       read after the loop: a row of T x ...
+            addmm(v_x, v_s, v_w, out=v_h)            the operators of this part, by PyTorch's own functions
+            v_s = v_h                                new state to state
         return [v_s]
 
 The source is generated once per plan, whatever T. The backward loop comes from the same generator, with `step` running
@@ -13,7 +13,7 @@ down.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -62,10 +62,9 @@ _INTO: dict[Any, tuple[Any, str]] = {
 class Loop:
     """A loop to be written. Nodes stand for their values in one step.
 
-    `rows` come as one list per node with a value per step; `constants` are the same in all steps; `carried` are
-    the values that go from step to step, with `ends` what they become; `saved` are kept for all steps: written into a
-    row of a buffer where the operator can do that, or with `all_written`, else collected into a list. With `added`
-    every carried value gets a value of the step added to it before it is read.
+    `constants` are the same in all steps; `carried` go from step to step, with `ends` what they become. `rows` are read
+    and `saved` are left in one list per node with a tensor per step; for the saved nodes among `written` it holds rows
+    to write to. With `added` every carried value gets a value of the step added to it before it is read.
     """
 
     nodes: Sequence[fx.Node]
@@ -74,18 +73,9 @@ class Loop:
     carried: Sequence[fx.Node]
     ends: Sequence[fx.Node | None]
     saved: Sequence[fx.Node]
+    written: Sequence[fx.Node]
     backward: bool
     added: bool = False
-    all_written: bool = False
-
-    @cached_property
-    def written(self) -> list[fx.Node]:
-        """The saved nodes whose values are written into rows of a buffer."""
-        inside = set(self.nodes)
-        made = [node for node in self.saved if node in inside]
-        if self.all_written:
-            return [node for node in made if isinstance(node.meta.get("val"), Tensor)]
-        return [node for node in made if node.target in _INTO and not node.kwargs]
 
     def compile(self) -> "CompiledLoop":
         """Write the source and make a function of it."""
@@ -93,23 +83,22 @@ class Loop:
         lines = [f"    {_name(node)} = rows_{node}[step]" for node in self.rows]
         if self.added:
             lines += [f"    {_name(node)} = {_name(node)} + added_{node}[step]" for node in self.carried]
-        written = self.written
-        collected = [node for node in self.saved if node not in written]
+        lines += [f"    rows_{node}[step] = {_name(node)}" for node in self.saved if node in self.carried]
         for index, node in enumerate(self.nodes):
-            if node in written:
+            value, arguments = _name(node), _arguments(node, names)
+            if node in self.written:
                 names[f"op{index}"], into = _INTO[node.target]
-                lines.append(f"    {_name(node)} = rows_{node}[step]")
-                lines.append(f"    op{index}({_arguments(node, names)}, {into}={_name(node)})")
-            else:
-                names[f"op{index}"] = _QUICK.get(node.target, node.target)
-                lines.append(f"    {_name(node)} = op{index}({_arguments(node, names)})")
-        lines += [f"    save_{node}({_name(node)})" for node in collected]
+                lines += [f"    {value} = rows_{node}[step]", f"    op{index}({arguments}, {into}={value})"]
+                continue
+            names[f"op{index}"] = _QUICK.get(node.target, node.target)
+            lines.append(f"    {value} = op{index}({arguments})")
+            if node in self.saved:
+                lines.append(f"    rows_{node}[step] = {value}")
         carried = [_name(each) for each in self.carried]
         ends = [f"zero({kept})" if end is None else _name(end) for kept, end in zip(carried, self.ends, strict=True)]
         if ends:
             lines.append(f"    {', '.join(carried)}, = {', '.join(ends)},")
-        parameters = [_name(each) for each in self.constants] + carried
-        parameters += [f"rows_{each}" for each in (*self.rows, *written)] + [f"save_{each}" for each in collected]
+        parameters = [*map(_name, self.constants), *carried, *(f"rows_{each}" for each in (*self.rows, *self.saved))]
         parameters += [f"added_{each}" for each in self.carried] if self.added else []
         steps = "range(T - 1, -1, -1)" if self.backward else "range(T)"
         body = "\n".join(lines or ["    pass"])
@@ -151,32 +140,6 @@ def _arguments(node: fx.Node, names: dict[str, Any]) -> str:
     return ", ".join([*map(text, node.args), *(f"{key}={text(value)}" for key, value in node.kwargs.items())])
 
 
-class SavedValues:
-    """The values of one sequence, stacked (`bulk.env`) and step by step (`rows`): what backward needs of forward."""
-
-    def __init__(self, bulk: BulkEvaluator, rows: dict[fx.Node, Sequence[Tensor]]) -> None:
-        self.bulk = bulk
-        self.rows = rows
-
-    def copy(self) -> "SavedValues":
-        """For one backward, which adds values of its own; the graph may be retained for another."""
-        return SavedValues(replace(self.bulk, env=dict(self.bulk.env)), dict(self.rows))
-
-    def stacked(self, node: fx.Node) -> Tensor:
-        """The value for all steps, T x ..."""
-        env = self.bulk.env
-        if node not in env:
-            env[node] = torch.stack(list(self.rows[node]))
-        value = env[node]
-        return value if self.bulk.varies(node) else value.expand(self.bulk.steps, *value.shape)
-
-    def in_steps(self, node: fx.Node) -> Sequence[Tensor]:
-        """The value step by step."""
-        if node not in self.rows:
-            self.rows[node] = self.bulk.env[node].unbind(0)
-        return self.rows[node]
-
-
 class PythonBackend:
     """See `weft.recurrent.backends.Backend`: the parts of a captured step, and the two loops that are left of it."""
 
@@ -184,6 +147,8 @@ class PythonBackend:
         self.captured = captured
         self.parts: DependencePartition = partition(captured)
         self._on = dependences(captured)
+        self._invariant = {captured.signature.states[k] for k in captured.invariant}
+        self._wanted = {each.name: self._read_after(each.name) for each in fields(self.parts)}
         self._step_bytes = _bytes(dict.fromkeys([*self.loop.loop.saved, *self.parts.before, *self.parts.after]))
         states = captured.signature.states
         shape = states[0].meta["val"].shape if states else ()
@@ -194,19 +159,19 @@ class PythonBackend:
     def begin(self) -> None:
         """Nothing: constants are cheap next to a loop in Python."""
 
-    def forward(self, constants: None, chunk: Chunk, keep: bool) -> SavedValues:
+    def forward(self, constants: None, chunk: Chunk, keep: bool) -> BulkEvaluator:
         """See `Backend`."""
-        outputs, states, store = self.run_forward(chunk.inputs, self._first_states(chunk))
+        outputs, states, kept = self.run_forward(chunk.inputs, self._first_states(chunk))
         _write(chunk.outputs, outputs)
         moving = [k for k in range(len(states)) if k not in self.captured.invariant]
         _write([chunk.states[k][1:] for k in moving], [states[k] for k in moving])
-        return store
+        return kept
 
-    def recompute(self, constants: None, chunk: Chunk) -> SavedValues:
+    def recompute(self, constants: None, chunk: Chunk) -> BulkEvaluator:
         """See `Backend`; by Python, step by step as before."""
         return self.run_forward(chunk.inputs, self._first_states(chunk))[2]
 
-    def backward(self, constants: None, chunk: Chunk, kept: SavedValues, gradients: Gradients) -> None:
+    def backward(self, constants: None, chunk: Chunk, kept: BulkEvaluator, gradients: Gradients) -> None:
         """See `Backend`."""
         states = None
         if any(each is not None for each in gradients.states):
@@ -221,7 +186,7 @@ class PythonBackend:
             if to is not None and found is not None:
                 to.add_(found)
 
-    def release(self, kept: SavedValues) -> None:
+    def release(self, kept: BulkEvaluator) -> None:
         """Its memory goes with it."""
 
     def kept_bytes(self, steps: int) -> int:
@@ -245,149 +210,119 @@ class PythonBackend:
     @cached_property
     def loop(self) -> CompiledLoop:
         """The forward loop. It saves the new states, the outputs, and what backward reads."""
-        parts, signature = self.parts, self.captured.signature
-        later = [*parts.after, *parts.before_back, *parts.loop_back, *parts.after_back]
-        ends = [*signature.outputs, *signature.new_states]
-        saved = _read_by(later, [*parts.loop, *signature.states], ends)
-        return self._compiled(parts.loop, signature.states, signature.new_states, saved, backward=False)
+        signature = self.captured.signature
+        return self._compiled("loop", signature.states, signature.new_states)
 
     @cached_property
     def loops_back(self) -> tuple[CompiledLoop, CompiledLoop]:
         """The backward loop, without and with gradients that come from the states of all steps."""
-        parts, signature = self.parts, self.captured.signature
-        ends = [*signature.input_gradients, *signature.parameter_gradients]
-        saved = _read_by(parts.after_back, [*parts.loop_back, *signature.new_state_gradients], ends)
-        carried, back = signature.new_state_gradients, signature.state_gradients
-        plain, given = (
-            self._compiled(parts.loop_back, carried, back, saved, backward=True, given=given) for given in (False, True)
-        )
-        return plain, given
+        carried, back = self.captured.signature.new_state_gradients, self.captured.signature.state_gradients
+        return self._compiled("loop_back", carried, back), self._compiled("loop_back", carried, back, given=True)
 
     def run_forward(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], SavedValues]:
+    ) -> tuple[list[Tensor], list[Tensor], BulkEvaluator]:
         """Outputs and states after every step (T x ...), and what `run_backward` needs.
 
         `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state.
         """
         signature, parts = self.captured.signature, self.parts
-        store = SavedValues(BulkEvaluator(len(inputs[0]), self.varies), {})
-        env = store.bulk.env
-        env.update(zip(signature.inputs, inputs, strict=True))
-        env.update(self.captured.referred(signature.references))
-        back = [*parts.before_back, *parts.loop_back, *parts.after_back]
-        backward_ends = [*signature.input_gradients, *signature.state_gradients, *signature.parameter_gradients]
-        ends = [*signature.outputs, *signature.new_states, *backward_ends]
-        later = [*parts.before, *parts.loop, *parts.after, *back]
-        store.bulk.evaluate(parts.once, _read_by(later, parts.once, ends))
-        store.bulk.evaluate(parts.before, _read_by([*parts.loop, *parts.after, *back], parts.before, ends))
-        new_states = [node for node in signature.new_states if node is not None]
-        for k, first in enumerate(states):
-            if new_states[k] is signature.states[k]:  # handed on as it is: one tensor stands for all steps
-                env[signature.states[k]] = first.expand(store.bulk.steps, *first.shape)
-        self._allocate(self.loop, store)
-        self._run(self.loop, store, states)
-        self._stack_for(parts.after, store)
-        store.bulk.evaluate(parts.after, _read_by(back, parts.after, ends))
-        outputs = [store.stacked(node) for node in signature.outputs if node is not None]
-        return outputs, [store.stacked(node) for node in new_states], store
+        bulk = BulkEvaluator(len(inputs[0]), self.varies)
+        bulk.env.update(zip(signature.inputs, inputs, strict=True))
+        bulk.env.update(self.captured.referred(signature.references))
+        for node, first in zip(signature.states, states, strict=True):
+            if node in self._invariant:  # one tensor stands for all steps
+                bulk.env[node] = first.expand(bulk.steps, *first.shape)
+        bulk.evaluate(parts.once, self._wanted["once"])
+        bulk.evaluate(parts.before, self._wanted["before"])
+        self._run(self.loop, bulk, states)
+        bulk.evaluate(parts.after, self._wanted["after"])
+        outputs, after = (
+            [bulk.stacked(node) for node in nodes if node is not None]
+            for nodes in (signature.outputs, signature.new_states)
+        )
+        return outputs, after, bulk
 
     def run_backward(
-        self, store: SavedValues, outputs: Sequence[Tensor], states: Sequence[Tensor] | None, last: Sequence[Tensor]
+        self, kept: BulkEvaluator, outputs: Sequence[Tensor], states: Sequence[Tensor] | None, last: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Tensor], list[Tensor | None]]:
         """The gradients of inputs (T x ...), initial states and parameters, out of those of outputs and states.
 
         `outputs` are T x ...; `states`, T x ..., are those of the states after every step, or None; `last` are
-        those of the state after the last one.
+        those of the state after the last one. `kept` is unchanged: the graph may be retained for another backward.
         """
-        signature, parts = self.captured.signature, self.parts
-        store = store.copy()
-        store.bulk.env.update(zip(signature.output_gradients, outputs, strict=True))
-        ends = [*signature.state_gradients, *signature.input_gradients, *signature.parameter_gradients]
-        self._stack_for(parts.before_back, store)
-        store.bulk.evaluate(parts.before_back, _read_by([*parts.loop_back, *parts.after_back], parts.before_back, ends))
-        loop = self.loops_back[states is not None]
-        self._allocate(loop, store)
-        carried = self._run(loop, store, last, states)
-        self._stack_for(parts.after_back, store)
-        inside, of_parameters = parts.after_back, list[Tensor | None]()
-        wanted = [node for node in dict.fromkeys(signature.input_gradients) if node in inside]
-        store.bulk.evaluate(inside, wanted)
-        of_inputs = [None if node is None else store.stacked(node) for node in signature.input_gradients]
-        for node in signature.parameter_gradients:
-            if node is not None and node not in inside:
-                store.stacked(node)
-            of_parameters.append(None if node is None else store.bulk.summed(node, inside))
+        signature, inside = self.captured.signature, self.parts.after_back
+        bulk = replace(kept, env=dict(kept.env))
+        bulk.env.update(zip(signature.output_gradients, outputs, strict=True))
+        bulk.evaluate(self.parts.before_back, self._wanted["before_back"])
+        carried = self._run(self.loops_back[states is not None], bulk, last, states)
+        bulk.evaluate(inside, [node for node in dict.fromkeys(signature.input_gradients) if node in inside])
+        of_inputs = [None if node is None else bulk.stacked(node) for node in signature.input_gradients]
+        of_parameters = [None if node is None else bulk.summed(node, inside) for node in signature.parameter_gradients]
         return of_inputs, carried, of_parameters
 
     def compile(self, loop: Loop) -> CompiledLoop:
         """A loop as a function; other backends have other ways."""
         return loop.compile()
 
+    def writes(self, node: fx.Node) -> bool:
+        """Whether a loop writes the value into a row of T x ...; else the rows are stacked when all are there."""
+        return node.target in _INTO and not node.kwargs
+
     def varies(self, node: fx.Node) -> bool:
         """Whether a value may differ from step to step."""
         return bool(self._on[node])
 
+    def _read_after(self, name: str) -> list[fx.Node]:
+        """The nodes of a part, and what its loop carries, that later parts read or that are results."""
+        parts, signature = self.parts, self.captured.signature
+        carried = {"loop": signature.states, "loop_back": signature.new_state_gradients}.get(name, ())
+        nodes: list[fx.Node] = [*getattr(parts, name), *carried]
+        names = [each.name for each in fields(parts)]
+        later = [node for each in names[names.index(name) + 1 :] for node in getattr(parts, each)]
+        ends = [*signature.outputs, *signature.new_states, *signature.input_gradients, *signature.parameter_gradients]
+        if name != "loop_back":  # whose last ones are all that is asked for
+            ends += signature.state_gradients
+        read = {each for node in later for each in node.all_input_nodes} | {*ends}
+        return [node for node in nodes if node in read and node not in self._invariant]
+
     def _compiled(
-        self,
-        nodes: Sequence[fx.Node],
-        carried: Sequence[fx.Node],
-        ends: Sequence[Value],
-        saved: Sequence[fx.Node],
-        *,
-        backward: bool,
-        given: bool = False,
+        self, name: str, carried: Sequence[fx.Node], ends: Sequence[Value], *, given: bool = False
     ) -> CompiledLoop:
+        nodes: list[fx.Node] = getattr(self.parts, name)
         inside = {*nodes, *carried}
         readers = [each for node in nodes for each in node.all_input_nodes] + [end for end in ends if end is not None]
         outside = [each for each in dict.fromkeys(readers) if each not in inside]
         rows = [node for node in outside if self.varies(node)]
         constants = [node for node in outside if not self.varies(node)]
-        saved = [node for node in saved if node in inside]
-        return self.compile(Loop(nodes, constants, rows, carried, ends, saved, backward, given))
+        saved, backward = self._wanted[name], name == "loop_back"
+        written = [node for node in saved if self.writes(node)]
+        return self.compile(Loop(nodes, constants, rows, carried, ends, saved, written, backward, given))
 
     def _run(
         self,
         compiled: CompiledLoop,
-        store: SavedValues,
+        bulk: BulkEvaluator,
         carried: Sequence[Tensor],
         given: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """The carried values after the last step; what the loop saves goes to the rows of `store`, in time order."""
-        loop, env = compiled.loop, store.bulk.env
-        saved: dict[fx.Node, list[Tensor]] = {node: [] for node in loop.saved if node not in loop.written}
+        """The carried values after the last step; what the loop saves goes to `bulk`, T x ..."""
+        loop, env = compiled.loop, bulk.env
+        for node in loop.written:
+            value = node.meta["val"]
+            env[node] = torch.empty((bulk.steps, *value.shape), dtype=value.dtype, device=value.device)
+        # A list of rows to write to, or of places: any tensor stands there until its step puts another.
+        saved = [env[node].unbind(0) if node in loop.written else [carried[0]] * bulk.steps for node in loop.saved]
         last = compiled.function(
-            store.bulk.steps,
+            bulk.steps,
             *(env[node] for node in loop.constants),
             *carried,
-            *(store.in_steps(node) for node in (*loop.rows, *loop.written)),
-            *(each.append for each in saved.values()),
+            *(env[node].unbind(0) for node in loop.rows),
+            *saved,
             *(each.unbind(0) for each in given or ()),
         )
-        store.rows.update({node: each[::-1] if loop.backward else each for node, each in saved.items()})
+        env.update({n: torch.stack(rows) for n, rows in zip(loop.saved, saved, strict=True) if n not in loop.written})
         return last
-
-    def _allocate(self, compiled: CompiledLoop, store: SavedValues) -> None:
-        """Storage over time, T x ..., for what the loop writes."""
-        device = store.bulk.env[self.captured.signature.inputs[0]].device
-        for node in compiled.loop.written:
-            value = node.meta["val"]
-            buffer = torch.empty((store.bulk.steps, *value.shape), dtype=value.dtype, device=device)
-            store.bulk.env[node], store.rows[node] = buffer, buffer.unbind(0)
-
-    def _stack_for(self, nodes: Sequence[fx.Node], store: SavedValues) -> None:
-        """Stack what these nodes read of the loops' values."""
-        inside = set(nodes)
-        for node in nodes:
-            for each in node.all_input_nodes:
-                if each not in inside and each in store.rows and each not in store.bulk.env:
-                    store.stacked(each)
-
-
-def _read_by(readers: Iterable[fx.Node], of: Sequence[fx.Node], ends: Iterable[Value]) -> list[fx.Node]:
-    """The nodes among `of` that some reader reads, or that are an end."""
-    read = {each for reader in readers for each in reader.all_input_nodes} | {end for end in ends if end is not None}
-    return [node for node in of if node in read]
 
 
 def _write(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
