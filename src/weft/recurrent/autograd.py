@@ -23,11 +23,12 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from weft.core import rng
 from weft.core.autograd import apply, quiet_hooks, without_gradient
 from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, listed
 from weft.core.pytree import flatten, unflatten
-from weft.core.rng import generators
+from weft.core.segment import differentiable
 from weft.recurrent.backends import (
     Backend,
     Chunk,
@@ -201,7 +202,7 @@ class ScanFunction:
                 "constant": captured.constants,
             }
             self._read = [(f"{what} {i}", e, _mark(e)) for what, values in read.items() for i, e in enumerate(values)]
-        return ends, [_has_gradient(each) for each in ends]
+        return ends, [differentiable(each) for each in ends]
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -285,10 +286,6 @@ class ScanFunction:
         return SequenceLeaves(list(values[:count]), list(values[count:behind]), list(values[behind:]))
 
 
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _mark(tensor: Tensor) -> tuple[int, int]:
     """Changes when a tensor is written to, or gets other memory."""
     return tensor._version, tensor.data_ptr()
@@ -332,7 +329,7 @@ class _BackwardGradients:
 
     def found(self) -> list[Tensor | None]:
         """The gradients of inputs, initial states and parameters."""
-        states = [each if _has_gradient(each) else None for each in self._carried]
+        states = [each if differentiable(each) else None for each in self._carried]
         return [*self._inputs, *states, *self._parameters]
 
 
@@ -379,8 +376,8 @@ class EagerReplay:
     ) -> None:
         self._captured, self._cell, self._restored = captured, cell, restored
         self._ambient = ExecutionContext.capture([device.type])
-        sources = generators([device]) if captured.draws else ()
-        self._random = [(each, each.get_state()) for each in sources]
+        self._sources = rng.generators([device]) if captured.draws else ()
+        self._begun = rng.states(self._sources)
 
     def gradients(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor], given: SequenceLeaves[Tensor | None]
@@ -411,7 +408,7 @@ class EagerReplay:
 
     def _run(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> SequenceLeaves[Tensor]:
         """The sequence in plain autograd; the generators stay as they are."""
-        now = [(source, source.get_state()) for source, _ in self._random]
+        now = rng.states(self._sources)
         # A batch of gradients comes under vmap, which forbids to draw; what is drawn inside belongs to no batch.
         batch = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C._dispatch_key_parse("VmapMode")))
         context = self._ambient
@@ -423,12 +420,10 @@ class EagerReplay:
                     "that a function closes over; change it after backward"
                 )
             try:
-                for source, state in self._random:
-                    source.set_state(state)
+                rng.restore(self._sources, self._begun)
                 return stepwise(self._captured, self._cell, inputs, states)
             finally:
-                for source, state in now:
-                    source.set_state(state)
+                rng.restore(self._sources, now)
 
 
 class _Switch(torch.autograd.Function):

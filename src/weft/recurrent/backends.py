@@ -10,8 +10,6 @@ what is saved between forward and backward; in segments:
                 |----- segment -----|----- segment -----|----- segment -----|
     forward     *                   *                   *                         kept: the state at each *
     backward                                             forward again, keeping all; back; give the memory back
-
-Trading time for memory at sqrt(T) is Griewank's (1992) and Chen et al.'s (2016).
 """
 
 import math

@@ -7,12 +7,10 @@
         gx, gs, gw = gradients of (s', y) for (x, s, parameters), given (gs', gy)
         return s', y, gx, gs, gw
 
-The graph holds PyTorch's own operators, without mutation, duplicates or dead ends. Parameters and other tensors that
-the cell reads are its *references*: constants of the graph that are looked up anew at every use, so an optimizer may
-change them. What cannot be captured is refused here, loudly: a branch on data, random numbers that depend on what the
-step computes, a write into a tensor that outlives the step. Capturing is `make_fx` over `torch.autograd.grad`; of the
-ways that PyTorch offers it takes the most cells. The idea of deriving the backward net of the step net once is that of
-Caffe2's ``recurrent_net``.
+Capturing is `make_fx` over `torch.autograd.grad`; of the ways that PyTorch offers it takes the most cells. Parameters
+and other tensors that the cell reads are its *references*: constants of the graph that are looked up anew at every use,
+so an optimizer may change them. What cannot be captured is refused here. The idea of deriving the backward net of the
+step net once is that of Caffe2's ``recurrent_net``.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -14,18 +14,7 @@ The initial state is broadcast over the batch:
     H                       D              unchanged: a sequence without rows
 
 A state has one shape and dtype through all steps. Only the first step may settle them, as in a plain loop: the cell may
-return a larger shape that the initial state broadcasts to, and floats where the initial state holds integers. Two
-different floating dtypes are an error, except under autocast.
-
-Links say by name which output of a step net feeds which state, as in Caffe2 (`recurrent_net`, `link_window`):
-
-    step({"x": x_t}, {"h": ..., "past": ...})  ->  {"hidden": ..., "score": ...}
-
-    links = {"h": "hidden",                    the state h of step t+1 is the output hidden of step t
-             "past": Window("hidden", 3)}      past holds the outputs hidden of steps t-2, t-1, t, stacked
-
-A window is k x N x ..., oldest first. Inside the loop it is a tuple of k tensors, so that a step drops one and adds one
-without copying, and every one of them has rows like any other state.
+return a larger shape that the initial state broadcasts to, and floats where the initial state holds integers.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -275,7 +264,11 @@ def check_links(check: Validator, links: object) -> None:
 
 
 class Linked(Cell):
-    """A step net over named values, with its links and what else it reads, as a cell."""
+    """A step net over named values, with its links and what else it reads, as a cell.
+
+    A window is k x N x ..., oldest first. Inside the loop it is a tuple of k tensors, so that a step drops one and adds
+    one without copying, and every one of them has rows like any other state.
+    """
 
     def __init__(
         self,

@@ -8,20 +8,18 @@
     compiled graph     ... -> weft.recurrent(spec, tensors, references, wanted, start) -> ends, token -> ...
                        ... <- weft.recurrent_backward(token, tensors, references, wanted, gradients) <- ...
 
-A *call spec* is what a graph cannot hold of a call: which network, how its arguments are nested, what is no tensor,
-under which autocast. The graph has its number as a constant, so it works in the process that traced it, as long as the
-network lives. A network's tensors are arguments (`references`): a graph may be run with others.
-
-The *token* stands for what autograd saved of the sequence. It is a tensor over memory that owns these values:
-when nothing refers to that memory any more, nor the graph that was to call backward, they go with it.
+A graph has the number of a *call spec* as a constant, so it works in the process that traced it, as long as the network
+lives. A network's tensors are arguments (`references`): a graph may be run with others. The *token* stands for what
+autograd saved of the sequence. It is a tensor over memory that owns these values: when nothing refers to that memory
+any more, nor the graph that was to call backward, they go with it.
 
 The module is imported when something is being traced, not before: it brings Dynamo, whose import takes seconds.
 """
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -272,7 +270,7 @@ def recurrent_backward(
         for end, gradient in zip(sequence.ends, gradients, strict=True)
         if gradient is not None and end.requires_grad
     ]
-    found: Sequence[Tensor | None] = [None] * len(sequence.asked)
+    found: Sequence[Tensor] = [] if pairs else [torch.zeros_like(each) for each in sequence.asked]
     if pairs:
         with _outside_operator(), quiet_hooks(each for each in sequence.asked if each.is_leaf):
             found = torch.autograd.grad(
@@ -281,10 +279,9 @@ def recurrent_backward(
                 [gradient for _, gradient in pairs],
                 retain_graph=keeps_graph(),
                 allow_unused=True,
+                materialize_grads=True,
             )
-    zeros = zip(found, sequence.asked, strict=True)
-    values = [torch.zeros_like(like) if gradient is None else gradient for gradient, like in zeros]
-    return _separate(values, [*tensors, *references, *(each for each in gradients if each is not None)])
+    return _separate(found, [*tensors, *references, *(each for each in gradients if each is not None)])
 
 
 @recurrent_backward.register_fake
@@ -349,6 +346,14 @@ def _separate(values: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor
     return found
 
 
+with ThreadPoolExecutor(1, "weft-dispatch-keys") as _fresh:
+    _DEFAULT_KEYS = [
+        _fresh.submit(each).result()
+        for each in (_C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set)
+    ]
+"""The dispatch keys included and excluded by default, as a new thread has them."""
+
+
 @contextmanager
 def _outside_operator() -> Generator[None]:
     """Restore the default dispatch keys: inside an operator autograd is off, and under tracing `torch.func` too."""
@@ -357,22 +362,6 @@ def _outside_operator() -> Generator[None]:
         include = include.remove(_C.DispatchKey.ADInplaceOrView)
     with _C._ForceDispatchKeyGuard(include, exclude):
         yield
-
-
-def _default_dispatch_keys() -> tuple[Any, Any]:
-    """The dispatch keys included and excluded by default, read in a fresh thread."""
-    found: list[Any] = []
-
-    def look() -> None:
-        found.extend((_C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()))
-
-    thread = threading.Thread(target=look, name="weft-dispatch-keys")
-    thread.start()
-    thread.join()
-    return found[0], found[1]
-
-
-_DEFAULT_KEYS = _default_dispatch_keys()
 
 
 @contextmanager

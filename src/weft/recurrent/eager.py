@@ -9,8 +9,7 @@
         padding?    rows that do not count keep their state, and their output is zero
         state = new
 
-Every operator that the cell may use works here, and so does all that autograd offers: double backward, forward
-mode, ``vmap``, autocast. It is what runs where no faster way exists, and what every faster way is compared with.
+It runs what no faster way can (double backward, forward mode, ``vmap``), and every faster way is compared with it.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,8 @@
 
     mask = bernoulli(shape of h, 0.9)      becomes      an input "mask", T x ..., drawn before the loop
 
-Each step draws what the eager loop would draw, in its order, from the same generator; so a plan gives the very
-numbers of the eager loop, and backward and recomputation read what was drawn. What depends on a computed value, as the
-probabilities of a sampled action do, cannot be drawn in advance; such cells run by the eager loop.
+Each step draws what the eager loop would draw, in its order, from the same generator; backward and recomputation read
+what was drawn. What depends on a computed value, as a sampled action does, cannot be drawn in advance.
 """
 
 import weakref

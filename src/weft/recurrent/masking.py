@@ -6,10 +6,9 @@
     row 2  mask       x  .  .  x  x  .      a hole is the same, and the row goes on after it
     row 3  reset      x  x  R  x  x  x      before step 2 the state becomes the initial state
 
-All of it is two boolean masks, T x N: ``valid`` and ``reset``. The cell still runs on all rows, since it may read other
-tensors with N rows. It must not see the content of padding: NaN times a gradient of zero is NaN, and a cell may be
-singular at zero. So an invalid row gets a *stand-in*: its first valid input, which the cell is known to accept.
-``torch.where`` then drops its results.
+The cell still runs on all rows, since it may read other tensors with N rows. It must not see the content of padding:
+NaN times a gradient of zero is NaN, and a cell may be singular at zero. So a row that does not count gets a *stand-in*:
+its first valid input, which the cell is known to accept. ``torch.where`` then drops its results.
 
 In a captured step the masks, truncation and the step number are further inputs, so that a plan does not depend on T:
 

@@ -2,8 +2,6 @@
 
 `functionalize`: no writes; each becomes an operator that makes a new tensor.
 
-    w = clone(W);  w[0] = x     w = select_scatter(clone(W), x, 0, 0)
-
 `canonicalize`: forms that hold for all steps at once, where a value is stacked over time and mapped by `vmap`.
 
     detach, alias, clone        removed: nothing writes any more, and autograd is not involved

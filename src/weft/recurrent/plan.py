@@ -9,8 +9,7 @@
 
 Only `loop` and `loop_back` must run step by step. All else runs for all steps at once (`BulkEvaluator`): an operator
 before the loop is one over T x N rows, and a parameter's gradient is one product or sum after the loop, never an
-addition per step. Hand-written kernels do so for the LSTM (cuDNN: Appleyard et al., arXiv 1604.01946); here it is
-derived. A plan depends neither on T nor on lengths.
+addition per step.
 """
 
 import operator

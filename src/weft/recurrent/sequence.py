@@ -9,9 +9,6 @@
 A sequence without rows (T x D) is accepted too, as ``torch.func.vmap`` over the batch passes it. Shapes alone cannot
 tell whether T x 5 holds five rows or one row of width five. ``certain`` says that there are rows, since the caller
 referred to them (lengths, mask, reset, batch first); a step's input with two axes makes them likely.
-
-A ``PackedSequence`` is padded on the way in, and the outputs are packed on the way out with the same sizes and order of
-rows. States are in the user's order of rows, as with ``torch.nn.LSTM``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from weft.core.errors import UsageError
-from weft.core.pytree import Structure, flatten, structure_paths, unflatten
+from weft.core.pytree import Structure, flatten, map_leaves, structure_paths
 from weft.core.validation import Validator
 
 Lengths = Tensor | Sequence[int]
@@ -159,10 +156,11 @@ class UnpackedInputs:
         packed, lengths = self.packed, self.lengths
         if packed is None or not isinstance(lengths, Tensor):
             return outputs
-        leaves, structure = flatten(outputs)
-        leaves = [_turned(leaf, self.batch_first) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        packs = [pack_like(leaf, lengths, packed) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return unflatten(structure, packs)
+
+        def repacked(leaf: Any) -> Any:
+            return pack_like(_turned(leaf, self.batch_first), lengths, packed) if isinstance(leaf, Tensor) else leaf
+
+        return map_leaves(repacked, outputs)
 
 
 def unpack_inputs(inputs: Any, lengths: Lengths | None, *, batch_first: bool, who: str) -> UnpackedInputs:
