@@ -37,7 +37,7 @@ class CaptureError(WeftError, RuntimeError):
 
 
 class MisfitError(CaptureError):
-    """The cell returned something else than a step of a loop does; the eager loop's error says what."""
+    """The cell returned something else than a step of a loop does; the eager loop's error says what, or it takes it."""
 
 
 def capture(
@@ -187,10 +187,7 @@ def _gradients(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) ->
 def result_of(result: Any) -> tuple[Any, Any]:
     """The result of a cell, checked to be a pair. Raises MisfitError."""
     if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 2:
-        raise MisfitError(
-            f"a cell returns (output, new state), but this one returned {type(cast(object, result)).__name__}; "
-            "return a tuple of two, each of them nested as you like"
-        )
+        raise MisfitError("the cell did not return a pair (output, new state)")
     return cast("tuple[Any, Any]", result)
 
 
@@ -200,16 +197,16 @@ def present(outputs: Sequence[Any]) -> list[Any]:
 
 
 def _check_result(new: Any, state: Any, outputs: list[Any]) -> None:
-    """Raise an error unless outputs are tensors, and the new state is as the old one."""
+    """Raise MisfitError unless outputs are tensors, and the new state is as the old one."""
+    (after, structure), (before, wanted) = flatten(new), flatten(state)
     look = [
-        [(tuple(each.shape), each.dtype) if isinstance(each, Tensor) else None for each in flatten(value)[0]]
-        for value in (new, state)
+        [(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in leaves]
+        for leaves in (after, before)
     ]
-    if flatten(new)[1] != flatten(state)[1] or look[0] != look[1]:
+    if structure != wanted or look[0] != look[1]:
         raise MisfitError(f"the new state of a cell must match the old one, but is {look[0]}, not {look[1]}")
-    kinds = {type(each).__name__ for each in outputs if not isinstance(each, Tensor)}
-    if kinds:
-        raise CaptureError(f"outputs must be tensors or None, but some are {', '.join(sorted(kinds))}")
+    if not all(isinstance(each, Tensor) for each in outputs):
+        raise MisfitError("an output is neither a tensor nor None")
 
 
 def _refuse_writes(module: fx.GraphModule) -> None:

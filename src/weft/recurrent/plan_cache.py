@@ -36,13 +36,7 @@ from weft.recurrent.cpp.lowering import decomposition_table
 from weft.recurrent.graph import StepGraph, drawn, memory_order
 from weft.recurrent.guards import CellGuards, no_foreign_draws, unobserved
 from weft.recurrent.inductor_backend import InductorBackend
-from weft.recurrent.masking import (
-    Conditions,
-    MaskedStep,
-    RowMasks,
-    check_number,
-    stand_ins,
-)
+from weft.recurrent.masking import Conditions, MaskedStep, RowMasks, check_number, stand_ins
 from weft.recurrent.passes import made_in_the_step
 from weft.recurrent.python_backend import PythonBackend
 from weft.recurrent.sequence import SequenceInputs
@@ -208,7 +202,7 @@ class PlanCache:
                     engine = call.make(name)
                     if self._verify == "first":
                         call.verify(engine, self._memory)
-            except MisfitError as error:  # the eager loop's error says more, or it accepts it
+            except MisfitError as error:
                 return PlanChoice(call.kind, None, "eager", str(error))
             except (Unsupported, CompileError) as error:
                 refused.append(f"not {name}: {error}")
