@@ -28,7 +28,6 @@ from weft.core.autograd import apply, quiet_hooks, without_gradient
 from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, listed
 from weft.core.pytree import flatten, unflatten
-from weft.core.segment import differentiable
 from weft.recurrent.backends import (
     Backend,
     Chunk,
@@ -158,7 +157,8 @@ class ScanFunction:
         self._backend, self._policy, self._tracked, self._replay = backend, policy, tracked, replay
         self._inputs = [each.detach().resolve_neg() for each in inputs]
         self._states = [each.detach().resolve_neg().contiguous() for each in states]
-        self._bounds = chunk_bounds(len(inputs[0]), backend.chunk_steps)
+        steps = len(inputs[0])
+        self._bounds = [0, steps] if steps <= backend.chunk_steps else chunk_bounds(steps, backend.chunk_steps)
         self._made: Buffers | None = None
         self._kept: list[Any] = []
         self._heads: list[list[Tensor]] = []  # where states are not kept whole, those that each segment begins with
@@ -202,7 +202,7 @@ class ScanFunction:
                 "constant": captured.constants,
             }
             self._read = [(f"{what} {i}", e, _mark(e)) for what, values in read.items() for i, e in enumerate(values)]
-        return ends, [differentiable(each) for each in ends]
+        return ends, [_has_gradient(each) for each in ends]
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -286,6 +286,10 @@ class ScanFunction:
         return SequenceLeaves(list(values[:count]), list(values[count:behind]), list(values[behind:]))
 
 
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _mark(tensor: Tensor) -> tuple[int, int]:
     """Changes when a tensor is written to, or gets other memory."""
     return tensor._version, tensor.data_ptr()
@@ -329,7 +333,7 @@ class _BackwardGradients:
 
     def found(self) -> list[Tensor | None]:
         """The gradients of inputs, initial states and parameters."""
-        states = [each if differentiable(each) else None for each in self._carried]
+        states = [each if _has_gradient(each) else None for each in self._carried]
         return [*self._inputs, *states, *self._parameters]
 
 
@@ -377,7 +381,7 @@ class EagerReplay:
         self._captured, self._cell, self._restored = captured, cell, restored
         self._ambient = ExecutionContext.capture([device.type])
         self._sources = rng.generators([device]) if captured.draws else ()
-        self._begun = rng.states(self._sources)
+        self._begun = rng.states(self._sources) if self._sources else []
 
     def gradients(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor], given: SequenceLeaves[Tensor | None]

@@ -187,7 +187,10 @@ def _gradients(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) ->
 def result_of(result: Any) -> tuple[Any, Any]:
     """The result of a cell, checked to be a pair. Raises MisfitError."""
     if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 2:
-        raise MisfitError("the cell did not return a pair (output, new state)")
+        raise MisfitError(
+            f"a cell returns (output, new state), but this one returned {type(cast(object, result)).__name__}; "
+            "return a tuple of two, each of them nested as you like"
+        )
     return cast("tuple[Any, Any]", result)
 
 
@@ -197,16 +200,16 @@ def present(outputs: Sequence[Any]) -> list[Any]:
 
 
 def _check_result(new: Any, state: Any, outputs: list[Any]) -> None:
-    """Raise MisfitError unless outputs are tensors, and the new state is as the old one."""
-    (after, structure), (before, wanted) = flatten(new), flatten(state)
+    """Raise an error unless outputs are tensors, and the new state is as the old one."""
     look = [
-        [(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in leaves]
-        for leaves in (after, before)
+        [(tuple(each.shape), each.dtype) if isinstance(each, Tensor) else None for each in flatten(value)[0]]
+        for value in (new, state)
     ]
-    if structure != wanted or look[0] != look[1]:
+    if flatten(new)[1] != flatten(state)[1] or look[0] != look[1]:
         raise MisfitError(f"the new state of a cell must match the old one, but is {look[0]}, not {look[1]}")
-    if not all(isinstance(each, Tensor) for each in outputs):
-        raise MisfitError("an output is neither a tensor nor None")
+    kinds = {type(each).__name__ for each in outputs if not isinstance(each, Tensor)}
+    if kinds:
+        raise CaptureError(f"outputs must be tensors or None, but some are {', '.join(sorted(kinds))}")
 
 
 def _refuse_writes(module: fx.GraphModule) -> None:
