@@ -2,7 +2,7 @@
 
 import torch
 
-from weft.recurrent.layers.bidirectional import SequenceAxes, reverse, reverse_rows
+from weft.recurrent.layers.composite import SequenceAxes, reverse, reverse_rows
 
 
 def test_rows_begin_where_their_mask_does() -> None:

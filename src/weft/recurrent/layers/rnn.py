@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from weft.core.errors import SpecError
 from weft.core.validation import Validator
-from weft.recurrent.layers.bidirectional import Bidirectional, explained
+from weft.recurrent.layers.composite import Bidirectional, explained
 from weft.recurrent.recurrent import Recurrent
 from weft.recurrent.sequence import pack_like, unpack
 

@@ -1,4 +1,4 @@
-"""Two networks over one sequence, one from each end.
+"""Networks out of networks: one from each end of a sequence, or layer upon layer.
 
     x_0  x_1  x_2 ...           forward_net   -> -> ->     y_0   y_1   y_2
                                 backward_net  <- <- <-     z_0   z_1   z_2
@@ -14,14 +14,20 @@ length:
 
 Flipping all of time puts the padding first. A mask says so, and a row begins when its mask does: there is nothing to
 gather, and the flip back restores every place.
+
+    x --> layer 0 --> dropout --> layer 1 --> dropout --(+)--> layer 2 --(+)--> y       (+): residual, adds the layer's
+                               '-------------------------^ '--------------^                  own input
+
+Each layer of a stack runs over the whole sequence before the next one begins.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
 from weft.core.errors import SpecError, listed
 from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
@@ -110,21 +116,10 @@ class Bidirectional(nn.Module):
 
     def _merged(self, one: Any, other: Any, least: int) -> Any:
         """Both outputs in one; `least` axes must an output have to be put together along its last."""
-        merge = self.merge
-        if not isinstance(merge, str):
-            return merge(one, other)
-
-        def fits(x: Any, y: Any) -> bool:
-            if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-                return x is None and y is None
-            # A number per step and row has no axis of its own to be put together along.
-            return x.dim() >= least and x.shape[:-1] == y.shape[:-1] if merge == "cat" else x.shape == y.shape
-
-        def both(x: Any, y: Any) -> Any:
-            return x if x is None else torch.cat([x, y], -1) if merge == "cat" else x + y
-
-        fault = f"the outputs of both networks have no {merge}; give a function as merge"
-        return combined(one, other, fits, both, fault)
+        if not isinstance(self.merge, str):
+            return self.merge(one, other)
+        fault = f"the outputs of both networks have no {self.merge}; give a function as merge"
+        return combined(one, other, fault, least if self.merge == "cat" else None)
 
     def explain(self) -> str:
         """Both networks' explanations."""
@@ -140,10 +135,21 @@ def explained(nets: dict[str, Any]) -> str:
     return FoldedText("\n\n".join(parts))
 
 
-def combined(
-    one: Any, other: Any, fits: Callable[[Any, Any], bool], join: Callable[[Any, Any], Any], fault: str
-) -> Any:
-    """Two nested values in one, leaf by leaf. Raises ``SpecError`` that lists all that does not fit."""
+def combined(one: Any, other: Any, fault: str, least: int | None = None) -> Any:
+    """The sum of two nested values, leaf by leaf; with `least`, both along the last axis, of so many axes at least.
+
+    ``None`` in both stays. Raises ``SpecError`` that lists all that does not fit.
+    """
+
+    def fits(x: Any, y: Any) -> bool:
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            return x is None and y is None
+        # A number per step and row has no axis of its own to be put together along.
+        return x.shape == y.shape if least is None else x.dim() >= least and x.shape[:-1] == y.shape[:-1]
+
+    def join(x: Any, y: Any) -> Any:
+        return x if x is None else x + y if least is None else torch.cat([x, y], -1)
+
     (leaves, structure), (others, seen) = flatten(one), flatten(other)
     nesting = difference(structure, seen, "output")
     faults = [nesting] if nesting else []
@@ -225,3 +231,113 @@ def reverse_rows(
         first = torch.zeros_like(reset.narrow(time, 0, 1))
         reset = torch.cat([reset.narrow(time, 1, axes.steps - 1), first], time)
     return None if mask is None else mask.flip(time), None if reset is None else reset.flip(time)
+
+
+class Stack(nn.Module):
+    """Runs layers one upon the other; the outputs of one are the inputs of the next.
+
+    Args:
+        layers: :class:`weft.recurrent.Recurrent` networks, or modules that are called like one (``Bidirectional``,
+            another ``Stack``). They become ``layers.0``, ``layers.1``, ...; all have the same ``batch_first``.
+        residual: every layer but the first adds its input to its output (Wu et al., arXiv 1609.08144).
+        dropout: the probability with which, in training, an entry of what a layer hands to the next is set to zero;
+            before the layer's input is added.
+
+    Raises ``UsageError`` that lists all that is wrong with the arguments.
+
+    Example:
+        >>> layers = [weft.Recurrent(nn.GRUCell(8, 8), backend="eager") for _ in range(2)]
+        >>> weft.Stack(layers, residual=True)(torch.randn(20, 4, 8)).outputs.shape
+        torch.Size([20, 4, 8])
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], *, residual: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        first = [bool(getattr(layer, "batch_first", False)) for layer in layers]
+        with Validator("invalid arguments of Stack") as check:
+            check.that(bool(layers), "there are no layers")
+            which = ", ".join(str(i) for i, each in enumerate(first) if each)
+            check.that(len({*first}) < 2, f"layers {which} have batch_first=True, the others have not")
+            check.number("dropout", dropout, most=1.0)
+            for i, layer in enumerate(layers):
+                fault = f"layer {i} is a {type(layer).__name__}, which is called otherwise; wrap a cell in Recurrent"
+                check.that(not isinstance(layer, nn.RNNCellBase | nn.RNNBase), fault)
+        self.layers = nn.ModuleList(layers)
+        self.residual = residual
+        self.dropout = float(dropout)
+        self.batch_first = first[0]
+
+    def forward(
+        self,
+        inputs: Any,
+        state: Sequence[Any] | None = None,
+        *,
+        lengths: Lengths | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        start: int = 0,
+    ) -> Result:
+        """Run over a whole sequence. Arguments as for :class:`weft.recurrent.Recurrent`, for all layers alike, but:
+
+        Args:
+            state: a list with the state of every layer, each as the layer takes it, or ``None``.
+
+        Returns ``Result``: the outputs of the last layer; ``last`` and ``states`` as lists, one entry for every layer.
+        Raises as the layers do, with a note that names the layer, and ``SpecError`` if an input cannot
+        be added to an output.
+        """
+        given = unpack_inputs(inputs, lengths, batch_first=self.batch_first, who="Stack")
+        results: list[Result] = []
+
+        def run(layer: Any, x: Any, before: Any) -> Any:
+            results.append(layer(x, before, lengths=given.lengths, mask=mask, reset=reset, start=start))
+            return results[-1].outputs
+
+        y = self._through(run, given.inputs, state)
+        return Result(given.close(y), [each.last for each in results], [each.states for each in results])
+
+    def step(self, x: Any, state: Sequence[Any] | None = None, *, t: int = 0) -> tuple[Any, list[Any]]:
+        """One step, number ``t``, of a stream through all layers: ``(y, new_state)``; see ``Recurrent.step``."""
+        after: list[Any] = []
+
+        def run(layer: Any, x: Any, before: Any) -> Any:
+            y, new = layer.step(x, before, t=t)
+            after.append(new)
+            return y
+
+        return self._through(run, x, state), after
+
+    def _through(self, run: Callable[[Any, Any, Any], Any], x: Any, state: Sequence[Any] | None) -> Any:
+        """The output of the last layer, each being run with its input and its state."""
+        count = len(self.layers)
+        states = [None] * count if state is None else state
+        if not isinstance(states, list | tuple) or len(states) != count:
+            what = f"{len(states)} entries" if isinstance(states, list | tuple) else f"type {type(states).__name__}"
+            raise SpecError(
+                f"the state of a Stack is a list with one entry for each of its {count} layers; this one has {what}; "
+                "an entry may be None"
+            )
+        for index, (layer, before) in enumerate(zip(self.layers, states, strict=True)):
+            try:
+                y = run(layer, x, before)
+            except Exception as error:
+                error.add_note(f"weft: in layer {index} ({type(layer).__name__}) of a Stack")
+                raise
+            if self.training and self.dropout and index < count - 1:
+                y = map_leaves(self._dropped, y)
+            if self.residual and index:
+                fault = f"residual: the input of layer {index} cannot be added to its output"
+                y = combined(y, x, fault)
+            x = y
+        return x
+
+    def explain(self) -> str:
+        """Every layer's explanation; see ``Recurrent.explain``."""
+        return explained({f"layer {i}": layer for i, layer in enumerate(self.layers)})
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("residual", "dropout") if getattr(self, name))
+
+    def _dropped(self, leaf: Any) -> Any:
+        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return dropout(leaf, self.dropout) if floats else leaf
