@@ -6,22 +6,20 @@
                            v
     gradients      --> [ back  ] --> gradients of inputs and states, and what is summed over time for parameters
 
-**C or PyTorch.** C must know the operators of what is carried from step to step. Others that it does not know run by
-PyTorch, for all steps of a chunk at once, with what they depend on (before) or what depends on them (after):
+C must know the operators of what is carried from step to step. Others run by PyTorch, with what they depend on (before)
+or what depends on them (after):
 
     before        on inputs only                             before_back   not on the gradient of the step t+1
     front         in C                                       back          in C
     after         leads to outputs, or to backward, only     after_back    leads to gradients of inputs and parameters
 
-**Sums over time.** A parameter's gradient is the sum over all steps of what one step yields, which is never stored for
-every step. The sum moves through linear operators, down to a product of two values that both vary, which becomes one
-product whose inner axis runs over all steps, or to a sum over rows:
+A parameter's gradient is a sum over all steps, which moves through linear operators, down to a product of two values
+that both vary, which becomes one product whose inner axis runs over all steps, or to a sum over rows:
 
     sum of t(x)         =  t(sum of x)               sum of x + y    =  sum of x, then sum of y
     sum of a b          =  one product               sum of sum x    =  one sum
 
-**Mask sparsity.** Rows of padding, where a mask is false, need no products; much of the time of a batch of padded
-sequences would be spent on them:
+Rows of padding, where a mask is false, need no products:
 
     z = x W + h U            skipped: a row past its length gets only what the sum starts with ...
     new = cell(z, h)         ... which stays finite through elementwise functions
@@ -30,9 +28,9 @@ sequences would be spent on them:
     d new = where(valid, d h', 0)            zero in such a row, and so is what products make of it:
     d z = d new * ...                        elementwise, d z W' by rows, and d z' h as the row's share of a sum
 
-Rows along the first axis of a node's value where the mask is false are *zero*, or *unwanted*: no end of the graph
-depends on what is there, as long as it is finite. A product by rows may skip them if it is unwanted, or if its left
-side is zero there; a sum over rows of products if one side is zero.
+Such rows of a value, along its first axis, are *zero*, or *unwanted*: no end of the graph depends on what is there, as
+long as it is finite. A product by rows may skip them if it is unwanted, or if its left side is zero there; a sum over
+rows of products if one side is zero.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -5,7 +5,6 @@ composite.py    both ways in time, layer upon layer
 caffe2.py       Caffe2's LSTM
 """
 
-
 from weft.recurrent.layers.caffe2 import Caffe2LSTM, Caffe2Result
 from weft.recurrent.layers.composite import Bidirectional, Stack
 from weft.recurrent.layers.rnn import GRU, LSTM, RNN
