@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
-from weft.core.validation import Validator, is_number
+from weft.core.validation import Validator, is_whole
 from weft.experts.errors import (
     ClosedError,
     ExpertError,
@@ -492,7 +492,8 @@ def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadlin
         for name, word in (("client", client), ("key", key), ("mini_batch", mini_batch))
         if word is not None and not (isinstance(word, str) and word)
     ]
-    if deadline is not None and not (is_number(deadline) and (isinstance(deadline, int) or not isnan(deadline))):
+    timely = not isnan(deadline) if isinstance(deadline, float) else deadline is None or is_whole(deadline)
+    if not timely:
         faults.append(f"deadline is {deadline!r}, wanted None or a time of `time.monotonic`")
     if mini_batch is not None and not splits:
         faults.append(f"it does not accumulate gradients; drop mini_batch={mini_batch!r}")
