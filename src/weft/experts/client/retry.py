@@ -176,8 +176,8 @@ class RetryingCaller:
         last error is raised, with a note about the attempts before it; but where the last attempt was surely not
         executed and an earlier one may have been, that one's. ``UsageError`` once this is closed.
         """
-        attempts = RetryState(time.monotonic())
-        end = attempts.start + timeout
+        attempts, start = RetryState(), time.monotonic()
+        end = start + timeout
         with waiting():
             while True:
                 try:
@@ -188,7 +188,7 @@ class RetryingCaller:
                 except WeftError as error:
                     pause = attempts.failed(error, self.retry, self.resolver, end)
                     if pause is None:
-                        attempts.end(error)
+                        attempts.end(error, time.monotonic() - start)
                         raise
                 self.closed.wait(pause)
 
@@ -234,7 +234,6 @@ class RetryState:
     ``unsure``: the error of the last that may have been executed.
     """
 
-    start: float
     count: int = 0
     counted: int = 0
     sent: bool = False
@@ -254,9 +253,9 @@ class RetryState:
             self.unsure = self.last
         return pause
 
-    def end(self, error: WeftError) -> None:
+    def end(self, error: WeftError, seconds: float) -> None:
         """Add a note about earlier attempts to the last error, or raise the earlier error if it says more."""
-        last, earlier, seconds = self.last, self.unsure, time.monotonic() - self.start
+        last, earlier = self.last, self.unsure
         self.last = self.unsure = None
         if self.sent and not not_executed(error):
             earlier = None

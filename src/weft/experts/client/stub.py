@@ -30,7 +30,6 @@ from torch import Tensor
 
 from weft.core.errors import SpecError, WeftError, listed
 from weft.core.pytree import difference, flatten, structure_paths
-from weft.core.rng import waiting
 from weft.experts.client.retry import FixedResolver, RetryingCaller
 from weft.experts.compression import Policy
 from weft.experts.discovery.fencing import number_of, replaced
@@ -71,8 +70,7 @@ class ExpertStub:
         self.requests = RequestBuilder(options.client, options.compression)
         self.mini_batch = OpenMiniBatch(uid)
         self.progress = ExpertProgress(uid, caller.resolver)
-        self._lock = threading.Lock()  # of the description, for as long as it takes to request it
-        self._renewal = threading.Lock()
+        self._lock = threading.Lock()
         self._signature: Signature | None = None
 
     def describe(self, timeout: float | None = None) -> Description:
@@ -83,18 +81,10 @@ class ExpertStub:
         return found
 
     def signature(self, deadline: float) -> "Signature":
-        """The expert's signature, requested once. Raises ``DeadlineError`` if it is not known by ``deadline``."""
-        found = self._signature
-        if found is not None:
-            return found
-        with waiting():  # for the lock too: its holder needs the RNG lock only afterwards
-            while not self._lock.acquire(timeout=self._left(deadline)):
-                pass  # which raises when the time is over
-            try:
-                found = self._signature = self._signature or Signature(self.describe(self._left(deadline)))
-            finally:
-                self._lock.release()
-        return found
+        """The expert's signature, requested by whoever calls first. Raises ``DeadlineError`` if time is over before."""
+        if self._signature is None:
+            self._signature = Signature(self.describe(self._left(deadline)))
+        return self._signature
 
     def forward(self, inputs: Sequence[Tensor], key: "IdempotencyKey", deadline: float) -> list[Tensor]:
         """The flat outputs; in parts, where there are more rows than the server takes at a time."""
@@ -156,7 +146,7 @@ class ExpertStub:
 
     def _renew(self, mini_batch: "OpenMiniBatch") -> None:
         """Begin the next, after this one; what still comes of this one does not touch the next."""
-        with self._renewal:
+        with self._lock:
             if self.mini_batch is mini_batch:
                 self.mini_batch = OpenMiniBatch(self.uid)
 

@@ -174,9 +174,8 @@ class GridClient:
 
     def discard(self, mini_batches: Mapping[str, OpenMiniBatch]) -> None:
         """Tell the servers to drop these. No answer is waited for: it is a hint."""
-        now = time.monotonic()
         for uid, each in mini_batches.items():
-            self.begin(self.requests.discard(uid, each.name), now + _HINT, RetryState(now))
+            self.begin(self.requests.discard(uid, each.name), time.monotonic() + _HINT, RetryState())
 
     def live(self) -> LiveExperts:
         """The living experts, as far as is known. Calls none of them."""
@@ -236,7 +235,7 @@ class ExpertCall:
     accept: Callable[[Received], Tensor | None]
     whole: Call | None = None
     fault: BaseException | None = None
-    attempts: RetryState = field(default_factory=lambda: RetryState(time.monotonic()))
+    attempts: RetryState = field(default_factory=RetryState)
 
 
 def faults_of(calls: Iterable[ExpertCall]) -> dict[str, BaseException]:
@@ -411,11 +410,12 @@ class MixtureCounters:
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
 
-    def fanned_out(self, direction: Direction, calls: int, rows: int, faults: Iterable[BaseException]) -> None:
+    def fanned_out(self, direction: Direction, calls: Sequence[ExpertCall]) -> None:
         """Count one fan-out."""
+        rows = 0 if direction == "commit" else sum(len(each.samples) for each in calls)
         with self._lock:
-            self._counts.update({f"{direction}s": 1, f"{direction}_calls": calls, "rows": rows})
-            self._failed.update(reason_of(fault) for fault in faults)
+            self._counts.update({f"{direction}s": 1, f"{direction}_calls": len(calls), "rows": rows})
+            self._failed.update(reason_of(each.fault) for each in calls if each.fault is not None)
 
     def count(self, what: Literal["dropped", "zeroed", "left_out"], many: int) -> None:
         """Count pairs, samples or experts."""

@@ -165,9 +165,8 @@ def _send(
     calls = [called(number, uid) for number, uid in enumerate(whole)]
     needed = torch.ones(len(calls), dtype=torch.int64, device="cpu")
     FanOut(client, calls, needed, deadline=time.monotonic() + client.options.backward_timeout).run()
-    faults = faults_of(calls)
-    client.counters.fanned_out("commit", len(calls), 0, faults.values())
-    return faults
+    client.counters.fanned_out("commit", calls)
+    return faults_of(calls)
 
 
 def _parted(touched: Mapping[str, OpenMiniBatch]) -> tuple[dict[str, int], dict[str, BaseException]]:
@@ -213,7 +212,6 @@ class MixtureFunction:
             _check_finite("inputs of a mixture", signature.inputs.names, inputs)
         self._wanted = [x.requires_grad for x in inputs]
         self._like = [x.detach()[:0] for x in inputs]
-        self._sizes = signature.output_sizes(inputs)
         self._sent: list[Tensor] | None = [dispatch.take(x.detach()) for x in inputs]
         self._outputs: list[Tensor] = []  # on the meta device: dtype and shape are all that backward wants
         self.alive = torch.zeros(dispatch.samples, dispatch.k, dtype=torch.bool, device=_CPU)
@@ -340,8 +338,7 @@ class MixtureFunction:
         """All calls of one direction. Afterwards the buffer holds, for each sample, enough answers or none."""
         client, lenient, after = self._client, self._options.allow_zero_outputs, self._options.timeout_after_k_min
         counts = FanOut(client, calls, needed, deadline=deadline, after=after, lenient=lenient).run().counts
-        faults = [each.fault for each in calls if each.fault is not None]
-        client.counters.fanned_out(direction, len(calls), sum(len(each.samples) for each in calls), faults)
+        client.counters.fanned_out(direction, calls)
         short = counts < needed
         many = int(short.sum())
         if many and not lenient:
@@ -353,7 +350,8 @@ class MixtureFunction:
     def _zeros(self) -> list[Tensor]:
         """Zeros for all outputs, when no expert answered and that is no error."""
         outputs, dispatch = self._signature.outputs, self._dispatch
-        unknown = [name for name, size in zip(outputs.names, self._sizes, strict=True) if size is None]
+        sizes = self._signature.output_sizes(self._like)
+        unknown = [name for name, size in zip(outputs.names, sizes, strict=True) if size is None]
         if unknown:
             raise NoExpertsError(
                 f"no expert answered, and the size of the zeros of {', '.join(unknown)} is not known: its free axes "
@@ -361,7 +359,7 @@ class MixtureFunction:
             )
         return [
             torch.zeros(dispatch.samples, dispatch.k, *(size or ()), dtype=spec.dtype, device=_CPU)
-            for spec, size in zip(outputs.specs, self._sizes, strict=True)
+            for spec, size in zip(outputs.specs, sizes, strict=True)
         ]
 
     def _input_gradient(self, index: int, rows: Tensor | None) -> Tensor | None:
