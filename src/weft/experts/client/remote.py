@@ -23,7 +23,7 @@ from weft.core.validation import Validator, uid_fault
 from weft.experts.address import address_fault
 from weft.experts.client.autograd import RecomputeCache, RemoteFunction, RemoteLayer, forbid_tangents
 from weft.experts.client.retry import DirectoryResolver, FixedResolver, Retry, RetryingCaller
-from weft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey, Signature
+from weft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey
 from weft.experts.client.transport import Connections, GrpcTransport, Transport, fixed_faults
 from weft.experts.compression import Policy
 from weft.experts.discovery import Directory
@@ -113,14 +113,20 @@ class RemoteExpert(RemoteLayer):
         signature = stub.signature(deadline)
         inputs = signature.flat(args, kwargs)
         forbid_tangents(f"expert {self.uid!r}", inputs)
-        key = IdempotencyKey(evaluation=not self.training)
+        key, known = IdempotencyKey(evaluation=not self.training), None
         if is_recomputing():
-            outputs = self._remote(signature, inputs, deadline, *(self._cache.take(inputs) or (key, None)))
+            key, known = self._cache.take(inputs) or (key, None)
         elif is_checkpointing():
             outputs = stub.forward(inputs, key, deadline)
             self._cache.put(inputs, (key, [tensor.detach().clone() for tensor in outputs]))
+            return signature.outputs.pack(outputs)
+        reached = [*inputs, self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in reached):
+            key.keep = known is None and self._options.keep_graph
+            function = RemoteFunction(stub, signature, inputs, self.anchor, key, deadline, known)
+            outputs = list(apply(function, reached))
         else:
-            outputs = self._remote(signature, inputs, deadline, key, None)
+            outputs = stub.forward(inputs, key, deadline) if known is None else known
         return signature.outputs.pack(outputs)
 
     def describe(self) -> Description:
@@ -207,21 +213,6 @@ class RemoteExpert(RemoteLayer):
         self._cache = RecomputeCache[tuple[IdempotencyKey, list[Tensor]]]()
         # Not this module's end but its stub's: a graph that is still to be walked back holds the stub, too.
         self._finalizer = finalizer(self._stub, _close, caller, own)
-
-    def _remote(
-        self,
-        signature: Signature,
-        inputs: list[Tensor],
-        deadline: float,
-        key: IdempotencyKey,
-        known: list[Tensor] | None,
-    ) -> list[Tensor]:
-        """The outputs, as one node of autograd where anything wants a gradient. ``known``: from the cache."""
-        reached = [*inputs, self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)]
-        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in reached):
-            return self._stub.forward(inputs, key, deadline) if known is None else known
-        key.keep = known is None and self._options.keep_graph
-        return list(apply(RemoteFunction(self._stub, signature, inputs, self.anchor, key, deadline, known), reached))
 
 
 _DEFAULTS = {
