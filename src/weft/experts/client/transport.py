@@ -305,13 +305,12 @@ class Connections:
         self._watch = None if found is None else found.watch()
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
-        self._closed = threading.Event()
-        self._finalizer = finalizer(self, _close_connections, self._closed, self._lock, self._transports, self._watch)
+        self._finalizer = finalizer(self, _close_connections, self._lock, self._transports, self._watch)
 
     def to(self, address: str) -> Transport:
         """The transport to this address. Raises ``UsageError`` after `close`."""
         with self._lock:
-            if self._closed.is_set():
+            if not self._finalizer.alive:
                 raise UsageError("these connections were closed; make new ones")
             if address not in self._transports:
                 self._transports[address] = self._make(address)
@@ -377,11 +376,8 @@ def _close_transport(pending: PendingCalls, streams: list[Stream], channel: Any,
     threads.wait()
 
 
-def _close_connections(
-    closed: threading.Event, lock: threading.Lock, transports: dict[str, Transport], watch: Watch | None
-) -> None:
-    with lock:
-        closed.set()
+def _close_connections(lock: threading.Lock, transports: dict[str, Transport], watch: Watch | None) -> None:
+    with lock:  # after which `Connections.to` opens no other
         found = list(transports.values())
     for transport in found:
         transport.close()
