@@ -74,16 +74,14 @@ class Grid:
 
     def place(self, uid: str) -> tuple[int, ...] | None:
         """The place of the expert of this name; None if it is not in the grid."""
-        if not uid.startswith(self.prefix):
+        words = uid.removeprefix(self.prefix).split(".")
+        if len(words) != len(self.sizes):
             return None
-        words = uid[len(self.prefix) :].split(".")
-        if len(words) != len(self.sizes) or not all(word.isascii() and word.isdecimal() for word in words):
-            return None
-        if any(len(word) > len(str(size)) for word, size in zip(words, self.sizes, strict=True)):
-            return None  # also spares int() a number of thousands of digits
-        place = tuple(int(word) for word in words)
-        inside = all(i < size for i, size in zip(place, self.sizes, strict=True))
-        return place if inside and self.uid(place) == uid else None  # "03" would be a second name of 3
+        for word, size in zip(words, self.sizes, strict=True):  # the length spares int() thousands of digits
+            if not (word.isascii() and word.isdecimal() and len(word) <= len(str(size)) and int(word) < size):
+                return None
+        place = tuple(map(int, words))
+        return place if self.uid(place) == uid else None  # "03" would be a second name of 3
 
     def live(self, snapshot: Snapshot) -> LiveExperts:
         """The experts of the snapshot that are in the grid; others under its prefix belong to another model."""
@@ -206,12 +204,8 @@ class Dispatch:
     @property
     def sent(self) -> Tensor:
         """samples x k, bool: the pairs that are sent."""
-        return self.mask(self.pairs)
-
-    def mask(self, pairs: Tensor) -> Tensor:
-        """samples x k, bool: True at these pairs."""
         mask = torch.zeros(self.samples * self.k, dtype=torch.bool, device="cpu")
-        mask[pairs] = True
+        mask[self.pairs] = True
         return mask.view(self.samples, self.k)
 
     def take(self, tensor: Tensor) -> Tensor:
