@@ -1,83 +1,88 @@
 """Choosing by measurement: every candidate gets its turns, the fastest stays, the simplest wins a tie."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.autotune import Autotuner, TimedCall
+from weft.pipeline.autotune import Layouts, TimedCall
 
 TURNS = 6  # one to warm up, five that count
+NAMES = ("serial", "uncut", "threads")
 
 
-def measured(choice: Autotuner, seconds: list[float], kind: str = "step") -> list[int]:
-    """Take steps of these times per candidate until the choice is made; return who was picked."""
-    picks: list[int] = []
-    while kind not in choice.decisions():
-        picks.append(choice.pick(kind))
-        choice.report(kind, picks[-1], seconds[picks[-1]])
-        assert len(picks) <= 2 * TURNS * len(seconds)
+def auto(candidates: int = 2) -> Layouts:
+    """Layouts to choose from, the first of `NAMES`."""
+    return Layouts("auto", 2 if candidates > 2 else 1, one_device=True, uncut=True)
+
+
+def measured(choice: Layouts, *seconds: float, kind: str = "step") -> list[str]:
+    """Take steps of these times per candidate until the choice is made; return what was picked."""
+    picks: list[str] = []
+    while kind not in choice.chosen():
+        layout, report = choice.pick(kind)
+        picks.append(layout)
+        assert report is not None and len(picks) <= 2 * TURNS * len(seconds)
+        report(seconds[NAMES.index(layout)])
     return picks
 
 
-@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=4))
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=3))
 def test_all_take_turns_and_the_fastest_stays(seconds: list[float]) -> None:
-    choice = Autotuner(len(seconds))
-    picks = measured(choice, seconds)
-    assert picks == list(range(len(seconds))) * TURNS
-    best = choice.pick("step")
-    assert seconds[best] <= min(seconds) / 0.9 + 1e-9
-    choice.report("step", 0, 0.0)
-    assert choice.pick("step") == best, "what is decided stays"
+    choice = auto(len(seconds))
+    picks = measured(choice, *seconds)
+    assert picks == list(NAMES[: len(seconds)]) * TURNS
+    best = choice.pick("step")[0]
+    assert seconds[NAMES.index(best)] <= min(seconds) / 0.9 + 1e-9
+    choice.report("step", "serial", 0.0)
+    assert choice.pick("step")[0] == best, "what is decided stays"
 
 
 def test_the_simplest_is_kept_unless_another_is_clearly_faster() -> None:
-    for other, winner in ((1.0, 0), (0.95, 0), (0.8, 1), (2.0, 0)):
-        choice = Autotuner(2)
-        measured(choice, [1.0, other])
-        assert choice.pick("step") == winner
+    for other, winner in ((1.0, "serial"), (0.95, "serial"), (0.8, "uncut"), (2.0, "serial")):
+        choice = auto()
+        measured(choice, 1.0, other)
+        assert choice.pick("step")[0] == winner
 
 
 def test_the_first_time_and_outliers_do_not_count() -> None:
-    choice = Autotuner(2)
-    times = {0: iter([1.0] * TURNS), 1: iter([100.0, 0.5] * TURNS)}
+    choice = auto()
+    times = {"serial": iter([1.0] * TURNS), "uncut": iter([100.0, 0.5] * TURNS)}
     for _ in range(2 * TURNS):
-        candidate = choice.pick("step")
-        choice.report("step", candidate, next(times[candidate]))
-    assert choice.decisions() == {"step": 1}
+        layout = choice.pick("step")[0]
+        choice.report("step", layout, next(times[layout]))
+    assert choice.chosen() == {"step": "uncut"}
 
 
 def test_kinds_of_steps_are_judged_apart() -> None:
-    choice = Autotuner(2)
-    measured(choice, [1.0, 2.0], "training")
-    measured(choice, [2.0, 1.0], "evaluation")
-    assert choice.decisions() == {"training": 0, "evaluation": 1}
-    assert choice.pick("something new") == 0
+    choice = auto()
+    measured(choice, 1.0, 2.0, kind="training")
+    measured(choice, 2.0, 1.0, kind="evaluation")
+    assert choice.chosen() == {"training": "serial", "evaluation": "uncut"}
+    assert choice.pick("something new")[0] == "serial"
 
 
 def test_a_choice_that_becomes_slow_is_measured_again() -> None:
-    choice = Autotuner(2)
-    measured(choice, [1.0, 0.5])
-    timed = [choice.times("step") for _ in range(16)]
+    choice = auto()
+    measured(choice, 1.0, 0.5)
+    timed = [choice.pick("step")[1] is not None for _ in range(16)]
     assert timed == ([False] * 7 + [True]) * 2, "one step of eight"
     for seconds in (*[0.7] * 20, *[2.0] * 4, 0.6, *[2.0] * 4):  # not clearly, or not for long
-        choice.report("step", 1, seconds)
-    choice.report("step", 0, 9.0)  # another one's
-    assert choice.decisions() == {"step": 1}
-    choice.report("step", 1, 2.0)
-    assert choice.decisions() == {} and choice.times("step")
-    assert measured(choice, [1.0, 2.0]) and choice.decisions() == {"step": 0}
+        choice.report("step", "uncut", seconds)
+    choice.report("step", "serial", 9.0)  # another one's
+    assert choice.chosen() == {"step": "uncut"}
+    choice.report("step", "uncut", 2.0)
+    assert choice.chosen() == {} and choice.pick("step")[1] is not None
+    assert measured(choice, 1.0, 2.0) and choice.chosen() == {"step": "serial"}
 
 
 def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
-    choice = Autotuner(2)
-    choice.rule_out("step", 0)
+    choice = auto()
+    choice.with_cuts.add("step")
     for _ in range(TURNS):
-        assert choice.pick("step") == 1
-        choice.report("step", 1, 1.0)
-    assert choice.decisions() == {"step": 1}
+        assert choice.pick("step")[0] == "serial"
+        choice.report("step", "serial", 1.0)
+    assert choice.chosen() == {"step": "serial"}
 
 
 class Journey:
@@ -97,16 +102,17 @@ class Journey:
 
 @pytest.mark.parametrize("with_backward", [False, True])
 def test_a_timed_journey_does_the_same_and_reports_once_it_is_over(with_backward: bool) -> None:
-    choice = Autotuner(2)
+    choice = auto()
     for step in range(2 * TURNS):
-        assert choice.decisions() == {}, f"too early, after {step} steps"
-        function = Journey()
-        timed = TimedCall(function, partial(choice.report, "step", choice.pick("step")), with_backward=with_backward)
+        assert choice.chosen() == {}, f"too early, after {step} steps"
+        function, report = Journey(), choice.pick("step")[1]
+        assert report is not None
+        timed = TimedCall(function, report, with_backward=with_backward)
         assert timed.forward()[1] == [True]
         if with_backward:
             assert timed.backward([None], retain=False) == [None]
         assert function.did == ["forward", "backward False"][: 1 + with_backward]
-    assert "step" in choice.decisions()
+    assert "step" in choice.chosen()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -115,7 +121,9 @@ def test_a_journey_that_fails_passes_its_error_on_and_is_not_counted(error: type
         def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
             raise error
 
-    choice = Autotuner(2)
+    choice = auto()
+    layout, report = choice.pick("step")
+    assert report is not None
     with pytest.raises(error):
-        TimedCall(Failing(), partial(choice.report, "step", 0), with_backward=False).forward()
-    assert choice.pick("step") == 0
+        TimedCall(Failing(), report, with_backward=False).forward()
+    assert choice.pick("step")[0] == layout == "serial"

@@ -56,7 +56,7 @@ def settled(layers: nn.Sequential, schedule: str, inside: bool, candidate: int =
         **options,
     )
     layouts = pipe._made_runtime().layouts
-    layouts.choice.fixed = candidate if len(layouts._candidates) == 3 else 0
+    layouts.fixed = layouts.candidates[candidate if len(layouts.candidates) == 3 else 0]
     return pipe
 
 
@@ -119,7 +119,7 @@ def test_errors_in_backward_of_python_functions_still_name_stage_and_micro_batch
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Double(), nn.Linear(4, 3))
     pipe, x = settled(layers, "gpipe", False), torch.randn(8, 4)
     pipe(x).sum().backward()  # uncut, and never again
-    pipe._made_runtime().layouts.choice.fixed = None
+    pipe._made_runtime().layouts.fixed = None
     for _ in range(18):
         pipe(x).sum().backward()
     assert "uncut" not in pipe.statistics()["chosen"].values()
@@ -254,7 +254,7 @@ def test_a_step_without_backward_is_measured_too() -> None:
 
 def test_anomaly_detection_gets_stages_apart() -> None:
     pipe, x = settled(model(), "gpipe", False), torch.randn(8, 4).double()
-    pipe._made_runtime().layouts.choice.fixed = None
+    pipe._made_runtime().layouts.fixed = None
     with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
         for _ in range(18):
             pipe(x).sum().backward()
@@ -289,7 +289,7 @@ def test_data_parallel_sees_one_graph_while_auto_measures_and_when_it_has_chosen
 
 def test_recomputation_or_several_devices_are_never_merged() -> None:
     recomputing = Layouts("auto", 3, one_device=True, uncut=False)
-    recomputing.choice.fixed = 0
+    recomputing.fixed = "serial"
     assert recomputing.pick("kind", watched=False) == ("serial", None)
     spread = Layouts("auto", 3, one_device=False, uncut=False)
     assert spread.pick("kind", watched=False)[0] == "threads"

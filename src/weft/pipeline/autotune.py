@@ -30,7 +30,7 @@ schedule. It needs one device and no recomputation, and is left out where it wou
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, cast
@@ -57,76 +57,6 @@ _WORTH = 0.95
 them."""
 _EVERY = 8
 _SLOWER = 1.5
-
-
-@dataclass
-class _Trial:
-    """The times of one kind of step: per candidate, in seconds, of whole steps (forward, and backward if any)."""
-
-    seconds: list[list[float]]
-    best: int | None = None
-    expected: float = 0.0  # seconds of the best one when it was chosen
-    steps: int = 0  # since then
-    slow: int = 0  # of those that were timed, how many in a row took clearly longer
-
-
-@dataclass
-class Autotuner:
-    """Which of `candidates` to use for each kind of step. The first is the simplest."""
-
-    candidates: int
-    fixed: int | None = None
-    _trials: dict[Hashable, _Trial] = field(default_factory=dict[Hashable, _Trial])
-
-    def pick(self, kind: Hashable) -> int:
-        """The candidate for the next step of this kind: the `fixed` one, if any."""
-        if self.fixed is not None:
-            return self.fixed
-        trial = self._trial(kind)
-        if trial.best is not None:
-            return trial.best
-        counts = [len(times) for times in trial.seconds]
-        return counts.index(min(counts))
-
-    def report(self, kind: Hashable, candidate: int, seconds: float) -> None:
-        """A step of this kind took so long with that candidate."""
-        trial = self._trial(kind)
-        if trial.best is not None:
-            if candidate == trial.best:
-                trial.slow = trial.slow + 1 if seconds > _SLOWER * trial.expected else 0
-                if trial.slow == _SAMPLES:
-                    del self._trials[kind]
-            return
-        trial.seconds[candidate].append(seconds)
-        if all(len(times) >= _WARM_UP + _SAMPLES for times in trial.seconds):
-            # The least time of each: what else the machine does can only add to it.
-            least = [min(times[_WARM_UP:]) for times in trial.seconds]
-            trial.best = 0
-            for other in range(1, self.candidates):
-                if least[other] < _WORTH * least[trial.best]:
-                    trial.best = other
-            trial.expected = least[trial.best]
-
-    def rule_out(self, kind: Hashable, candidate: int) -> None:
-        """This candidate cannot run this kind of step."""
-        trial = self._trial(kind)
-        if trial.best is None:
-            trial.seconds[candidate] = [math.inf] * (_WARM_UP + _SAMPLES)
-
-    def times(self, kind: Hashable) -> bool:
-        """Whether the next step of this kind is to be timed: each until the decision, then one of eight."""
-        if self.fixed is not None:
-            return False
-        trial = self._trial(kind)
-        trial.steps += trial.best is not None
-        return trial.best is None or trial.steps % _EVERY == 0
-
-    def decisions(self) -> dict[Hashable, int]:
-        """The winner for every kind of step that has one; the others are still being measured."""
-        return {kind: trial.best for kind, trial in self._trials.items() if trial.best is not None}
-
-    def _trial(self, kind: Hashable) -> _Trial:
-        return self._trials.setdefault(kind, _Trial([[] for _ in range(self.candidates)]))
 
 
 Report = Callable[[float], None]
@@ -187,19 +117,32 @@ def time_graph(outputs: Sequence[Tensor], seconds: float, report: Report) -> Non
         node.register_prehook(begins)
 
 
+@dataclass
+class _Trial:
+    """What is known of one kind of step."""
+
+    seconds: dict[str, list[float]]  # by candidate, of whole steps (forward, and backward if any)
+    best: str | None = None
+    expected: float = 0.0  # seconds of the best one when it was chosen
+    steps: int = 0  # since then
+    slow: int = 0  # of those that were timed, how many in a row took clearly longer
+
+
 class Layouts:
     """The layout of each step. `kind` stands for steps that take about the same time."""
 
     def __init__(self, executor: str, stages: int, *, one_device: bool, uncut: bool) -> None:
         self._executor = executor
         rows = {"serial": one_device, "uncut": uncut, "threads": stages > 1}
-        self._candidates = [row for row, can in rows.items() if can] if executor == "auto" else [executor]
-        self.choice = Autotuner(len(self._candidates))
+        self.candidates = [row for row, can in rows.items() if can]  # the simplest comes first
+        self.fixed: str | None = None
         self.with_cuts: set[Hashable] = set()
         """Kinds of steps that are never run uncut."""
+        self._trials: dict[Hashable, _Trial] = {}
 
-    def pick(self, kind: Hashable, *, watched: bool, local: bool = False) -> tuple[str, Report | None]:
-        """The layout for the next step of this kind, and what is told its time, if it is measured.
+    def pick(self, kind: Hashable, *, watched: bool = False, local: bool = False) -> tuple[str, Report | None]:
+        """The layout for the next step of this kind (that which is `fixed`, if any), and what is told its time, if it
+        is measured: every step until the decision, then one of eight.
 
         Who watches wants to see the stages, each in its thread. Modes and hooks of the calling thread (`local`) would
         see other operators in each layout. So both always get the same one.
@@ -207,16 +150,42 @@ class Layouts:
         if self._executor != "auto":
             return self._executor, None
         if watched or local:
-            return self._candidates[-1 if watched and "threads" in self._candidates else 0], None
-        if kind in self.with_cuts and "uncut" in self._candidates:
-            self.choice.rule_out(kind, self._candidates.index("uncut"))
-        candidate = self.choice.pick(kind)
-        timed = self.choice.times(kind)
-        return self._candidates[candidate], partial(self.choice.report, kind, candidate) if timed else None
+            return self.candidates[-1 if watched and "threads" in self.candidates else 0], None
+        if self.fixed is not None:
+            return self.fixed, None
+        trial = self._trial(kind)
+        if trial.best is not None:
+            trial.steps += 1
+            return trial.best, partial(self.report, kind, trial.best) if trial.steps % _EVERY == 0 else None
+        if kind in self.with_cuts and "uncut" in trial.seconds:
+            trial.seconds["uncut"] = [math.inf] * (_WARM_UP + _SAMPLES)
+        layout = min(trial.seconds, key=lambda each: len(trial.seconds[each]))
+        return layout, partial(self.report, kind, layout)
+
+    def report(self, kind: Hashable, layout: str, seconds: float) -> None:
+        """A step of this kind took so long with that layout."""
+        trial = self._trial(kind)
+        if trial.best is None:
+            trial.seconds[layout].append(seconds)
+            if all(len(times) >= _WARM_UP + _SAMPLES for times in trial.seconds.values()):
+                # The least time of each: what else the machine does can only add to it.
+                least = {each: min(times[_WARM_UP:]) for each, times in trial.seconds.items()}
+                trial.best = self.candidates[0]
+                for other in self.candidates[1:]:
+                    if least[other] < _WORTH * least[trial.best]:
+                        trial.best = other
+                trial.expected = least[trial.best]
+        elif layout == trial.best:
+            trial.slow = trial.slow + 1 if seconds > _SLOWER * trial.expected else 0
+            if trial.slow == _SAMPLES:
+                del self._trials[kind]
 
     def chosen(self) -> dict[str, str]:
         """For every kind of step that was measured to the end, how it is run."""
-        return {str(kind): self._candidates[best] for kind, best in self.choice.decisions().items()}
+        return {str(kind): trial.best for kind, trial in self._trials.items() if trial.best is not None}
+
+    def _trial(self, kind: Hashable) -> _Trial:
+        return self._trials.setdefault(kind, _Trial({each: [] for each in self.candidates}))
 
 
 def needs_cuts() -> bool:
