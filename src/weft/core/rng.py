@@ -9,21 +9,18 @@ Here every (layer, micro-batch) draws from a seed of its own, and a stage holds 
     thread A   --[ lock: seed, draw, seed, draw, restore ]--------------[ lock ...
     thread B           (waits)                         [ lock: ... ]
 
-So results are bit-equal between the serial executor, threads and recomputation, and however layers make stages. A model
-that draws nothing leaves the caller's generator as it was, and its stages never wait for each other. A stage may itself
-contain a pipe: its workers then lock inside the lock of that stage, which they know by a context variable that
-executors carry along. A stage that waits for another party, such as a remote expert, releases the lock meanwhile
-(`waiting`): that may be in this process and draw, or in one that waits for this one. After a fork the child starts with
-free locks.
+So results are bit-equal between the serial executor, threads and recomputation, and however layers make stages. A pipe
+inside of a stage locks inside the lock of that stage, which its workers know by a context variable that executors carry
+along. A stage that waits for another party, such as a remote expert, releases the lock meanwhile (`waiting`).
 
-Whether a stage draws is observed, not declared: its first run holds the lock, and the state before is compared with the
-one after. The result is kept per *configuration* of the stage (its `training` flags and every float and bool attribute
-of its modules, such as a dropout probability); a new configuration is observed again. A stage that was seen to draw
-nothing and then draws all the same (a branch on data, say) is noticed by the state of the generator, and the step runs
-again under locks. It goes unnoticed only while another stage holds the lock. Then that one's numbers are not those of
-other executors, but a recomputation must not go wrong in silence: it compares where the generator ends with where it
-ended in the forward. That also fails where a thread of the user's drew meanwhile, without the lock; so the
-recomputation is made again before it counts as a failure.
+Whether a stage draws is observed, not declared, once per *configuration* (its `training` flags and every float and bool
+attribute of its modules, such as a dropout probability): its first run holds the lock, and the state before is compared
+with the one after. A model that draws nothing leaves the caller's generator as it was, and its stages never wait for
+each other. A stage that was seen to draw nothing and then draws all the same (a branch on data, say) is noticed by the
+state of the generator, and the step runs again under locks. It goes unnoticed only while another stage holds the lock.
+Then that one's numbers are not those of other executors, but a recomputation must not go wrong in silence: it compares
+where the generator ends with where it ended in the forward. That also fails where a thread of the user's drew
+meanwhile, without the lock; so the recomputation is made again before it counts as a failure.
 
 Layers that checkpoint themselves (`torch.utils.checkpoint`) run again inside of a backward: the first hook that unpacks
 sets the generators to the state of the forward. No state of a generator tells of it afterwards, so the graph is

@@ -8,7 +8,7 @@ The units are measured as stages of a pipe that is cut before each of them.
 
 import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
     """
     if len(devices) == 1:
         return []
-    names = _candidates(model)
+    names = list(_candidates(model))
     if call is None or any(each.is_meta for each in model.parameters()):
         warnings.warn(
             "split='auto' went by the sizes of parameters, in the order in which modules were registered; with sample= "
@@ -68,22 +68,16 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
     return cut
 
 
-def _candidates(model: nn.Module) -> list[str]:
+def _candidates(module: nn.Module, path: str = "") -> Iterator[str]:
     """Names of the modules that a model may be cut before, down to the items of its lists."""
-    found: list[str] = []
-
-    def look(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            at = f"{path}.{name}" if path else name
-            items = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-            blocks = isinstance(child, nn.Sequential) and any(True for item in child for _ in item.children())
-            if not items and (blocks or any(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in child.modules())):
-                look(child, at)
-            else:
-                found.append(at)
-
-    look(model, "")
-    return found
+    items = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        blocks = isinstance(child, nn.Sequential) and any(True for item in child for _ in item.children())
+        if not items and (blocks or any(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in child.modules())):
+            yield from _candidates(child, at)
+        else:
+            yield at
 
 
 def _cut(
@@ -135,11 +129,12 @@ def _measured(model: nn.Module, split: list[str], device: torch.device, call: Ar
 
 def _copy_seconds(source: torch.device, target: torch.device) -> float:
     probe = torch.empty(_PROBE, dtype=torch.uint8, device=source)
-    times: list[float] = []
-    for _ in range(ROUNDS):
+
+    def once() -> float:
         synchronize(target)
         start = time.perf_counter()
         probe.to(target, copy=True)
         synchronize(target)
-        times.append(time.perf_counter() - start)
-    return min(times)
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(ROUNDS))

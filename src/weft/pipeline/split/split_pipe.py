@@ -439,9 +439,8 @@ def _leaf_key(leaf: Any) -> Hashable:
 def _broadcast_whole(call: tuple[tuple[Any, ...], dict[str, Any]], axis: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Tensors with one row among others of more, such as one mask for all rows: every micro-batch gets them whole."""
     leaves, structure = flatten(call)
-    axes = list(zip(leaves, spread(axis, structure), strict=True))
-    whole = [not isinstance(x, Tensor) or k is None or x.dim() <= k for x, k in axes]
-    rows: list[int] = [0 if skip else x.shape[k] for (x, k), skip in zip(axes, whole, strict=True)]
+    pairs = zip(leaves, spread(axis, structure), strict=True)
+    rows: list[int] = [x.shape[k] if isinstance(x, Tensor) and k is not None and x.dim() > k else 0 for x, k in pairs]
     if 1 not in rows or max(rows) == 1:
         return call
     return unflatten(structure, [NoChunk(x) if count == 1 else x for x, count in zip(leaves, rows, strict=True)])
