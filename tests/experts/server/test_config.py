@@ -16,8 +16,8 @@ from weft.experts.gradients import Guards
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.registry import Blueprint, register_expert
 from weft.experts.replication import ReplicaOptions
-from weft.experts.server.auth import Role
-from weft.experts.server.config import ExpertTable, GrantTable, JournalTable, PanelTable, ServeConfig, build
+from weft.experts.server.auth import Grant, Role
+from weft.experts.server.config import ExpertTable, JournalTable, PanelTable, ServeConfig, build
 from weft.experts.wire.frame import MOST_FRAME_BYTES, Limits
 
 pytestmark = pytest.mark.timeout(60)
@@ -193,9 +193,9 @@ def test_an_entry_may_say_all_that_training_needs() -> None:
 def test_the_docs_tell_every_name() -> None:
     text = (Path(__file__).parents[3] / "docs" / "experts.md").read_text("utf-8")
     _, _, table = text.partition("What the file may say")
-    tables: list[Any] = [ServeConfig, ExpertTable, GrantTable, PanelTable, JournalTable]
+    tables: list[Any] = [ServeConfig, ExpertTable, PanelTable, JournalTable]
     wanted = {name for each in tables for name in each.model_fields}
-    wanted |= {field.name for kind in (Guards, GraphBudget, ReplicaOptions) for field in fields(kind)}
+    wanted |= {field.name for kind in (Guards, GraphBudget, ReplicaOptions, Grant) for field in fields(kind)}
     table = table.partition("\n## ")[0].replace("[", "`").replace("]", "`")
     assert {name for name in wanted if f"`{name}`" not in table} == set()
 

@@ -82,6 +82,18 @@ def test_what_is_left_to_ignore_a_hang_up_goes_on(capsys: pytest.CaptureFixture[
         signal.signal(signal.SIGHUP, before)
 
 
+def test_the_handler_waits_for_no_lock_which_its_own_thread_may_hold() -> None:
+    entered: list[str] = []
+    stop, before = command._Stop(), sys.gettrace()
+    stop.serving = True
+    sys.settrace(lambda frame, event, value: entered.append(frame.f_code.co_filename))
+    try:
+        stop(signal.SIGTERM, None)
+    finally:
+        sys.settrace(before)
+    assert threading.__file__ not in entered  # where an Event has its lock
+
+
 @pytest.mark.parametrize("moment", ["build", "start"])
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_during_the_start_gives_it_up_and_closes_what_there_is(

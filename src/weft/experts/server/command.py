@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 import sys
-import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib import import_module
@@ -19,7 +19,7 @@ from weft.experts.errors import ExpertError
 from weft.experts.server.config import ServeConfig
 from weft.experts.server.malloc import keep_freed_memory, use_large_pages
 
-_LOOK = 0.25  # seconds
+_LOOK = 0.1  # seconds
 _SWITCH = 0.0005
 """Seconds after which a thread that computes hands the interpreter over. By Python's default of 0.005 a call waits that
 long in each of the threads that it passes, while another thread writes a checkpoint."""
@@ -28,26 +28,18 @@ _FROZEN = 10_000
 
 
 class _Stop:
-    """Signal handler that notes the end. Until the server serves, it also interrupts the main thread."""
+    """Signal handler that notes the end. Until the server serves, it also interrupts the main thread.
+
+    It takes no lock: the thread in which it runs may hold that (an Event's, while it waits).
+    """
 
     def __init__(self) -> None:
-        self.serving = False
-        self._asked = threading.Event()
+        self.serving = self.asked = False
 
     def __call__(self, number: int, frame: object) -> None:
-        again = self._asked.is_set()
-        self._asked.set()
+        again, self.asked = self.asked, True
         if not (again or self.serving):  # what a first signal began to close is not to be disturbed by a second
             raise SystemExit(0)
-
-    def wait(self) -> None:
-        """Return when a signal has come.
-
-        Python's handlers run in the main thread, when it runs. The system may hand a signal to any other thread, and
-        does so after a stop (Ctrl-Z), which does not wake this one: so it has to look by itself.
-        """
-        while not self._asked.wait(_LOOK):
-            pass
 
 
 def serve(config: Mapping[str, Any]) -> None:
@@ -85,7 +77,8 @@ def serve(config: Mapping[str, Any]) -> None:
             _say(f"weft: serving {len(server.experts)} experts at {server.address}")
             if server.panel_url is not None:
                 _say(f"weft: status page at {server.panel_url}")
-            stop.wait()
+            while not stop.asked:  # the system may hand a signal to any thread, which does not wake this one
+                time.sleep(_LOOK)
             _say("weft: draining")
             if not server.shutdown():
                 raise ExpertError("a module did not end in time; what it worked on was not answered")

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hi
 
 import torch
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -51,7 +52,7 @@ from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Journal
 from weft.experts.registry import make_expert
 from weft.experts.replication import ReplicaOptions
-from weft.experts.server.auth import OPEN, Access, Grant, Role
+from weft.experts.server.auth import Access, Grant, Role
 from weft.experts.server.options import ServerOptions, listen_faults
 from weft.experts.server.server import Server
 from weft.experts.status_page.http import PanelOptions
@@ -68,7 +69,8 @@ class _Table(BaseModel):
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_IN_A_FILE: dict[Any, Any] = {Pem: str, Pem | None: str | None, Sequence[str]: list[_Text]}
+_Role = Annotated[Literal["forward", "train", "admin"], AfterValidator(lambda word: Role[word.upper()])]
+_IN_A_FILE: dict[Any, Any] = {Pem: str, Pem | None: str | None, Sequence[str]: list[_Text], Role: _Role}
 """How a file says what a dataclass takes."""
 
 
@@ -170,14 +172,6 @@ class ExpertTable(_Table):
             return backend
 
 
-class GrantTable(_Table):
-    """An entry of ``[[grants]]``; without a client it is for all with a proven name."""
-
-    client: str = Grant.client
-    expert: str = Grant.expert
-    role: Literal["forward", "train", "admin"] = "train"
-
-
 class PanelTable(_Table):
     """Address of the status page, and its readers. The token stands in a file of its own."""
 
@@ -212,7 +206,7 @@ class ServeConfig(_Table):
     tls: Annotated[ServerTls, _From(ServerTls)] | None = None
     replicas: Annotated[ReplicaOptions, _From(ReplicaOptions)] | None = None
     tokens: dict[str, str] = {}
-    grants: list[GrantTable] | None = None
+    grants: list[Annotated[Grant, _From(Grant)]] | None = None
 
     @field_validator("panel", mode="before")
     @classmethod
@@ -277,9 +271,7 @@ class ServeConfig(_Table):
         return made
 
     def _access(self) -> Access:
-        if self.grants is None:
-            return Access(OPEN)
-        return Access([Grant(each.client, each.expert, Role[each.role.upper()]) for each in self.grants], self.tokens)
+        return Access() if self.grants is None else Access(self.grants, self.tokens)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -147,12 +147,13 @@ class Server:
         self._wanted, self._advertise, self._port = address, advertise, 0
         self._tls = tls
         self._directory = directory
-        self._closing = ExitStack()  # how all that was made or started is ended, the last first
+        self._closing, self._owned = ExitStack(), ExitStack()  # what ends all that was started, the last first
         self._end = 0.0  # until when that may take (`time.monotonic`)
         self._store = checkpoints
         allowed = access, self.audit, self.options.longest_seconds
         self._dispatcher = ObservedDispatcher(observer, *allowed) if observer else RequestDispatcher(*allowed)
-        self.own(self._dispatcher.close)
+        self._closing.callback(self._dispatcher.close)
+        self._closing.enter_context(self._owned)
         self._replication = ReplicationManager(replicas, directory, self.options.limits)
         self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replication.leader_streams)
         self._runtimes: dict[str, Runtime] = {}  # by device
@@ -190,6 +191,7 @@ class Server:
         with self._lock:
             if self._running or self._ended:
                 raise UsageError("a server is started once; make a new one")
+            self._fork_guard = ForkGuard()  # the process that starts it ends it
             try:
                 self._start()
             except BaseException:
@@ -344,7 +346,7 @@ class Server:
 
     def own(self, close: Callable[[], None]) -> None:
         """Call ``close`` when all has ended; for what was made for this server alone."""
-        self._closing.callback(close)
+        self._owned.callback(close)
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
@@ -369,8 +371,8 @@ class Server:
         for served in self._dispatcher.experts().values():
             self._run(served.backend)
         if self._panel is not None:
-            self.own(partial(self._panel.stop, _LAST))  # it shows how the rest ends
-        self.own(lambda: self._grpc_server.stop(self._left()))
+            self._closing.callback(self._panel.stop, _LAST)  # it shows how the rest ends
+        self._closing.callback(lambda: self._grpc_server.stop(self._left()))
         self._port = self._grpc_server.start(self._wanted, self._tls)
         self._began, self._running = time.monotonic(), True
         if self._store is not None:
@@ -382,11 +384,11 @@ class Server:
             self._heartbeat = LeaseHeartbeat(
                 self._directory, lambda: self.experts, here, ttl, self._replication.moved, self._replication.covers
             )
-            self.own(self._heartbeat.close)
+            self._closing.callback(self._heartbeat.close)
             self._announce()
             self._begin("lease", ttl / 3, self._heartbeat.turn, urgent=True)  # waits behind nothing else
             self._begin("directory", ttl / 3, self._heartbeat.look)
-            self.own(self._replication.stop)
+            self._closing.callback(self._replication.stop)
             self._replication.start(self._heartbeat, self.experts)
         if self._panel is not None:
             self._panel.start()
