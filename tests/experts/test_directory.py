@@ -26,7 +26,7 @@ from tests.forked import forked
 from weft.core.errors import UsageError
 from weft.experts.discovery import AwayError, Directory, Lease, LeaseLostError, LocalDirectory, OwnedError, Snapshot
 from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.discovery.etcd_client import MESSAGES, EtcdTls, RefusedByEtcdError
+from weft.experts.discovery.etcd_client import EtcdTls, RefusedByEtcdError
 from weft.experts.discovery.fencing import epoch_of, later
 
 FOREVER = 1000.0
@@ -426,11 +426,8 @@ def test_namespaces_do_not_see_each_other_and_strangers_keys_are_passed_over(mem
     with fresh(member) as one, fresh(member) as other, other.watch() as watch:
         one.declare("a", "x:1", 60.0)
         assert len(other.get()) == 0
-        put = MESSAGES["TxnRequest"]()
-        for tail in (b"stranger", b"a\0z9", b"\xff\0a1", b"a\0a\xff"):
-            request = put.success.add().request_put
-            request.key, request.value = other._keys.range("")[0] + tail, b"?"
-        other._txn(put, Lease(0, (), "", 1.0))
+        keys = [other._keys.range("")[0] + tail for tail in (b"stranger", b"a\0z9", b"\xff\0a1", b"a\0a\xff")]
+        other._client.call("Txn", success=[{"request_put": {"key": key, "value": b"?"}} for key in keys])
         assert len(other.get()) == 0 and len(watch.snapshot()) == 0
 
 
@@ -569,7 +566,4 @@ def test_etcd_is_reached_with_certificates_and_only_with_the_right_ones(tmp_path
 
 def test_what_etcd_refuses_is_not_asked_again(member: Member) -> None:
     with fresh(member) as directory, pytest.raises(RefusedByEtcdError, match="INVALID_ARGUMENT"):
-        request = MESSAGES["TxnRequest"]()
-        for i in range(200):
-            request.success.add().request_put.key = str(i).encode()
-        directory._txn(request, Lease(0, (), "", 1.0))
+        directory._client.call("Txn", success=[{"request_put": {"key": str(i).encode()}} for i in range(200)])

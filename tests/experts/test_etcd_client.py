@@ -11,7 +11,7 @@ from weft.core.errors import UsageError
 from weft.experts.discovery import AwayError, Lease, LocalDirectory, OwnedError, Ownership
 from weft.experts.discovery.directory import make_snapshot
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdKeys, open_directory
-from weft.experts.discovery.etcd_client import RANGE, EtcdTls
+from weft.experts.discovery.etcd_client import MESSAGES, EtcdTls
 
 
 def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:
@@ -69,7 +69,7 @@ def test_whatever_others_put_below_the_namespace_spoils_nothing(name: bytes, val
     keys = EtcdKeys("weft")
     there = [(keys.entry("mine", "a:1"), b""), (keys.owner("mine"), b"a:1")]
     strange = [(b"weft/" + name, value), (b"weft/x\0o", value), (b"weft/" + name + b"\0o", value)]
-    found = RANGE.response()
+    found = MESSAGES["RangeResponse"]()
     for key, content in [*strange, *there]:
         found.kvs.add(key=key, value=content, mod_revision=7)
     snapshot = make_snapshot(7, filter(None, map(keys.read, found.kvs)))
@@ -80,8 +80,8 @@ def test_whatever_others_put_below_the_namespace_spoils_nothing(name: bytes, val
 
 def test_a_claim_of_what_a_stranger_owns_is_refused_by_his_name() -> None:
     class Taken:
-        def call(self, method: Any, request: Any) -> Any:
-            answer = method.response(succeeded=False)
+        def call(self, name: str, **fields: Any) -> Any:
+            answer = MESSAGES[f"{name}Response"](succeeded=False)
             answer.responses.add().response_range.kvs.add(value=b"\xff\xfe", mod_revision=3)
             return answer
 

@@ -240,7 +240,7 @@ def lease_lost_error(lease: Lease) -> LeaseLostError:
     )
 
 
-class LocalDirectory:
+class LocalDirectory(Directory):
     """The protocol `Directory`, in the memory of this process, without a thread. ``clock`` gives seconds.
 
     Every call first ends the leases whose time is over; a watch asks the directory each time that it is asked itself.
@@ -269,7 +269,6 @@ class LocalDirectory:
         self._closed = False
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
-        """See `Directory.declare`."""
         names = check_declaration(uids, address, ttl)
         with self._lock:
             self._expire()
@@ -285,19 +284,16 @@ class LocalDirectory:
             return lease
 
     def renew(self, lease: Lease) -> None:
-        """See `Directory.renew`."""
         with self._lock:
             self._check_lease(lease)
             self._ends[lease.number] = self._clock() + lease.ttl
 
     def withdraw(self, lease: Lease) -> None:
-        """See `Directory.withdraw`."""
         with self._lock:
             self._expire()
             self._end(lease.number)
 
     def get(self, prefix: str = "") -> Snapshot:
-        """See `Directory.get`."""
         with self._lock:
             self._expire()
             if prefix not in self._snapshots:
@@ -307,11 +303,9 @@ class LocalDirectory:
             return self._snapshots[prefix]
 
     def watch(self, prefix: str = "") -> "LocalWatch":
-        """See `Directory.watch`."""
         return LocalWatch(self, prefix)
 
     def claim(self, uid: str, lease: Lease) -> Ownership:
-        """See `Directory.claim`."""
         check_claim(uid, lease)
         with self._lock:
             self._check_lease(lease)
@@ -324,7 +318,6 @@ class LocalDirectory:
             return ownership
 
     def release(self, ownership: Ownership) -> None:
-        """See `Directory.release`."""
         with self._lock:
             self._expire()
             owner, _ = self._owners.get(ownership.uid, (None, 0))
@@ -333,7 +326,6 @@ class LocalDirectory:
                 self._change()
 
     def close(self) -> None:
-        """See `Directory.close`."""
         self._closed = True
 
     def _check_lease(self, lease: Lease) -> None:
@@ -372,7 +364,6 @@ class LocalWatch(Watch):
         self._closed = False
 
     def snapshot(self) -> Snapshot:
-        """See `Watch.snapshot`."""
         try:
             if not self._closed:
                 self._snapshot = self._directory.get(self._prefix)
@@ -382,5 +373,4 @@ class LocalWatch(Watch):
         return self._snapshot
 
     def close(self) -> None:
-        """See `Watch.close`."""
         self._closed = True

@@ -78,7 +78,7 @@ def open_directory(address: str, *, tls: EtcdTls | None = None, timeout: float =
     return EtcdDirectory(endpoints, namespace=namespace or "weft", tls=tls, timeout=timeout)
 
 
-class EtcdDirectory:
+class EtcdDirectory(Directory):
     """The protocol `Directory`, in etcd. A context manager.
 
     Leases count in whole seconds here, and etcd looks for ended ones twice a second: a ``ttl`` is rounded up, and a
@@ -109,13 +109,13 @@ class EtcdDirectory:
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
         """See `Directory.declare`. The lease's ``ttl`` is what etcd granted: whole seconds, at least its minimum."""
         names = check_declaration(uids, address, ttl)
-        granted = self._client.call(api.LEASE_GRANT, api.LEASE_GRANT.request(TTL=ceil(ttl)))
+        granted = self._client.call("LeaseGrant", TTL=ceil(ttl))
         lease = Lease(granted.ID, names, address, float(granted.TTL))
         puts = [{"request_put": {"key": self._keys.entry(uid, address), "lease": lease.number}} for uid in names]
         try:
             self._epoch = self._current_epoch()
             for start in range(0, len(puts), _PUTS):
-                self._txn(api.TXN.request(success=puts[start : start + _PUTS]), lease)
+                self._put(lease, success=puts[start : start + _PUTS])
         except BaseException:
             with suppress(AwayError):  # then the lease ends by itself
                 self.withdraw(lease)
@@ -123,24 +123,20 @@ class EtcdDirectory:
         return lease
 
     def renew(self, lease: Lease) -> None:
-        """See `Directory.renew`."""
-        request = api.LEASE_KEEP_ALIVE.request(ID=lease.number)
-        answer = self._client.call(api.LEASE_KEEP_ALIVE, request, lease.ttl / 3)  # else one slow answer takes all of it
+        answer = self._client.call("LeaseKeepAlive", ID=lease.number, within=lease.ttl / 3)  # else a slow one takes all
         if answer.TTL <= 0:
             raise lease_lost_error(lease)
 
     def withdraw(self, lease: Lease) -> None:
-        """See `Directory.withdraw`."""
         try:
-            self._client.call(api.LEASE_REVOKE, api.LEASE_REVOKE.request(ID=lease.number))
+            self._client.call("LeaseRevoke", ID=lease.number)
         except RefusedByEtcdError as error:
             if not error.missing:
                 raise
 
     def get(self, prefix: str = "") -> Snapshot:
-        """See `Directory.get`."""
         start, end = self._keys.range(prefix)
-        found = self._client.call(api.RANGE, api.RANGE.request(key=start, range_end=end))
+        found = self._client.call("Range", key=start, range_end=end)
         return make_snapshot(found.header.revision, filter(None, map(self._keys.read, found.kvs)))
 
     def watch(self, prefix: str = "") -> "EtcdWatch":
@@ -150,19 +146,18 @@ class EtcdDirectory:
         return made
 
     def claim(self, uid: str, lease: Lease) -> Ownership:
-        """See `Directory.claim`."""
         check_claim(uid, lease)
         key, seen = self._keys.owner(uid), 0
         for _ in range(_TRIES):
             epoch = self._epoch
             same_epoch = {"target": api.VALUE, "key": self._keys.epoch, "value": str(epoch).encode()}
             put = {"key": key, "value": f"{lease.address}\0{epoch}".encode(), "lease": lease.number}
-            request = api.TXN.request(
+            answer = self._put(
+                lease,
                 compare=[_unchanged(key, seen), same_epoch],
                 success=[{"request_put": put}],
                 failure=[{"request_range": {"key": key}}],
             )
-            answer = self._txn(request, lease)
             if answer.succeeded:
                 return Ownership(uid, lease.address, token_of(epoch, answer.header.revision))
             self._epoch = self._current_epoch()
@@ -174,10 +169,9 @@ class EtcdDirectory:
         raise AwayError(f"the owner of expert {uid!r} changed {_TRIES} times while {lease.address} claimed it")
 
     def release(self, ownership: Ownership) -> None:
-        """See `Directory.release`."""
         key = self._keys.owner(ownership.uid)
         compare, delete = _unchanged(key, number_of(ownership.token)), {"request_delete_range": {"key": key}}
-        self._client.call(api.TXN, api.TXN.request(compare=[compare], success=[delete]))
+        self._client.call("Txn", compare=[compare], success=[delete])
 
     def close(self) -> None:
         """See `Directory.close`. In a fork of its process it does nothing."""
@@ -198,18 +192,18 @@ class EtcdDirectory:
     def _current_epoch(self) -> int:
         """The directory's epoch, drawn now if there is none."""
         key, drawn = self._keys.epoch, new_epoch()
-        request = api.TXN.request(
+        answer = self._client.call(
+            "Txn",
             compare=[_unchanged(key, 0)],
             success=[{"request_put": {"key": key, "value": str(drawn).encode()}}],
             failure=[{"request_range": {"key": key}}],
         )
-        answer = self._client.call(api.TXN, request)
         return drawn if answer.succeeded else _read_epoch(answer.responses[0].response_range.kvs[0].value)
 
-    def _txn(self, request: Any, lease: Lease) -> Any:
+    def _put(self, lease: Lease, **fields: Any) -> Any:
         """A transaction that puts under a lease."""
         try:
-            return self._client.call(api.TXN, request)
+            return self._client.call("Txn", **fields)
         except RefusedByEtcdError as error:
             if error.missing:
                 raise lease_lost_error(lease) from None
@@ -281,7 +275,7 @@ class EtcdWatch(Watch):
         self.closed = threading.Event()
         self._client, self._keys = client, keys
         start, end = keys.range(prefix)
-        self._range = {"key": start, "range_end": end}
+        self._range: dict[str, Any] = {"key": start, "range_end": end}
         self._entries: dict[bytes, Entry] = {}
         self._snapshot = Snapshot()
         self._call: Any = None
@@ -297,7 +291,6 @@ class EtcdWatch(Watch):
             raise
 
     def snapshot(self) -> Snapshot:
-        """See `Watch.snapshot`."""
         return self._snapshot
 
     def close(self) -> None:
@@ -327,7 +320,7 @@ class EtcdWatch(Watch):
     def _follow(self, index: int) -> str:
         """Read one member until its stream ends; returns why. Raises ``AwayError`` if others would refuse as well."""
         requests: SimpleQueue[Any] = SimpleQueue()
-        requests.put(api.WATCH.request(create_request=self._range))
+        requests.put(api.MESSAGES["WatchRequest"](create_request=self._range))
         self._call = call = self._client.watch(index, iter(requests.get, None))
         timer = threading.Timer(self._client.timeout, call.cancel)  # until the member says that it began
         timer.daemon = True
@@ -354,7 +347,7 @@ class EtcdWatch(Watch):
     def _apply(self, response: Any) -> None:
         """Take the snapshot from a range when the stream has begun, and from the events that came after it."""
         if response.created:
-            found = self._client.call(api.RANGE, api.RANGE.request(**self._range))
+            found = self._client.call("Range", **self._range)
             revision, before = found.header.revision, {}
             changes = {kv.key: self._keys.read(kv) for kv in found.kvs}
         else:

@@ -44,20 +44,16 @@ DELETE = 1  # type of an Event
 MODIFIED, VALUE = 2, 3  # targets of a Compare, whose result is "equal" unless told otherwise
 
 
-class Method:
-    """A method of etcd's API: its path, the classes of its messages, and whether these come in streams."""
-
-    def __init__(self, service: str, name: str, *, stream: bool = False) -> None:
-        self.path, self.stream = f"/etcdserverpb.{service}/{name}", stream
-        self.request, self.response = MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"]
-
-
-RANGE = Method("KV", "Range")  # keys of a prefix, and their revision
-TXN = Method("KV", "Txn")  # compare and swap; puts and ranges of one moment
-LEASE_GRANT = Method("Lease", "LeaseGrant")
-LEASE_REVOKE = Method("Lease", "LeaseRevoke")
-LEASE_KEEP_ALIVE = Method("Lease", "LeaseKeepAlive", stream=True)
-WATCH = Method("Watch", "Watch", stream=True)  # changes from now on
+_SERVICES = {
+    "Range": "KV",  # keys of a prefix, and their revision
+    "Txn": "KV",  # compare and swap; puts and ranges of one moment
+    "LeaseGrant": "Lease",
+    "LeaseRevoke": "Lease",
+    "LeaseKeepAlive": "Lease",
+    "Watch": "Watch",  # changes from now on
+}
+_PATHS = {name: f"/etcdserverpb.{service}/{name}" for name, service in _SERVICES.items()}
+_STREAMS = ("LeaseKeepAlive", "Watch")
 
 
 class RefusedByEtcdError(AwayError):
@@ -94,26 +90,27 @@ class EtcdClient:
         channel = _grpc.secure_channel if secure else _grpc.insecure_channel
         self._channels = [channel(address, options=options, **secure) for address in addresses]
 
-    def call(self, method: Method, request: Any, most: float = float("inf")) -> Any:
-        """The response, within ``most`` seconds or `timeout`, whichever is less.
+    def call(self, name: str, /, *, within: float = float("inf"), **fields: Any) -> Any:
+        """The response to a request of these fields, in ``within`` seconds or `timeout`, whichever is less.
 
         Raises ``AwayError`` if no member answers, ``RefusedByEtcdError`` if one refuses.
         """
-        timeout = min(most, self.timeout)
+        request = MESSAGES[f"{name}Request"](**fields)
+        timeout = min(within, self.timeout)
         end, faults = time.monotonic() + timeout, list[str]()
         for left, index in zip(range(len(self.addresses), 0, -1), self.order(), strict=True):
             seconds = (end - time.monotonic()) / left
             try:
-                found = self._call_member(index, method, request, seconds)
+                found = self._call_member(index, name, request, seconds)
                 self._first = index
                 return found
             except (RpcError, StopIteration, ValueError) as error:
                 faults.append(self.fault(index, error))
-        raise AwayError(listed(f"etcd does not answer {method.path} within {timeout:g} s:", faults))
+        raise AwayError(listed(f"etcd does not answer {_PATHS[name]} within {timeout:g} s:", faults))
 
     def watch(self, index: int, requests: Any) -> Any:
         """A stream of watch responses from one member; iterate it, and ``cancel`` it."""
-        return self.grpc_threads.stream(self._callable(index, WATCH), requests, metadata=_LEADER)
+        return self.grpc_threads.stream(self._callable(index, "Watch"), requests, metadata=_LEADER)
 
     def order(self) -> list[int]:
         """The members, in the order in which to try them. ``AwayError`` after `close`, ``UsageError`` in a fork."""
@@ -142,9 +139,9 @@ class EtcdClient:
         for channel in self._channels:
             channel.close()
 
-    def _call_member(self, index: int, method: Method, request: Any, seconds: float) -> Any:
-        call = self._callable(index, method)
-        if not method.stream:
+    def _call_member(self, index: int, name: str, request: Any, seconds: float) -> Any:
+        call = self._callable(index, name)
+        if name not in _STREAMS:
             return call(request, timeout=seconds, metadata=_LEADER)
         answers = self.grpc_threads.stream(call, iter([request]), timeout=seconds, metadata=_LEADER)
         try:
@@ -152,6 +149,7 @@ class EtcdClient:
         finally:
             answers.cancel()
 
-    def _callable(self, index: int, method: Method) -> Any:
-        make = self._channels[index].stream_stream if method.stream else self._channels[index].unary_unary
-        return make(method.path, method.request.SerializeToString, method.response.FromString)
+    def _callable(self, index: int, name: str) -> Any:
+        channel, request, response = self._channels[index], MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"]
+        make = channel.stream_stream if name in _STREAMS else channel.unary_unary
+        return make(_PATHS[name], request.SerializeToString, response.FromString)
