@@ -16,16 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.core.errors import listed
-from weft.experts.discovery import (
-    AwayError,
-    DeclaredError,
-    Directory,
-    DirectoryError,
-    Lease,
-    LeaseLostError,
-    Snapshot,
-    Watch,
-)
+from weft.experts.discovery import Directory, Lease, Snapshot, Watch
+from weft.experts.errors import AwayError, DeclaredError, DirectoryError, LeaseLostError
 
 _MARGIN = 0.1  # of a lease, by which its owner stops to step before it ends
 PATIENCE = 0.5

@@ -22,25 +22,12 @@ import grpc
 from weft.core.errors import WeftError
 from weft.core.validation import Validator, token_fault
 from weft.experts.client.transport import open_channel, unreachable
-from weft.experts.errors import DamagedError
+from weft.experts.errors import DamagedError, ForbiddenError, LimitError, MalformedError, UnreachableError
 from weft.experts.fork_guard import GrpcThreads
 from weft.experts.replication.leader import PullRequest, PullResponse, UpdateKind, read_response
 from weft.experts.replication.replica import Replica
 from weft.experts.tls import ClientTls, check_address
-from weft.experts.wire import (
-    Call,
-    ForbiddenError,
-    Header,
-    Kind,
-    LimitError,
-    Limits,
-    MalformedError,
-    Received,
-    UnreachableError,
-    decode,
-    encode,
-    read_fault,
-)
+from weft.experts.wire import Call, Header, Kind, Limits, Received, decode, encode, read_fault
 from weft.experts.wire.service import AUTHORIZATION, BEARER, STATE
 
 _grpc = cast("Any", grpc)

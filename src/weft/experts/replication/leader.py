@@ -21,19 +21,9 @@ from typing import Any
 import torch
 
 from weft.core.errors import WeftError
+from weft.experts.errors import MalformedError, UnknownExpertError, WireError
 from weft.experts.replication.replica import Replica, StateVersion, newer
-from weft.experts.wire import (
-    Call,
-    Header,
-    Kind,
-    Limits,
-    MalformedError,
-    UnknownExpertError,
-    WireError,
-    decode,
-    encode,
-    write_fault,
-)
+from weft.experts.wire import Call, Header, Kind, Limits, decode, encode, write_fault
 
 TICK = 0.02  # seconds between two looks at which requests are due
 PIECE = 1 << 20  # bytes of one message

@@ -20,20 +20,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from weft.core.errors import UsageError, WeftError, listed
-from weft.experts.discovery import (
-    AwayError,
-    Directory,
-    DirectoryError,
-    Lease,
-    LeaseLostError,
-    LocalDirectory,
-    OwnedError,
-    Ownership,
-    Snapshot,
-)
+from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership, Snapshot
 from weft.experts.discovery.fencing import later, number_of, replaced
 from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import ExpertError
+from weft.experts.errors import AwayError, DirectoryError, ExpertError, LeaseLostError, OwnedError
 from weft.experts.replication.follower import FollowerStream, ReplicaOptions
 from weft.experts.replication.leader import LeaderStreams
 from weft.experts.replication.replica import Replica, StateVersion
