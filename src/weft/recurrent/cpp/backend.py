@@ -416,15 +416,12 @@ class WorkspacePool:
         """A buffer of at least `size` bytes, its content arbitrary; of those that were given back as of this kind."""
         size = rounded(size)
         with self._lock:
-            fitting = min((n for like, n in self._free if like == kind and size <= n <= _WASTE * size), default=None)
+            idle = [n for (like, n), buffers in self._free.items() if buffers and like == kind]
+            fitting = min((n for n in idle if size <= n <= _WASTE * size), default=None)
             if fitting is not None:
-                buffers = self._free[kind, fitting]
-                buffer = buffers.pop()
-                if not buffers:
-                    del self._free[kind, fitting]
                 self._held -= fitting
                 self._reused += 1
-                return buffer
+                return self._free[kind, fitting].pop()
             self._made += 1
         try:
             return _fresh(size)
