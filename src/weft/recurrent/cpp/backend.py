@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,14 +100,14 @@ class CompiledStep:
             library = compiler.load(self.text, exact=True)
             table = [_address(products.result(), f"weft_{name}") for name in _KERNELS]
         library.weft_bind((ctypes.c_void_p * len(table))(*table))
-        self.forward, self.recompute, self.backward = (CompiledFunction(each, library) for each in emitters)
+        self.functions = [CompiledFunction(each, library) for each in emitters]
+        self.forward, self.recompute, self.backward = self.functions
 
     def explain(self, steps: int) -> str:
         """For a person: what each function does when, and what it keeps, with chunks of so many steps."""
         saved, split = self.lowered.saved, self.lowered.split
         head = f"chunks of {steps} steps; kept for backward: {len(saved)} values, {sum(map(_size, saved))} bytes a step"
-        routines = (self.forward, self.recompute, self.backward)
-        parts = [explain_function(each.function) for each in routines]
+        parts = [explain_function(each.function) for each in self.functions]
         sums = [f"sum of {node} over all steps" for node in split.summed]
         runs = {
             "before forward": split.before,
@@ -228,8 +229,7 @@ class CppBackend:
         """By steps and threads."""
         self._saved = [_size(each) for each in self._lowered.saved]
         self._outside = TorchStages(self._split, self._lowered)
-        routines = (self.compiled.forward, self.compiled.recompute, self.compiled.backward)
-        stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in routines)
+        stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in self.compiled.functions)
         rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
         self.chunk_steps = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, rows)
         self._constants = list(dict.fromkeys([*self._lowered.constants, *self._outside.constants]))
@@ -310,9 +310,7 @@ class CppBackend:
         """Bytes of the workspace, of one size for all functions so that they share it. Cached: every call needs it."""
         key = steps, torch.get_num_threads()
         if key not in self._workspaces:
-            step = self.compiled
-            sizes = [each.emitter.workspace(*key) for each in (step.forward, step.recompute, step.backward)]
-            self._workspaces[key] = rounded(max(sizes))
+            self._workspaces[key] = rounded(max(each.emitter.workspace(*key) for each in self.compiled.functions))
         return self._workspaces[key]
 
     def _given(self, constants: Constants, chunk: Chunk) -> BulkEvaluator:
@@ -340,10 +338,8 @@ class CppBackend:
 
     def _starts(self, buffer: Tensor, steps: int) -> list[int]:
         """Offsets of the saved values in a buffer."""
-        found = [-buffer.data_ptr() % ALIGN]
-        for each in self._saved:
-            found.append(found[-1] + aligned(each * steps))
-        return found[:-1]
+        sizes = (aligned(each * steps) for each in self._saved)
+        return list(accumulate(sizes, initial=-buffer.data_ptr() % ALIGN))[:-1]
 
     def explain(self) -> str:
         return explain(self.captured) + "\n\n" + self.compiled.explain(self.chunk_steps)
