@@ -159,7 +159,7 @@ class _Stream:
 
     def __init__(self, replicas: Mapping[str, Replica], limits: Limits, write: Send) -> None:
         self.waiting: dict[str, _Waiting] = {}
-        self._refused: list[tuple[int, WeftError]] = []  # by call id; told between two states
+        self._sending = asyncio.Lock()  # nothing comes between the head of a state and its pieces
         self._replicas, self._limits, self._write = replicas, limits, write
 
     async def read(self, read: Read, admit: Callable[[str], None]) -> None:
@@ -168,8 +168,7 @@ class _Stream:
             try:
                 calls = decode(message, self._limits)
             except WireError as error:
-                await self._fail(0, error)
-                return
+                return await self._fail(0, error)
             for call in calls:
                 header = call.header
                 try:
@@ -179,7 +178,7 @@ class _Stream:
                     request = read_request(header.data)
                     self.waiting[header.uid] = _Waiting(header.call_id, header.client, request, time.monotonic())
                 except WeftError as error:
-                    self._refused.append((header.call_id, error))
+                    await self._fail(header.call_id, error)
 
     async def answer(self) -> None:
         """Answer requests, until there is none for a while."""
@@ -187,8 +186,6 @@ class _Stream:
         while time.monotonic() < last + IDLE:
             if self.waiting:
                 last = time.monotonic()
-            while self._refused:
-                await self._fail(*self._refused.pop(0))
             for uid, waiting in list(self.waiting.items()):
                 if waiting.answered:
                     continue
@@ -225,18 +222,20 @@ class _Stream:
             return
         version, data = encoded
         digest = blake2b(data, digest_size=16).digest()
-        await self._respond(waiting, PullResponse(UpdateKind.STATE, version, len(data), digest))
         size = min(PIECE, max(1, self._limits.frame_bytes // 2))
-        for start in range(0, len(data), size):
-            piece = torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
-            await self._send(Header(kind=Kind.RESULT, call_id=waiting.call_id), piece)
+        async with self._sending:
+            await self._respond(waiting, PullResponse(UpdateKind.STATE, version, len(data), digest))
+            for start in range(0, len(data), size):
+                piece = torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
+                await self._send(Header(kind=Kind.RESULT, call_id=waiting.call_id), piece)
         waiting.answered = True  # it stays in the list until the next one: only that says what has arrived
 
     async def _respond(self, waiting: _Waiting, response: PullResponse) -> None:
         await self._send(Header(kind=Kind.RESULT, call_id=waiting.call_id, data=response.to_bytes()))
 
     async def _fail(self, call_id: int, error: BaseException) -> None:
-        await self._send(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
+        async with self._sending:
+            await self._send(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
 
     async def _send(self, header: Header, *tensors: torch.Tensor) -> None:
         await self._write(encode([Call(header, tensors)], self._limits))
