@@ -108,7 +108,7 @@ class Buffers:
     ) -> None:
         self._inputs, self._initial = inputs, initial
         self._invariant, self._aliases = captured.invariant, captured.aliases
-        steps, longest = bounds[-1], max(b - a for a, b in pairwise(bounds))
+        steps, longest = bounds[-1], bounds[1] - bounds[0]  # only the last chunk may be shorter
         self.states: list[Tensor | None] = [None] * len(initial)
         """None for a state that is loop-invariant, or not kept whole."""
         self.spare: dict[int, Tensor] = {}
