@@ -9,17 +9,17 @@ import gc
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import import_module
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from weft.experts.errors import ExpertError
 from weft.experts.server.config import ServeConfig
 from weft.experts.server.malloc import keep_freed_memory, use_large_pages
 
-_LOOK = 0.1  # seconds
+_LOOK = 0.25  # seconds
 _SWITCH = 0.0005
 """Seconds after which a thread that computes hands the interpreter over. By Python's default of 0.005 a call waits that
 long in each of the threads that it passes, while another thread writes a checkpoint."""
@@ -30,14 +30,16 @@ _FROZEN = 10_000
 class _Stop:
     """Signal handler that notes the end. Until the server serves, it also interrupts the main thread.
 
-    It takes no lock: the thread in which it runs may hold that (an Event's, while it waits).
+    The thread in which it runs may hold a lock, such as that of an Event it waits for: a `SimpleQueue` takes none.
     """
 
     def __init__(self) -> None:
         self.serving = self.asked = False
+        self.signals: SimpleQueue[int] = SimpleQueue()
 
     def __call__(self, number: int, frame: object) -> None:
         again, self.asked = self.asked, True
+        self.signals.put(number)
         if not (again or self.serving):  # what a first signal began to close is not to be disturbed by a second
             raise SystemExit(0)
 
@@ -78,7 +80,8 @@ def serve(config: Mapping[str, Any]) -> None:
             if server.panel_url is not None:
                 _say(f"weft: status page at {server.panel_url}")
             while not stop.asked:  # the system may hand a signal to any thread, which does not wake this one
-                time.sleep(_LOOK)
+                with suppress(Empty):
+                    stop.signals.get(timeout=_LOOK)
             _say("weft: draining")
             if not server.shutdown():
                 raise ExpertError("a module did not end in time; what it worked on was not answered")
