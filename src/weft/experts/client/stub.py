@@ -208,14 +208,12 @@ class IdempotencyKey:
     evaluation: bool = False
     text: str = field(default_factory=partial(secrets.token_hex, 16))  # not of the user's generators
     kept: bool = False
-    _repetition: int = 0
     _parts: "list[IdempotencyKey]" = field(default_factory=list["IdempotencyKey"])
 
     def again(self) -> "IdempotencyKey":
         """The key of one more backward of the same forward."""
-        first, _, _ = self.text.partition(REPEATED)
-        number = self._repetition + 1
-        return IdempotencyKey(evaluation=self.evaluation, text=f"{first}{REPEATED}{number}", _repetition=number)
+        first, _, number = self.text.partition(REPEATED)
+        return IdempotencyKey(evaluation=self.evaluation, text=f"{first}{REPEATED}{int(number or 0) + 1}")
 
     def split(self, count: int) -> "list[IdempotencyKey]":
         """The keys of so many parts of a call, the same ones for its forward and its backward."""

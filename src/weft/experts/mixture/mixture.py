@@ -137,8 +137,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         scores = self._scores(self._gating_input(args[0]))
         places, sizes, cached = call.live.places.to(scores.device), self.grid.sizes, call.cached
         chosen = routing.choose(scores, places, sizes, self.options.k_best) if cached is None else cached.chosen
-        dispatch = Dispatch(chosen.cpu(), most=call.signature.max_batch_size)
-        answers, alive = self._send(call, flat, chosen, dispatch)
+        answers, alive = self._send(call, flat, chosen)
         weights = routing.weights_of_answered(routing.chosen_scores(scores, places, sizes, chosen), alive)
         return call.signature.outputs.pack([routing.weighted_mean(each, weights) for each in answers])
 
@@ -232,10 +231,13 @@ class RemoteMixtureOfExperts(RemoteLayer):
             return self.proj(x)
 
     def _send(
-        self, call: MixtureCall, flat: Sequence[Tensor], chosen: Tensor, dispatch: Dispatch
+        self, call: MixtureCall, flat: Sequence[Tensor], chosen: Tensor, capacity: int | None = None
     ) -> tuple[list[Tensor], Tensor]:
         """The flat outputs, each samples x k x ..., zeros without an answer, and which came (samples x k, bool)."""
         client, experts = self._client, f"experts {self.grid.prefix}*"
+        dispatch = Dispatch(chosen.cpu(), capacity=capacity, most=call.signature.max_batch_size)
+        if capacity is not None and call.cached is None:
+            client.counters.count("dropped", chosen.numel() - len(dispatch.rows))
         forbid_tangents(experts, flat)
         anchor = self.anchor_for(f"{experts} are", call.signature.trained, flat)
         reached = [anchor, *flat]
@@ -293,10 +295,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         capacity = None
         if self.capacity_factor is not None:
             capacity = max(1, ceil(self.capacity_factor * chosen.numel() / max(1, len(live))))
-        dispatch = Dispatch(chosen.cpu(), capacity=capacity, most=call.signature.max_batch_size)
-        if cached is None:
-            self._client.counters.count("dropped", chosen.numel() - len(dispatch.rows))
-        answers, alive = self._send(call, flat, chosen, dispatch)
+        answers, alive = self._send(call, flat, chosen, capacity)
         weights = probabilities.gather(1, chosen) * alive
         outputs = call.signature.outputs.pack([routing.weighted_mean(each, weights) for each in answers])
         return outputs, routing.load_balancing_loss(probabilities, chosen)

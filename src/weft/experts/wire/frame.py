@@ -42,13 +42,18 @@ ALIGNMENT = 16
 """Every tensor begins at a multiple of it."""
 HEADER_BYTES = 256 << 10
 """The largest header. Parsed it takes up to 80 times as much memory, for as long as `decode` runs."""
+MESSAGE_BYTES = 512 << 10
+"""The largest message that a server takes, which is a frame or a part of one."""
 MOST_FRAME_BYTES = 0x7FFF_FFFF - (1 << 16)  # gRPC counts a message's bytes, with some of its own, in 31 bits
+_PART = 128 << 10  # bytes of the body in every part of a frame but the last
+_HEADER_TAG, _BODY_TAG, _PADDING_TAG = 0x0A, 0x12, 0x12  # number << 3 | 2; the last is of `Header`
 _MOST_AXES = 64  # of torch
+_MOST_DEADLINE = (1 << 32) - 1
+_TENSOR = load_messages("weft.experts.wire", "experts")["Tensor"]
 
 # Left out are dtypes that torch cannot store as whole bytes (`uint1` ... `int7`, `float4_e2m1fn_x2`), the quantized
 # ones, which carry a scale outside their bytes and crash when made from a buffer, and `complex32`, which torch calls
 # experimental and warns about at every allocation.
-_TENSOR = load_messages("weft.experts.wire", "experts")["Tensor"]
 DTYPES: dict[int, torch.dtype] = {
     each.number: getattr(torch, each.name.removesuffix("_"))
     for each in _TENSOR.DESCRIPTOR.fields_by_name["dtype"].enum_type.values
@@ -145,13 +150,6 @@ class Limits:
 
 LIMITS = Limits()
 """The limits where none are given."""
-
-
-MESSAGE_BYTES = 512 << 10
-"""The largest message that a server takes, which is a frame or a part of one."""
-_PART = 128 << 10  # bytes of the body in every part of a frame but the last
-_HEADER_TAG, _BODY_TAG, _PADDING_TAG = 0x0A, 0x12, 0x12  # number << 3 | 2; the last is of `Header`
-_MOST_DEADLINE = (1 << 32) - 1
 
 # Tensors stay bytes until they are looked up: most calls' are like those of calls before.
 _HEADER = load_messages("weft.experts.wire", "experts", "Call.tensors")["Header"]
