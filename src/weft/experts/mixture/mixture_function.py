@@ -17,8 +17,7 @@ commit bears that name as its idempotency key: sent again, it steps no second ti
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -75,16 +74,11 @@ class MixtureMiniBatch:
         with self._lock:
             return dict(self._open)
 
-    @contextmanager
-    def backward(self) -> Generator[None]:
-        """One backward: an error out of it breaks the mini-batch."""
-        try:
-            yield
-        except BaseException as error:
+    def fail(self, error: BaseException) -> None:
+        """A backward raised: what accumulates is broken."""
+        with self._lock:
             if self.accumulates:
-                with self._lock:
-                    self.broken = self.broken or error
-            raise
+                self.broken = self.broken or error
 
     def end(self, ended: Mapping[str, OpenMiniBatch]) -> None:
         """These were committed, or are given up."""
@@ -243,10 +237,13 @@ class MixtureFunction:
             return [zero, *[None] * len(sent)]
         pairs = zip(gradients, self._outputs, strict=True)
         full = [torch.zeros_like(out, device=_CPU) if g is None else g for g, out in pairs]
-        with self._batch.backward():
+        try:
             if self._options.detect_anomalies:
                 _check_finite("gradients of outputs of a mixture", self._signature.outputs.names, full)
             found = self._send_backward(sent, [self._dispatch.take_pairs(g) for g in full])
+        except BaseException as error:
+            self._batch.fail(error)
+            raise
         return [zero, *(self._input_gradient(i, rows) for i, rows in enumerate(found))]
 
     def _send_forward(self) -> list[Tensor]:
