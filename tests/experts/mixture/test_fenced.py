@@ -12,7 +12,7 @@ from tests.experts.mixture.mixture_cases import WIDTH as GRID_WIDTH
 from tests.experts.mixture.mixture_cases import numbers
 from tests.experts.server.replica_cases import PATIENCE, backend_of, die, expert, make, role
 from tests.experts.waiting import until
-from weft.experts.client import NEVER, Connections, Retry
+from weft.experts.client import NEVER, Connections, RemoteExpert, Retry
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, TooFewAnswersError
 from weft.experts.mixture import RemoteMixtureOfExperts
@@ -62,6 +62,8 @@ def test_an_answer_under_a_stale_fence_is_not_taken() -> None:
             mixture.commit()
         with pytest.raises(TooFewAnswersError, match="fencing token 0"):
             mixture(rows(2, 0))
+        with pytest.raises(NotOwnerError, match="fencing token 0"):
+            RemoteExpert(UID, connections, retry=NEVER)(rows(2, 0))
 
 
 def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_no() -> None:
