@@ -261,18 +261,14 @@ def authenticate(
     found = dict(metadata or ())
     trace = str(found.get(TRACEPARENT, ""))
     trace = trace if _TRACEPARENT.fullmatch(trace) else ""
-    caller = Caller(_certified(tls) or _by_token(access, found.get(AUTHORIZATION)), peer, trace)
+    names = tls.get("x509_common_name") or tls.get(b"x509_common_name") or ()  # of the client's certificate
+    certified = next((name.decode("utf-8", "replace") for name in names), "")
+    caller = Caller(certified or _by_token(access, found.get(AUTHORIZATION)), peer, trace)
     for fault in name_fault(caller.name):
         raise ForbiddenError(f"the name in the certificate of client {caller.name!r} cannot be used here: {fault}")
     if not access.admits(caller.name):
         raise ForbiddenError(f"nothing is granted to {caller.described}; ask whoever runs the server for a grant")
     return caller
-
-
-def _certified(tls: Mapping[Any, Any]) -> str:
-    """The common name of the client's certificate; empty without one."""
-    names = tls.get("x509_common_name") or tls.get(b"x509_common_name") or ()
-    return next((name.decode("utf-8", "replace") for name in names), "")
 
 
 def _by_token(access: Access, shown: str | bytes | None) -> str:

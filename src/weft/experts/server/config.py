@@ -52,7 +52,7 @@ from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Journal
 from weft.experts.registry import make_expert
 from weft.experts.replication import ReplicaOptions
-from weft.experts.server.auth import Access, Grant, Role
+from weft.experts.server.auth import OPEN, Access, Grant, Role
 from weft.experts.server.options import ServerOptions, listen_faults
 from weft.experts.server.server import Server
 from weft.experts.status_page.http import PanelOptions
@@ -235,7 +235,8 @@ class ServeConfig(_Table):
         parts: dict[str, Any] = {"options": replace(self.options, limits=self.limits), "replicas": self.replicas}
         with ExitStack() as opened:
             with Validator(_TITLE) as check:
-                parts["access"] = _make(check, "tokens", self._access)
+                grants = OPEN if self.grants is None else self.grants
+                parts["access"] = _make(check, "tokens", partial(Access, grants, self.tokens))
                 if self.panel is not None:
                     parts["panel"] = _make(check, "panel", self.panel.options)
                 experts = self._experts(check, opened)
@@ -269,9 +270,6 @@ class ServeConfig(_Table):
                 if backend.journal is not None:
                     opened.callback(backend.journal.close)
         return made
-
-    def _access(self) -> Access:
-        return Access() if self.grants is None else Access(self.grants, self.tokens)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -193,36 +193,33 @@ class GrpcServer:
 
     async def _stream(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "stream") as caller:
-            await self._serve(caller, context)
-
-    async def _serve(self, caller: Caller, context: Any) -> None:
-        if len(self.connections) >= self._options.connections:
-            text = f"{len(self.connections)} clients are connected, and no more are allowed; come back later"
-            await self._turn_away(context, text)
-        own = sum(each.caller.principal == caller.principal for each in self.connections)
-        if own >= self._options.client_connections:
-            text = f"client {caller.principal!r} has {own} connections, and one client may have no more; close some"
-            await self._turn_away(context, text)
-        connection = ServerStream(caller, self._dispatcher, self._options, self.budget)
-        self.connections.add(connection)
-        self.accepted += 1
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            await context.send_initial_metadata(((FRAME_BYTES, str(self._options.limits.frame_bytes)),))
-            if self._dispatcher.draining is not None:
-                connection.answer(goaway())
-            both = self._read(connection, context), connection.write(context.write)
-            tasks = [asyncio.create_task(each) for each in both]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done() and tasks[0].exception() is None:
-                connection.finish()
-                await tasks[1]
-        finally:
-            self.connections.discard(connection)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            connection.abandon()
+            if len(self.connections) >= self._options.connections:
+                text = f"{len(self.connections)} clients are connected, and no more are allowed; come back later"
+                await self._turn_away(context, text)
+            own = sum(each.caller.principal == caller.principal for each in self.connections)
+            if own >= self._options.client_connections:
+                text = f"client {caller.principal!r} has {own} connections, and one client may have no more; close some"
+                await self._turn_away(context, text)
+            connection = ServerStream(caller, self._dispatcher, self._options, self.budget)
+            self.connections.add(connection)
+            self.accepted += 1
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                await context.send_initial_metadata(((FRAME_BYTES, str(self._options.limits.frame_bytes)),))
+                if self._dispatcher.draining is not None:
+                    connection.answer(goaway())
+                both = self._read(connection, context), connection.write(context.write)
+                tasks = [asyncio.create_task(each) for each in both]
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if tasks[0].done() and tasks[0].exception() is None:
+                    connection.finish()
+                    await tasks[1]
+            finally:
+                self.connections.discard(connection)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                connection.abandon()
 
     async def _read(self, connection: ServerStream, context: Any) -> None:
         """Until the client ends its side, or breaks the format."""
