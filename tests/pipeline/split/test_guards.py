@@ -71,6 +71,23 @@ def test_guards_that_inputs_answer_choose_the_program_of_each_micro_batch() -> N
     assert pipe.statistics()["recordings"] == 2
 
 
+def test_a_list_that_inputs_answer_may_be_empty_and_is_more_than_its_numbers() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            filled = table[table.sum(1) > 0][:, table.sum(0) > 0].tolist()
+            return self.second(self.first(x) * len(filled))
+
+    model = Listed()
+    pipe = cut(model, chunks=1)
+    for table in ([[0.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]], [[1.0, 0.0], [1.0, 0.0]]):
+        assert_close(pipe(rows(2, 4), table=torch.tensor(table)), model(rows(2, 4), torch.tensor(table)))
+    assert pipe.statistics()["recordings"] == 3
+
+
 def test_glue_is_named_by_its_function_and_its_line_without_folders() -> None:
     pipe = cut(Between(lambda _, x: x + 1), sample=rows(2, 4))
     assert re.fullmatch(r"add \((tests/pipeline/split/)?test_guards.py:\d+\)", pipe.routes[0].name)

@@ -9,7 +9,7 @@ prelude      guards that inputs answer        asked before a step begins; they c
 
 from bisect import bisect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -65,32 +65,17 @@ class Step:
     # Leaves of the result that are no tensors, and shapes of those that are, which Python may go by:
     plain: list[tuple[int, Any]] = field(default_factory=list[tuple[int, Any]])
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    expects: tuple[Any] | None = None  # the answer of a guard, which makes no value
     writes: list[int] = field(default_factory=list[int])  # which argument leaves it wrote into
     stored: set[int] = field(default_factory=set[int])  # the storages that it wrote into
     draws: bool = False
     dynamic: bool = False  # the shape of its result depends on data
-    grad: bool | None = None  # another grad mode than that of the whole call
-    casts: tuple[tuple[str, torch.dtype, bool], ...] = ()  # another autocast than that of the whole call
-
-    @property
-    def guards(self) -> bool:
-        """Whether it makes nothing, but reads out of data what Python goes by."""
-        return bool(self.plain) and not any(self.makes)
 
     def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         if self.structure is not None:
             return unflatten(self.structure, leaves)
         count = len(leaves) - len(self.names)
         return leaves[:count], dict(zip(self.names, leaves[count:], strict=True))
-
-    def run(self, leaves: list[Any]) -> Any:
-        args, kwargs = self.arguments(leaves)
-        if self.grad is None and not self.casts:
-            return self.call(*args, **kwargs)
-        with torch.set_grad_enabled(torch.is_grad_enabled() if self.grad is None else self.grad), ExitStack() as stack:
-            for kind, dtype, enabled in self.casts:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-            return self.call(*args, **kwargs)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.where})" if self.where else self.name
@@ -219,10 +204,10 @@ class Program:
         step may change, are asked again in their stage."""
         ahead: set[int] = set()
         for k, step in enumerate(self.recording.steps):
-            decides = step.guards or (step.shapes and step.dynamic)
+            decides = step.expects is not None or (step.shapes and step.dynamic)
             if decides and (found := self._from_inputs(k, own=True)) is not None:
                 ahead |= found
-                if step.guards and self._from_inputs(k) is not None:
+                if step.expects is not None and self._from_inputs(k) is not None:
                     members[self._stage_at[k]].discard(k)
         return [self.recording.steps[k] for k in sorted(ahead)]
 
@@ -370,7 +355,11 @@ def perform(step: Step, constants: Sequence[Any], values: Values, device: torch.
     leaves = _filled(constants, step.reads, values)
     if device is not None:
         leaves = [moved(x, device) for x in leaves]
-    result = step.run(leaves)
+    args, kwargs = step.arguments(leaves)
+    result = step.call(*args, **kwargs)
+    if step.expects is not None:
+        _agree(step, step.expects[0], result)
+        return
     made = [result] if type(result) is Tensor else flatten(result)[0]
     if step.writes:
         made = [*made, *(leaves[k] for k in step.writes)]

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from operator import is_
@@ -245,9 +245,6 @@ class ForwardRecorder(TorchFunctionMode):
         args, kwargs = step.arguments(given)
         result = run(*args, **kwargs)
         step.draws, step.dynamic = self.drew, self.dynamic or step.module is not None
-        if torch.is_grad_enabled() != self._outer[0]:
-            step.grad = torch.is_grad_enabled()
-        step.casts = tuple(each for each in _casts() if each not in self._outer[1])
         wrote = [k for k, x in enumerate(given) if isinstance(x, Tensor) and version(x) != versions[k]]
         register_dataclasses(result)
         made = flatten(result)[0]
@@ -259,13 +256,19 @@ class ForwardRecorder(TorchFunctionMode):
                 self._note_shape(tensors[0])
             if step.call not in _READS:
                 return result  # there is nothing to repeat
-        self._note_results(step, made)
-        self._note_writes(step, leaves, wrote)
+            step.expects = (result,)
+        else:
+            self._note_results(step, made)
+            self._note_writes(step, leaves, wrote)
+        grad = None if torch.is_grad_enabled() == self._outer[0] else not self._outer[0]
+        casts = [each for each in _casts() if each not in self._outer[1]]
+        if casts or grad is not None:
+            step.call = partial(_in_modes, grad, casts, step.call)
         self._steps.append(step)
         return result
 
     def _note_results(self, step: Step, made: Sequence[Any]) -> None:
-        ours = step.module is not None or step.name.endswith(".apply") or step.call in _READS
+        ours = step.module is not None or step.name.endswith(".apply")
         for k, x in enumerate(made):
             value, known = None, self._known.get(id(x))
             still_own = known is not None and known[1].kind == "own"  # written into, or returned as it is
@@ -508,6 +511,16 @@ def _python_draws() -> Any:
 
 def _casts() -> list[tuple[str, torch.dtype, bool]]:
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
+
+
+def _in_modes(grad: bool | None, casts: Iterable[Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a step in another grad mode, if any, and other autocasts than the whole call has."""
+    with ExitStack() as stack:
+        if grad is not None:
+            stack.enter_context(torch.set_grad_enabled(grad))
+        for kind, dtype, enabled in casts:
+            stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+        return call(*args, **kwargs)
 
 
 def _nothing(_: Any) -> Any:
