@@ -13,9 +13,9 @@ from weft.recurrent import Recurrent
 from weft.recurrent.capture import capture
 from weft.recurrent.cpp.ir import (
     Elementwise,
+    LoopValue,
     LoweringContext,
     Unsupported,
-    Value,
     promoted_dtype,
     schema_arguments,
     whole_view,
@@ -31,7 +31,7 @@ def lowered(function: Callable[..., Any], *example: Tensor) -> tuple[LoweringCon
     graph: Any = make_fx(function)(*example).graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given = {
-        node: whole_view(Value(f"x{i}", tuple(like.shape), like.dtype))
+        node: whole_view(LoopValue(f"x{i}", tuple(like.shape), like.dtype))
         for i, (node, like) in enumerate(zip(inputs, example, strict=True))
     }
     context = LoweringContext(given)
@@ -106,7 +106,7 @@ def test_arguments_have_the_names_and_defaults_of_the_schema() -> None:
 )
 def test_operands_promote_as_in_pytorch(one: Tensor, other: Tensor | float, wanted: torch.dtype) -> None:
     def operand(given: Tensor | float) -> Any:
-        return whole_view(Value("v", tuple(given.shape), given.dtype)) if isinstance(given, Tensor) else given
+        return whole_view(LoopValue("v", tuple(given.shape), given.dtype)) if isinstance(given, Tensor) else given
 
     assert promoted_dtype([operand(one), operand(other)]) == wanted == torch.result_type(one, other)
 

@@ -16,11 +16,11 @@ from weft.recurrent.capture import capture
 from weft.recurrent.cpp.ir import (
     Cat,
     Elementwise,
+    LoopValue,
     Operation,
     Product,
     Reduce,
     TimeReduction,
-    Value,
     View,
     contiguous_meta,
     sources,
@@ -49,7 +49,7 @@ CELLS = {
 every = at_once("name", CELLS)
 
 
-def products(values: Sequence[Value]) -> int:
+def products(values: Sequence[LoopValue]) -> int:
     return sum(isinstance(each.made, Product) for each in values)
 
 
@@ -175,7 +175,7 @@ def is_row_axis(labels: Tensor, axis: int) -> bool:
 def test_the_row_axis_of_a_view_is_where_the_rows_are(data: Any) -> None:
     before, behind = data.draw(st.sampled_from([(1, 3), (2, 1), (1, 1), (2, 3), (4, 4), (1, 4)]))
     labels = torch.arange(BATCH).view(1, -1, 1).expand(before, BATCH, behind).contiguous()
-    value = Value("v", tuple(labels.shape), torch.float32)
+    value = LoopValue("v", tuple(labels.shape), torch.float32)
     at = contiguous_meta(value.shape, value.dtype)
     for _ in range(data.draw(st.integers(0, 4))):
         at, labels = looked(data, at, labels)
@@ -199,13 +199,13 @@ def test_the_row_axis_of_a_view_is_where_the_rows_are(data: Any) -> None:
     ],
 )
 def test_usual_views_have_their_row_axis(view: Any, axis: int | None) -> None:
-    value = Value("v", (2, BATCH, 3), torch.float32)
+    value = LoopValue("v", (2, BATCH, 3), torch.float32)
     assert axis_in_view(View(value, view(contiguous_meta(value.shape, value.dtype))), 1, BATCH) == axis
 
 
-H = Value("h", (BATCH, BATCH), torch.float32)
-WEIGHT = whole_view(Value("w", (BATCH, BATCH), torch.float32, None, False))
-X = whole_view(Value("x", (BATCH, BATCH), torch.float32))
+H = LoopValue("h", (BATCH, BATCH), torch.float32)
+WEIGHT = whole_view(LoopValue("w", (BATCH, BATCH), torch.float32, None, False))
+X = whole_view(LoopValue("x", (BATCH, BATCH), torch.float32))
 TURNED = View(H, contiguous_meta((BATCH, BATCH), torch.float32).t())
 
 
@@ -230,6 +230,6 @@ TURNED = View(H, contiguous_meta((BATCH, BATCH), torch.float32).t())
     ],
 )
 def test_an_operator_hands_the_row_axis_on_or_mixes_rows(made: Operation, shape: tuple[int, ...], axis: Any) -> None:
-    value = Value("z", shape, torch.float32, made)
+    value = LoopValue("z", shape, torch.float32, made)
     found = row_axes([value], [H])
     assert found is None if axis == "mixed" else found is not None and found[value] == axis

@@ -28,7 +28,7 @@ from weft.recurrent.backends import Chunk, Gradients, chunk_length
 from weft.recurrent.cpp import compiler
 from weft.recurrent.cpp.codegen import Emitter
 from weft.recurrent.cpp.gemm import ALIGN, aligned
-from weft.recurrent.cpp.ir import REDUCED_PRECISION, Product, TimeReduction, Value, meta_value
+from weft.recurrent.cpp.ir import REDUCED_PRECISION, LoopValue, Product, TimeReduction, meta_value
 from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
 from weft.recurrent.cpp.scheduling import explain_function
@@ -129,7 +129,7 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
-def _operations(value: Value) -> float:
+def _operations(value: LoopValue) -> float:
     """Operations to make a value, to tell whether threads are worth it."""
     made = value.made.of if isinstance(value.made, TimeReduction) else value.made
     return 2.0 * value.size * made.left.shape[-1] if isinstance(made, Product) else 4.0 * value.size

@@ -28,12 +28,12 @@ from weft.recurrent.cpp.ir import (
     AxisOp,
     Cat,
     Elementwise,
+    LoopValue,
     MemoryLayout,
     Operand,
     Product,
     Reduce,
     TimeReduction,
-    Value,
     View,
     operand_views,
     whole_view,
@@ -79,7 +79,7 @@ class Emitter:
         ]
         # Each thread has its own locals; but where the first computes for all, they are the first thread's.
         mains = [group for phase in self.function.phases if phase.main for group in phase.groups]
-        shared = {each for group in mains for each in group} if self._axes is None else set[Value]()
+        shared = {each for group in mains for each in group} if self._axes is None else set[LoopValue]()
         at = 0
         for value in self.function.locals:
             base = f"({'first' if value in shared else 'own'} + {at}L)"
@@ -99,7 +99,7 @@ class Emitter:
         share = "for (long t = steps * thread / threads; t < steps * (thread + 1) / threads; t++) {"
         return [*lines, share, *self._loop(phase.groups), "}", _MEET]
 
-    def _bulk(self, bulk: Sequence[Value]) -> list[str]:
+    def _bulk(self, bulk: Sequence[LoopValue]) -> list[str]:
         """Work for all steps at once. Between two sums into one argument all meet: threads may share them otherwise."""
         lines: list[str] = []
         into, target = dict(self.function.totals), None
@@ -123,7 +123,7 @@ class Emitter:
         body = nest(loops, [f"{element(into, loops, 1)} += {element(layout, loops, 0)};"], free=not axes)
         return ["if (thread == 0) for (long t = 0; t < steps; t++) {", *body, "}"]
 
-    def _main(self, groups: Sequence[Sequence[Value]]) -> list[str]:
+    def _main(self, groups: Sequence[Sequence[LoopValue]]) -> list[str]:
         """The loop whose steps depend on each other."""
         function, rows = self.function, self.function.rows
         down = "for (long t = steps - 1; t >= 0; t--) {" if function.backward else "for (long t = 0; t < steps; t++) {"
@@ -137,26 +137,26 @@ class Emitter:
             *(["}", "}"] if split else ["}", "}", "}"]),
         ]
 
-    def _add(self, value: Value, argument: Argument) -> str:
+    def _add(self, value: LoopValue, argument: Argument) -> str:
         """A gradient that comes in for the state after this step, added to the carried one."""
         low, high = self._mine(value)
         into = f"{self.function.layouts[value].here}[i] += {argument.name}[t * {argument.size}L + i];"
         return f"if ({argument.name}) for (long i = {low}; i < {high}; i++) {into}"
 
-    def _clear(self, value: Value) -> str:
+    def _clear(self, value: LoopValue) -> str:
         """The carried gradient of a state that the step does not read: zeros."""
         low, high = self._mine(value)
         base = f"{self.function.layouts[value].base} + (t & 1) * {value.size}L"
         return f"memset({base} + {low}, 0, ({high} - {low}) * {value.dtype.itemsize}L);"
 
-    def _mine(self, value: Value) -> tuple[str, str]:
+    def _mine(self, value: LoopValue) -> tuple[str, str]:
         """Which numbers of a carried value this thread has."""
         if self._axes is None:
             return "0", f"{value.size}L"
         row = value.size // value.shape[0]
         return f"r0 * {row}L", f"r1 * {row}L"
 
-    def _loop(self, groups: Sequence[Sequence[Value]], main: bool = False) -> list[str]:
+    def _loop(self, groups: Sequence[Sequence[LoopValue]], main: bool = False) -> list[str]:
         """The body of one step."""
         axes = self._axes if main else None
         layout, layouts = self.function.layout, self.function.layouts
@@ -269,7 +269,7 @@ def _further(element: str, index: str, stride: int) -> str:
     return f"{element[:-1]} + {index} * {stride}L]"
 
 
-def group_nest(group: Sequence[Value], function: LoopFunction, row_axis: int | None) -> list[str]:
+def group_nest(group: Sequence[LoopValue], function: LoopFunction, row_axis: int | None) -> list[str]:
     """Elementwise values of one shape in one pass; stored are those that others read."""
     shape, members = group[0].shape, set(group)
     views = [view for value in group for view in operand_views(value.made) if view.value not in members]
@@ -318,7 +318,7 @@ def _begin(kind: str, dtype: torch.dtype) -> str:
 
 
 def reduce_nest(
-    value: Value, source: MemoryLayout, own: MemoryLayout, row_axis: int | None, *, in_register: bool = False
+    value: LoopValue, source: MemoryLayout, own: MemoryLayout, row_axis: int | None, *, in_register: bool = False
 ) -> list[str]:
     """A reduction: along what lies one behind the other into a register, else row by row into the result.
 
@@ -356,7 +356,7 @@ def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: Memory
     return to.with_strides([0 if i in axes else step for i, step in enumerate(steps)])
 
 
-def axis_nest(value: Value, layouts: Sequence[MemoryLayout], own: MemoryLayout, row_axis: int | None) -> list[str]:
+def axis_nest(value: LoopValue, layouts: Sequence[MemoryLayout], own: MemoryLayout, row_axis: int | None) -> list[str]:
     """An operation along one axis; `layouts` are those of its operands."""
     made = value.made
     assert isinstance(made, AxisOp)
@@ -381,7 +381,7 @@ def axis_nest(value: Value, layouts: Sequence[MemoryLayout], own: MemoryLayout, 
 
 
 def _indexed_nest(
-    value: Value, made: AxisOp, layouts: Sequence[MemoryLayout], own: MemoryLayout, row_axis: int | None
+    value: LoopValue, made: AxisOp, layouts: Sequence[MemoryLayout], own: MemoryLayout, row_axis: int | None
 ) -> list[str]:
     """At an index: an index out of range touches no memory but gives NaN; where that is possible, handlers see to it
     that the dtype has one."""

@@ -18,7 +18,7 @@ from math import prod
 
 import torch
 
-from weft.recurrent.cpp.ir import C_TYPES, MemoryLayout, Product, TimeReduction, Value, View
+from weft.recurrent.cpp.ir import C_TYPES, LoopValue, MemoryLayout, Product, TimeReduction, View
 from weft.recurrent.cpp.scheduling import LoopFunction
 
 ALIGN = 64
@@ -93,7 +93,7 @@ class MatrixProducts:
         self.room = max([0, *(self._room(each) for each in self._into)])
         """Bytes that `w_gather` wants for each thread."""
 
-    def step(self, value: Value, axis: int | None, *, by_panels: bool = False) -> list[str]:
+    def step(self, value: LoopValue, axis: int | None, *, by_panels: bool = False) -> list[str]:
         """One step's product. `axis` is the row axis of the batch, of which a thread has r0 to r1."""
         it = self._oriented(value)
         low, high = ("r0", "r1") if axis == it.row_axis else ("0", str(it.rows))
@@ -106,7 +106,7 @@ class MatrixProducts:
         first, last = ("r0", "r1") if axis == 0 else ("0", str(it.batch))
         return [f"for (long b = {first}; b < {last}; b++) {{", line, "}"]
 
-    def bulk(self, value: Value) -> list[str]:
+    def bulk(self, value: LoopValue) -> list[str]:
         """The products of all steps: one, if their rows lie one behind the other, else step by step by all threads."""
         it = self._oriented(value).all_steps()
         if it is None or it.weight is None:
@@ -115,7 +115,7 @@ class MatrixProducts:
         m0, m1 = (f"{it.rows} * steps * {each} / threads" for each in ("thread", "(thread + 1)"))
         return [f"{{ const long m0 = {m0}, m1 = {m1};", self._by_packed(it, it.weight, "m0", "m1"), "}"]
 
-    def total(self, value: Value) -> str | None:
+    def total(self, value: LoopValue) -> str | None:
         """Add a sum over time to where it belongs; None if no kernel has it."""
         assert isinstance(value.made, TimeReduction)
         made, to = value.made.of, self._function.layout(self._into[value])
@@ -128,7 +128,7 @@ class MatrixProducts:
         lines = [each for key, at in self._packed.items() for each in self._pack(*key, at)]
         return [*lines, "kernels.meet(gate, threads);"] if lines else []
 
-    def _oriented(self, value: Value) -> _Oriented:
+    def _oriented(self, value: LoopValue) -> _Oriented:
         made, layout, dims = value.made, self._function.layout, len(value.shape)
         assert isinstance(made, Product) and dims <= 3, "a product has at most one batch axis"
         a, b, c = layout(made.left), layout(made.right), self._function.layouts[value]
@@ -208,7 +208,7 @@ class MatrixProducts:
             "}",
         ]
 
-    def _room(self, value: Value) -> int:
+    def _room(self, value: LoopValue) -> int:
         made = value.made.of if isinstance(value.made, TimeReduction) else None
         if not isinstance(made, Product):
             return 0

@@ -1,6 +1,6 @@
 """Intermediate representation: values of one step, how each is computed, where its elements lie, and what builds it.
 
-    Value          shape and dtype of one step's tensor; made by an operation, or an argument
+    LoopValue      shape and dtype of one step's tensor; made by an operation, or an argument
     Operation      Elementwise, Reduce, AxisOp, Product, Cat, or TimeReduction, a sum over all steps
     View           elements of a value, by strides in its contiguous layout
     MemoryLayout   where a value's elements lie: a C variable, the row of it that step t uses, and strides
@@ -68,7 +68,7 @@ CHEAP = {"({0}+{1})", "({0}-{1})", "({0}*{1})", "(-{0})", "({0}+{1}*{2})", "({0}
 
 
 @dataclass(eq=False)
-class Value:
+class LoopValue:
     """A tensor that is made anew in every step, or is the same in all (`varies` is False)."""
 
     name: str
@@ -100,7 +100,7 @@ class Value:
 class View:
     """A view of a value; `at` is a meta tensor with the view's shape, strides and offset."""
 
-    value: Value
+    value: LoopValue
     at: Tensor
 
     @property
@@ -210,14 +210,14 @@ def operand_views(made: Operation | None) -> list[View]:
             return [of] if isinstance(of, View) else operand_views(of)
 
 
-def sources(made: Operation | None) -> list[Value]:
+def sources(made: Operation | None) -> list[LoopValue]:
     """The values that are read to make a value."""
     return [each.value for each in operand_views(made)]
 
 
-def ancestors(ends: Iterable[Value]) -> set[Value]:
+def ancestors(ends: Iterable[LoopValue]) -> set[LoopValue]:
     """The values that the ends depend on, and the ends."""
-    found: set[Value] = set()
+    found: set[LoopValue] = set()
     stack = list(ends)
     while stack:
         value = stack.pop()
@@ -227,7 +227,7 @@ def ancestors(ends: Iterable[Value]) -> set[Value]:
     return found
 
 
-def replace_operand(made: Operation, old: Value, new: Value) -> Operation:
+def replace_operand(made: Operation, old: LoopValue, new: LoopValue) -> Operation:
     """The same, but reading another value."""
 
     def instead(given: Any) -> Any:
@@ -240,7 +240,7 @@ def replace_operand(made: Operation, old: Value, new: Value) -> Operation:
     return replace(made, **{name: instead(given) for name, given in vars(made).items()})
 
 
-def whole_view(value: Value) -> View:
+def whole_view(value: LoopValue) -> View:
     """The value itself, whole."""
     return View(value, contiguous_meta(value.shape, value.dtype))
 
@@ -349,7 +349,7 @@ class LoweringContext:
     def __init__(
         self, given: Mapping[fx.Node, View | list[View]], row_masks: Mapping[fx.Node, View] | None = None
     ) -> None:
-        self.made: list[Value] = []
+        self.made: list[LoopValue] = []
         """Every value that was made, in order."""
         self.row_masks = row_masks or {}
         """By product, a mask of the only rows of its result that are read."""
@@ -364,7 +364,7 @@ class LoweringContext:
 
     def add(self, shape: Sequence[int], dtype: torch.dtype, made: Operation) -> View:
         """A new value, as a view of all of it."""
-        value = Value(f"z{len(self.made)}", tuple(shape), dtype, made)
+        value = LoopValue(f"z{len(self.made)}", tuple(shape), dtype, made)
         self.made.append(value)
         return whole_view(value)
 
@@ -410,7 +410,7 @@ class LoweringContext:
             return [View(view.value, each) for each in cast("list[Tensor]", seen)]
         return View(view.value, seen) if shares_storage(seen, view.at) or seen is view.at else None
 
-    def _pushed(self, value: Value, made: Elementwise, apply: Callable[[Tensor], Any]) -> View | list[View]:
+    def _pushed(self, value: LoopValue, made: Elementwise, apply: Callable[[Tensor], Any]) -> View | list[View]:
         """Views of the operands instead of a view of the result."""
         seen = [apply(each.at.expand(value.shape)) if isinstance(each, View) else each for each in made.operands]
 

@@ -33,13 +33,13 @@ import torch
 from torch import Tensor, _decomp, fx
 
 from weft.recurrent.cpp.ir import (
+    LoopValue,
     LoweringContext,
     Product,
     Reduce,
     Row,
     TimeReduction,
     Unsupported,
-    Value,
     View,
     check_dtype,
     compute_dtype,
@@ -103,7 +103,7 @@ class _FunctionLowering:
         value: Tensor = self.captured.value(node)
         return tuple(value.shape), value.dtype
 
-    def given(self, name: str, node: fx.Node, row: Row) -> Value:
+    def given(self, name: str, node: fx.Node, row: Row) -> LoopValue:
         """The node's value is an argument. Constants come in the dtype that C computes in: products pack them."""
         shape, dtype = self.meta(node)
         check_dtype(dtype, name)
@@ -117,7 +117,7 @@ class _FunctionLowering:
             if not self.split.outside(node):
                 self.given(f"x{i}", node, "step")
 
-    def give_states(self) -> list[Value]:
+    def give_states(self) -> list[LoopValue]:
         """The states before the step; of those that change from step to step, the values."""
         made = [
             self.given(f"h{k}", node, "same" if k in self.invariant else "step")
@@ -130,7 +130,7 @@ class _FunctionLowering:
         for k, node in enumerate(self.signature.new_states):
             if node in known and k not in self.invariant and node not in self.views:
                 shape, dtype = self.meta(node)
-                value = Value(f"n{k}", shape, dtype)
+                value = LoopValue(f"n{k}", shape, dtype)
                 self.function.allocate(value, f"h{k}", "next")
                 self.views[node] = whole_view(value)
 
@@ -236,12 +236,12 @@ def _backward(it: _FunctionLowering) -> None:
     it.function.finalize([*it.context.made, *totals])
 
 
-def _give_gradients(it: _FunctionLowering) -> dict[int, Value]:
+def _give_gradients(it: _FunctionLowering) -> dict[int, LoopValue]:
     """Gradients of outputs, and of the states after the step: the carried ones, by their numbers."""
     for i, node in enumerate(it.signature.output_gradients):
         if not it.split.outside(node):
             it.given(f"dy{i}", node, "step")
-    carried: dict[int, Value] = {}
+    carried: dict[int, LoopValue] = {}
     for k, node in enumerate(it.signature.new_state_gradients):
         _, dtype = it.meta(it.signature.states[k])
         if dtype.is_floating_point:
@@ -250,16 +250,16 @@ def _give_gradients(it: _FunctionLowering) -> dict[int, Value]:
     return carried
 
 
-def _totals(it: _FunctionLowering) -> list[Value]:
+def _totals(it: _FunctionLowering) -> list[LoopValue]:
     """The parameters' gradients, piece by piece."""
-    totals: list[Value] = []
+    totals: list[LoopValue] = []
     for j, (node, pieces) in enumerate(zip(it.signature.parameter_gradients, it.split.totals, strict=True)):
         if node is not None and pieces:
             shape, dtype = it.meta(node)
             into = it.function.given(f"dp{j}", shape, dtype, "same")
             for piece in pieces:
                 made = TimeReduction(_summed(it, piece))
-                totals.append(Value(f"total{len(totals)}", tuple(piece.at.shape), dtype, made))
+                totals.append(LoopValue(f"total{len(totals)}", tuple(piece.at.shape), dtype, made))
                 it.function.totals.append((totals[-1], View(into, piece.at)))
     return totals
 

@@ -24,11 +24,11 @@ from torch import Tensor, fx
 from weft.recurrent.cpp.ir import (
     AxisOp,
     Cat,
+    LoopValue,
     LoweringContext,
     Product,
     Reduce,
     Unsupported,
-    Value,
     View,
     check_dtype,
     compute_dtype,
@@ -450,7 +450,8 @@ def refusal(node: fx.Node, captured: StepGraph, varies: Callable[[fx.Node], bool
                 if not isinstance(tensor, Tensor):
                     raise Unsupported(f"loops in C do not know the operator {node.target}, which reads no tensor")
                 check_dtype(tensor.dtype, f"what {node.target} reads")
-            found = [whole_view(Value("", tuple(tensor.shape), tensor.dtype, None, varies(each))) for tensor in tensors]
+            changes = varies(each)
+            found = [whole_view(LoopValue("", tuple(like.shape), like.dtype, None, changes)) for like in tensors]
             given[each] = found if several else found[0]
         lower_node(LoweringContext(given), node)
     except Unsupported as error:

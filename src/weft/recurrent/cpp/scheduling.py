@@ -45,6 +45,7 @@ from weft.recurrent.cpp.ir import (
     AxisOp,
     Cat,
     Elementwise,
+    LoopValue,
     MemoryLayout,
     Operand,
     Operation,
@@ -52,7 +53,6 @@ from weft.recurrent.cpp.ir import (
     Reduce,
     Row,
     TimeReduction,
-    Value,
     View,
     ancestors,
     contiguous_meta,
@@ -62,20 +62,21 @@ from weft.recurrent.cpp.ir import (
     whole_view,
 )
 
-SequenceAxes = Mapping[Value, int | None]
+SequenceAxes = Mapping[LoopValue, int | None]
 """The row axis of each value of a loop; None for one that every thread computes for itself."""
 ROWS = 4
 """A batch of fewer rows is not shared out."""
+Carried = tuple[LoopValue, LoopValue | None]
 
 
 @dataclass(eq=False)
 class Phase:
     """Bulk work, then a loop, whose `groups` are one pass over memory each. `main` marks the loop that carries."""
 
-    bulk: list[Value] = field(default_factory=list[Value])
-    loop: list[Value] = field(default_factory=list[Value])
+    bulk: list[LoopValue] = field(default_factory=list[LoopValue])
+    loop: list[LoopValue] = field(default_factory=list[LoopValue])
     main: bool = False
-    groups: list[list[Value]] = field(default_factory=list["list[Value]"])
+    groups: list[list[LoopValue]] = field(default_factory=list["list[LoopValue]"])
 
 
 @dataclass
@@ -84,19 +85,19 @@ class Phases:
 
     phases: list[Phase]
     main: Phase
-    of: dict[Value, Phase]
-    bulk: set[Value]
+    of: dict[LoopValue, Phase]
+    bulk: set[LoopValue]
 
-    def apart(self, value: Value, readers: Iterable[Value]) -> bool:
+    def apart(self, value: LoopValue, readers: Iterable[LoopValue]) -> bool:
         """Whether a value must be kept for all steps, as it is read in another phase or in bulk, or made in bulk."""
         phase = self.of[value]
         return value in self.bulk or any(self.of[each] is not phase or each in self.bulk for each in readers)
 
-    def late(self, value: Value) -> bool:
+    def late(self, value: LoopValue) -> bool:
         """Whether a value is made when the main loop is over."""
         return self.of[value] is not self.main or value in self.bulk
 
-    def copy_in_main(self, name: str, value: Value, *, first: bool) -> Value:
+    def copy_in_main(self, name: str, value: LoopValue, *, first: bool) -> LoopValue:
         """A copy that is made first or last in the main loop."""
         copy = _copy(name, whole_view(value))
         self.of[copy] = self.main
@@ -104,7 +105,7 @@ class Phases:
         return copy
 
 
-def assign_phases(values: Sequence[Value], carried: Sequence[Value], ends: Iterable[Value]) -> Phases:
+def assign_phases(values: Sequence[LoopValue], carried: Sequence[LoopValue], ends: Iterable[LoopValue]) -> Phases:
     """Give every value its phase. `values` are in order of making, `carried` come from the step before, `ends` are what
     that step becomes."""
     ends = list(ends)
@@ -116,9 +117,9 @@ def assign_phases(values: Sequence[Value], carried: Sequence[Value], ends: Itera
     heavy = {
         v for v in values if isinstance(v.made, TimeReduction) or (isinstance(v.made, Product) and v not in recurrent)
     }
-    level: dict[Value, int] = {}
+    level: dict[LoopValue, int] = {}
 
-    def after(value: Value) -> int:
+    def after(value: LoopValue) -> int:
         return max((level.get(each, -1) for each in sources(value.made)), default=-1)
 
     early = [each for each in values if each not in from_carry]
@@ -143,8 +144,8 @@ def assign_phases(values: Sequence[Value], carried: Sequence[Value], ends: Itera
     return Phases(found, found[main + 1], of, heavy)
 
 
-def _readers(values: Iterable[Value]) -> dict[Value, list[Value]]:
-    found: dict[Value, list[Value]] = {}
+def _readers(values: Iterable[LoopValue]) -> dict[LoopValue, list[LoopValue]]:
+    found: dict[LoopValue, list[LoopValue]] = {}
     for value in values:
         for each in sources(value.made):
             found.setdefault(each, []).append(value)
@@ -168,22 +169,22 @@ class LoopFunction:
     name: str
     backward: bool = False
     arguments: list[Argument] = field(default_factory=list[Argument])
-    layouts: dict[Value, MemoryLayout] = field(default_factory=dict[Value, MemoryLayout])
+    layouts: dict[LoopValue, MemoryLayout] = field(default_factory=dict[LoopValue, MemoryLayout])
     """The storage of each value, as a whole."""
-    carried: list[tuple[Value, Value | None]] = field(default_factory=list["tuple[Value, Value | None]"])
+    carried: list[Carried] = field(default_factory=list[Carried])
     """Values from the previous step, and their successors; None for zeros."""
-    added: list[tuple[Value, Argument]] = field(default_factory=list["tuple[Value, Argument]"])
+    added: list[tuple[LoopValue, Argument]] = field(default_factory=list["tuple[LoopValue, Argument]"])
     """Added by the caller to a carried value before a step reads it."""
     wanted: list[tuple[View, Argument]] = field(default_factory=list["tuple[View, Argument]"])
     """Values to write, and where."""
-    totals: list[tuple[Value, View]] = field(default_factory=list["tuple[Value, View]"])
+    totals: list[tuple[LoopValue, View]] = field(default_factory=list["tuple[LoopValue, View]"])
     """Sums over all steps, and what they are added to."""
-    values: list[Value] = field(default_factory=list[Value])
+    values: list[LoopValue] = field(default_factory=list[LoopValue])
     """All that is made, in order."""
-    readers: dict[Value, list[Value]] = field(default_factory=dict[Value, list[Value]])
-    stacks: list[Value] = field(default_factory=list[Value])
-    locals: dict[Value, None] = field(default_factory=dict[Value, None])
-    slots: set[Value] = field(default_factory=set[Value])
+    readers: dict[LoopValue, list[LoopValue]] = field(default_factory=dict[LoopValue, list[LoopValue]])
+    stacks: list[LoopValue] = field(default_factory=list[LoopValue])
+    locals: dict[LoopValue, None] = field(default_factory=dict[LoopValue, None])
+    slots: set[LoopValue] = field(default_factory=set[LoopValue])
     phases: list[Phase] = field(default_factory=list[Phase])
     """Those that do something, in order of running."""
     axes: SequenceAxes | None = None
@@ -195,14 +196,14 @@ class LoopFunction:
         self.arguments.append(Argument(name, dtype, size, row))
         return self.arguments[-1]
 
-    def given(self, name: str, shape: Sequence[int], dtype: torch.dtype, row: Row) -> Value:
+    def given(self, name: str, shape: Sequence[int], dtype: torch.dtype, row: Row) -> LoopValue:
         """A new argument that is read as a value."""
-        value = Value(name, tuple(shape), dtype, None, row != "same")
+        value = LoopValue(name, tuple(shape), dtype, None, row != "same")
         self.argument(name, dtype, value.size, row)
         self.allocate(value, name, row)
         return value
 
-    def allocate(self, value: Value, base: str, row: Row) -> None:
+    def allocate(self, value: LoopValue, base: str, row: Row) -> None:
         """Give a value memory of its own."""
         self.layouts[value] = MemoryLayout(base, row, value.size, contiguous_meta(value.shape, value.dtype).stride())
 
@@ -214,11 +215,11 @@ class LoopFunction:
             return layout
         return layout.with_strides(tuple(view.at.stride()), int(view.at.storage_offset()))
 
-    def stored(self, value: Value, group: Sequence[Value]) -> bool:
+    def stored(self, value: LoopValue, group: Sequence[LoopValue]) -> bool:
         """Whether a value of a group is read outside of it, and so needs memory."""
         return value not in self.locals or any(each not in group for each in self.readers[value])
 
-    def finalize(self, made: Sequence[Value]) -> None:
+    def finalize(self, made: Sequence[LoopValue]) -> None:
         """Decide on copies, phases, homes and fusion. `made` are all values in order of making."""
         values = list(made)
         targets = self._targets(values)
@@ -243,9 +244,9 @@ class LoopFunction:
         for each in self.phases:
             each.groups = fuse(each.loop, self.axes if each.main else None)
 
-    def _targets(self, values: list[Value]) -> dict[Value, Argument]:
+    def _targets(self, values: list[LoopValue]) -> dict[LoopValue, Argument]:
         """Values computed in place at their destination; copies are added for those that cannot be."""
-        targets: dict[Value, Argument] = {}
+        targets: dict[LoopValue, Argument] = {}
         for view, argument in self.wanted:
             value = view.value
             if not view.whole or value.made is None or value in targets or isinstance(value.made, TimeReduction):
@@ -254,7 +255,7 @@ class LoopFunction:
             targets[value] = argument
         return targets
 
-    def _copy_carried(self, phases: Phases, values: list[Value]) -> None:
+    def _copy_carried(self, phases: Phases, values: list[LoopValue]) -> None:
         """A carried value in memory of two rows is gone when bulk work reads it: that reads a copy, a row per step."""
         for start, _ in self.carried:
             late = [each for each in values if start in sources(each.made) and phases.late(each)]
@@ -265,7 +266,7 @@ class LoopFunction:
                     assert each.made is not None
                     each.made = replace_operand(each.made, start, copy)
 
-    def _copy_passing(self, phases: Phases, values: list[Value], targets: dict[Value, Argument]) -> None:
+    def _copy_passing(self, phases: Phases, values: list[LoopValue], targets: dict[LoopValue, Argument]) -> None:
         """A carried value that bulk work reads needs a row per step beside the two rows that it passes through; into
         these only the main loop writes, which reads them."""
         for value, argument in list(targets.items()):
@@ -275,7 +276,7 @@ class LoopFunction:
                 values.insert(values.index(value) + 1, copy)
                 targets[copy] = targets.pop(value)
 
-    def _allocate_value(self, phases: Phases, value: Value) -> None:
+    def _allocate_value(self, phases: Phases, value: LoopValue) -> None:
         """Find memory for a value: an argument's, within a concatenation, a stack or a local."""
         if value in self.layouts:
             return
@@ -295,7 +296,7 @@ class LoopFunction:
             self.locals[value] = None
             self.allocate(value, f"l_{value}", "same")
 
-    def _slotted(self, phases: Phases, value: Value, readers: list[Value]) -> Value | None:
+    def _slotted(self, phases: Phases, value: LoopValue, readers: list[LoopValue]) -> LoopValue | None:
         """The concatenation in which a value is made: if it is read there whole, once, and nowhere as a view."""
         cats = [each for each in readers if isinstance(each.made, Cat)]
         if len(cats) != 1 or not isinstance(value.made, Elementwise) or phases.apart(value, readers):
@@ -304,16 +305,16 @@ class LoopFunction:
         return cats[0] if all(view.whole for view in views) else None
 
 
-def _copy(name: str, view: View) -> Value:
-    return Value(name, view.shape, view.value.dtype, Elementwise("{0}", [view], view.value.dtype))
+def _copy(name: str, view: View) -> LoopValue:
+    return LoopValue(name, view.shape, view.value.dtype, Elementwise("{0}", [view], view.value.dtype))
 
 
-def row_axes(loop: Sequence[Value], carried: Sequence[Value]) -> SequenceAxes | None:
+def row_axes(loop: Sequence[LoopValue], carried: Sequence[LoopValue]) -> SequenceAxes | None:
     """The row axis of every value in the loop, or None if the rows cannot be parted."""
     if not carried or any(not each.shape or each.shape[0] != carried[0].shape[0] for each in carried):
         return None
     rows = carried[0].shape[0]
-    found: dict[Value, int | None] = dict.fromkeys(carried, 0)
+    found: dict[LoopValue, int | None] = dict.fromkeys(carried, 0)
     for value in loop:
         bound = [(view, axis) for view in operand_views(value.made) if (axis := found.get(view.value)) is not None]
         axes = {_axis_in_result(value, view, axis_in_view(view, axis, rows)) for view, axis in bound}
@@ -347,7 +348,7 @@ def axis_in_view(view: View, axis: int, rows: int) -> int | None:
     return at[0] if inner < stride else None
 
 
-def _axis_in_result(value: Value, view: View, axis: int | None) -> int | None:
+def _axis_in_result(value: LoopValue, view: View, axis: int | None) -> int | None:
     """The row axis of an operand in the result; None if the operator mixes rows."""
     if axis is None:
         return None
@@ -371,10 +372,10 @@ def _axis_in_result(value: Value, view: View, axis: int | None) -> int | None:
             return None
 
 
-def fuse(loop: Sequence[Value], axes: SequenceAxes | None) -> list[list[Value]]:
+def fuse(loop: Sequence[LoopValue], axes: SequenceAxes | None) -> list[list[LoopValue]]:
     """The values of one loop in an order in which they can be made, elementwise ones in groups."""
-    pending: list[Value] = list(loop)
-    found: list[list[Value]] = []
+    pending: list[LoopValue] = list(loop)
+    found: list[list[LoopValue]] = []
     while pending:
         waiting = set(pending)
         ready = [each for each in pending if not any(view.value in waiting for view in operand_views(each.made))]
@@ -386,9 +387,11 @@ def fuse(loop: Sequence[Value], axes: SequenceAxes | None) -> list[list[Value]]:
     return found
 
 
-def _group(pending: Sequence[Value], waiting: set[Value], first: Value, axes: SequenceAxes | None) -> list[Value]:
+def _group(
+    pending: Sequence[LoopValue], waiting: set[LoopValue], first: LoopValue, axes: SequenceAxes | None
+) -> list[LoopValue]:
     """All that can be made in one pass with `first`."""
-    members: dict[Value, None] = {}
+    members: dict[LoopValue, None] = {}
     for value in pending:
         same = value.shape == first.shape and (axes is None or axes.get(value) == axes.get(first))
         if same and isinstance(value.made, Elementwise):
@@ -424,7 +427,7 @@ def explain_function(function: LoopFunction) -> str:
     return "\n".join(lines)
 
 
-def _explained(function: LoopFunction, group: Sequence[Value]) -> list[str]:
+def _explained(function: LoopFunction, group: Sequence[LoopValue]) -> list[str]:
     """A line for each value that is made in one go."""
     totals = dict(function.totals)
     head = f"    {_KINDS[type(group[0].made)]:<10} {' x '.join(map(str, group[0].shape)) or 'one number'}"
@@ -458,15 +461,15 @@ def _formula(function: LoopFunction, made: Operation | View | None) -> str:
             return ""
 
 
-def _named(function: LoopFunction, operand: Operand | Value) -> str:
+def _named(function: LoopFunction, operand: Operand | LoopValue) -> str:
     """A number, or a value as the argument that it is, if it is one."""
-    if not isinstance(operand, View | Value):
+    if not isinstance(operand, View | LoopValue):
         return f"{operand:g}" if isinstance(operand, float) else str(operand)
     value = operand.value if isinstance(operand, View) else operand
     layout, name = function.layouts.get(value), value.name
     if layout is not None and value not in function.slots and not layout.base.startswith(("s_", "l_")):
         name = layout.base + ("'" if layout.row in ("next", "out") else "")
-    if isinstance(operand, Value) or operand.whole:
+    if isinstance(operand, LoopValue) or operand.whole:
         return name
     offset = int(operand.at.storage_offset())
     return f"{name}[{' x '.join(map(str, operand.shape))}{f' from {offset}' if offset else ''}]"
