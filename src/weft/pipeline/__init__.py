@@ -15,17 +15,6 @@ from weft.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
 from weft.pipeline.simulate import Costs, Forecast, Sizes, costs_from
 
 __all__ = [
-    "SCHEDULES",
-    "Costs",
-    "DeferredBatchNorm",
-    "Forecast",
-    "Pipe",
-    "Sizes",
-    "balance_by_parameters",
-    "balance_by_size",
-    "balance_by_time",
-    "convert_deferred_batch_norm",
-    "costs_from",
-    "gpipe",
-    "one_f_one_b",
-]
+    "SCHEDULES", "Costs", "DeferredBatchNorm", "Forecast", "Pipe", "Sizes", "balance_by_parameters", "balance_by_size",
+    "balance_by_time", "convert_deferred_batch_norm", "costs_from", "gpipe", "one_f_one_b",
+]  # fmt: skip

@@ -14,15 +14,6 @@ from weft.pipeline.skip.skippable import Skippable, pop, skippable, stash
 from weft.pipeline.skip.tracker import Namespace, SkipTracker, current_skip_tracker, use_skip_tracker
 
 __all__ = [
-    "Namespace",
-    "SkipLayout",
-    "SkipTracker",
-    "Skippable",
-    "current_skip_tracker",
-    "inspect_skip_layout",
-    "pop",
-    "skippable",
-    "stash",
-    "use_skip_tracker",
-    "verify_skippables",
-]
+    "Namespace", "SkipLayout", "SkipTracker", "Skippable", "current_skip_tracker", "inspect_skip_layout", "pop",
+    "skippable", "stash", "use_skip_tracker", "verify_skippables",
+]  # fmt: skip
