@@ -21,8 +21,8 @@ Example:
     ...     except weft.errors.RefusedError:
     ...         print("nothing ran: ask again later")
     ...     except (weft.errors.UnreachableError, weft.errors.DeadlineError) as error:
-    ...         print(type(error).__name__)  # a ConnectionError and a TimeoutError as well
-    UnreachableError
+    ...         print(isinstance(error, OSError))  # they are a ConnectionError and a TimeoutError as well
+    True
 """
 
 # ruff: noqa: F403, F405  (`__all__` lists what the star brings)
