@@ -105,7 +105,7 @@ class CompiledStep:
 
     def explain(self, steps: int) -> str:
         """For a person: what each function does when, and what it keeps, with chunks of so many steps."""
-        saved, split = self.lowered.saved, self.lowered.split
+        split, saved = self.lowered.split, self.lowered.split.saved
         head = f"chunks of {steps} steps; kept for backward: {len(saved)} values, {sum(map(_size, saved))} bytes a step"
         parts = [explain_function(each.function) for each in self.functions]
         sums = [f"sum of {node} over all steps" for node in split.summed]
@@ -195,7 +195,7 @@ class TorchStages:
         read = dict.fromkeys(each for node in (*split.torch, *summed) for each in (node, *node.all_input_nodes))
         self.constants = [node for node in read if not split.varies(node)]
         """Values it reads that depend on references only."""
-        stacked = {*split.torch, *lowered.made, *summed}
+        stacked = {*split.torch, *split.made, *summed}
         self.step_bytes = sum(_size(node) for node in stacked if not summed_at_once(node))
         self._fixed = sum(_size(node) for node in summed)
 
@@ -227,7 +227,7 @@ class CppBackend:
         self._lowered, self._split = self.compiled.lowered, self.compiled.lowered.split
         self._workspaces: dict[tuple[int, int], int] = {}
         """By steps and threads."""
-        self._saved = [_size(each) for each in self._lowered.saved]
+        self._saved = [_size(each) for each in self._split.saved]
         self._outside = TorchStages(self._split, self._lowered)
         stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in self.compiled.functions)
         rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
@@ -285,11 +285,11 @@ class CppBackend:
             outside.env.update(kept.values)
             self._take_made(outside, chunk, kept)
         self._outside.before_back.run(outside)
-        metas = [each.meta["val"] for each in self._lowered.made]
+        metas = [each.meta["val"] for each in self._split.made]
         made = [torch.empty((chunk.steps, *each.shape), dtype=each.dtype) for each in metas]
         held = Gradients(gradients.outputs, gradients.states, carried, gradients.inputs, gradients.parameters)
         self._call(self.compiled.backward, constants, chunk, kept.buffer, outside, held, made)
-        outside.env.update(zip(self._lowered.made, made, strict=True))
+        outside.env.update(zip(self._split.made, made, strict=True))
         self._outside.finish(outside, gradients)
         for pair, given in pairs:
             given.copy_(pair[0])
@@ -327,7 +327,7 @@ class CppBackend:
     def _take_made(self, bulk: BulkEvaluator, chunk: Chunk, kept: SavedChunk) -> None:
         """Values that C computed forward: saved ones, new states and outputs."""
         front, steps = self._split.front, chunk.steps
-        for node, start in zip(self._lowered.saved, self._starts(kept.buffer, steps), strict=True):
+        for node, start in zip(self._split.saved, self._starts(kept.buffer, steps), strict=True):
             value = node.meta["val"]
             rows = kept.buffer[start : start + _size(node) * steps].view(value.dtype)
             bulk.env[node] = rows.view(steps, *value.shape)
@@ -412,12 +412,15 @@ class WorkspacePool:
         """A buffer of at least `size` bytes, its content arbitrary; of those that were given back as of this kind."""
         size = rounded(size)
         with self._lock:
-            idle = [n for (like, n), buffers in self._free.items() if buffers and like == kind]
-            fitting = min((n for n in idle if size <= n <= _WASTE * size), default=None)
+            fitting = min((n for like, n in self._free if like == kind and size <= n <= _WASTE * size), default=None)
             if fitting is not None:
+                buffers = self._free[kind, fitting]
+                buffer = buffers.pop()
+                if not buffers:  # an empty list would only make the search longer
+                    del self._free[kind, fitting]
                 self._held -= fitting
                 self._reused += 1
-                return self._free[kind, fitting].pop()
+                return buffer
             self._made += 1
         try:
             return _fresh(size)

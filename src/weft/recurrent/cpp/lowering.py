@@ -58,11 +58,8 @@ class Lowered:
 
     split: ForwardBackwardSplit
     constants: list[fx.Node] = field(default_factory=list[fx.Node])
-    saved: list[fx.Node] = field(default_factory=list[fx.Node])
     outside: list[fx.Node] = field(default_factory=list[fx.Node])
     """Computed by PyTorch, read by the functions."""
-    made: list[fx.Node] = field(default_factory=list[fx.Node])
-    """Computed by `backward`, read by PyTorch."""
     forward: LoopFunction = field(default_factory=partial(LoopFunction, "forward"))
     recompute: LoopFunction = field(default_factory=partial(LoopFunction, "recompute"))
     backward: LoopFunction = field(default_factory=partial(LoopFunction, "backward", backward=True))
@@ -78,8 +75,7 @@ def lower(captured: StepGraph) -> Lowered:
     written = writes(captured.module)  # some of PyTorch's decompositions hold such
     if written:
         raise Unsupported(f"loops in C are made of pure operators, but this step writes by {', '.join(written)}")
-    split = ForwardBackwardSplit(captured)
-    lowered = Lowered(split, saved=split.saved, made=split.made)
+    lowered = Lowered(ForwardBackwardSplit(captured))
     _forward(_FunctionLowering(lowered, lowered.forward))
     _recompute(_FunctionLowering(lowered, lowered.recompute))
     _backward(_FunctionLowering(lowered, lowered.backward))
@@ -197,7 +193,7 @@ def _forward(it: _FunctionLowering) -> None:
         output = cast(fx.Node, node)
         if i not in it.captured.aliases and not it.split.outside(output):  # one that is a new state is stored once
             it.want(f"y{i}", output)
-    for j, node in enumerate(it.lowered.saved):
+    for j, node in enumerate(it.split.saved):
         it.want(f"v{j}", node)
     it.function.finalize(it.context.made)
 
@@ -206,8 +202,8 @@ def _recompute(it: _FunctionLowering) -> None:
     it.give_inputs()
     it.give_states()
     it.give_new_states(it.split.front)
-    it.run(it.split.ancestors(it.lowered.saved, {*it.views} | it.split.torch))
-    for j, node in enumerate(it.lowered.saved):
+    it.run(it.split.ancestors(it.split.saved, {*it.views} | it.split.torch))
+    for j, node in enumerate(it.split.saved):
         it.want(f"v{j}", node)
     it.function.finalize(it.context.made)
 
@@ -220,7 +216,7 @@ def _backward(it: _FunctionLowering) -> None:
     for i, node in enumerate(it.signature.outputs):
         if node in bases and node not in it.views:
             it.given(f"y{i}", node, "step")
-    for j, node in enumerate(it.lowered.saved):
+    for j, node in enumerate(it.split.saved):
         it.given(f"v{j}", node, "step")
     carried = _give_gradients(it)
     it.run(it.split.back | it.split.views)
@@ -230,7 +226,7 @@ def _backward(it: _FunctionLowering) -> None:
     for i, node in enumerate(it.signature.input_gradients):
         if node is not None and not it.split.outside(node):
             it.want(f"dx{i}", node)
-    for j, node in enumerate(it.lowered.made):
+    for j, node in enumerate(it.split.made):
         it.want(f"g{j}", node)
     totals = _totals(it)  # which makes more values
     it.function.finalize([*it.context.made, *totals])

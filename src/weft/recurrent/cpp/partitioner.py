@@ -35,6 +35,7 @@ rows of products if one side is zero.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import getitem
 from typing import Any, Literal, cast
 
@@ -342,7 +343,7 @@ class ForwardBackwardSplit:
         """The nodes that PyTorch sums, and makes anew for it."""
         return list(dict.fromkeys(piece.node for _, piece in self.sums))
 
-    @property
+    @cached_property
     def made(self) -> list[fx.Node]:
         """Values that C computes or carries backward and PyTorch reads."""
         last = [*self.after_back, *(node for node in self.summed if node not in self.torch)]
