@@ -26,7 +26,7 @@ from weft.pipeline.stage import ModuleScan, Skip, Stage
 
 
 @dataclass(eq=False, slots=True)
-class Value:
+class RecordedValue:
     """What steps read. By its `kind`, `key` is the name of an input ("in"), or of a parameter or buffer ("own"), the
     tensor itself ("const"), or which leaf of a step's result it is ("made"; -1: an argument that was written into)."""
 
@@ -38,9 +38,9 @@ class Value:
     kept: Any = None  # a copy, if a recording was to keep some
 
 
-Reads = dict[int, Value]
+Reads = dict[int, RecordedValue]
 """Which leaves, of arguments or of the result, are which values."""
-Values = dict[Value, Any]
+Values = dict[RecordedValue, Any]
 Owned = Callable[[str], Tensor]
 """The parameter or buffer of that name."""
 
@@ -61,7 +61,8 @@ class Step:
     where: str = ""  # file and line of the user's code
     module: nn.Module | None = None
     reads: Reads = field(default_factory=Reads)
-    makes: list[Value | None] = field(default_factory=list[Value | None])  # leaves of the result, then `writes`
+    # Leaves of the result, then `writes`:
+    makes: list[RecordedValue | None] = field(default_factory=list[RecordedValue | None])
     # Leaves of the result that are no tensors, and shapes of those that are, which Python may go by:
     plain: list[tuple[int, Any]] = field(default_factory=list[tuple[int, Any]])
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
@@ -85,7 +86,7 @@ class Step:
 class Recording:
     """What one run of forward() did. The result is `leaves` and `reads`, as a step's arguments are."""
 
-    inputs: list[Value]  # the leaves of the arguments
+    inputs: list[RecordedValue]  # the leaves of the arguments
     steps: list[Step] = field(default_factory=list[Step])
     cuts: dict[str, int] = field(default_factory=dict[str, int])  # split point -> the first step at or after its call
     leaves: list[Any] = field(default_factory=list[Any])
@@ -138,11 +139,11 @@ class Part:
 
     def __init__(self) -> None:
         # Each step with its number, the constants among its arguments, and the values that nobody here needs after it:
-        self.steps: list[tuple[int, Step, list[Any], list[Value]]] = []
-        self.takes: dict[int, list[Value]] = {}  # by the stage at the other end
-        self.gives: dict[int, list[Value]] = {}
-        self.held: list[Value] = []  # the model's tensors and constants that it reads
-        self.clones: set[Value] = set()  # that come in, and are written into here
+        self.steps: list[tuple[int, Step, list[Any], list[RecordedValue]]] = []
+        self.takes: dict[int, list[RecordedValue]] = {}  # by the stage at the other end
+        self.gives: dict[int, list[RecordedValue]] = {}
+        self.held: list[RecordedValue] = []  # the model's tensors and constants that it reads
+        self.clones: set[RecordedValue] = set()  # that come in, and are written into here
 
 
 class Program:
@@ -188,7 +189,7 @@ class Program:
                     f"({self._stage_at[max(made, 0)]}), which is read afterwards; use the out-of-place form there, or "
                     "split elsewhere"
                 )
-        readers: dict[Value, set[int]] = {}
+        readers: dict[RecordedValue, set[int]] = {}
         for s, step in zip(self._stage_at, steps, strict=True):
             for value in step.reads.values():
                 readers.setdefault(value, set()).add(s)
@@ -231,11 +232,11 @@ class Program:
                     return None
         return found
 
-    def _readers(self, members: Sequence[set[int]]) -> dict[Value, list[int]]:
+    def _readers(self, members: Sequence[set[int]]) -> dict[RecordedValue, list[int]]:
         """Every value that crosses, with its readers. Adds to `members` what a stage makes anew."""
-        steps, crossing = self.recording.steps, dict[Value, list[int]]()
+        steps, crossing = self.recording.steps, dict[RecordedValue, list[int]]()
         for s in range(1, len(members)):
-            takes: dict[Value, None] = {}
+            takes: dict[RecordedValue, None] = {}
             reads = [value for k in sorted(members[s]) for value in steps[k].reads.values()]
             for value in [*reads, *self._leaves_at(s)]:
                 here = value.kind in ("own", "const") or value.step in members[s]
@@ -252,14 +253,16 @@ class Program:
                 crossing.setdefault(value, []).append(s)
         return crossing
 
-    def _leaves_at(self, stage: int) -> Iterable[Value]:
+    def _leaves_at(self, stage: int) -> Iterable[RecordedValue]:
         """What forward() returns, if that is the stage which does."""
         return self.recording.reads.values() if stage == len(self.parts) - 1 else ()
 
-    def _source(self, value: Value) -> int:
+    def _source(self, value: RecordedValue) -> int:
         return self._stage_at[value.step] if value.kind == "made" else 0
 
-    def _fill(self, stage: int, part: Part, members: Sequence[int], crossing: Mapping[Value, Sequence[int]]) -> None:
+    def _fill(
+        self, stage: int, part: Part, members: Sequence[int], crossing: Mapping[RecordedValue, Sequence[int]]
+    ) -> None:
         """What a stage runs, takes, gives, clones and drops."""
         for value, readers in crossing.items():
             source = self._source(value)
@@ -268,12 +271,12 @@ class Program:
             for reader in readers if stage == source else ():
                 part.gives.setdefault(reader, []).append(value)
         steps = [self.recording.steps[k] for k in members]
-        last: dict[Value, int] = {}
+        last: dict[RecordedValue, int] = {}
         for k, step in zip(members, steps, strict=True):
             last.update({value: k for value in step.reads.values() if value.kind in ("in", "made")})
             last.update({value: k for value in step.makes if value is not None})
         stays = {*chain(*part.gives.values()), *self._leaves_at(stage)}
-        done: dict[int, list[Value]] = {k: [] for k in members}
+        done: dict[int, list[RecordedValue]] = {k: [] for k in members}
         for value in last.keys() - stays:
             done[last[value]].append(value)
         for k, step in zip(members, steps, strict=True):
@@ -284,7 +287,7 @@ class Program:
         comes = [*chain(*part.takes.values()), *(value for value in last if value.kind == "in" and not stage)]
         part.clones = {value for value in comes if value.storage in stored}
 
-    def _name(self, value: Value) -> str:
+    def _name(self, value: RecordedValue) -> str:
         if value.kind == "in":
             return f"input {value.key}"
         step = self.recording.steps[value.step]
@@ -374,13 +377,13 @@ def perform(step: Step, constants: Sequence[Any], values: Values, device: torch.
             values[value] = x
 
 
-def _held(steps: Iterable[Step], *more: Value) -> list[Value]:
+def _held(steps: Iterable[Step], *more: RecordedValue) -> list[RecordedValue]:
     """The model's tensors and the constants among what steps read, and `more`."""
     reads = chain(*(step.reads.values() for step in steps), more)
     return list(dict.fromkeys(value for value in reads if value.kind in ("own", "const")))
 
 
-def _load(values: Values, held: Iterable[Value], owned: Owned) -> None:
+def _load(values: Values, held: Iterable[RecordedValue], owned: Owned) -> None:
     for value in held:
         values[value] = value.key if value.kind == "const" else owned(value.key)
 

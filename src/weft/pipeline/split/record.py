@@ -37,7 +37,7 @@ from weft.core.rng import generators, restore, states
 from weft.core.segment import held_values, version
 from weft.pipeline.microbatch import storage_id
 from weft.pipeline.pipe import map_tensors
-from weft.pipeline.split.program import HERE, Reads, Recording, Step, Value, moved
+from weft.pipeline.split.program import HERE, Reads, RecordedValue, Recording, Step, moved
 
 _T = cast(Any, Tensor)
 _functorch = cast(Any, torch._C)._functorch
@@ -165,10 +165,10 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _begin(self, names: Sequence[str] = (), leaves: Sequence[Any] = ()) -> None:
         """Forget the run before, and know what is there before the first step: inputs, parameters and buffers."""
-        inputs = [Value("in", name, -1, *_size(leaf)) for name, leaf in zip(names, leaves, strict=True)]
+        inputs = [RecordedValue("in", name, -1, *_size(leaf)) for name, leaf in zip(names, leaves, strict=True)]
         self._recording = Recording(inputs)
         self._steps = self._recording.steps
-        self._known: dict[int, tuple[Any, Value, int]] = {}  # by id(): what it is for, its version then
+        self._known: dict[int, tuple[Any, RecordedValue, int]] = {}  # by id(): what it is for, its version then
         self._nodes: dict[int, Any] = {}  # of the graph, which blocks and autograd functions have made
         self._written: dict[int, int] = {}  # storage -> the last step that wrote into it
         self.births: dict[int, tuple[weakref.ref[Tensor], nn.Module | None]] = {}  # every tensor made meanwhile
@@ -185,7 +185,7 @@ class ForwardRecorder(TorchFunctionMode):
             prefix = self.names[id(module)]
             for key, each in (*module._parameters.items(), *module._buffers.items()):
                 if each is not None and id(each) not in self._known:
-                    self._know(each, Value("own", f"{prefix}.{key}" if prefix else key))
+                    self._know(each, RecordedValue("own", f"{prefix}.{key}" if prefix else key))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -296,12 +296,12 @@ class ForwardRecorder(TorchFunctionMode):
         if value.kind == "made" and value.key >= 0:
             self._steps[value.step].shapes[value.key] = tuple(x.size())
 
-    def _know(self, x: Any, value: Value) -> None:
+    def _know(self, x: Any, value: RecordedValue) -> None:
         self._known[id(x)] = (x, value, version(x) if isinstance(x, Tensor) else 0)
 
-    def _make(self, x: Any, leaf: int) -> Value:
+    def _make(self, x: Any, leaf: int) -> RecordedValue:
         """What the step that comes next makes: a leaf of its result, or one of its arguments, written into (-1)."""
-        value = Value("made", leaf, len(self._steps), *_size(x))
+        value = RecordedValue("made", leaf, len(self._steps), *_size(x))
         if self._keep:
             value.kept = x.detach().clone() if isinstance(x, Tensor) else x
         self._know(x, value)
@@ -311,7 +311,7 @@ class ForwardRecorder(TorchFunctionMode):
         """Where leaves come from that are neither plain nor part of the program."""
         return {k: value for k, leaf in enumerate(leaves) if (value := self._value(leaf)) is not None}
 
-    def _value(self, leaf: Any) -> Value | None:
+    def _value(self, leaf: Any) -> RecordedValue | None:
         if not isinstance(leaf, Tensor):
             known = None if isinstance(leaf, PLAIN) else self._known.get(id(leaf))
             if known is None and not isinstance(leaf, PLAIN) and _hides_tensors(leaf):
@@ -342,7 +342,7 @@ class ForwardRecorder(TorchFunctionMode):
             self._leaking.add(block)
         elif ours and not self._leaking:
             raise _refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
-        self._know(leaf, Value("const", leaf if leaf.is_leaf else leaf.detach()))
+        self._know(leaf, RecordedValue("const", leaf if leaf.is_leaf else leaf.detach()))
 
     def _refuse_python_draws(self, where: str = "") -> None:
         if self._python_draws != _python_draws():
