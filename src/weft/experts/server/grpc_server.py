@@ -63,6 +63,7 @@ _WATCHERS = 32  # of its health, at a time: they prove nothing, and hold a strea
 _ROOM_SECONDS = 5.0  # that a frame in parts waits for room
 _PART_SECONDS = 30.0  # that its next part may take
 _START_SECONDS = 30.0  # that listening may take
+_SETTLE_SECONDS = 0.05  # that events of calls that have ended may take
 _STOP_SECONDS = 1.0  # that closing connections may take, after answers have left
 _DESCRIPTORS = 64  # that connections leave free: for checkpoints, the log, the directory
 
@@ -139,6 +140,11 @@ class GrpcServer:
             await asyncio.sleep(0.005)
         with suppress(TimeoutError):
             await asyncio.wait_for(server.stop(0), _STOP_SECONDS)
+        # gRPC ends calls in tasks of its own. All servers of a process share its poller: an event for a loop that is
+        # closed would take those of other servers with it.
+        if ending := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(ending, timeout=_SETTLE_SECONDS)
+        await asyncio.sleep(_SETTLE_SECONDS)
 
     def _drain(self) -> None:
         self._draining.set()
