@@ -256,3 +256,13 @@ def test_draining_answers_what_was_accepted_and_refuses_the_rest() -> None:
     finally:
         gate.let.set()
         server.shutdown()
+
+
+def test_an_event_for_a_server_that_has_ended_is_dropped() -> None:
+    """All servers of a process share gRPC's poller: what it raises for one, the others lose."""
+    server = Server([fussy_backend()])
+    server.start()
+    loop = server._grpc_server._loop
+    assert loop is not None
+    server.shutdown()
+    assert loop.is_closed() and loop.call_soon_threadsafe(print) is None

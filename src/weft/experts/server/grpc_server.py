@@ -63,7 +63,6 @@ _WATCHERS = 32  # of its health, at a time: they prove nothing, and hold a strea
 _ROOM_SECONDS = 5.0  # that a frame in parts waits for room
 _PART_SECONDS = 30.0  # that its next part may take
 _START_SECONDS = 30.0  # that listening may take
-_SETTLE_SECONDS = 0.05  # that events of calls that have ended may take
 _STOP_SECONDS = 1.0  # that closing connections may take, after answers have left
 _DESCRIPTORS = 64  # that connections leave free: for checkpoints, the log, the directory
 
@@ -96,7 +95,11 @@ class GrpcServer:
         """Listen; returns the port. Raises ``UsageError`` if the address cannot be had, or a certificate is bad."""
         check_fork("a server")
         port: Future[int] = Future()
-        run = partial(asyncio.run, self._run(address, tls, port))
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=_Loop) as runner:
+                runner.run(self._run(address, tls, port))
+
         self._thread = threading.Thread(target=run, name="weft-server", daemon=True)
         self._thread.start()
         return port.result(_START_SECONDS)
@@ -117,8 +120,7 @@ class GrpcServer:
     def _call(self, act: Callable[[], object]) -> None:
         """Have the loop do this, if it still runs."""
         if self._loop is not None:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(act)
+            self._loop.call_soon_threadsafe(act)
 
     async def _run(self, address: str, tls: ServerTls | None, port: "Future[int]") -> None:
         """From the start to the stop."""
@@ -140,11 +142,8 @@ class GrpcServer:
             await asyncio.sleep(0.005)
         with suppress(TimeoutError):
             await asyncio.wait_for(server.stop(0), _STOP_SECONDS)
-        # gRPC ends calls in tasks of its own. All servers of a process share its poller: an event for a loop that is
-        # closed would take those of other servers with it.
-        if ending := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(ending, timeout=_SETTLE_SECONDS)
-        await asyncio.sleep(_SETTLE_SECONDS)
+        if ending := asyncio.all_tasks() - {asyncio.current_task()}:  # gRPC ends calls in tasks of its own
+            await asyncio.wait(ending, timeout=_STOP_SECONDS)
 
     def _drain(self) -> None:
         self._draining.set()
@@ -334,6 +333,15 @@ class GrpcServer:
     async def _turn_away(self, context: Any, why: str) -> None:
         self.turned_away += 1
         await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that drops what comes after it was closed, instead of raising: all asyncio servers of a process share
+    gRPC's poller, where an event of a call that this loop has cancelled would take those of other servers with it."""
+
+    def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
+        with suppress(RuntimeError):
+            return super().call_soon_threadsafe(*args, **options)
 
 
 def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
