@@ -203,7 +203,7 @@ def test_an_argument_that_is_given_twice_is_refused() -> None:
 
 @pytest.fixture
 def process(tmp_path: Path) -> Any:
-    words = ["--address", "127.0.0.1:0", "--checkpoints", str(tmp_path), "--optimizer", "SGD", "--lr", "0.1"]
+    words = ["--address", "127.0.0.1:0", "--checkpoints", str(tmp_path), "--optimizer", "SGD", "--lr", "1e-6"]
     child = subprocess.Popen(
         [sys.executable, "-m", "weft", "serve", "--expert", "f=ffn:hidden=8", *words],
         stdout=subprocess.PIPE,
