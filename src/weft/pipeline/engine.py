@@ -182,6 +182,8 @@ class PipeRuntime:
         """
         if self._surroundings is None or self._casts():
             return None
+        for stage in self.stages:
+            stage.find_hooks()
         plan, output = self.plan("uncut", bool(call.targets)), self._output(call, mini_batch)
         found = run_silent(plan, mini_batch, output, self._surroundings, RngProbe(self.uses))
         if found is None:

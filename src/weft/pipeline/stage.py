@@ -92,6 +92,7 @@ class Stage:
         self._deferred = False
         self.partition: nn.Module | None = None
         """The same layers as a user sees them, who may have hung hooks on it."""
+        self._hooked = False
         self.replay = StageReplay(index, self.layers, device)
 
     def __call__(self, context: MicroBatchContext, main: Any, *skips: Any) -> tuple[Any, ...]:
@@ -150,9 +151,14 @@ class Stage:
                 elif not module.training or not isinstance(module, DeferredBatchNorm):  # which sees to itself
                     holders.append(module)
         self._deferred = bool(deferred)
+        self.find_hooks()
         if norms or holders or sources or not self.replay.idle:
             self.replay.scan(norms, holders, sources)
         return ModuleScan(list(parameters.values()), tuple(settings), deferred, [] if at_home else self._misplaced())
+
+    def find_hooks(self) -> None:
+        """Note whether somebody has hung hooks on the partition: once per step, not per micro-batch."""
+        self._hooked = self.partition is not None and any(getattr(self.partition, table) for table in _HOOKS)
 
     def _misplaced(self) -> list[str]:
         """Every parameter and buffer that is not where the stage runs."""
@@ -178,10 +184,10 @@ class Stage:
             return self._layers(main, next_layer), tracker.values
 
     def _layers(self, value: Any, next_layer: NextLayer) -> Any:
-        if self.partition is not None and any(getattr(self.partition, table) for table in _HOOKS):
+        if self._hooked and self.partition is not None:
             if next_layer is not None:
                 next_layer(self.first)  # and no layer after it: the partition calls them by itself
-            return self._hooked(self.partition, value)
+            return self._by_partition(self.partition, value)
         name, layer = self.layers[0]
         try:
             for number, (name, layer) in enumerate(self.layers, self.first):  # noqa: B007 - the note below reads name
@@ -193,7 +199,7 @@ class Stage:
             raise
         return value
 
-    def _hooked(self, partition: nn.Module, value: Any) -> Any:
+    def _by_partition(self, partition: nn.Module, value: Any) -> Any:
         """The layers by way of the module that has hooks, which takes one argument."""
         if type(value) is CallArguments:
             raise UsageError(
