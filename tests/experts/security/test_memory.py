@@ -35,11 +35,13 @@ OPEN_TO_ALL = [f"{HEALTH}/Watch", f"{HEALTH}/Check"]
 CLOSED = [STREAM, INFO, STATUS, STATE, REFLECTION, "/no.such/Method"]
 
 
-def pour(server: Served, paths: list[str], data: bytes, connections: int, each: int, **how: object) -> list[RawHttp2]:
+def pour(
+    server: Served, paths: list[str], data: bytes, connections: int, each: int, window: int = 65_535, **how: object
+) -> list[RawHttp2]:
     """Open so many calls of each path on each connection, and send each what it takes of ``data``."""
     clients: list[RawHttp2] = []
     for _ in range(connections):
-        clients.append(client := RawHttp2(server.address))
+        clients.append(client := RawHttp2(server.address, window=window))
         client.socket.settimeout(0.05)
         for path in paths * each:
             with suppress(h2.exceptions.ProtocolError, OSError):  # ended, or no room for it
@@ -49,13 +51,14 @@ def pour(server: Served, paths: list[str], data: bytes, connections: int, each: 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("window", [65_535, 0], ids=["reads", "reads nothing"])
 @pytest.mark.parametrize("paths", [OPEN_TO_ALL, CLOSED], ids=["health", "refused"])
-def test_a_stranger_makes_at_most_64_mib_resident(paths: list[str], tmp_path: Path) -> None:
+def test_a_stranger_makes_at_most_64_mib_resident(paths: list[str], window: int, tmp_path: Path) -> None:
     with served(tmp_path) as server, ExitStack() as stack:
         with RawHttp2Closing(server.address) as client:  # what a first connection allocates
             client.ping()
         before = server.resident
-        for client in pour(server, paths, UNFINISHED, 4, 40 // len(paths)):
+        for client in pour(server, paths, UNFINISHED, 4, 80 // len(paths), window):
             stack.callback(client.close)
         grown = server.resident - before
         assert grown <= PROMISED, f"{grown / MB:.0f} MB"
@@ -96,6 +99,15 @@ def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
             assert next(seen).status == health_pb2.HealthCheckResponse.SERVING
             server.drain()
             assert next(seen).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_checks_of_its_health_whose_answer_is_not_read_are_bounded() -> None:
+    with Server([]) as server, RawHttp2Closing(server.address, window=0) as client:
+        streams = [client.open(f"{HEALTH}/Check") for _ in range(9)]
+        assert client.status(streams[8]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        client.close()
+        with RawHttp2Closing(server.address) as other:
+            until(lambda: other.status(other.open(f"{HEALTH}/Check")) == 0)
 
 
 def test_watchers_of_its_health_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ _health = cast("Any", health_pb2)
 _reflection, _reflection_pb2 = cast("Any", reflection), cast("Any", reflection_pb2)
 _HEALTH = cast("Any", health).SERVICE_NAME
 _WATCHERS = 32  # of its health, at a time: they prove nothing, and hold a stream each
+_CHECKS, _HOST_CHECKS = 32, 8  # of its health under way, of all and of one host: one that reads no answer stays
 _ROOM_SECONDS = 5.0  # that a frame in parts waits for room
 _PART_SECONDS = 30.0  # that its next part may take
 _START_SECONDS = 30.0  # that listening may take
@@ -87,7 +88,7 @@ class GrpcServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining, self._stopping, self._end = asyncio.Event(), asyncio.Event(), 0.0
-        self._watchers = 0
+        self._watchers, self._checks = 0, list[str]()  # by host
         names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
         self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
 
@@ -176,7 +177,14 @@ class GrpcServer:
     # Handlers. What gRPC hands them has no types.
 
     async def _check(self, _: Any, context: Any) -> None:
-        await context.write(self._health)
+        host = Caller("", context.peer()).principal
+        if len(self._checks) >= _CHECKS or self._checks.count(host) >= _HOST_CHECKS:
+            await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks leave their answer unread")
+        self._checks.append(host)
+        try:
+            await context.write(self._health)
+        finally:
+            self._checks.remove(host)
 
     async def _watch(self, _: Any, context: Any) -> None:
         if self._watchers >= _WATCHERS:
