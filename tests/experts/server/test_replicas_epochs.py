@@ -106,15 +106,15 @@ def test_nobody_waits_in_a_directory_that_did_not_begin_anew() -> None:
 @given(st.integers(1, 99), st.integers(1, 99))
 def test_a_call_made_in_another_epoch_is_refused_unless_that_is_known_to_be_over(mine: int, theirs: int) -> None:
     standing = Leadership("fussy", lambda lease: float("inf"))
-    standing.claim(Ownership("fussy", "here:1", token_of(BEFORE, mine)), LEASED, "owner")
+    standing.become("owner", Ownership("fussy", "here:1", token_of(BEFORE, mine)), LEASED)
     with pytest.raises(NotOwnerError, match="replaced"):  # it may be the epoch to come
         standing.check(steps=True, carried=token_of(NOW, theirs))
-    standing.claim(Ownership("fussy", "here:1", token_of(NOW, theirs)), LEASED, "owner")
+    standing.become("owner", Ownership("fussy", "here:1", token_of(NOW, theirs)), LEASED)
     standing.check(steps=True, carried=token_of(BEFORE, mine))
     standing.check(steps=True, carried=token_of(NOW, theirs))
     with pytest.raises(NotOwnerError, match="replaced"):
         standing.check(steps=True, carried=token_of(7, mine))
-    standing.claim(Ownership("fussy", "here:1", token_of(7, mine)), LEASED, "owner")
+    standing.become("owner", Ownership("fussy", "here:1", token_of(7, mine)), LEASED)
     for over in (token_of(BEFORE, mine), token_of(NOW, theirs)):
         standing.check(steps=True, carried=over)
 

@@ -49,21 +49,21 @@ def test_a_leadership_follows_the_directory_and_its_lease() -> None:
     standing = Leadership("fussy", lambda lease: end[0])
     with pytest.raises(NotOwnerError, match="nobody"):
         standing.check(steps=False)
-    standing.claim(MINE, LEASED, "taking over")
+    standing.become("taking over", MINE, LEASED)
     with pytest.raises(NotOwnerError, match="taking over"):
         standing.check(steps=False)
-    standing.claim(MINE, LEASED, "owner")
-    standing.permit()
+    standing.become("owner", MINE, LEASED)
+    standing.check(steps=True)
     standing.check(steps=True, carried=7)
     with pytest.raises(NotOwnerError, match="token 8"):
         standing.check(steps=True, carried=8)
     end[0] = time.monotonic()
     standing.check(steps=False)
     with pytest.raises(NotOwnerError, match="lapsed"):
-        standing.permit()
-    standing.follow(THEIRS)
+        standing.check(steps=True)
+    standing.become("follower", THEIRS)
     with pytest.raises(NotOwnerError) as caught:
-        standing.permit()
+        standing.check(steps=True)
     assert caught.value.details == {"address": "there:1"} and standing.token == 0
 
 

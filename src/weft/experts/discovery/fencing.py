@@ -17,7 +17,6 @@ epoch. Epoch 0 is that of tokens from elsewhere, such as a test: only their numb
 """
 
 import secrets
-import threading
 
 from weft.experts.errors import FencedError
 
@@ -58,48 +57,42 @@ def replaced(token: int, known: int) -> bool:
 
 
 class Fence:
-    """The largest token seen, per expert. Thread-safe.
+    """The largest token seen for one expert. Its caller holds a lock.
 
     Example:
         >>> from weft.experts.discovery import Fence
-        >>> fence = Fence()
-        >>> fence.largest("ffn.0") is None  # nothing seen yet
+        >>> fence = Fence("ffn.0")
+        >>> fence.largest is None  # nothing seen yet
         True
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._largest: dict[str, int] = {}
+    def __init__(self, uid: str) -> None:
+        self._uid = uid
+        self.largest: int | None = None
 
-    def admit(self, uid: str, token: int) -> None:
+    def admit(self, token: int) -> None:
         """Let a write of the owner with ``token`` pass. Raises ``FencedError`` if a newer owner wrote before."""
-        with self._lock:
-            largest = self._largest.get(uid, token)
-            if replaced(token, largest):
-                why = f"is old: an owner with token {number_of(largest)} wrote since"
-                if epoch_of(token) != epoch_of(largest):
-                    why = f"is of another epoch of the directory than the known owner's, {number_of(largest)}"
-                raise FencedError(
-                    f"token {number_of(token)} for expert {uid!r} {why}. Stop stepping it; claim it again if it is free"
-                )
-            self._largest[uid] = token
+        largest = token if self.largest is None else self.largest
+        if replaced(token, largest):
+            why = f"is old: an owner with token {number_of(largest)} wrote since"
+            if epoch_of(token) != epoch_of(largest):
+                why = f"is of another epoch of the directory than the known owner's, {number_of(largest)}"
+            raise FencedError(
+                f"token {number_of(token)} for expert {self._uid!r} {why}. Stop stepping it; claim it again if it is free"
+            )
+        self.largest = token
 
-    def listed(self, uid: str, token: int, *, granted: bool = False) -> bool:
+    def listed(self, token: int, *, granted: bool = False) -> bool:
         """The directory lists the owner with ``token``; whether it has begun anew since the one before.
 
         Then that one's token counts no more. ``granted``: it was granted just now, so that even a smaller one is the
         later one. Otherwise the listing may be outdated, and a smaller token of the same epoch changes nothing.
         """
-        with self._lock:
-            largest = self._largest.get(uid)
-            anew = largest is not None and (
-                epoch_of(token) != epoch_of(largest) or (granted and not later(token, largest))
-            )
-            if largest is None or anew or later(token, largest):
-                self._largest[uid] = token
-            return anew
-
-    def largest(self, uid: str) -> int | None:
-        """The token of the latest owner seen for this expert."""
-        with self._lock:
-            return self._largest.get(uid)
+        largest = self.largest
+        if largest is None or later(token, largest):
+            self.largest = token
+            return False
+        anew = granted or epoch_of(token) != epoch_of(largest)
+        if anew:
+            self.largest = token
+        return anew

@@ -9,6 +9,7 @@
 """
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -110,9 +111,11 @@ class FollowerStream:
         return {replica.uid for replica in list(self._requested.values())}
 
     def follow(self, replica: Replica) -> None:
-        """Request all that is newer than what is here, until an error comes. May be called twice."""
-        if not self.ended and replica.uid not in self.followed:
-            self._request(replica)
+        """Request all that is newer than what is here, until an error comes. Not for one that is `followed`."""
+        options, call_id = self._options, next(self._call_ids)
+        request = PullRequest(replica.version, int(options.follow_steps), int(1000 * options.follow_seconds))
+        self._requested[call_id] = replica
+        self._requests.put(self._encode(call_id, replica.uid, request))
 
     def newest(self, replica: Replica, token: int, timeout: float) -> bool:
         """Request once, having claimed it with this token; whether a newer state came and was loaded.
@@ -154,18 +157,11 @@ class FollowerStream:
         method, sent = self._channel.stream_stream(STATE), iter(requests.get, None)
         return self._grpc_threads.stream(method, sent, metadata=metadata, timeout=timeout)
 
-    def _request(self, replica: Replica) -> None:
-        options, call_id = self._options, next(self._call_ids)
-        request = PullRequest(replica.version, int(options.follow_steps), int(1000 * options.follow_seconds))
-        self._requested[call_id] = replica
-        self._requests.put(self._encode(call_id, replica.uid, request))
-
     def _encode(self, call_id: int, uid: str, request: PullRequest) -> bytes:
         header = Header(kind=Kind.STATE, call_id=call_id, uid=uid, client=self._here, data=request.to_bytes())
         return encode([Call(header)], self._limits)
 
     def _run(self) -> None:
-        """The thread: read the stream."""
         failure: Exception = UnreachableError(f"{self.address} ended the stream of its states")
         answers = self._answers(self._call)
         try:
@@ -191,13 +187,13 @@ class FollowerStream:
         """Note the leader's progress; or load the state that follows and request the next one; or note what failed."""
         try:
             head = self._read_head(answer)
-            replica.heard(head.version)
+            replica.owner_version, replica.heard_at = head.version, time.monotonic()
             if head.kind is not UpdateKind.STATE:
                 return
             if not replica.load(head.version, self._read_state(head, answers)):
                 raise UnreachableError("it is not followed any more")
             replica.failure = None
-            self._request(replica)
+            self.follow(replica)
         except _grpc.RpcError:
             raise
         except Exception as error:  # also what module and optimizer raise; the thread goes on for the other experts

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +38,7 @@ Read = Callable[[], Awaitable[Any]]
 Send = Callable[[bytes], Awaitable[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class PullRequest:
+class PullRequest(NamedTuple):
     """``have``: the follower's version. It wants more after ``steps`` steps, or ``milliseconds`` and any step.
 
     ``token`` not 0: the sender has claimed the expert with it, and wants at once whatever is newer.
@@ -52,8 +51,7 @@ class PullRequest:
 
     def to_bytes(self) -> bytes:
         """The data of a call of kind STATE."""
-        numbers = (*self.have, self.steps, self.milliseconds, self.token)
-        return _REQUEST.pack(*[min(_MOST, number) for number in numbers])
+        return _REQUEST.pack(*[min(_MOST, number) for number in (*self.have, *self[1:])])
 
 
 class UpdateKind(IntEnum):
@@ -64,8 +62,7 @@ class UpdateKind(IntEnum):
     STATE = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PullResponse:
+class PullResponse(NamedTuple):
     """``version`` of the leader; with a state, its size in bytes and their hash (blake2b, 16 bytes)."""
 
     kind: UpdateKind
@@ -75,23 +72,23 @@ class PullResponse:
 
     def to_bytes(self) -> bytes:
         """The data of a result."""
-        return _RESPONSE.pack(self.kind, *self.version, self.nbytes, self.digest)
+        return _RESPONSE.pack(self.kind, *self.version, *self[2:])
 
 
 def read_request(data: bytes) -> PullRequest:
     """The inverse of `PullRequest.to_bytes`. Raises ``MalformedError`` for other bytes."""
     try:
-        token, steps, batches, *wanted = _REQUEST.unpack(data)
+        numbers = _REQUEST.unpack(data)
     except struct.error as reason:
         raise MalformedError(f"a request for a state cannot be read: {reason}", reason="state") from None
-    return PullRequest(StateVersion(token, steps, batches), *wanted)
+    return PullRequest(StateVersion(*numbers[:3]), *numbers[3:])
 
 
 def read_response(data: bytes) -> PullResponse:
     """The inverse of `PullResponse.to_bytes`. Raises ``MalformedError`` for other bytes."""
     try:
-        kind, token, steps, batches, nbytes, digest = _RESPONSE.unpack(data)
-        return PullResponse(UpdateKind(kind), StateVersion(token, steps, batches), nbytes, digest)
+        kind, *version, nbytes, digest = _RESPONSE.unpack(data)
+        return PullResponse(UpdateKind(kind), StateVersion(*version), nbytes, digest)
     except (struct.error, ValueError) as reason:
         raise MalformedError(f"the head of a state cannot be read: {reason}", reason="state") from None
 

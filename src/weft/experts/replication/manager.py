@@ -98,11 +98,6 @@ class ReplicationManager:
         """See `LeaseHeartbeat.until`."""
         return float("-inf") if self._heartbeat is None else self._heartbeat.until(lease)
 
-    def add(self, replica: Replica | None) -> None:
-        """Tend one more."""
-        if replica is not None:
-            self.replicas[replica.uid] = replica
-
     def start(self, heartbeat: LeaseHeartbeat, served: list[str]) -> None:
         """Claim and follow, and `wait`. ``served``: all experts of the server, replicated or not."""
         self._heartbeat, self._here = heartbeat, heartbeat.address
@@ -128,7 +123,7 @@ class ReplicationManager:
             kept = leadership.lease is not None and leadership.lease.number == before.number
             if leadership.role == "owner" and kept and replica.uid in lease.uids:
                 with suppress(DirectoryError):  # then the next turn sees what became of it
-                    leadership.claim(self._directory.claim(replica.uid, lease), lease, "owner")
+                    leadership.become("owner", self._directory.claim(replica.uid, lease), lease)
 
     def retire(self) -> bool:
         """Claim nothing more; whether experts are replicated, which are listed until `hand_over`."""
@@ -212,7 +207,6 @@ class ReplicationManager:
         return {} if self.leader_streams is None else self.leader_streams.followers(uid)
 
     def _run(self) -> None:
-        """The thread."""
         while not self._stop.wait(INTERVAL):
             try:
                 self._turn()
@@ -263,7 +257,7 @@ class ReplicationManager:
             if replica.uid in lease.uids:
                 self._claim(replica, snapshot, lease)
         elif owner is not None and later(owner.token, leadership.token):
-            leadership.claim(owner, lease, leadership.role)  # two claims of ours crossed: the later one counts
+            leadership.become(leadership.role, owner, lease)  # two claims of ours crossed: the later one counts
         elif leadership.role == "taking over" and leadership.owner is not None:
             self._take_over(replica, leadership.owner, snapshot, lease)
 

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from weft.experts.checkpoint import CheckpointStore
@@ -93,17 +94,14 @@ class Leadership:
         """Whether it surely is the owner."""
         return self.role == "owner" and self.lasts
 
-    def claim(self, ownership: Ownership, lease: Lease, role: Role) -> None:
-        """This server owns it, under this lease; ``role`` says whether all is ready."""
+    def become(self, role: Role, owner: Ownership | None, lease: Lease | None = None) -> None:
+        """Take a role. ``lease``: under which this server owns it; a follower has none."""
         with self._lock:
-            self.role, self.owner, self.lease = role, ownership, lease
-            self._note_epoch(ownership)
-
-    def follow(self, owner: Ownership | None) -> None:
-        """Another server owns it, or none."""
-        with self._lock:
-            self.role, self.owner, self.lease = "follower", owner, None
-            self._note_epoch(owner)
+            self.role, self.owner, self.lease = role, owner, lease
+            epoch = 0 if owner is None else epoch_of(owner.token)
+            if epoch and epoch != self._epoch:
+                self._past = (self._past | {self._epoch}) - {0, epoch}
+                self._epoch = epoch
 
     def check(self, *, steps: bool, carried: int = 0) -> None:
         """Raise ``NotOwnerError`` if a call is not for this server; ``steps``: whether it changes the expert.
@@ -132,15 +130,6 @@ class Leadership:
             where,
         )
 
-    def permit(self) -> None:
-        """`check` for a step that is about to be applied."""
-        self.check(steps=True)
-
-    def _note_epoch(self, owner: Ownership | None) -> None:
-        epoch = 0 if owner is None else epoch_of(owner.token)
-        if epoch and epoch != self._epoch:
-            self._past = (self._past | {self._epoch}) - {0, epoch}
-            self._epoch = epoch
 
 
 class Replica:
@@ -162,8 +151,8 @@ class Replica:
         self.backend = backend
         self.uid = backend.name
         self.leadership = Leadership(backend.name, until)
-        self.lock = threading.RLock()  # between a state that comes in and a change of the role
-        self.fence = Fence()
+        self._lock = threading.RLock()  # between a state that comes in and a change of the role
+        self._fence = Fence(backend.name)
         self.save = save
         self.incarnation = secrets.randbits(63)
         self.failure: Exception | None = None
@@ -179,7 +168,7 @@ class Replica:
         self._anew = float("-inf")  # when the directory was last seen to have begun anew
         self._store = store
         self._loaded = loaded
-        backend.executor.permit = self.leadership.permit
+        backend.executor.permit = partial(self.leadership.check, steps=True)  # of a step that is about to be applied
 
     @property
     def version(self) -> StateVersion:
@@ -213,19 +202,19 @@ class Replica:
 
     def follow(self, owner: Ownership | None) -> None:
         """Another server owns it, or none."""
-        with self.lock:
+        with self._lock:
             self._token = self.version.token
             self._seen_owner = self._seen_owner or owner is not None
-            if owner is not None and owner.token and self.fence.listed(self.uid, owner.token):
+            if owner is not None and owner.token and self._fence.listed(owner.token):
                 self._anew = time.monotonic()
-            self.leadership.follow(owner)
+            self.leadership.become("follower", owner)
 
     def claimed(self, ownership: Ownership, lease: Lease) -> None:
         """This server owns it, but is not ready; no state of an older owner or epoch is loaded any more."""
-        with self.lock:
+        with self._lock:
             self._token = self.version.token
-            self.leadership.claim(ownership, lease, "taking over")
-            if self.fence.listed(self.uid, ownership.token, granted=True):
+            self.leadership.become("taking over", ownership, lease)
+            if self._fence.listed(ownership.token, granted=True):
                 self._anew = time.monotonic()
 
     def quiet(self, lease: Lease) -> float:
@@ -238,16 +227,16 @@ class Replica:
 
     def failed(self, error: Exception) -> None:
         """Following failed. Ignored if this server owns it by now."""
-        with self.lock:
+        with self._lock:
             if self.leadership.role == "follower":
                 self.failure = error
 
     def lead(self, ownership: Ownership, lease: Lease) -> None:
         """This server owns it and is ready. Mini-batches that were open under an earlier owner do not go on."""
-        with self.lock:
+        with self._lock:
             self.has_state, self.failure = True, None
             self.incarnation = secrets.randbits(63)
-            self.leadership.claim(ownership, lease, "owner")
+            self.leadership.become("owner", ownership, lease)
 
     def encode(self, max_wait: float = 1.0) -> tuple[StateVersion, memoryview] | None:
         """The state as of now, as bytes; None if a batch is under way for longer than ``max_wait`` seconds."""
@@ -269,9 +258,9 @@ class Replica:
         state, and what module and optimizer raise; then this replica never becomes the owner.
         """
         value = deserialize(data)
-        with self.lock:
+        with self._lock:
             if not taking_over:
-                self.fence.admit(self.uid, version.token)
+                self._fence.admit(version.token)
             if (self.leadership.role == "taking over") != taking_over or self.leadership.role == "owner":
                 return False
             self._load(version, value["state"], value["records"])
@@ -286,15 +275,11 @@ class Replica:
             return False
         extra: dict[str, Any] = {} if found.extra is None else found.extra  # None: saved by hand, without keys
         version = StateVersion(extra.get("token", 0), found.step, found.state["backward_batches"])
-        with self.lock:
+        with self._lock:
             wanted = newer(version, self.version, self.leadership.token) or not self.has_state or self.broken
             if wanted:
                 self._load(version, found.state, extra.get("records"))
             return wanted
-
-    def heard(self, version: StateVersion) -> None:
-        """Note the version that the owner has reported."""
-        self.owner_version, self.heard_at = version, time.monotonic()
 
     def _load(self, version: StateVersion, state: Any, records: Any) -> None:
         self.broken = True  # until all of it is loaded

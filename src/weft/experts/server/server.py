@@ -354,7 +354,8 @@ class Server:
     def _host(self, backend: ExpertBackend) -> HostedExpert:
         until = self._replication.until if self._replication.covers(backend.name) else None
         hosted = HostedExpert(backend, self._store, self._dispatcher.incarnation, until, self.options.limits)
-        self._replication.add(hosted.replica)
+        if hosted.replica is not None:
+            self._replication.replicas[backend.name] = hosted.replica
         return hosted
 
     def _start(self) -> None:
