@@ -178,11 +178,11 @@ def test_serve_without_experts_ends_with_2(capsys: pytest.CaptureFixture[str]) -
     [
         (
             "[experts]\nname = 'f'",
-            "experts is {'name': 'f'}, wanted a list, which [[experts]] begins",
+            "experts is {'name': 'f'}, wanted a valid list, which [[experts]] begins",
         ),
-        ("experts = 5", "experts is 5, wanted a list"),
-        ("imports = 'json'", "imports is 'json', wanted a list"),
-        ("imports = 5", "imports is 5, wanted a list"),
+        ("experts = 5", "experts is 5, wanted a valid list"),
+        ("imports = 'json'", "imports is 'json', wanted a valid list"),
+        ("imports = 5", "imports is 5, wanted a valid list"),
     ],
 )
 def test_a_file_without_a_list_where_one_is_wanted_is_told_so_whatever_the_flags_add(

@@ -54,7 +54,7 @@ def test_a_value_of_a_wrong_type_is_told_with_its_name(subtests: pytest.Subtests
             with subtests.test(wrong=wrong, name=name):
                 secret = name in ("tokens", "replicas")
                 seen = f"of type {type(wrong).__name__}" if secret else repr(wrong)
-                kind = "table" if name in TABLES else "list"
+                kind = "table" if name in TABLES else "valid list"
                 assert f"{name} is {seen}, wanted a {kind}" in refused({**GOOD, name: wrong})
 
 
@@ -83,7 +83,7 @@ def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> Non
         ({"limits": {"calls": 0}, "options": {"connections": 0}}, ["limits: calls is 0", "options: connections is 0"]),
         ({"keep": 0, "checkpoints": "x"}, ["keep is 0"]),
         ({"checkpoints": ""}, ["checkpoints is ''"]),
-        ({"checkpoints": "a\0b"}, ["checkpoints is 'a\\x00b'"]),
+        ({"checkpoints": "a\0b"}, ["checkpoints: ", "null byte"]),
         ({"checkpoints": "/dev/null"}, ["checkpoints: ", "/dev/null"]),
         ({"checkpoints": "/dev/null/x"}, ["checkpoints: ", "/dev/null"]),
         ({"keep": 3}, ["[keep] and no checkpoints"]),
@@ -146,8 +146,8 @@ def test_an_entry_that_cannot_be_made_is_told_with_its_number(subtests: pytest.S
             ({"guards": guards}, word)
             for guards, word in (
                 ({"max_norm": -1}, "max_norm is -1"),
-                ({"max_norm": True}, "experts[0].guards.max_norm is True, wanted a number"),
-                ({"finite": 1}, "experts[0].guards.finite is 1, wanted true or false"),
+                ({"max_norm": True}, "experts[0].guards.max_norm is True, wanted a valid number"),
+                ({"finite": 1}, "experts[0].guards.finite is 1, wanted a valid boolean"),
                 ({"finit": True}, "experts[0].guards has 'finit'"),
                 (5, "experts[0].guards is 5, wanted a table"),
             )

@@ -63,7 +63,7 @@ def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginni
         now[0] += 0.125
 
     monkeypatch.setattr("weft.experts.server.server.time", SimpleNamespace(monotonic=lambda: now[0]))
-    task = PeriodicTask("lease", 0.5, act, urgent=True)
+    task = PeriodicTask("lease", 0.5, 0.05, act)
     task._stop = Waits()
     task._run()
     assert pauses == pytest.approx([0.5, 0.05, 0.05, 0.375, 0.375, 0.375])  # a tenth after a failure

@@ -32,7 +32,7 @@ def test_a_repeat_goes_on_after_failures_tells_of_the_first_and_stops_at_once(ca
         if len(turns) == 5:
             done.set()
 
-    repeat = PeriodicTask("checkpoints", 0.01, act)
+    repeat = PeriodicTask("checkpoints", 0.01, 0.01, act)
     repeat.start()
     assert done.wait(5) and repeat.stop(5.0) and repeat.stop(5.0)
     assert repeat.last_failure is None
@@ -49,7 +49,7 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
         entered.set()
         assert gate.wait(60.0)
 
-    repeat = PeriodicTask("test", 0.001, act)
+    repeat = PeriodicTask("test", 0.001, 0.001, act)
     repeat.start()
     assert entered.wait(5.0)
     assert not repeat.stop(0.01) and not repeat.stop(1000.0)
@@ -58,7 +58,7 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
 
 
 def test_a_repeat_that_never_started_stops() -> None:
-    assert PeriodicTask("test", 60.0, lambda: None).stop(1.0)
+    assert PeriodicTask("test", 60.0, 60.0, lambda: None).stop(1.0)
 
 
 def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> None:

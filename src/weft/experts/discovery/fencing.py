@@ -78,7 +78,8 @@ class Fence:
             if epoch_of(token) != epoch_of(largest):
                 why = f"is of another epoch of the directory than the known owner's, {number_of(largest)}"
             raise FencedError(
-                f"token {number_of(token)} for expert {self._uid!r} {why}. Stop stepping it; claim it again if it is free"
+                f"token {number_of(token)} for expert {self._uid!r} {why}. Stop stepping it; claim it again if it is "
+                "free"
             )
         self.largest = token
 

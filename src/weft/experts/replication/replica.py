@@ -131,7 +131,6 @@ class Leadership:
         )
 
 
-
 class Replica:
     """A backend that others have too. Thread-safe.
 

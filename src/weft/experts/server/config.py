@@ -75,13 +75,10 @@ _IN_A_FILE: dict[Any, Any] = {Pem: str, Pem | None: str | None, Sequence[str]: l
 
 
 class _From:
-    """Reads a dataclass from a table with its fields; ``without``: fields that no table may have.
+    """Reads a dataclass from a table with its fields; ``without``: fields that no table may have."""
 
-    ``as_given``: the fields that the table has, after the dataclass has checked them.
-    """
-
-    def __init__(self, kind: type, *without: str, as_given: bool = False) -> None:
-        self._kind, self._as_given = kind, as_given
+    def __init__(self, kind: type, *without: str) -> None:
+        self._kind = kind
         hints, wanted = get_type_hints(kind), dict[str, Any]()
         for field in fields(kind):
             if field.name not in without:
@@ -95,9 +92,7 @@ class _From:
         return core_schema.no_info_after_validator_function(self._made, handler.generate_schema(self._table))
 
     def _made(self, table: BaseModel) -> Any:
-        given = {name: getattr(table, name) for name in table.model_fields_set}
-        made = self._kind(**given)
-        return given if self._as_given else made
+        return self._kind(**{name: getattr(table, name) for name in table.model_fields_set})
 
 
 _IN_A_FILE[ClientTls | None] = Annotated[ClientTls, _From(ClientTls)]
@@ -130,7 +125,7 @@ class ExpertTable(_Table):
     schedule: str | None = None
     schedule_arguments: dict[str, Any] | None = None
     clip_grad_norm: float | None = None
-    options: Annotated[dict[str, Any], _From(PoolOptions, as_given=True)] = {}
+    options: Annotated[PoolOptions, _From(PoolOptions)] = PoolOptions()
     guards: Annotated[Guards, _From(Guards)] | None = None
     keep_graphs: Annotated[GraphBudget, _From(GraphBudget)] | None = None
     records: Annotated[IdempotencyOptions, _From(IdempotencyOptions)] | None = None
@@ -158,7 +153,7 @@ class ExpertTable(_Table):
     def make(self, name: str) -> ExpertBackend:
         """One expert of this entry. Raises whatever its kind and its optimizer raise."""
         named = ("guards", "keep_graphs", "records", "mini_batches", "clip_grad_norm")
-        more = {**self.options, **{each: getattr(self, each) for each in named if each in self.model_fields_set}}
+        more = {**vars(self.options), **{each: getattr(self, each) for each in named if each in self.model_fields_set}}
         # before the module, which may take long
         optimizer = _factory(torch.optim, Optimizer, self.optimizer, self.optimizer_arguments, "optimizer", "params")
         kind, arguments = lr_scheduler.LRScheduler, self.schedule_arguments
@@ -197,7 +192,7 @@ class ServeConfig(_Table):
     panel: PanelTable | None = None
     directory: str | None = None
     directory_tls: Annotated[EtcdTls, _From(EtcdTls)] | None = None
-    checkpoints: Annotated[str, Field(pattern=r"^[^\x00]+$")] | None = None
+    checkpoints: _Text | None = None
     keep: Annotated[int, Field(ge=1)] = 3
     imports: list[_Text] = []
     experts: list[ExpertTable] = []
@@ -299,21 +294,6 @@ def build(table: Mapping[str, Any]) -> Server:
     return ServeConfig.parse(table).server()
 
 
-_WANTED = {
-    "string_type": "a text",
-    "string_too_short": "a text",
-    "string_pattern_mismatch": "a folder",
-    "int_type": "a whole number",
-    "greater_than_equal": "a whole number of at least 1",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "dict_type": "a table",
-    "model_type": "a table",
-    "list_type": "a list",
-}
-"""By pydantic's names of errors; the others say themselves what is wanted."""
-
-
 def _told(error: ErrorDetails) -> list[str]:
     """A fault that pydantic found, in words: place, what was seen unless that may be a secret, what is wanted."""
     loc, kind, seen, where = error["loc"], error["type"], error["input"], _path(error["loc"])
@@ -328,7 +308,8 @@ def _told(error: ErrorDetails) -> list[str]:
         return [f"{where}: {fault}" for fault in unlisted(str(error.get("ctx", {}).get("error", error["msg"])))]
     secret = name in ("token", "tokens", "replicas")
     shown = f"of type {type(seen).__name__}" if secret else repr(seen)
-    wanted = _WANTED.get(kind) or error["msg"].removeprefix("Input should be ")
+    rule = error["msg"].partition(" should ")[2].removeprefix("be ").removeprefix("have ")
+    wanted = "a table" if kind in ("dict_type", "model_type") else rule
     how = f", which [[{where}]] begins" if kind == "list_type" and isinstance(seen, Mapping) else ""
     return [f"{where} is {shown}, wanted {wanted}{how}"]
 

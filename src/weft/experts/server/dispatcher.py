@@ -106,8 +106,6 @@ class RequestDispatcher:
         try:
             return self._dispatched(call, caller, reply)
         except Exception as error:
-            if isinstance(error, ForbiddenError):
-                self.audit.refused(caller, header.uid, header.kind.name, str(error))
             self.refuse(header.call_id, error, reply)
             return None
 
@@ -139,7 +137,7 @@ class RequestDispatcher:
             wanted = ", ".join(each.name for each in _ROLES)
             text = f"a call of kind {header.kind.name} is not a request; wanted one of {wanted}"
             raise MalformedError(text, reason="kind", call_id=header.call_id)
-        self.access.check(caller, header.uid, _ROLES[header.kind], header.kind.name.lower())
+        self.check(caller, header.uid, _ROLES[header.kind], header.kind.name.lower(), header.kind.name)
         served = self._experts.get(header.uid)
         if header.kind is not Kind.INFO and self.draining is not None:
             raise DrainingError(f"the server takes no new work: {self.draining}; ask another one, or later")
@@ -175,31 +173,22 @@ class RequestDispatcher:
                 )
             return backend.commit(name, client=client, deadline=deadline, principal=caller.principal)
         client, mini_batch = caller.owner(header.client, header.mini_batch or None)
-        tensors, key = call.tensors(), header.key or None
-        if header.kind is Kind.FORWARD:
-            return backend.forward_pool.submit_task(
-                *tensors,
-                deadline=deadline,
-                client=client,
-                key=key,
-                evaluation=header.evaluation,
-                keep=header.keep,
-                principal=caller.principal,
-            )
-        if header.keep:
+        tensors, backward = call.tensors(), header.kind is Kind.BACKWARD
+        if backward and header.keep:
             kept = backend.kept_inputs(client, header.key)
             if kept is None:
                 raise InputsGoneError(
                     f"expert {backend.name!r} does not hold the inputs of this backward (any more); send it with them"
                 )
             tensors = [*kept, *tensors]
-        return backend.backward_pool.submit_task(
+        return (backend.backward_pool if backward else backend.forward_pool).submit_task(
             *tensors,
             deadline=deadline,
             client=client,
-            key=key,
-            mini_batch=mini_batch,
+            key=header.key or None,
+            mini_batch=mini_batch if backward else None,
             evaluation=header.evaluation,
+            keep=header.keep,
             principal=caller.principal,
             stream=caller.stream,
         )
@@ -254,30 +243,24 @@ class ObservedDispatcher(RequestDispatcher):
         self._observed: dict[str, ExitStack] = {}  # by expert: what restores it
 
     def add(self, served: HostedExpert) -> None:
-        """See `RequestDispatcher.add`."""
         super().add(served)
         backend = served.backend
         restore = self._observed[backend.name] = ExitStack()
         for pool in backend.pools:
-            batch = partial(self._batch, backend.name, pool.name.rpartition(".")[2], pool.process)
-            _replace(restore, pool, "process", batch)
-        step = partial(self._step, backend, backend.apply_gradients)
-        _replace(restore, backend, "apply_gradients", step)  # which users may have replaced, too
+            _replace(restore, pool, "process", partial(self._batch, backend.name, pool.name.rpartition(".")[2]))
+        _replace(restore, backend, "apply_gradients", partial(self._step, backend))  # which users may replace, too
 
     def remove(self, uid: str) -> HostedExpert:
-        """See `RequestDispatcher.remove`."""
         served = super().remove(uid)
         self._observed.pop(uid).close()
         return served
 
     def close(self) -> None:
-        """See `RequestDispatcher.close`."""
         super().close()
         for restore in self._observed.values():
             restore.close()
 
     def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
-        """See `RequestDispatcher.dispatch`."""
         attributes = {"weft.expert": call.header.uid, "weft.direction": call.header.kind.name.lower()}
         attributes["weft.client"] = caller.name or call.header.client
         parents = (caller.trace,) if caller.trace else ()
@@ -308,11 +291,11 @@ class ObservedDispatcher(RequestDispatcher):
             return process(tasks)
 
 
-def _replace(restore: ExitStack, owner: object, name: str, value: object) -> None:
-    """Set an attribute of this object until ``restore`` is closed."""
+def _replace(restore: ExitStack, owner: object, name: str, wrapper: Callable[..., object]) -> None:
+    """Have a method of this object called as the first argument of ``wrapper`` until ``restore`` is closed."""
     own = vars(owner)
     if name in own:
         restore.callback(own.__setitem__, name, own[name])
     else:
         restore.callback(own.pop, name)
-    own[name] = value
+    own[name] = partial(wrapper, getattr(owner, name))

@@ -13,11 +13,11 @@ Hyperparameters of a checkpoint win over the configured ones; where they differ,
 """
 
 import inspect
+import json
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from torch import Tensor
@@ -62,7 +62,15 @@ class HostedExpert:
         self.replica = (
             None if until is None else Replica(backend, until, save=self.save, store=store, loaded=self._replaced)
         )
-        self._check(limits)
+        # What no client could receive or call.
+        name, most = backend.name, limits.name_bytes
+        if read_description(self.describe()).name != name:
+            raise UsageError(f"expert {name!r} has a name that does not survive the wire")
+        if (size := len(name.encode())) > most:
+            raise UsageError(
+                f"expert {name[:80]!r}... has a name of {size} bytes, and nobody can call one of more than {most} "
+                "(Limits.name_bytes); give it a shorter one"
+            )
 
     @property
     def incarnation(self) -> int:
@@ -91,14 +99,12 @@ class HostedExpert:
         The folder of its checkpoints is locked until `close`. Raises what `CheckpointStore` raises, also if another
         server has locked it, and ``UsageError`` if the checkpoint is of another kind of expert.
         """
-        if self._store is None:
-            return
-        self._folder = self._store.lock(self.backend.name, shared=self.replica is not None)
-        try:
-            self._restore(self._store)
-        except BaseException:
-            self._folder.release()
-            raise
+        if self._store is not None:
+            self._folder = self._store.lock(self.backend.name, shared=self.replica is not None)
+            with ExitStack() as failed:
+                failed.callback(self._folder.release)
+                self._restore(self._store)
+                failed.pop_all()
 
     def _restore(self, store: CheckpointStore) -> None:
         found = store.load_newest(self.backend.name)
@@ -168,17 +174,6 @@ class HostedExpert:
         """Another server's state was loaded: no checkpoint of it is on the disk."""
         self.durable = None
 
-    def _check(self, limits: Limits) -> None:
-        """Refuse schemas and names that no client could receive or call."""
-        name, most = self.backend.name, limits.name_bytes
-        if read_description(self.describe()).name != name:
-            raise UsageError(f"expert {name!r} has a name that does not survive the wire")
-        if (size := len(name.encode())) > most:
-            raise UsageError(
-                f"expert {name[:80]!r}... has a name of {size} bytes, and nobody can call one of more than {most} "
-                "(Limits.name_bytes); give it a shorter one"
-            )
-
 
 @contextmanager
 def _held(lock: "threading.Lock | threading.RLock", max_wait: float, uid: str) -> Generator[None]:
@@ -193,20 +188,19 @@ def _held(lock: "threading.Lock | threading.RLock", max_wait: float, uid: str) -
 
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # not what is computed, but how
 _MOVED = {"lr", "momentum", "betas"}  # by schedules, as they go
-_SETTING = (bool, int, float, str, list, Counter)
-
-Hyperparameters = dict[tuple[int, str], Any]
-"""By group of parameters and name; those of a schedule last."""
 
 
-def hyperparameters(backend: ExpertBackend) -> Hyperparameters:
-    """Those of now, but for what a schedule changes as it goes; and what it was made with, as far as it keeps that."""
+def hyperparameters(backend: ExpertBackend) -> dict[tuple[int, str], str]:
+    """Those of now, as JSON, by group of parameters and name, but for what a schedule changes as it goes.
+
+    Those of a schedule come last: what it was made with, as far as it keeps that.
+    """
     if backend.optimizer is None:
         return {}
     schedule = backend.schedule
     left_out = _HOW if schedule is None else _HOW | _MOVED
-    found: Hyperparameters = {
-        (at, name): _plain(value)
+    found: dict[tuple[int, str], Any] = {
+        (at, name): value
         for at, group in enumerate(backend.optimizer.param_groups)
         for name, value in group.items()
         if name not in left_out
@@ -214,16 +208,15 @@ def hyperparameters(backend: ExpertBackend) -> Hyperparameters:
     if schedule is not None:
         kind = type(schedule)
         asked = inspect.signature(kind).parameters.keys() - {"optimizer", "last_epoch"}
-        kept = [(name, value) for name, value in schedule.state_dict().items() if type(value) in _SETTING]
-        found |= {(-1, f"{name} of {kind.__name__}"): _plain(value) for name, value in kept if name in asked}
-    return found
+        found |= {(-1, f"{name} of {kind.__name__}"): v for name, v in schedule.state_dict().items() if name in asked}
+    return {key: json.dumps(value, sort_keys=True, default=_plain) for key, value in found.items()}
 
 
-def changed(asked: Hyperparameters, found: Hyperparameters) -> list[str]:
+def changed(asked: Mapping[tuple[int, str], str], found: Mapping[tuple[int, str], str]) -> list[str]:
     """What a checkpoint has changed, in words, each once."""
     texts = [
-        f"{key[1]} is {found[key]!r}, as in its checkpoint, and not {before!r} as asked for; to change it, write it "
-        "into the checkpoint (docs/experts.md), or begin in another folder"
+        f"{key[1]} is {found[key]}, as in its checkpoint, and not {before} as asked for; to change it, write it into "
+        "the checkpoint (docs/experts.md), or begin in another folder"
         for key, before in asked.items()
         if key in found and before != found[key]
     ]
@@ -231,8 +224,4 @@ def changed(asked: Hyperparameters, found: Hyperparameters) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return cast("Any", value).tolist()
-    if isinstance(value, Counter):  # the milestones of a schedule
-        return tuple(sorted(cast("Counter[Any]", value).elements()))
-    return tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+    return cast("Any", value).tolist() if isinstance(value, Tensor) else type(value).__name__

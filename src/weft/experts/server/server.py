@@ -10,15 +10,16 @@
 Nothing outlives the ``with`` block.
 """
 
+import json
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from weft.core.errors import UsageError, WeftError, escaped
 from weft.core.validation import LONGEST, Validator
@@ -93,7 +94,7 @@ class ServerStatistics:
 
     def to_json(self) -> dict[str, Any]:
         """The same as dicts, lists, numbers and texts."""
-        return _plain(self)
+        return json.loads(json.dumps(self, default=vars))
 
 
 class Server:
@@ -239,11 +240,7 @@ class Server:
         return self._save_all()
 
     def _save_all(self, max_wait: float = LONGEST, *, pause: bool = False) -> int:
-        """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong.
-
-        ``max_wait``: see `HostedExpert.save`. ``pause``: after each save, rest for as long as it took, so that calls
-        have half of the processor at least.
-        """
+        """`checkpoint`. ``pause``: rest after each save for as long as it took, so that calls have half of the time."""
         saved, failure = 0, None
         for hosted in self._dispatcher.experts().values():
             start = time.monotonic()
@@ -377,8 +374,8 @@ class Server:
         self._port = self._grpc_server.start(self._wanted, self._tls)
         self._began, self._running = time.monotonic(), True
         if self._store is not None:
-            save = partial(self._save_all, pause=True)
-            self._begin("checkpoints", self.options.checkpoint_seconds, save)
+            seconds = self.options.checkpoint_seconds
+            self._begin("checkpoints", seconds, seconds, partial(self._save_all, pause=True))
         if self._directory is not None:
             ttl = self.options.lease_seconds
             here = self._advertise or self.address
@@ -387,15 +384,15 @@ class Server:
             )
             self._closing.callback(self._heartbeat.close)
             self._announce()
-            self._begin("lease", ttl / 3, self._heartbeat.turn, urgent=True)  # waits behind nothing else
-            self._begin("directory", ttl / 3, self._heartbeat.look)
+            self._begin("lease", ttl / 3, ttl / 30, self._heartbeat.turn)  # waits behind nothing else
+            self._begin("directory", ttl / 3, ttl / 3, self._heartbeat.look)
             self._closing.callback(self._replication.stop)
             self._replication.start(self._heartbeat, self.experts)
         if self._panel is not None:
             self._panel.start()
 
-    def _begin(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
-        task = self._tasks[name] = PeriodicTask(name, seconds, act, urgent=urgent)
+    def _begin(self, name: str, seconds: float, again: float, act: Callable[[], object]) -> None:
+        task = self._tasks[name] = PeriodicTask(name, seconds, again, act)
         self._closing.callback(lambda: task.stop(self._left()))
         task.start()
 
@@ -447,18 +444,15 @@ class Server:
 
 
 class PeriodicTask:
-    """A thread that calls ``act`` every ``seconds`` from `start` to `stop`.
+    """A thread that calls ``act`` every ``seconds``, from the beginning of one turn to that of the next.
 
-    What it raises is kept, and the next turn comes anyway: a full disk or a directory that is away now may be fine in a
-    while. The first failure of several is logged, and their end. ``urgent``: the seconds count from the beginning of a
-    turn, and one that failed is tried again after a tenth of them.
+    What it raises is kept, and it is called again after ``again`` seconds: a full disk or a directory that is away now
+    may be fine in a while. The first failure of several is logged, and their end.
     """
 
-    def __init__(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
-        self._urgent = urgent
+    def __init__(self, name: str, seconds: float, again: float, act: Callable[[], object]) -> None:
         self.last_failure: Exception | None = None
-        self._name, self._seconds = name, seconds
-        self._act = act
+        self._name, self._seconds, self._again, self._act = name, seconds, again, act
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"weft-{name}", daemon=True)
 
@@ -475,22 +469,21 @@ class PeriodicTask:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        pause, again = self._seconds, self._seconds / 10 if self._urgent else self._seconds
+        pause = self._seconds
         while not self._stop.wait(pause):
             start, pause = time.monotonic(), self._seconds
             try:
                 self._act()
             except Exception as error:
-                pause = again
+                pause = self._again
                 if self.last_failure is None:
-                    _LOG.warning("%s: %s; tried again every %g s", self._name, escaped(error), again)
+                    _LOG.warning("%s: %s; tried again every %g s", self._name, escaped(error), pause)
                 self.last_failure = error
             else:
                 if self.last_failure is not None:
                     _LOG.warning("%s: works again", self._name)
                 self.last_failure = None
-            if self._urgent:
-                pause = max(0.0, start + pause - time.monotonic())
+            pause = max(0.0, start + pause - time.monotonic())
 
 
 def _attempt(what: str, act: Callable[[], Result]) -> Result | None:
@@ -500,16 +493,3 @@ def _attempt(what: str, act: Callable[[], Result]) -> Result | None:
     except Exception as error:
         _LOG.warning("%s failed while the server was ending: %s: %s", what, type(error).__name__, escaped(error))
         return None
-
-
-def _plain(value: Any) -> Any:
-    """By hand: `dataclasses.asdict` copies deeply, and the panel asks again and again."""
-    if value is None or isinstance(value, int | float | str):
-        return value
-    if is_dataclass(value):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in cast("Sequence[Any]", value)]
-    return value
