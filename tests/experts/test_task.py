@@ -76,22 +76,20 @@ def test_every_error_has_one_word() -> None:
     assert words == ["overload", "module", "expired"]
 
 
-MIN, MAX, PATIENCE = 4, 6, 10.0
+MIN, MAX, PATIENCE, GROUPS = 4, 6, 10.0, "abm"
 events = st.one_of(
-    st.tuples(st.just("add"), st.sampled_from("ab"), st.integers(1, MAX), st.none() | st.integers(0, 30)),
+    st.tuples(st.just("add"), st.sampled_from(GROUPS), st.integers(1, MAX), st.none() | st.integers(0, 30)),
     st.tuples(st.just("remove"), st.integers(0, 20)),
-    st.tuples(st.just("flush"), st.sampled_from("ab")),
     st.tuples(st.just("wait"), st.integers(0, 12)),
     st.tuples(st.just("take")),
 )
 
 
 class Model:
-    """All waiting tasks in order of arrival, and the queue that were flushed."""
+    """All waiting tasks in order of arrival; those of "m" are of a mini-batch, which does not wait for more rows."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
-        self.flushed: set[str] = set()
 
     def group(self, name: str) -> list[Task]:
         return [task for task in self.tasks if task.batch_key == (name,)]
@@ -101,11 +99,11 @@ class Model:
         if not group:
             return False
         waited = now >= group[0].arrival + PATIENCE
-        return waited or name in self.flushed or sum(task.rows for task in group) >= MIN
+        return waited or name == "m" or sum(task.rows for task in group) >= MIN
 
     def drop_expired_heads(self, now: float) -> list[Task]:
         dropped: list[Task] = []
-        for name in "ab":
+        for name in GROUPS:
             while (group := self.group(name)) and group[0].expired(now):
                 dropped.append(group[0])
                 self.forget(group[0])
@@ -113,11 +111,10 @@ class Model:
 
     def forget(self, task: Task) -> None:
         self.tasks.remove(task)
-        self.flushed = {name for name in self.flushed if self.group(name)}
 
     def take(self, now: float) -> tuple[list[Task], list[Task]]:
         expired = self.drop_expired_heads(now)
-        ready = [self.group(name) for name in "ab" if self.ready(name, now)]
+        ready = [self.group(name) for name in GROUPS if self.ready(name, now)]
         batch: list[Task] = []
         for task in min(ready, key=lambda group: group[0].number) if ready else []:
             if task.expired(now):
@@ -137,7 +134,8 @@ def test_a_queue_does_what_a_plain_list_would(history: list[tuple]) -> None:  # 
     for event, *details in history:
         if event == "add":
             name, size, ends = details
-            task = Task((), size, (name,), None if ends is None else now + ends, arrival=now)
+            whole = "whole" if name == "m" else None
+            task = Task((), size, (name,), None if ends is None else now + ends, mini_batch=whole, arrival=now)
             queue.add(task)
             model.tasks.append(task)
             seen.append(task)
@@ -146,17 +144,14 @@ def test_a_queue_does_what_a_plain_list_would(history: list[tuple]) -> None:  # 
             assert queue.remove(task) == (task in model.tasks)
             if task in model.tasks:
                 model.forget(task)
-        elif event == "flush":
-            queue.flush_where(lambda group, name=details[0]: group == (name,))
-            model.flushed |= {details[0]} if model.group(details[0]) else set()
         elif event == "wait":
             now += details[0]
         elif event == "take":
             # With an expired head a group is looked at: that is how it gets dropped.
-            heads = [group[0] for name in "ab" if (group := model.group(name))]
+            heads = [group[0] for name in GROUPS if (group := model.group(name))]
             ready = [
                 name
-                for name in "ab"
+                for name in GROUPS
                 if model.ready(name, now) or any(h.batch_key == (name,) and h.expired(now) for h in heads)
             ]
             number, later = queue.urgency(now)

@@ -162,7 +162,6 @@ class ExpertBackend:
         """
         if self.optimizer is None:
             raise UsageError(f"expert {self.name!r} has no optimizer, so there is nothing to commit; give it one")
-        self.backward_pool.flush(client, mini_batch)
         return self.commit_pool.submit_task(
             deadline=deadline, client=client, key=mini_batch, mini_batch=mini_batch, principal=principal
         )

@@ -11,26 +11,16 @@ outlive its ``with`` block, unless a module hangs, and then `shutdown` says so.
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 from weft.core.errors import UsageError
 from weft.core.validation import LONGEST
 from weft.experts.errors import ExpertError
+from weft.experts.expert import ExpertBackend
 from weft.experts.task_pool import TaskPool
 from weft.experts.telemetry import RuntimeStatistics
 
-_holders: "WeakKeyDictionary[TaskPool, Runtime]" = WeakKeyDictionary()  # which runtime that runs has which pool
-_holding = threading.Lock()
+_holding = threading.Lock()  # guards `TaskPool.runtime`, which is one that runs
 _GRACE = 30.0  # seconds that the end of a ``with`` block leaves for what was accepted
-
-
-@runtime_checkable
-class HasPools(Protocol):
-    """Such as an `ExpertBackend`."""
-
-    @property
-    def pools(self) -> Sequence[TaskPool]: ...
 
 
 class Runtime:
@@ -50,7 +40,7 @@ class Runtime:
         torch.Size([4, 8])
     """
 
-    def __init__(self, served: Iterable[HasPools | TaskPool] = (), *, name: str = "cpu") -> None:
+    def __init__(self, served: Iterable[ExpertBackend | TaskPool] = (), *, name: str = "cpu") -> None:
         self.name = name
         self._state = threading.Condition()
         self._pools: dict[TaskPool, bool] = {}  # and whether each is being removed
@@ -63,7 +53,7 @@ class Runtime:
         for each in served:
             self.add(each)
 
-    def add(self, *served: HasPools | TaskPool) -> None:
+    def add(self, *served: ExpertBackend | TaskPool) -> None:
         """Work on these too. Raises ``UsageError`` if one is here or in another runtime that runs; then adds none."""
         pools = _pools(served)
         with self._state:
@@ -77,7 +67,7 @@ class Runtime:
         for pool in pools:
             pool.open(self._wake)
 
-    def remove(self, *served: HasPools | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
+    def remove(self, *served: ExpertBackend | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Close these pools, wait until what they accepted is done (with ``drain``), and forget them.
 
         What is not done after ``timeout`` seconds fails with `ClosedError`; a batch that runs is left to end. Returns
@@ -168,25 +158,25 @@ class Runtime:
     def _hold(self, pools: Sequence[TaskPool], *, runs: bool) -> None:
         """Have these pools to oneself, if the runtime runs, or raise if another one does that has any of them."""
         with _holding:
-            others = {pool.name: _holders[pool].name for pool in pools if _holders.get(pool, self) is not self}
+            others = [pool for pool in pools if pool.runtime not in (None, self)]
             if others:
-                told = ", ".join(f"{pool!r} is in runtime {other!r}" for pool, other in others.items())
+                told = ", ".join(f"{pool.name!r} is in runtime {pool.runtime.name!r}" for pool in others)
                 raise UsageError(
                     f"runtime {self.name!r} cannot work on pools of another: {told}; remove them there first"
                 )
-            if runs:
-                _holders.update(dict.fromkeys(pools, self))
+            for pool in pools if runs else ():
+                pool.runtime = self
 
     def _mine(self, pools: Iterable[TaskPool]) -> list[TaskPool]:
         """Those that no other runtime works on."""
         with _holding:
-            return [pool for pool in pools if _holders.get(pool, self) is self]
+            return [pool for pool in pools if pool.runtime in (None, self)]
 
     def _let_go(self, pools: Sequence[TaskPool]) -> None:
         with _holding:
             for pool in pools:
-                if _holders.get(pool) is self:
-                    del _holders[pool]
+                if pool.runtime is self:
+                    pool.runtime = None
 
     def _wake(self, pool: TaskPool) -> None:
         with self._state:
@@ -237,5 +227,5 @@ class Runtime:
             return None
 
 
-def _pools(served: Iterable[HasPools | TaskPool]) -> list[TaskPool]:
+def _pools(served: Iterable[ExpertBackend | TaskPool]) -> list[TaskPool]:
     return [pool for each in served for pool in ([each] if isinstance(each, TaskPool) else each.pools)]

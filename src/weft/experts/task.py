@@ -63,6 +63,11 @@ class Task:
     taken: bool = False
     fingerprint: int = 0  # see `weft.experts.idempotency.fingerprint`; of tasks with a key alone
 
+    @property
+    def owner(self) -> tuple[str | None, str]:
+        """Client and name of its mini-batch."""
+        return (self.client, self.mini_batch or "")
+
     def join(self, deadline: float | None, gave_up: Callable[["Task"], None]) -> "Future[Results]":
         """One more waiter; the task expires when the last does. ``gave_up`` is called in the thread that cancels it."""
         future = Waiter(self, gave_up)
@@ -149,7 +154,6 @@ class _Group:
     # Linked, not hashed in a row: a plain dict whose head is removed again and again is searched from the start.
     tasks: "OrderedDict[int, Task]" = field(default_factory=OrderedDict["int", Task])
     rows: int = 0
-    flushed: bool = False
 
     def head(self) -> Task:
         return next(iter(self.tasks.values()))
@@ -157,12 +161,12 @@ class _Group:
 
 class BatchQueue:
     """Waiting tasks. A group of them is ready when it has the rows of the smallest batch, its head has waited for
-    ``timeout`` seconds, or it was flushed. ``count`` tasks and ``rows`` wait now."""
+    ``timeout`` seconds, or it is of a mini-batch. ``count`` tasks and ``rows`` wait now."""
 
     def __init__(self, min_rows: int, max_rows: int, timeout: float) -> None:
+        self.timeout = timeout
         self._min_rows = min_rows
         self._max_rows = max_rows
-        self._timeout = timeout
         self._groups: dict[BatchKey, _Group] = {}
         self.count = self.rows = 0
 
@@ -171,7 +175,6 @@ class BatchQueue:
             yield from group.tasks.values()
 
     def add(self, task: Task) -> None:
-        """At the end of its group."""
         group = self._groups.setdefault(task.batch_key, _Group())
         group.tasks[task.number] = task
         group.rows += task.rows
@@ -190,11 +193,6 @@ class BatchQueue:
             del self._groups[task.batch_key]
         return True
 
-    def flush_where(self, chosen: Callable[[BatchKey], bool]) -> None:
-        """What waits now under the chosen keys waits for no more rows."""
-        for key, group in self._groups.items():
-            group.flushed |= chosen(key)
-
     def oldest(self) -> float | None:
         """When the oldest task arrived, in seconds of `time.monotonic`."""
         return min((group.head().arrival for group in self._groups.values()), default=None)
@@ -205,17 +203,16 @@ class BatchQueue:
         if ready:
             return min(ready), None
         heads = [group.head() for group in self._groups.values()]
-        times = [head.arrival + self._timeout for head in heads]
+        times = [head.arrival + self.timeout for head in heads]
         times += [head.deadline for head in heads if head.deadline is not None]
         return None, min(times, default=None)
 
-    def patient(self, now: float, spare: float) -> bool:
-        """Whether what is ready may wait: no batch is full or flushed, and no head has less time than that."""
-        for group in self._groups.values():
-            deadline = group.head().deadline
-            if group.flushed or group.rows >= self._max_rows or (deadline is not None and deadline < now + spare):
-                return False
-        return True
+    def patient(self, latest: float) -> bool:
+        """Whether what is ready may wait: no batch is full, or of a mini-batch, which one client makes alone; and no
+        head has a deadline before ``latest``."""
+        heads = [group.head() for group in self._groups.values() if group.rows < self._max_rows]
+        urgent = [head for head in heads if head.mini_batch is not None or head.expired(latest)]
+        return not urgent and len(heads) == len(self._groups)
 
     def take(self, now: float) -> tuple[list[Task], list[Task]]:
         """The tasks of the next batch, and those that had expired on the way to it. Both are out of the queue.
@@ -244,5 +241,5 @@ class BatchQueue:
 
     def _ready(self, group: _Group, now: float) -> bool:
         head = group.head()
-        waited = now >= head.arrival + self._timeout
-        return waited or group.flushed or group.rows >= self._min_rows or head.expired(now)
+        waited = now >= head.arrival + self.timeout or head.mini_batch is not None
+        return waited or group.rows >= self._min_rows or head.expired(now)

@@ -44,11 +44,12 @@ class PoolOptions:
     """How a pool batches, and how much may wait in it.
 
     Args:
-        min_batch_size: rows that a batch should have; with fewer, the oldest task waits up to ``timeout`` for more.
+        min_batch_size: rows that a batch should have; with fewer, the oldest task waits up to ``timeout`` for more,
+            unless it is of a mini-batch.
         max_batch_size: rows that a batch may have; a task with more is refused.
         timeout: seconds that a task waits for ``min_batch_size`` rows to come together. Then they run as they are.
         max_batch_delay: seconds for which a batch that could begin waits at most for callers about to come back; see
-            `weft.experts.task_pool`. 0: never. With a ``min_batch_size`` that decides alone.
+            `weft.experts.task_pool`. 0: never. With a ``min_batch_size`` that decides alone. Not of mini-batches.
         max_tasks, max_rows: what may wait in all; beyond it an `OverloadError`.
         max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`. None:
             half of ``max_tasks`` and of ``max_rows``. Tasks without a client are not counted.
@@ -224,6 +225,7 @@ class TaskPool:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._wake: Callable[[TaskPool], None] | None = None
+        self.runtime: Any = None  # the one that runs and works on it; guarded by the runtimes' lock
 
     def submit_task(
         self,
@@ -331,13 +333,10 @@ class TaskPool:
             if number is None:
                 self._delay.reset(queue.count)
                 return None, later
-            begin = self._delay.begin(now, queue.count, lambda spare: queue.patient(now, _HASTE * spare))
+            if self._closed is not None:
+                return number, None
+            begin = self._delay.begin(now, queue.count, lambda spare: queue.patient(now + _HASTE * spare))
             return (None, begin) if begin > now else (number, None)
-
-    def flush(self, client: str | None, mini_batch: str) -> None:
-        """Let what waits for this mini-batch run without waiting for more rows."""
-        with self._lock:
-            self.queue.flush_where(lambda key: key[:2] == (client, mini_batch))
 
     def has_mini_batch(self, client: str | None, mini_batch: str) -> bool:
         """Whether a task of this mini-batch waits or runs."""
@@ -389,15 +388,14 @@ class TaskPool:
     def open(self, wake: "Callable[[TaskPool], None] | None" = None) -> None:
         """Take tasks, and call ``wake`` with this pool whenever one has come."""
         with self._lock:
-            self._closed, self._wake = None, wake
+            self._closed, self._wake, self.queue.timeout = None, wake, self.options.timeout
         if wake is not None:
             wake(self)
 
     def close(self, why: str) -> None:
         """Refuse new tasks with a `ClosedError` that says why. What waits may still be taken, without delay."""
         with self._lock:
-            self._closed = why
-            self.queue.flush_where(lambda key: True)
+            self._closed, self.queue.timeout = why, 0.0
         if self._wake is not None:
             self._wake(self)
 
