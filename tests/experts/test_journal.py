@@ -413,7 +413,7 @@ def test_a_commit_that_failed_did_not_lead_to_a_state_of_before_it(monkeypatch: 
     for what in ("load", "step"):
         life.act(what)
     for entries in (life.journal.entries(), read_journal(life.lines)):
-        assert [each.kind for each in entries] == ["backward", "backward", "restored", "backward"]
+        assert [each.kind for each in entries] == ["backward"] * 3
         again = fussy_backend()
         assert replay(again, entries, life.store.fetch) == 3
         assert weights(again) == weights(life.live)
@@ -450,14 +450,14 @@ def test_replay_notices_a_return_that_was_not_dropped_and_a_batch_that_is_missin
 
 WRONG: dict[str, list[Any]] = {
     "kind": ["foo", None, []],
-    "step": ["x", -1, True, 1.5],
-    "seed": [-1, "1", 1 << 64],
+    "step": ["x", True, 1.5],
+    "seed": ["1", None],
     "mini_batch": [1, []],
-    "threads": [0, -1, "2", None],
+    "threads": ["2", None],
     "failed": [0, "no"],
-    "batch": [-1, None],
+    "batch": [1.5, None],
     "branch": [None, 5],
-    "terms": [-1, "2"],
+    "terms": ["2"],
     "members": [None, {}, "ab", [1], [{}], [{"client": 1}], [None]],
     "new": [0],
 }
@@ -475,7 +475,7 @@ def test_all_that_is_wrong_with_a_line_is_told_at_once() -> None:
     member = {"client": 1, "key": 2, "rows": 0, "number": "x", "more": 1}
     lines = {
         json.dumps({"kind": "foo", "step": "x", "seed": 1, "mini_batch": None, "members": [], "more": 1}): 4,
-        json.dumps({**json.loads(entry(1).to_json()), "members": [member, {}]}): 9,
+        json.dumps({**json.loads(entry(1).to_json()), "members": [member, {}]}): 8,
         "[" * 100_000: 1,
         "[1, 2]": 1,
         "null": 1,

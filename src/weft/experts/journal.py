@@ -9,28 +9,29 @@ The weights depend on the backward batches alone: their tensors, their order and
     1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 led to nothing
 
 Both runs have a state of step 5: what ran from one load to the next is a branch with a name, which entries and states
-carry, so that none is taken for the other, nor for one that another server made. What is read is checked: anybody may
-have written it. A line that a crash tore is cut off by the next opening; one that a full disk tore, at once.
+carry, so that none is taken for the other, nor for one that another server made. What is read is checked by pydantic.
+A line that a crash tore is cut off by the next opening; one that a full disk tore, at once.
 """
 
 import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from io import FileIO
 from itertools import count, takewhile
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.core.errors import UsageError
-from weft.core.validation import Validator, is_whole
+from weft.core.errors import UsageError, listed
+from weft.core.validation import Validator
 from weft.experts.errors import ClosedError, GradientError, RefusedError, ReplayError
 from weft.experts.task import Task
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from weft.experts.expert import ExpertBackend
 
 _BEGINS = '{"kind": '  # each line: its first field is always the same
+_STRICT: Any = {"strict": True, "extra": "forbid"}  # how pydantic reads a line
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Member:
         4
     """
 
+    __pydantic_config__ = _STRICT
     client: str | None
     key: str | None
     rows: int
@@ -72,6 +75,7 @@ class Entry:
         True
     """
 
+    __pydantic_config__ = _STRICT
     kind: Literal["backward", "commit", "dropped", "restored"]
     step: int
     seed: int
@@ -97,45 +101,29 @@ class Entry:
     @staticmethod
     def from_json(line: str) -> "Entry":
         """The inverse of `to_json`. Raises ``UsageError`` that lists all that is wrong, if the line is none."""
-        found = _parse(line)
-        with Validator(f"this is no line of an expert's journal: {line[:80]!r}") as check:
-            if _check_fields(check, Entry, found, "") and isinstance(found["members"], list):
-                for number, member in enumerate(found["members"]):
-                    _check_fields(check, Member, member, f"members[{number}].")
-        members = tuple(Member(**member) for member in found.pop("members"))
-        return Entry(members=members, **found)
+        from pydantic import ValidationError  # noqa: PLC0415  (whoever writes a journal needs torch alone)
+
+        try:
+            return _reader().validate_json(line)
+        except ValidationError as error:
+            faults = [
+                f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}, seen {str(each['input'])[:80]!r}"
+                for each in error.errors(include_url=False)
+            ]
+            raise UsageError(listed(f"this is no line of an expert's journal: {line[:80]!r}:", faults)) from None
 
 
-def _parse(line: str) -> Any:
-    """The value of a line of JSON; None if it is none."""
+@cache
+def _reader() -> Any:
+    from pydantic import TypeAdapter  # noqa: PLC0415
+
+    return TypeAdapter(Entry)
+
+
+def _is_json(line: str) -> bool:
     with suppress(ValueError, RecursionError):
-        return json.loads(line)
-    return None
-
-
-def _check_fields(check: Validator, kind: type[Entry | Member], value: Any, where: str) -> bool:
-    """Note what is missing, too much or of a wrong kind; whether nothing is missing."""
-    if not check.instance(where.rstrip(".") or "it", value, dict, "a JSON object"):
-        return False
-    given, names = cast("Mapping[str, Any]", value), [one.name for one in fields(kind)]
-    missing = [one.name for one in fields(kind) if one.default is MISSING and one.name not in given]
-    check.add(*(f"{where}{name} is missing" for name in missing))
-    check.add(*(f"{where}{name} is too much: nothing is called so" for name in given if name not in names))
-    for one in [one for one in fields(kind) if one.name in given]:
-        at, seen = f"{where}{one.name}", given[one.name]
-        if one.name == "kind":
-            check.choice(at, seen, get_args(one.type))
-        elif one.name == "seed":
-            check.that(is_whole(seen) and 0 <= seen < 1 << 64, f"{at} is {seen!r}, wanted an int from 0 to 2 ** 64 - 1")
-        elif one.name == "members":
-            check.instance(at, seen, list, "a list")
-        elif one.type is bool:
-            check.boolean(at, seen)
-        elif one.type is int:
-            check.count(at, seen, least=1 if one.name in ("threads", "rows") else 0)
-        else:
-            check.instance(at, seen, str, "a str", optional=one.type is not str)
-    return not missing
+        return json.loads(line) is not None
+    return False
 
 
 _BLOCK = 1 << 16
@@ -149,21 +137,19 @@ class _LogFile:
         if path.is_file():
             _mend(path)
         self._file = _opened(path)
-        self._seekable = self._file.seekable()
 
     def append(self, lines: str) -> None:
         """Write all of that, or nothing and raise."""
         rest = lines.encode()
-        end = self._file.seek(0, os.SEEK_END) if self._seekable else 0
-        if self._max_bytes is not None and self._seekable and end and end + len(rest) > self._max_bytes:
+        end = self._file.seek(0, os.SEEK_END)
+        if self._max_bytes is not None and end and end + len(rest) > self._max_bytes:
             self._rotate()
             end = 0
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except BaseException:
-            if self._seekable:
-                self._file.truncate(end)
+            self._file.truncate(end)
             raise
 
     def close(self) -> None:
@@ -184,7 +170,9 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def _opened(path: Path) -> FileIO:
-    return FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+    file = FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+    file.seek(0, os.SEEK_END)  # raises for a pipe, in which a torn line could not be taken back
+    return file
 
 
 def _mend(path: Path) -> None:
@@ -200,11 +188,10 @@ def _mend(path: Path) -> None:
             file.seek(start)
             tail, end = file.read(end - start) + tail, start
         tail = tail[tail.rfind(b"\n") + 1 :]
-        try:
-            Entry.from_json(tail.decode(errors="replace"))
+        if _is_json(tail.decode(errors="replace")):
             file.seek(size)
             file.write(b"\n")
-        except UsageError:
+        else:
             file.truncate(size - len(tail))
 
 
@@ -285,7 +272,7 @@ class Journal(AbstractContextManager["Journal"]):
         """The expert goes on from there, as a new one does from ``(0, 0)``: what came later led to nothing.
 
         ``branch``: that of the state; an entry of another branch did not lead to it. The file says so before its next
-        entry; `entries` forgets them at once, and has the mark if mini-batches were open there, which no state has.
+        entry; `entries` forgets them at once.
         """
         mark = Entry("restored", step, 0, None, (), torch.get_num_threads(), batch=batch, branch=branch)
         with self._lock:
@@ -337,7 +324,7 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
         [1]
     """
     given = [line for line in lines if line.strip()]
-    if given and not given[-1].endswith("\n") and _parse(given[-1]) is None:
+    if given and not given[-1].endswith("\n") and not _is_json(given[-1]):
         start = given[-1].rstrip("\0")
         if start.startswith(_BEGINS) or _BEGINS.startswith(start):
             given.pop()
@@ -345,11 +332,10 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
 
 
 class _Node(NamedTuple):
-    """An entry, what led to it, and whose mini-batches (client, name) were open after it."""
+    """An entry, and what led to it."""
 
     entry: Entry
     before: "_Node | None"
-    unfinished: frozenset[tuple[str | None, str]]
 
 
 def _lineage(entries: Iterable[Entry]) -> list[Entry]:
@@ -359,14 +345,8 @@ def _lineage(entries: Iterable[Entry]) -> list[Entry]:
     for entry in entries:
         if entry.kind == "restored":
             last = known.get((entry.place, entry.branch))
-            if last is not None and last.unfinished:  # which no state has: a replay has to drop them there
-                last = _Node(entry, last, frozenset())
-            continue
-        unfinished = frozenset[tuple[str | None, str]]() if last is None else last.unfinished
-        if entry.mini_batch is not None:
-            owners = frozenset(_owners(entry))
-            unfinished = unfinished | owners if entry.kind == "backward" else unfinished - owners
-        last = known[entry.place, entry.branch] = _Node(entry, last, unfinished)
+        else:
+            last = known[entry.place, entry.branch] = _Node(entry, last)
     found: list[Entry] = []
     while last is not None:
         found.append(last.entry)
@@ -395,14 +375,14 @@ def replay(backend: "ExpertBackend", entries: Iterable[Entry], fetch: Fetch) -> 
         >>> replay(expert, [entry], lambda member: (torch.ones(4, 8), torch.ones(4, 8)))
         1
     """
-    ran = 0
+    ran, sums = 0, backend.executor.mini_batches
     for entry in entries:
+        if entry.branch != backend.executor.stepper.branch:  # a state was loaded, and none has open mini-batches
+            sums.clear()
         _check(backend, entry)
-        if entry.kind in ("restored", "dropped"):  # open mini-batches are no part of a state
-            with backend.executor.lock:
-                sums = backend.executor.mini_batches
-                for owner in list(sums) if entry.kind == "restored" else _owners(entry):
-                    sums.pop(owner, None)
+        if entry.kind in ("restored", "dropped"):
+            for owner in _owners(entry):
+                sums.pop(owner, None)
             continue
         tasks = [_task(backend, entry, member, fetch) for member in entry.members]
         threads = torch.get_num_threads()
