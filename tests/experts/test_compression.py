@@ -129,16 +129,14 @@ def test_what_would_not_get_smaller_goes_as_it_is(tensor: Tensor, how: Compressi
     assert packed_bytes(done, tensor.dtype, tensor.shape) <= tensor.nbytes
 
 
-def test_a_policy_chooses_by_role_and_place() -> None:
-    policy = Policy(inputs="fp16", outputs=["none", Compression.INT8])
+def test_a_policy_chooses_by_role() -> None:
+    policy = Policy(inputs="fp16", outputs=Compression.INT8)
     assert policy.choose("inputs", 3) == [Compression.FP16] * 3
-    assert policy.choose("outputs", 2) == [Compression.NONE, Compression.INT8]
+    assert policy.choose("outputs", 1) == [Compression.INT8]
     assert policy.choose("input_gradients", 1) == [Compression.NONE]
-    with pytest.raises(UsageError, match="2 choices for outputs, but there are 3 tensors"):
-        policy.choose("outputs", 3)
-    assert policy == Policy(inputs="fp16", outputs=["none", Compression.INT8])
+    assert policy == Policy(inputs=Compression.FP16, outputs="INT8")
 
 
 def test_a_policy_tells_every_choice_that_it_does_not_know() -> None:
     with pytest.raises(UsageError, match=r"none, fp16, bf16, int8(.|\n)*inputs has 'fp8'(.|\n)*outputs has 'zip'"):
-        Policy(inputs="fp8", outputs=["int8", "zip"])
+        Policy(inputs="fp8", outputs="zip")

@@ -13,14 +13,13 @@ get smaller. The header of every tensor says what was done to it. Rows with an a
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from weft.core.errors import UsageError
 from weft.core.validation import Validator
 
 Role = Literal["inputs", "outputs", "output_gradients", "input_gradients"]
@@ -35,44 +34,33 @@ class Compression(IntEnum):
     INT8 = 3
 
 
-Choice = Compression | str | Sequence[Compression | str]
-
 _NARROW = {Compression.FP16: torch.float16, Compression.BF16: torch.bfloat16}
 _LEVELS = 127
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How each kind of tensor travels: one choice for all of that kind, or one for each in flat order.
+    """How each kind of tensor travels: by a `Compression` or its name (``"fp16"``), for all tensors of that kind.
 
-    A choice is a `Compression` or its name (``"fp16"``). Raises ``UsageError`` that lists every choice that is neither.
+    Raises ``UsageError`` that lists every choice that is neither.
     """
 
-    inputs: Choice = Compression.NONE
-    outputs: Choice = Compression.NONE
-    output_gradients: Choice = Compression.NONE
-    input_gradients: Choice = Compression.NONE
-    _chosen: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict[str, Any])
+    inputs: Compression | str = Compression.NONE
+    outputs: Compression | str = Compression.NONE
+    output_gradients: Compression | str = Compression.NONE
+    input_gradients: Compression | str = Compression.NONE
 
     def __post_init__(self) -> None:
         known = {one.name.lower(): one for one in Compression}
         with Validator(f"invalid compression policy; compressions are {', '.join(known)}") as check:
-            for role in ("inputs", "outputs", "output_gradients", "input_gradients"):
-                choice: Choice = getattr(self, role)
-                each = [choice] if isinstance(choice, str | Compression) else list(choice)
-                named = [known.get(one.lower()) if isinstance(one, str) else one for one in each]
-                for one, found in zip(each, named, strict=True):
-                    check.that(isinstance(found, Compression), f"{role} has {one!r}")
-                self._chosen[role] = named[0] if each == [choice] else named
+            for role, choice in asdict(self).items():
+                found = known.get(choice.lower()) if isinstance(choice, str) else choice
+                check.that(isinstance(found, Compression), f"{role} has {choice!r}")
+                object.__setattr__(self, role, found)
 
     def choose(self, role: Role, count: int) -> list[Compression]:
-        """The compression of each of ``count`` tensors. Raises ``UsageError`` for another number of choices."""
-        chosen = self._chosen[role]
-        if isinstance(chosen, Compression):
-            return [chosen] * count
-        if len(chosen) != count:
-            raise UsageError(f"the policy has {len(chosen)} choices for {role}, but there are {count} tensors")
-        return chosen
+        """The compression of each of ``count`` tensors of this kind."""
+        return [getattr(self, role)] * count
 
 
 def packed_bytes(how: Compression, dtype: torch.dtype, shape: Sequence[int]) -> int | None:

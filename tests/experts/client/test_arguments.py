@@ -120,7 +120,7 @@ BAD: dict[str, list[Any]] = {
     "where": ["nowhere", None, b"a:80", ("a", 80), 5, LocalDirectory(), object()],
     "timeout": [0, -1.0, float("nan"), float("inf"), "3", None, True],
     "retry": [3, False, 0, "never"],
-    "compression": ["fp16", 0, "", Policy(outputs=["fp16"]), Policy(input_gradients=["int8"])],
+    "compression": ["fp16", 0, ""],
     "client": [None, 5, b"me"],
     "accumulate": [None, 1, "yes"],
     "keep_graph": [None, 0, "no"],

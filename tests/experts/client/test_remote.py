@@ -298,11 +298,6 @@ def test_compression_is_close(fake: FakeTransport) -> None:
     assert not torch.equal(x.grad, y.grad) and torch.allclose(x.grad, y.grad, rtol=0.05, atol=0.05)
 
 
-def test_compression_takes_one_wish_for_answers(fake: FakeTransport) -> None:
-    with pytest.raises(UsageError, match="one choice per output"):
-        RemoteExpert("fussy", fake, compression=Policy(outputs=["fp16"]))
-
-
 def test_a_refused_gradient_is_an_error_and_no_step(fake: FakeTransport) -> None:
     remote = RemoteExpert("fussy", fake)
     with pytest.raises(GradientError, match="NaN"):

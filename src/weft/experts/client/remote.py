@@ -46,7 +46,7 @@ class RemoteExpert(RemoteLayer):
             then says where the expert is at every call.
         timeout: seconds for one forward, backward or commit, with all its repetitions.
         retry: which calls are sent again, and when; see `Retry`.
-        compression: how tensors travel; ``outputs`` and ``input_gradients`` take one choice each.
+        compression: how tensors travel; see `weft.experts.compression`.
         client: the name by which the server knows this caller, for quotas; one of this process by default.
         accumulate: gradients of backward add up at the server until `commit`, which is one optimizer step: for
             micro-batches, of a `weft.Pipe` or by hand. ``False``: every backward steps.
@@ -240,7 +240,7 @@ def check_options(check: Validator, address: bool, options: Mapping[str, Any]) -
     given = {**_DEFAULTS, **options}
     check.seconds("timeout", given["timeout"])
     check.instance("retry", given["retry"], Retry, "a Retry, such as Retry(attempts=3)", optional=True)
-    check_compression(check, given["compression"])
+    check.instance("compression", given["compression"], Policy, "a Policy, such as Policy('fp16')", optional=True)
     check.instance("client", given["client"], str, "a text: the name by which servers know this caller")
     check.boolean("accumulate", given["accumulate"])
     check.boolean("keep_graph", given["keep_graph"])
@@ -249,16 +249,6 @@ def check_options(check: Validator, address: bool, options: Mapping[str, Any]) -
     check.that(own, "tls= and token= are for an address; a transport or connections have their own")
     unknown = [name for name in options if name not in _DEFAULTS]
     check.add(*(f"there is no option {name!r}; help(weft.RemoteExpert) lists them" for name in unknown))
-
-
-def check_compression(check: Validator, compression: Any) -> None:
-    """Check a ``compression``: a server takes one wish for all outputs, and one for all input gradients."""
-    wanted = "a Policy, such as Policy(inputs='fp16')"
-    if check.instance("compression", compression, Policy, wanted, optional=True) and compression is not None:
-        replies = {"output": compression.outputs, "input gradient": compression.input_gradients}
-        for name, choice in replies.items():
-            single = isinstance(choice, str | int)
-            check.that(single, f"compression has one choice per {name}; the server takes one for all of them")
 
 
 def _close(caller: RetryingCaller, transport: Transport | None) -> None:

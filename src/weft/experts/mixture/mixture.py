@@ -24,7 +24,6 @@ from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import SpecError, UsageError
 from weft.core.validation import Validator, is_number
 from weft.experts.client.autograd import RemoteLayer, forbid_tangents
-from weft.experts.client.remote import check_compression
 from weft.experts.client.retry import Retry
 from weft.experts.client.stub import IdempotencyKey, RequestBuilder
 from weft.experts.client.transport import Connections
@@ -108,7 +107,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
             check.instance("connections", connections, Connections, "Connections, made with Connections(directory)")
             options.check(check, prod(grid_size) if valid else None)
             check.instance("retry", retry, Retry, "a Retry", optional=True)
-            check_compression(check, compression)
+            check.instance("compression", compression, Policy, "a Policy, such as Policy('fp16')", optional=True)
             check.instance("client", client, str, "a name", optional=True)
             check.boolean("accumulate", accumulate)
             check.boolean("keep_graph", keep_graph)
