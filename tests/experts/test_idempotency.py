@@ -230,7 +230,7 @@ def test_the_state_of_a_table_goes_into_another() -> None:
     for i, future in enumerate(sent):
         assert torch.equal(send(restarted, f"k{i}", seed=i).result(0)[0], future.result(0)[0])
     assert restarted.records.step_of("backward", "ann", "o") is None  # its sum is not part of any step
-    assert restarted.records.is_dropped("bob", "gone")
+    assert restarted.records.step_of("dropped", "bob", "gone") is not None
     assert restarted.steps == 1
 
 

@@ -49,11 +49,9 @@ class Disk:
     """
 
     def make_folder(self, folder: Path) -> None:
-        """Make ``folder`` in a folder that exists; it may be there already."""
         folder.mkdir(0o700, exist_ok=True)
 
     def is_folder(self, folder: Path) -> bool:
-        """Whether there is such a folder."""
         return folder.is_dir()
 
     def names(self, folder: Path) -> list[str]:
@@ -63,7 +61,6 @@ class Disk:
         return []
 
     def read(self, path: Path) -> bytes:
-        """All of a file."""
         return path.read_bytes()
 
     def write(self, path: Path, data: bytes | memoryview) -> None:
@@ -86,7 +83,6 @@ class Disk:
             os.close(handle)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, which may be gone already."""
         path.unlink(missing_ok=True)
 
 
@@ -157,7 +153,6 @@ class FolderLock:
             os.pwrite(self._handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def release(self) -> None:
-        """Unlock the folder. May be called twice."""
         if self._handle is not None:
             _LOCKS.discard(self._handle)
             os.close(self._handle)
@@ -222,7 +217,6 @@ class CheckpointStore:
         """
         if step < 0:
             raise UsageError(f"step is {step}, wanted 0 or more")
-        folder_name(uid)  # refuses what cannot be one
         return EncodedCheckpoint(uid, step, serialize({"uid": uid, "step": step, "state": state, "extra": extra}))
 
     def write(self, encoded: EncodedCheckpoint) -> Path:
@@ -239,7 +233,11 @@ class CheckpointStore:
                     f"step {encoded.step} of expert {encoded.uid!r} cannot be saved in {folder}: {error}. Make room or "
                     "mend the folder; the older checkpoints are safe"
                 ) from error
-            self._prune(encoded.uid, folder)
+            with suppress(OSError):  # the new one is safe by now: a disk that refuses is asked again next time
+                known, names = self._known(encoded.uid, folder), self._names(folder)
+                known.intersection_update(names)
+                for name in [name for name in names if name in known][self._keep :]:
+                    self._disk.remove(folder / name)
             return path
 
     def load_newest(self, uid: str) -> Checkpoint | None:
@@ -342,14 +340,6 @@ class CheckpointStore:
         self._disk.make_folder(folder)
         self._disk.sync(folder.parent)
 
-    def _prune(self, uid: str, folder: Path) -> None:
-        """Remove what is too old. The new one is safe by now, so a disk that refuses is asked again next time."""
-        with suppress(OSError):
-            known, names = self._known(uid, folder), self._names(folder)
-            known.intersection_update(names)
-            for name in [name for name in names if name in known][self._keep :]:
-                self._disk.remove(folder / name)
-
     def _names(self, folder: Path) -> list[str]:
         """The checkpoints in ``folder``, newest first."""
         return sorted(filter(_FILE.fullmatch, self._disk.names(folder)), reverse=True)
@@ -360,11 +350,10 @@ class CheckpointStore:
         if _digest(data) != digest:
             raise DamagedError(f"its {len(data)} bytes are not those that were written")
         value = deserialize(data)
-        if not isinstance(value, dict) or {"uid", "step", "state", "extra"} != set(cast("dict[Any, Any]", value)):
-            raise DamagedError("it holds something else than an expert")
-        fields = cast("dict[str, Any]", value)
-        if (fields["uid"], fields["step"]) != (uid, int(step)):
-            raise DamagedError(f"it is of expert {fields['uid']!r}, step {fields['step']}")
+        fields = cast("dict[str, Any]", value if isinstance(value, dict) else {})
+        if fields.keys() != {"uid", "step", "state", "extra"} or (fields["uid"], fields["step"]) != (uid, int(step)):
+            seen = f"expert {fields.get('uid')!r} at step {fields.get('step')}"
+            raise DamagedError(f"it holds {seen}, wanted all of expert {uid!r} at step {int(step)}")
         return fields
 
     def _folder(self, uid: str) -> Path:

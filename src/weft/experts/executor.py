@@ -55,10 +55,8 @@ class BatchBuffers:
 
     def __init__(self, columns: FlatSchema, device: torch.device) -> None:
         self._specs = [column.spec for column in columns.columns]
-        self._device = device
-        self._pinned = device.type == "cuda"
+        self._device, self._pinned = device, device.type == "cuda"
         self._flat = [self._room(spec.dtype, 0) for spec in self._specs]
-        self._last = list(self._flat)
         self._read: Any = None  # on CUDA the event after which the device has read the buffers
 
     @property
@@ -76,7 +74,13 @@ class BatchBuffers:
         joined: list[Tensor] = []
         for place, spec in list(enumerate(self._specs))[first:]:
             shape = (rows, *tasks[0].tensors[place].shape[1:])
-            into = torch.empty(shape, dtype=spec.dtype, device="cpu") if fresh else self._view(place, shape)
+            size = math.prod(shape)
+            if fresh:
+                into = torch.empty(shape, dtype=spec.dtype, device="cpu")
+            else:
+                if size > self._flat[place].numel():
+                    self._flat[place] = self._room(spec.dtype, 1 << (size - 1).bit_length())
+                into = self._flat[place][:size].view(shape)
             torch.cat([task.tensors[place] for task in tasks], out=into)
             joined.append(into if self._device.type == "cpu" else into.to(self._device, non_blocking=self._pinned))
         if self._pinned:
@@ -86,36 +90,18 @@ class BatchBuffers:
     def owners(self) -> set[int]:
         return _storages(self._flat)
 
-    def _view(self, place: int, shape: tuple[int, ...]) -> Tensor:
-        size = math.prod(shape)
-        if size > self._flat[place].numel():
-            self._flat[place] = self._last[place] = self._room(self._specs[place].dtype, 1 << (size - 1).bit_length())
-        if self._last[place].shape != shape:  # a batch is often as large as the one before
-            self._last[place] = self._flat[place][:size].view(shape)
-        return self._last[place].detach()  # an object of its own: what a module does to its strides stays there
-
     def _room(self, dtype: torch.dtype, size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
 
 def _split(batch: Iterable[Tensor], tasks: Sequence[Task], owners: set[int]) -> list[Results]:
     """Every task's rows on the CPU, without a graph; what looks into one of these storages is copied out of it."""
-    found: list[Tensor] = []
-    for tensor in batch:
-        there = tensor.detach()
-        if there.device.type != "cpu":
-            there = there.cpu()
-        elif there.untyped_storage().data_ptr() in owners:
-            there = there.clone()
-        found.append(there)
+    plain = [tensor.detach() for tensor in batch]
+    found = [x.clone() if x.is_cpu and x.untyped_storage().data_ptr() in owners else x.cpu() for x in plain]
     return split_rows(found, [task.rows for task in tasks])
 
 
 _DEEPEST = 8  # frames of an error in its note
-
-
-def _owner(task: Task) -> Owner:
-    return (task.client, task.mini_batch or "")
 
 
 Apply = Callable[[], list[Results]]
@@ -245,8 +231,8 @@ class BatchExecutor:
             for task, found in zip(tasks, answers, strict=True):
                 if isinstance(found, GradientError):
                     self.refused["gradient"] += 1
-                    self._drop_sum(_owner(task))
-                    self.records.forget_mini_batch(*_owner(task))  # its caller learns of it: the name is free again
+                    self._drop_sum(task.owner)
+                    self.records.forget_mini_batch(*task.owner)  # its caller learns of it: the name is free again
             return answers
 
     def redo(self, kind: RequestKind, tasks: Sequence[Task], seed: int, branch: str = "") -> None:
@@ -387,7 +373,12 @@ class BatchExecutor:
             self._check_mini_batch(tasks[0], parameters)  # it is that of all of them
         graph, inputs, gradients = self._inputs_of(tasks, parameters)
         self.graphs.used += graph is not None
-        self._check_outputs(tasks, gradients)
+        if not self.guards.sound_outputs(gradients):
+            faults = {task: self.guards.output_fault(task.tensors[self._inputs :]) for task in tasks}
+            text = "a task for expert {!r} was refused: {}; nothing was changed"
+            errors = {t: GradientError(text.format(self.name, fault)) for t, fault in faults.items() if fault}
+            if errors:
+                raise TaskFault(errors)
         before = effects.snapshot()
         try:
             if graph is None:
@@ -429,7 +420,7 @@ class BatchExecutor:
         return apply
 
     def _try_commit(self, tasks: Sequence[Task]) -> Apply:
-        owner = _owner(tasks[0])
+        owner = tasks[0].owner
         total = self.mini_batches.to_commit(owner)
         self.guards.check_parameters([g for g in total.total.totals if g is not None])
         results = [[torch.tensor([self.stepper.steps + 1], device="cpu")] for _ in tasks]
@@ -469,26 +460,15 @@ class BatchExecutor:
 
     def _check_mini_batch(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `ExpertError` if nothing can be added to the mini-batch of a task."""
-        client, mini_batch = owner = _owner(task)
+        client, mini_batch = owner = task.owner
         if self._seed is None and self.records.step_of("commit", *owner) is not None:  # a redo did count
             raise CommitError(f"mini-batch {mini_batch!r} of client {client!r} was committed; start a new one")
-        if self.records.is_dropped(*owner):
+        if self.records.step_of("dropped", *owner) is not None:
             raise CommitError(
                 f"mini-batch {mini_batch!r} of client {client!r} was dropped: it was discarded, nothing came for too "
                 "long, the connection had ended, or the weights were replaced. Begin a new one"
             )
         self.mini_batches.check(owner, task.principal, parameters)
-
-    def _check_outputs(self, tasks: Sequence[Task], gradients: Sequence[Tensor]) -> None:
-        if self.guards.sound_outputs(gradients):
-            return
-        errors = {
-            task: GradientError(f"a task for expert {self.name!r} was refused: {fault}; nothing was changed")
-            for task in tasks
-            if (fault := self.guards.output_fault(task.tensors[self._inputs :])) is not None
-        }
-        if errors:
-            raise TaskFault(errors)
 
     def _copies(self, tasks: Sequence[Task], results: Sequence[Results]) -> list[tuple[Task, Results]]:
         """What is to be recorded: of the tasks with a key."""

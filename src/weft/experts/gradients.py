@@ -200,7 +200,7 @@ class OpenMiniBatches(dict[Owner, GradientAccumulator]):
     def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, in private memory, to the sum of a task that was checked."""
         new = GradientAccumulator(list(parameters), GradientSum(len(parameters)), principal=task.principal)
-        one = self.setdefault((task.client, task.mini_batch or ""), new)
+        one = self.setdefault(task.owner, new)
         one.total.add(gradients)
         one.terms += 1
         one.touched, one.stream = self._clock(), task.stream
@@ -222,12 +222,12 @@ class OpenMiniBatches(dict[Owner, GradientAccumulator]):
         """The sums that are to be dropped, with their principals: discarded, untouched for too long, or orphaned."""
         now = self._clock()
         found = dict(self.discarded.popitem() for _ in range(len(self.discarded)))
-        return found | {owner: one.principal for owner, one in self.items() if self._is_old(one, now)}
-
-    def _is_old(self, one: GradientAccumulator, now: float) -> bool:
-        ended_at = None if one.stream is None else one.stream.ended_at
-        orphaned = ended_at is not None and ended_at <= now - self._options.orphan_seconds
-        return orphaned or one.touched <= now - self._options.seconds
+        for owner, one in self.items():
+            ended_at = None if one.stream is None else one.stream.ended_at
+            orphaned = ended_at is not None and ended_at <= now - self._options.orphan_seconds
+            if orphaned or one.touched <= now - self._options.seconds:
+                found[owner] = one.principal
+        return found
 
     def _holders(self) -> str:
         """Whose mini-batches are open, in words."""

@@ -23,7 +23,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal
 from zlib import crc32
@@ -172,8 +171,11 @@ class IdempotencyTable:
                 expires_at = max(expires_at, task.deadline + self._offset)
             self._store(digest, principal, result, expires_at)
 
-    def step_of(self, kind: RequestKind, client: str | None, key: str) -> int | None:
-        """The optimizer step that a request was part of; None if it is not known as applied."""
+    def step_of(self, kind: RequestKind | Literal["dropped"], client: str | None, key: str) -> int | None:
+        """The optimizer step that a request was part of; None if it is not known as applied.
+
+        Of kind "dropped": not None if the mini-batch of that name was dropped.
+        """
         with self._lock:
             entry = self._entry(_digest((kind, client, key)))
             return None if entry is None else entry[1]
@@ -200,11 +202,6 @@ class IdempotencyTable:
             self._insert(digest, _digest(principal, 8), _DROPPED, 0)
             self._unsaved[digest] = None
 
-    def is_dropped(self, client: str | None, mini_batch: str) -> bool:
-        """Whether a mini-batch was dropped."""
-        with self._lock:
-            return self._entry(_digest(("dropped", client, mini_batch))) is not None
-
     def state_dict(self) -> dict[str, Any]:
         """All that is part of a step: to be saved with it.
 
@@ -220,7 +217,24 @@ class IdempotencyTable:
             keys, unsaved = self._applied.copy(), self._unsaved.copy()
             shares = self._shares.values()
             results = [(each.keys[one], one, found) for each in shares for one, found in reversed(each.results.items())]
-            return partial(_state, self._now(), keys, unsaved, results)
+            now = self._now()
+
+        def state() -> dict[str, Any]:
+            rows = bytearray().join(digest + value for digest, value in keys.items() if digest not in unsaved)
+            flat = (
+                torch.frombuffer(rows, dtype=torch.uint8) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
+            saved: list[tuple[str, float, Results]] = []
+            room = SAVED_RESULT_BYTES
+            for expires_at, digest, result in sorted(results, key=lambda item: item[0], reverse=True):
+                if digest not in unsaved:
+                    room -= _nbytes(result) + _RESULT_OVERHEAD
+                    if room < 0:
+                        break
+                    saved.append((digest.hex(), expires_at - now, result))
+            return {"now": now, "keys": flat.view(len(rows) // _ROW.size, _ROW.size), "results": saved[::-1]}
+
+        return state
 
     def load_state_dict(self, state: Any) -> None:
         """Replace all but the names of dropped mini-batches by a `state_dict`. Raises ``UsageError`` if it is none."""
@@ -270,9 +284,6 @@ class IdempotencyTable:
         value = _VALUE.unpack(self._applied[digest]) if digest in self._applied else None
         return None if value is None or value[3] <= self._now() - self.options.max_age else value
 
-    def _recorded_at(self, digest: bytes) -> float:
-        return _VALUE.unpack(self._applied[digest])[3]
-
     def _requests_of(self, *mini_batch: str | None) -> list[bytes]:
         return [digest for digest, its in self._unsaved.items() if its == mini_batch]
 
@@ -316,7 +327,7 @@ class IdempotencyTable:
         for share in list(self._shares.values()):
             while share.results and share.keys[next(iter(share.results))] <= now:
                 self._evict_result(share, next(iter(share.results)))
-            while share.keys and self._recorded_at(next(iter(share.keys))) <= now - self.options.max_age:
+            while share.keys and self._entry(next(iter(share.keys))) is None:
                 self._forget(next(iter(share.keys)))
 
     def _forget(self, digest: bytes) -> None:
@@ -364,23 +375,6 @@ def fingerprint(task: Task) -> int:
             payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
         task.fingerprint = form << 32 | payload
     return task.fingerprint
-
-
-def _state(
-    now: float, keys: dict[bytes, bytes], unsaved: dict[bytes, Any], results: list[tuple[float, bytes, Results]]
-) -> dict[str, Any]:
-    """See `IdempotencyTable.state_dict`."""
-    rows = bytearray().join(digest + value for digest, value in keys.items() if digest not in unsaved)
-    flat = torch.frombuffer(rows, dtype=torch.uint8) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
-    saved: list[tuple[str, float, Results]] = []
-    room = SAVED_RESULT_BYTES
-    for expires_at, digest, result in sorted(results, key=lambda item: item[0], reverse=True):
-        if digest not in unsaved:
-            room -= _nbytes(result) + _RESULT_OVERHEAD
-            if room < 0:
-                break
-            saved.append((digest.hex(), expires_at - now, result))
-    return {"now": now, "keys": flat.view(len(rows) // _ROW.size, _ROW.size), "results": saved[::-1]}
 
 
 def _nbytes(result: Results) -> int:
