@@ -38,7 +38,7 @@ class Attack:
         self._rival = GrpcTransport(address, token=token)
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._held: list[Any] = []
-        kinds = (self.watch, self.ask, self.guess, self.silence, self.half, self.discard)
+        kinds = (self.check, self.ask, self.guess, self.silence, self.half, self.discard)
         for each in kinds:
             threading.Thread(target=self._again, args=(each,), daemon=True).start()
 
@@ -50,10 +50,9 @@ class Attack:
             self.made[attack.__name__] += 1
             time.sleep(PAUSE)
 
-    def watch(self, channel: Any) -> None:
+    def check(self, channel: Any) -> None:
         """Health, with a name of 2 MiB."""
-        for _ in channel.unary_stream("/grpc.health.v1.Health/Watch")(BIG, timeout=SECONDS):
-            pass
+        channel.unary_unary("/grpc.health.v1.Health/Check")(BIG, timeout=SECONDS)
 
     def ask(self, channel: Any) -> None:
         """Without a token."""

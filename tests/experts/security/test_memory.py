@@ -31,7 +31,7 @@ PROMISED = 64 * MB
 UNFINISHED = framed(bytes(4 * MB), length=60 * MB)
 HEALTH = "/grpc.health.v1.Health"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-OPEN_TO_ALL = [f"{HEALTH}/Watch", f"{HEALTH}/Check"]
+OPEN_TO_ALL = [f"{HEALTH}/Check"]
 CLOSED = [STREAM, INFO, STATUS, STATE, REFLECTION, "/no.such/Method"]
 
 
@@ -95,10 +95,13 @@ def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
         assert client.status(check) == 0
         with grpc.insecure_channel(server.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            seen = health.Watch(health_pb2.HealthCheckRequest(service="whatever"), timeout=10.0)
-            assert next(seen).status == health_pb2.HealthCheckResponse.SERVING
+            asked = health_pb2.HealthCheckRequest(service="whatever")
+            assert health.Check(asked, timeout=10.0).status == health_pb2.HealthCheckResponse.SERVING
             server.drain()
-            assert next(seen).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert health.Check(asked, timeout=10.0).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(grpc.RpcError) as caught:
+                next(health.Watch(asked, timeout=10.0))
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_checks_of_its_health_whose_answer_is_not_read_are_bounded() -> None:
@@ -108,14 +111,6 @@ def test_checks_of_its_health_whose_answer_is_not_read_are_bounded() -> None:
         client.close()
         with RawHttp2Closing(server.address) as other:
             until(lambda: other.status(other.open(f"{HEALTH}/Check")) == 0)
-
-
-def test_watchers_of_its_health_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.experts.server.grpc_server._WATCHERS", 2)
-    with Server([]) as server, RawHttp2Closing(server.address) as client:
-        streams = [client.open(f"{HEALTH}/Watch") for _ in range(3)]
-        assert client.status(streams[2]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-        assert client.answered(streams[0])[":status"] == "200"
 
 
 def test_reflection_is_for_those_who_are_admitted() -> None:

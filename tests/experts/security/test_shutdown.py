@@ -25,12 +25,12 @@ def step(backend: ExpertBackend) -> None:
     backend.backward_pool.submit_task(rows(2, 0), rows(2, 1)).result(PATIENCE)
 
 
-def test_watchers_of_health_that_read_nothing_do_not_keep_a_server_from_saving(tmp_path: Path) -> None:
+def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     server = Server([fussy_backend()], checkpoints=store)
     with server, raw_http2(server.address, window=0) as watcher, RemoteExpert("fussy", server.address) as remote:
         for _ in range(2):
-            watcher.call("/grpc.health.v1.Health/Watch")
+            watcher.call("/grpc.health.v1.Health/Check")
         watcher.answered(1)
         remote(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
         assert server.shutdown()

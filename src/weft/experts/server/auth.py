@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from ipaddress import IPv6Network
 from typing import Any
 from urllib.parse import unquote
@@ -130,20 +130,15 @@ class Access:
 
     grants: Sequence[Grant] = OPEN
     tokens: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    _roles: dict[tuple[str, str], Role] = field(
-        default_factory=dict[tuple[str, str], Role], init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         with Validator("invalid tokens") as check:
             for token, name in self.tokens.items():
-                valid = check.that(bool(token and name), f"of client {name!r}: the token or the name is empty")
-                faults = (*token_fault(token), *name_fault(name)) if valid else ()
-                check.add(*(f"of client {name!r}: {fault}" for fault in faults))
-            open_to_all = bool(self.tokens) and self.grants is OPEN
-            check.that(
-                not open_to_all, "there are tokens and no grants, so that everybody may do everything; give both"
-            )
+                empty = [] if token and name else ["the token or the name is empty"]
+                faults = empty or [*token_fault(token), _name_fault(name)]
+                check.add(*(f"of client {name!r}: {fault}" for fault in faults if fault))
+            closed = not self.tokens or self.grants is not OPEN
+            check.that(closed, "there are tokens and no grants, so that everybody may do everything; give both")
         object.__setattr__(self, "grants", tuple(self.grants))  # roles are cached, so grants must not change later
 
     def named(self, token: str) -> str | None:
@@ -154,16 +149,16 @@ class Access:
                 found = name
         return found
 
-    def role(self, client: str, expert: str) -> Role:
-        """The largest role that a grant gives."""
-        found = self._roles.get((client, expert))
-        if found is None:
+    @cached_property
+    def role(self) -> Callable[[str, str], Role]:
+        """The largest role that a grant gives a client for an expert."""
+
+        @lru_cache(_CACHED_ROLES)  # names are whatever clients make up
+        def role(client: str, expert: str) -> Role:
             fits = [g for g in self.grants if fnmatchcase(client, g.client) and fnmatchcase(expert, g.expert)]
-            found = max((grant.role for grant in fits), default=Role.NONE)
-            if len(self._roles) > _CACHED_ROLES:
-                self._roles.clear()  # names are whatever clients make up
-            self._roles[client, expert] = found
-        return found
+            return max((grant.role for grant in fits), default=Role.NONE)
+
+        return role
 
     def admits(self, client: str, wanted: Role = Role.FORWARD) -> bool:
         """Whether this client has such a role for any expert."""
@@ -236,12 +231,10 @@ class Audit:
             return dict(self._counts)
 
 
-def name_fault(name: str) -> list[str]:
-    """What is wrong with the proven name of a client."""
-    taken = name.startswith((_UNPROVEN, _PEER))
-    return (
-        [f"it begins with {_UNPROVEN!r} or {_PEER!r}, as clients that have proved no name are called"] if taken else []
-    )
+def _name_fault(name: str) -> str:
+    """What is wrong with the proven name of a client; empty if nothing is."""
+    unproven = f"it begins with {_UNPROVEN!r} or {_PEER!r}, as clients that have proved no name are called"
+    return unproven if name.startswith((_UNPROVEN, _PEER)) else ""
 
 
 def _host(peer: str) -> str:
@@ -263,19 +256,15 @@ def authenticate(
     trace = trace if _TRACEPARENT.fullmatch(trace) else ""
     names = tls.get("x509_common_name") or tls.get(b"x509_common_name") or ()  # of the client's certificate
     certified = next((name.decode("utf-8", "replace") for name in names), "")
-    caller = Caller(certified or _by_token(access, found.get(AUTHORIZATION)), peer, trace)
-    for fault in name_fault(caller.name):
+    name, shown = certified, found.get(AUTHORIZATION)
+    if not name and shown is not None:
+        word = shown.decode("utf-8", "replace") if isinstance(shown, bytes) else str(shown)
+        name = access.named(word.removeprefix(BEARER)) if word.startswith(BEARER) else None
+        if name is None:
+            raise ForbiddenError(f"the token in the metadata {AUTHORIZATION!r} is not known here")
+    caller = Caller(name, peer, trace)
+    if fault := _name_fault(caller.name):
         raise ForbiddenError(f"the name in the certificate of client {caller.name!r} cannot be used here: {fault}")
     if not access.admits(caller.name):
         raise ForbiddenError(f"nothing is granted to {caller.described}; ask whoever runs the server for a grant")
     return caller
-
-
-def _by_token(access: Access, shown: str | bytes | None) -> str:
-    if shown is None:
-        return ""
-    word = shown.decode("utf-8", "replace") if isinstance(shown, bytes) else shown
-    name = access.named(word.removeprefix(BEARER)) if word.startswith(BEARER) else None
-    if name is None:
-        raise ForbiddenError(f"the token in the metadata {AUTHORIZATION!r} is not known here")
-    return name

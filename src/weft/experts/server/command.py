@@ -17,7 +17,7 @@ from typing import Any
 
 from weft.experts.errors import ExpertError
 from weft.experts.server.config import ServeConfig
-from weft.experts.server.malloc import keep_freed_memory, use_large_pages
+from weft.experts.server.options import keep_freed_memory, use_large_pages
 
 _LOOK = 0.25  # seconds
 _SWITCH = 0.0005

@@ -6,7 +6,7 @@
     Status   -> JSON, for those with role ADMIN; reads nothing
     State    states of experts, for followers with role ADMIN; see `weft.experts.replication.LeaderStreams`
     grpc.reflection.v1alpha.ServerReflection    as published, for admitted clients
-    grpc.health.v1.Health                       for everybody; answers for the whole server, and reads nothing
+    grpc.health.v1.Health                       Check alone, for everybody; of the whole server, and reads nothing
 
 Every method is a stream to gRPC, also those that clients call as unary: of a unary request gRPC holds the whole before
 its handler runs. So of unknown callers only headers are held, and of a client no more than the budget has room for.
@@ -59,7 +59,6 @@ _grpc = cast("Any", grpc)
 _health = cast("Any", health_pb2)
 _reflection, _reflection_pb2 = cast("Any", reflection), cast("Any", reflection_pb2)
 _HEALTH = cast("Any", health).SERVICE_NAME
-_WATCHERS = 32  # of its health, at a time: they prove nothing, and hold a stream each
 _CHECKS, _HOST_CHECKS = 32, 8  # of its health under way, of all and of one host: one that reads no answer stays
 _ROOM_SECONDS = 5.0  # that a frame in parts waits for room
 _PART_SECONDS = 30.0  # that its next part may take
@@ -87,8 +86,8 @@ class GrpcServer:
         self._leader_streams = leader_streams
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining, self._stopping, self._end = asyncio.Event(), asyncio.Event(), 0.0
-        self._watchers, self._checks = 0, list[str]()  # by host
+        self._stopping, self._end = asyncio.Event(), 0.0
+        self._checks: list[str] = []  # hosts whose health checks are under way
         names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
         self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
 
@@ -106,8 +105,8 @@ class GrpcServer:
         return port.result(_START_SECONDS)
 
     def drain(self) -> None:
-        """Tell health checks and clients that no new work is taken. Waits for none of them."""
-        self._call(self._drain)
+        """Tell clients that no new work is taken. Waits for none of them."""
+        self._call(lambda: [connection.answer(goaway()) for connection in self.connections])
 
     def stop(self, seconds: float) -> None:
         """Let answers leave, for at most so many seconds, and end all streams and the thread."""
@@ -146,11 +145,6 @@ class GrpcServer:
         if ending := asyncio.all_tasks() - {asyncio.current_task()}:  # gRPC ends calls in tasks of its own
             await asyncio.wait(ending, timeout=_STOP_SECONDS)
 
-    def _drain(self) -> None:
-        self._draining.set()
-        for connection in self.connections:
-            connection.answer(goaway())
-
     def _handlers(self) -> list[Any]:
         stream = _grpc.stream_stream_rpc_method_handler
         ours = {"Stream": stream(self._stream), "Info": stream(self._info), "Status": stream(self._tell_status)}
@@ -163,16 +157,10 @@ class GrpcServer:
         )
         tables = {
             SERVICE: ours,
-            _HEALTH: {"Check": stream(self._check), "Watch": stream(self._watch)},
+            _HEALTH: {"Check": stream(self._check)},
             _reflection.SERVICE_NAME: {"ServerReflectionInfo": reflect},
         }
         return [_grpc.method_handlers_generic_handler(name, table) for name, table in tables.items()]
-
-    @property
-    def _health(self) -> bytes:
-        kinds = _health.HealthCheckResponse
-        now = kinds.NOT_SERVING if self._draining.is_set() else kinds.SERVING
-        return kinds(status=now).SerializeToString()
 
     # Handlers. What gRPC hands them has no types.
 
@@ -182,22 +170,11 @@ class GrpcServer:
             await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks leave their answer unread")
         self._checks.append(host)
         try:
-            await context.write(self._health)
+            kinds = _health.HealthCheckResponse
+            status = kinds.SERVING if self._dispatcher.draining is None else kinds.NOT_SERVING
+            await context.write(kinds(status=status).SerializeToString())
         finally:
             self._checks.remove(host)
-
-    async def _watch(self, _: Any, context: Any) -> None:
-        if self._watchers >= _WATCHERS:
-            await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_WATCHERS} watch already; use Check")
-        self._watchers += 1
-        try:
-            if not self._draining.is_set():
-                await context.write(self._health)  # a client that reads nothing blocks only itself
-                await self._draining.wait()
-            await context.write(self._health)
-            await asyncio.Event().wait()  # until either side ends the stream
-        finally:
-            self._watchers -= 1
 
     async def _reflect(self, requests: Any, context: Any) -> AsyncGenerator[Any]:
         async with self._admitted(context, "reflection"):
@@ -254,8 +231,8 @@ class GrpcServer:
 
         Raises ``WireError`` for what is no frame, ``OverloadError`` or ``QuotaError`` if there is no room for it.
         """
-        part = await context.read()
-        if part is _aio.EOF:
+        part = await _next(context)
+        if part is None:
             return None
         frame = Frame(part, self._options.limits)
         if not frame.partial:
@@ -265,8 +242,8 @@ class GrpcServer:
         try:
             async with asyncio.timeout(self._options.longest_seconds):
                 while frame.wanted:
-                    part = await asyncio.wait_for(context.read(), _PART_SECONDS)
-                    if part is _aio.EOF:
+                    part = await asyncio.wait_for(_next(context), _PART_SECONDS)
+                    if part is None:
                         break
                     frame.append(part)
             return frame.received()
@@ -277,10 +254,9 @@ class GrpcServer:
 
     async def _info(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "info") as caller:
-            message = await context.read()
             answers, limits = list[Call](), self._options.limits
             try:
-                for call in decode(b"" if message is _aio.EOF else message, limits):
+                for call in decode(await _next(context) or b"", limits):
                     if call.header.kind is Kind.INFO:
                         self._dispatcher.dispatch(call, caller, answers.append)
                     else:
@@ -301,10 +277,6 @@ class GrpcServer:
             await context.write(write_status(json.dumps(await loop.run_in_executor(None, self._status))))
 
     async def _states(self, _: Any, context: Any) -> None:
-        async def read() -> bytes | None:
-            message = await context.read()
-            return None if message is _aio.EOF else message
-
         async with self._admitted(context, "state") as caller:
             streams, dispatcher = self._leader_streams, self._dispatcher
             if not dispatcher.access.admits(caller.name, Role.ADMIN):  # before it takes one of the few streams
@@ -315,7 +287,7 @@ class GrpcServer:
                 await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many servers follow this one")
             else:
                 check = partial(dispatcher.check, caller, wanted=Role.ADMIN, what="its state", kind="STATE")
-                await streams.serve(read, context.write, check)
+                await streams.serve(partial(_next, context), context.write, check)
 
     @asynccontextmanager
     async def _admitted(self, context: Any, what: str) -> AsyncGenerator[Caller]:
@@ -350,6 +322,12 @@ class _Loop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
         with suppress(RuntimeError):
             return super().call_soon_threadsafe(*args, **options)
+
+
+async def _next(context: Any) -> bytes | None:
+    """The next message of a client; None at the end."""
+    message = await context.read()
+    return None if message is _aio.EOF else message
 
 
 def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
