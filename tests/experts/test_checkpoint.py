@@ -358,7 +358,7 @@ def test_a_disk_without_room_for_one_more_goes_on_saving_with_fewer_old_ones(
         save(store, step)
         assert step_of(store.load_newest(UID)) == step
     assert store.steps(UID) == list(range(7, 7 - min(room, keep), -1))
-    assert ("the disk has no room for" in caplog.text) == (room <= keep)
+    assert caplog.text.count("the disk has no room for") == (room <= keep)  # once, however many saves meet it
 
 
 def test_room_is_never_made_at_the_cost_of_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> None:

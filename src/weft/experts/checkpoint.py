@@ -194,6 +194,7 @@ class CheckpointStore:
         self._disk = disk or Disk()
         self._locks: dict[str, threading.Lock] = {}
         self._ours: dict[str, set[str]] = {}  # by expert: the files that led to its state
+        self._short_of_room: set[str] = set()  # experts of which the log says so
         if not self._disk.is_folder(self.root):
             self._make(self.root)
 
@@ -314,8 +315,10 @@ class CheckpointStore:
                     raise
                 self._disk.remove(draft)
                 self._disk.remove(folder / old.pop())
-            words = "the disk has no room for %d checkpoints of expert %r in %s: older ones are removed first"
-            _LOG.warning(words, self._keep + 1, encoded.uid, folder)
+            if encoded.uid not in self._short_of_room:
+                words = "the disk has no room for %d checkpoints of expert %r in %s: older ones are removed first"
+                _LOG.warning(words, self._keep + 1, encoded.uid, folder)
+            self._short_of_room.add(encoded.uid)
 
     def _dispensable(self, uid: str, folder: Path) -> list[str]:
         """What may be removed before a new checkpoint is safe: all of ours but the newest whole one, oldest last."""
