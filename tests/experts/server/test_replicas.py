@@ -85,6 +85,23 @@ def test_only_what_the_patterns_name_is_a_replica_and_one_that_fits_nobody_is_to
         ReplicaOptions(["ffn.*", ""])
 
 
+@pytest.mark.parametrize("replicas", [None, ReplicaOptions(["other"])])
+def test_a_replica_of_an_expert_that_another_server_lists_alone_is_refused(replicas: ReplicaOptions | None) -> None:
+    directory = LocalDirectory()
+    with Server([expert()], directory=directory, replicas=replicas) as alone:
+        words = rf"the server at {alone.address} lists expert 'fussy' without replicas="
+        with pytest.raises(UsageError, match=words):
+            make(directory).start()
+        with make(directory, expert("else")) as second:
+            with pytest.raises(UsageError, match=words):
+                second.add(expert())
+            assert second.experts == ["else"]
+        found = directory.get()
+        assert found.addresses("fussy") == (alone.address,) and found.owner("fussy") is None
+    with make(directory) as second:  # when that one has gone
+        assert role(second) == "owner"
+
+
 def test_when_the_owner_dies_a_follower_takes_over_and_steps_no_key_twice() -> None:
     directory = LocalDirectory()
     first = make(directory)

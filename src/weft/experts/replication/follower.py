@@ -28,7 +28,7 @@ from weft.experts.fork_guard import GrpcThreads
 from weft.experts.replication.leader import PullRequest, PullResponse, UpdateKind, read_response
 from weft.experts.replication.replica import Replica
 from weft.experts.tls import ClientTls, check_address
-from weft.experts.wire import Call, Header, Kind, Limits, Received, decode, encode, read_fault
+from weft.experts.wire import Call, Header, Kind, Limits, Received, UnknownExpertError, decode, encode, read_fault
 from weft.experts.wire.service import AUTHORIZATION, BEARER, STATE
 
 _grpc = cast("Any", grpc)
@@ -240,4 +240,6 @@ class FollowerStream:
         text, tls = str(error.details()), self._options.tls
         if error.code() in _REFUSED:
             return ForbiddenError(f"{self.address} refuses this server: {text}")
+        if error.code() is _grpc.StatusCode.UNIMPLEMENTED:
+            return UnknownExpertError(f"{self.address} has no replicas (replicas=)")
         return unreachable(self.address, tls, "cannot be followed", text, "this server", "tls= of ReplicaOptions")

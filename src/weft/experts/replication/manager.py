@@ -23,12 +23,12 @@ from weft.core.errors import UsageError, WeftError, listed
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership, Snapshot
 from weft.experts.discovery.fencing import later, number_of, replaced
 from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import AwayError, DirectoryError, ExpertError, LeaseLostError, OwnedError
+from weft.experts.errors import AwayError, DeclaredError, DirectoryError, ExpertError, LeaseLostError, OwnedError
 from weft.experts.replication.follower import FollowerStream, ReplicaOptions
 from weft.experts.replication.leader import LeaderStreams
 from weft.experts.replication.replica import Replica, StateVersion
 from weft.experts.tls import directory_faults
-from weft.experts.wire import Limits
+from weft.experts.wire import Limits, UnknownExpertError
 
 _LOG = logging.getLogger("weft.experts.server")
 INTERVAL = 0.05  # seconds between two looks at the directory, which are reads of memory
@@ -110,9 +110,12 @@ class ReplicationManager:
         self.wait()
 
     def wait(self) -> None:
-        """Until every replica is owned here or has its owner's state, for at most ``first_seconds``."""
+        """Until all have an owner's state, at most ``first_seconds``; ``UsageError``: one is listed alone."""
         end = time.monotonic() + self._options.first_seconds
         while self._thread.is_alive() and time.monotonic() < end and not self._stop.wait(0.01):
+            for replica in list(self.replicas.values()):
+                if isinstance(replica.failure, DeclaredError):
+                    raise UsageError(str(replica.failure))
             if all(replica.settled for replica in list(self.replicas.values())):
                 return
 
@@ -283,14 +286,18 @@ class ReplicationManager:
             return
         failure: Exception | None = None
         try:
-            for address in snapshot.addresses(replica.uid):
-                if address != self._here:
-                    with suppress(WeftError):  # that replica does not answer
-                        self._stream(address).newest(replica, ownership.token, _ASKED)
+            for address in sorted({*snapshot.addresses(replica.uid)} - {self._here}):
+                try:
+                    self._stream(address).newest(replica, ownership.token, _ASKED)
+                except UnknownExpertError:
+                    words = "without replicas=, and clients would move between different weights: say it there too"
+                    raise DeclaredError(f"the server at {address} lists expert {replica.uid!r} {words}") from None
+                except WeftError:  # that replica does not answer
+                    pass
             replica.restore()
         except Exception as error:  # also what module and optimizer raise: no other server could claim it meanwhile
             failure = error
-        if replica.broken:
+        if replica.broken or isinstance(failure, DeclaredError):
             replica.follow(None)
             self._directory.release(ownership)
             replica.next_try = time.monotonic() + _AGAIN

@@ -211,10 +211,10 @@ class Server:
             self._dispatcher.add(served)
         try:
             self._announce()
+            self._replication.wait()
         except UsageError:
             self.remove(backend.name)
             raise
-        self._replication.wait()
 
     def remove(self, uid: str, timeout: float = 30.0) -> bool:
         """Finish what this expert has accepted, save it, and serve it no more; whether all was finished in time.
