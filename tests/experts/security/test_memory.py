@@ -5,7 +5,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
+import h2.events
 import h2.exceptions
+import h2.settings
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -102,6 +104,13 @@ def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 next(health.Watch(asked, timeout=10.0))
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_the_streams_of_one_connection_are_bounded() -> None:
+    with Server([]) as server, RawHttp2Closing(server.address) as client:
+        client.ping()
+        told = next(each for each in client.events if isinstance(each, h2.events.RemoteSettingsChanged))
+        assert told.changed_settings[h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS].new_value == 128
 
 
 def test_checks_of_its_health_whose_answer_is_not_read_are_bounded() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from weft.core.errors import UsageError, escaped
 from weft.experts.client import GrpcTransport
 from weft.experts.client import status as client_status
 from weft.experts.server import Access, Audit, Caller, Grant, Role, Server
-from weft.experts.server.config import build, parse_expert
+from weft.experts.server.config import build, parse_expert, read_config
 from weft.experts.wire import Call, ForbiddenError, Header, Kind, UnknownExpertError
 
 pytestmark = pytest.mark.timeout(30)
@@ -146,6 +147,23 @@ def test_escaped_text_can_be_read_and_is_cut() -> None:
 def test_a_mistyped_token_is_not_printed(more: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         build(table(**more))
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'tokens = { s3cret = "a", s3cret = "b" }',
+        'tokens = { s3cret = "a", s3cret.x = "b" }',
+        "[tokens.s3cret]\n[tokens.s3cret]\n",
+        "tokens = {}\n[tokens.s3cret]\n",
+    ],
+)
+def test_a_file_that_is_no_toml_is_refused_without_its_tokens(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(text, "utf-8")
+    with pytest.raises(UsageError, match=r"is no TOML: .*\(at line") as caught:
+        read_config(file)
     assert "s3cret" not in str(caught.value)
 
 

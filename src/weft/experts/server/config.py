@@ -13,6 +13,7 @@
 docs/experts.md tells every name. The author of this file runs the server: it may name any module to import.
 """
 
+import re
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -273,7 +274,9 @@ def read_config(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         what = "cannot be read" if isinstance(error, OSError) else "is no TOML"
-        raise UsageError(f"the configuration {str(path)!r} {what}: {error}") from None
+        # without the keys that the parser names: those of [tokens] are secrets
+        why = re.sub(r"(key|declare|namespace) ['(].*(?= twice| \(at )", r"\1 ...", str(error))
+        raise UsageError(f"the configuration {str(path)!r} {what}: {why}") from None
 
 
 def parse_expert(word: str) -> dict[str, Any]:
