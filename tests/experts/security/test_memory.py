@@ -19,7 +19,9 @@ from tests.experts.security.served import ADMITTED, Served, served
 from tests.experts.server.raw import raw
 from tests.experts.waiting import until
 from weft.experts.client import GrpcTransport, RemoteExpert
+from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import QuotaError
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Server, ServerOptions
 from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode_parts, read_fault
 from weft.experts.wire.service import INFO, MESSAGE_BYTES, STATE, STATUS, STREAM
@@ -66,6 +68,16 @@ def test_a_stranger_makes_at_most_64_mib_resident(paths: list[str], window: int,
         assert grown <= PROMISED, f"{grown / MB:.0f} MB"
         with RemoteExpert("f", server.address, token="s3cret") as remote:  # and nobody else is hurt
             assert remote(torch.ones(2, 8)).shape == (2, 8)
+
+
+def test_a_stranger_is_refused_before_a_message_of_it_is_read() -> None:
+    access, directory = Access([Grant("trainer")], {"s3cret": "trainer"}), LocalDirectory()
+    with (
+        Server([], access=access, directory=directory, replicas=ReplicaOptions()) as server,
+        RawHttp2Closing(server.address) as client,
+    ):
+        for path in (STREAM, INFO, STATUS, STATE, REFLECTION):  # no message is ever sent
+            assert client.status(client.open(path)) == grpc.StatusCode.UNAUTHENTICATED.value[0], path
 
 
 class RawHttp2Closing(RawHttp2):
