@@ -25,8 +25,8 @@ from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.compression import Compression
 from weft.experts.errors import GradientError
 from weft.experts.protobuf import load_messages
-from weft.experts.replication.leader import PullRequest, PullResponse, UpdateKind, read_request, read_response
 from weft.experts.replication.replica import StateVersion
+from weft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response
 from weft.experts.wire import Call, Header, Kind, WireError, decode, read_fault, write_fault
 from weft.experts.wire.service import Receipt, describe, read_description, read_receipt
 

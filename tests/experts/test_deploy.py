@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from weft.experts.discovery.etcd import EtcdDirectory, open_directory
-from weft.experts.discovery.etcd_client import EtcdTls
+from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, open_directory
 from weft.experts.registry import expert_kinds, make_expert
 from weft.experts.server.options import listen_faults
 

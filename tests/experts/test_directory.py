@@ -25,8 +25,7 @@ from tests.experts.waiting import until
 from tests.forked import forked
 from weft.core.errors import UsageError
 from weft.experts.discovery import AwayError, Directory, Lease, LeaseLostError, LocalDirectory, OwnedError, Snapshot
-from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.discovery.etcd_client import EtcdTls, RefusedByEtcdError
+from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError
 from weft.experts.discovery.fencing import epoch_of, later
 
 FOREVER = 1000.0

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from weft.core.errors import UsageError
 from weft.experts.discovery import AwayError, Lease, LocalDirectory, OwnedError, Ownership
 from weft.experts.discovery.directory import make_snapshot
-from weft.experts.discovery.etcd import EtcdDirectory, EtcdKeys, open_directory
-from weft.experts.discovery.etcd_client import MESSAGES, EtcdTls
+from weft.experts.discovery.etcd import MESSAGES, EtcdDirectory, EtcdKeys, EtcdTls, open_directory
 
 
 def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:

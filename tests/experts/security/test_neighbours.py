@@ -19,7 +19,7 @@ from weft.experts import ExpertBackend, GraphBudget, IdempotencyOptions, PoolOpt
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, OverloadError, QuotaError
-from weft.experts.replication import ReplicaOptions, leader
+from weft.experts.replication import ReplicaOptions, streams
 from weft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions
 from weft.experts.server.auth import authenticate
 from weft.experts.server.server_stream import ByteBudget
@@ -268,14 +268,14 @@ def states(server: Server, token: str) -> Iterator[Callable[[], Any]]:
 def test_a_stream_of_states_takes_a_place_only_with_rights_and_only_while_it_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leader, "IDLE", 0.1)
+    monkeypatch.setattr(streams, "IDLE", 0.1)
     directory = LocalDirectory()
     with Server([fussy_backend()], access=MIXED, directory=directory, replicas=ReplicaOptions()) as server:
         following = server._grpc_server._leader_streams
         assert following is not None
         with states(server, "t-token") as code:
-            assert code() is grpc.StatusCode.PERMISSION_DENIED and following.streams == 0
+            assert code() is grpc.StatusCode.PERMISSION_DENIED and not following.open
         assert server.audit.counts()["STATE"] == 1
         with states(server, "b-token") as code:
-            assert code() is grpc.StatusCode.OK and following.streams == 0
+            assert code() is grpc.StatusCode.OK and not following.open
     directory.close()

@@ -12,8 +12,8 @@ from tests.experts.server.replica_cases import LEASED, owning
 from weft.experts.discovery import FencedError, Ownership
 from weft.experts.errors import DamagedError
 from weft.experts.replication import Leadership, Replica
-from weft.experts.replication.leader import PullRequest, PullResponse, UpdateKind, read_request, read_response
 from weft.experts.replication.replica import StateVersion
+from weft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response
 from weft.experts.wire import MalformedError, NotOwnerError
 
 numbers = st.integers(0, 2**64 - 1)

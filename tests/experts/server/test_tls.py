@@ -12,8 +12,7 @@ from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.server.raw import Authority
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, RemoteExpert
-from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.discovery.etcd_client import EtcdTls
+from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls
 from weft.experts.server import Server, ServerTls
 from weft.experts.wire import UnreachableError
 

@@ -2,7 +2,7 @@
 
 directory.py   what every directory can do, its snapshots, and a directory within this process
 fencing.py     tokens that refuse replaced owners
-etcd.py        a directory in etcd, for several machines          etcd_client.py, etcd.proto   etcd's API over gRPC
+etcd.py        a directory in etcd, for several machines; etcd.proto has etcd's messages
 registration.py   a server's entry in the directory, renewed, and the other servers there
 """
 

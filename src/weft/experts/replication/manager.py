@@ -24,9 +24,8 @@ from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership, 
 from weft.experts.discovery.fencing import later, number_of, replaced
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import AwayError, DeclaredError, DirectoryError, ExpertError, LeaseLostError, OwnedError
-from weft.experts.replication.follower import FollowerStream, ReplicaOptions
-from weft.experts.replication.leader import LeaderStreams
-from weft.experts.replication.replica import Replica, StateVersion
+from weft.experts.replication.replica import Replica, ReplicaOptions, StateVersion
+from weft.experts.replication.streams import FollowerStream, LeaderStreams
 from weft.experts.tls import directory_faults
 from weft.experts.wire import Limits, UnknownExpertError
 

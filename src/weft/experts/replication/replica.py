@@ -1,4 +1,4 @@
-"""A replicated expert at one server: its role, and its state, sent and loaded, with its version.
+"""A replicated expert at one server: its options, its role, and its state, sent and loaded, with its version.
 
     encode   module, optimizer, schedule, steps, idempotency keys ──> safetensors bytes      (see `serialization`)
     load     the same bytes from its owner, if no newer owner is known ──> loaded, all of one step
@@ -15,18 +15,68 @@ stepped beyond it never reached any later owner. Tokens of different epochs of t
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from weft.core.validation import Validator, token_fault
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import Fence, Lease, Ownership
 from weft.experts.discovery.fencing import epoch_of, number_of, replaced
 from weft.experts.expert import ExpertBackend
 from weft.experts.serialization import deserialize, serialize
+from weft.experts.tls import ClientTls
 from weft.experts.wire import NotOwnerError
 
 Role = Literal["owner", "taking over", "follower"]
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """Which experts of a server are replicas, and how closely a follower keeps to the owner.
+
+    A follower is behind by at most ``follow_steps`` steps or ``follow_seconds``, whichever comes first, and what one
+    transfer takes: so much may be lost when an owner dies. An owner that shuts down loses nothing.
+
+    Args:
+    experts: patterns (``*``, ``?``, ``[ab]``) of the names of experts that other servers have too.
+    follow_seconds: after so long a follower fetches the state of an owner that has stepped.
+    follow_steps: after so many steps it fetches at once.
+    first_seconds: how long a server waits, when it starts, for the owners' states; then it starts without.
+    state_bytes: of one expert's state at most; more is refused before it is held.
+    tls, token: how this server proves itself to the others, where it needs `Role.ADMIN`; see `GrpcTransport`.
+
+    Raises ``UsageError`` that lists all invalid values.
+
+    Example:
+        >>> from weft.experts.replication import ReplicaOptions
+        >>> closely = ReplicaOptions(["ffn.*"], follow_seconds=1.0)  # weft.Server(..., replicas=closely)
+    """
+
+    experts: Sequence[str] = ("*",)
+    follow_seconds: float = 2.0
+    follow_steps: int = 100
+    first_seconds: float = 10.0
+    state_bytes: int = 16 << 30
+    tls: ClientTls | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        with Validator("invalid replica options") as check:
+            for name in ("follow_seconds", "first_seconds"):
+                check.seconds(name, getattr(self, name))
+            for name in ("follow_steps", "state_bytes"):
+                check.count(name, getattr(self, name))
+            check.add(*token_fault(self.token))
+            some: Any = self.experts
+            valid = not isinstance(some, str) and bool(some) and all(isinstance(each, str) and each for each in some)
+            check.that(valid, f"experts is {some!r}, wanted a list of patterns such as ['ffn.*']")
+
+    def covers(self, uid: str) -> bool:
+        """Whether this expert is a replica."""
+        return any(fnmatchcase(uid, pattern) for pattern in self.experts)
 
 
 class StateVersion(NamedTuple):

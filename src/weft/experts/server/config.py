@@ -44,8 +44,7 @@ from weft.core.errors import UsageError, WeftError, unlisted
 from weft.core.validation import Validator
 from weft.experts.address import address_fault, is_loopback, split
 from weft.experts.checkpoint import CheckpointStore, folder_name
-from weft.experts.discovery.etcd import open_directory
-from weft.experts.discovery.etcd_client import EtcdTls
+from weft.experts.discovery.etcd import EtcdTls, open_directory
 from weft.experts.expert import ExpertBackend
 from weft.experts.gradients import Guards, SumsOptions
 from weft.experts.graph_cache import GraphBudget

@@ -283,7 +283,7 @@ class GrpcServer:
                 text = f"{caller.described} has role ADMIN for no expert, and asked for states, which takes that role"
                 dispatcher.audit.refused(caller, "", "STATE", text)
                 await context.abort(_grpc.StatusCode.PERMISSION_DENIED, text)
-            if streams is None or streams.streams >= self._options.connections:
+            if streams is None or len(streams.open) >= self._options.connections:
                 await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many servers follow this one")
             else:
                 check = partial(dispatcher.check, caller, wanted=Role.ADMIN, what="its state", kind="STATE")
