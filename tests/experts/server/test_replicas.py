@@ -298,25 +298,14 @@ def test_a_state_is_for_those_with_role_admin() -> None:
         assert owner.audit.counts()["STATE"] > 0
 
 
-def test_experts_that_come_and_go_leave_the_claims_of_the_others_in_place() -> None:
-    directory = LocalDirectory()
-    with make(directory, expert("a")) as one, make(directory, expert("a"), expert("b")) as two:
-        assert role(one, "a") == "owner" and role(two, "b") == "owner"
-        owners, change = list[bool](), directory._change
-
-        def changed() -> None:
-            change()
-            owners.append("a" in directory._owners)
-
-        directory._change = changed
-        before = directory.get().owner("a")
-        one.add(expert("b"))
-        assert all(owners)  # it moved to the new lease, and nobody could come between
-        assert directory.get().owner("a").token > before.token
-        assert role(one, "a") == "owner" and role(one, "b") == "follower"
-        two.remove("b")
-        until(lambda: role(one, "b") == "owner")
-        assert role(one, "a") == "owner" and role(two, "a") == "follower"
+def test_a_server_with_replicas_keeps_its_experts_while_it_runs() -> None:
+    server = make(LocalDirectory(), expert("a"))
+    server.add(expert("b"))
+    with server:
+        for change in (lambda: server.add(expert("c")), lambda: server.remove("b")):
+            with pytest.raises(UsageError, match="keeps its experts while it runs"):
+                change()
+        assert role(server, "a") == role(server, "b") == "owner" and server.experts == ["a", "b"]
 
 
 def test_a_file_says_which_experts_are_replicas() -> None:

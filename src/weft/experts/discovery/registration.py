@@ -41,10 +41,9 @@ class LeaseStatistics:
 class LeaseHeartbeat:
     """Lists experts at an address, and watches the directory. Thread-safe.
 
-    ``uids`` is called at every turn: experts may be added and removed while the server runs. ``moved`` is called with
-    a new lease while the one before it still lasts: claims under that one are to be moved to this one.
-    ``replicated``: whether several servers may list an expert. ``lease``: under which it is listed now, as far as is
-    known. ``watch``: of the whole directory; None until `look` has found it there.
+    ``uids`` is called at every turn: experts may be added and removed while the server runs. ``replicated``: whether
+    several servers may list an expert. ``lease``: under which it is listed now, as far as is known. ``watch``: of the
+    whole directory; None until `look` has found it there.
     """
 
     def __init__(
@@ -53,14 +52,13 @@ class LeaseHeartbeat:
         uids: Callable[[], Sequence[str]],
         address: str,
         ttl: float,
-        moved: Callable[[Lease, Lease], None] | None = None,
         replicated: Callable[[str], bool] = lambda uid: False,
     ) -> None:
         self.address = address
         self.lease: Lease | None = None
         self.watch: Watch | None = None
         self._directory, self._uids, self._ttl = directory, uids, ttl
-        self._moved, self._replicated = moved, replicated
+        self._replicated = replicated
         self._until = self._due = float("-inf")
         self._late = self._latest = 0.0
         self._lock = threading.Lock()
@@ -124,7 +122,6 @@ class LeaseHeartbeat:
                     self._renew(start, before)
                 raise
             # What is listed twice for a moment is found; what is not listed for a moment is not.
-            lasted = time.monotonic() < self._until
             lease = self._directory.declare(uids, self.address, self._ttl) if uids else None
             try:  # two servers may have looked before either declared: now both see the other, and both step back
                 self._check_elsewhere(uids)
@@ -139,8 +136,6 @@ class LeaseHeartbeat:
             else:
                 self._due = float("-inf")
             if before is not None:
-                if lease is not None and self._moved is not None and lasted:
-                    self._moved(before, lease)
                 self._directory.withdraw(before)
 
     def withdraw(self, patience: float = PATIENCE) -> None:

@@ -21,9 +21,9 @@ from fnmatch import fnmatchcase
 
 from weft.core.errors import UsageError, WeftError, listed
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership, Snapshot
-from weft.experts.discovery.fencing import later, number_of, replaced
+from weft.experts.discovery.fencing import number_of, replaced
 from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import AwayError, DeclaredError, DirectoryError, ExpertError, LeaseLostError, OwnedError
+from weft.experts.errors import DeclaredError, ExpertError, LeaseLostError, OwnedError
 from weft.experts.replication.replica import Replica, ReplicaOptions, StateVersion
 from weft.experts.replication.streams import FollowerStream, LeaderStreams
 from weft.experts.tls import directory_faults
@@ -85,7 +85,6 @@ class ReplicationManager:
         self._streams: dict[str, FollowerStream] = {}  # by the leader's address
         self._led: list[Replica] = []  # taken over, and not saved yet
         self._retired = False
-        self._save_failure: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-replicas", daemon=True)
 
@@ -98,7 +97,11 @@ class ReplicationManager:
         return float("-inf") if self._heartbeat is None else self._heartbeat.until(lease)
 
     def start(self, heartbeat: LeaseHeartbeat, served: list[str]) -> None:
-        """Claim and follow, and `wait`. ``served``: all experts of the server, replicated or not."""
+        """Claim and follow. ``served``: all experts of the server, replicated or not.
+
+        Waits until every replica is owned here or has its owner's state, for at most ``first_seconds``. Raises
+        ``UsageError`` if another server lists one alone.
+        """
         self._heartbeat, self._here = heartbeat, heartbeat.address
         if self.leader_streams is None:
             return
@@ -106,47 +109,34 @@ class ReplicationManager:
             if not any(fnmatchcase(name, pattern) for name in served):
                 _LOG.warning("replicas: pattern %r fits none of the experts here, such as %r", pattern, served[0])
         self._thread.start()
-        self.wait()
-
-    def wait(self) -> None:
-        """Until all have an owner's state, at most ``first_seconds``; ``UsageError``: one is listed alone."""
         end = time.monotonic() + self._options.first_seconds
-        while self._thread.is_alive() and time.monotonic() < end and not self._stop.wait(0.01):
-            for replica in list(self.replicas.values()):
+        while time.monotonic() < end and not self._stop.wait(0.01):
+            for replica in self.replicas.values():
                 if isinstance(replica.failure, DeclaredError):
                     raise UsageError(str(replica.failure))
-            if all(replica.settled for replica in list(self.replicas.values())):
+            if all(replica.settled for replica in self.replicas.values()):
                 return
-
-    def moved(self, before: Lease, lease: Lease) -> None:
-        """The experts are declared under a new lease, and the one before still lasts: move the claims over."""
-        for replica in list(self.replicas.values()):
-            leadership = replica.leadership
-            kept = leadership.lease is not None and leadership.lease.number == before.number
-            if leadership.role == "owner" and kept and replica.uid in lease.uids:
-                with suppress(DirectoryError):  # then the next turn sees what became of it
-                    leadership.become("owner", self._directory.claim(replica.uid, lease), lease)
 
     def retire(self) -> bool:
         """Claim nothing more; whether experts are replicated, which are listed until `hand_over`."""
         self._retired = True
         return self.leader_streams is not None
 
-    def hand_over(self, seconds: float, *, save: bool, uids: list[str] | None = None) -> None:
-        """Nothing steps these (None: all) any more: save them, let followers fetch the last state, own them no more.
+    def hand_over(self, seconds: float, *, save: bool) -> None:
+        """Nothing steps replicas any more: save them, let followers fetch the last state, own them no more.
 
-        ``save`` is False where a module still holds its expert. Waits at most ``seconds`` for followers. What saving
-        raises, `raise_failure` raises later. The claims themselves end with the lease, or by `remove`.
+        ``save`` is False where a module still holds its expert. Waits at most ``seconds`` for followers. Raises the
+        last of what saving raised, at the end. The claims themselves end with the lease.
         """
-        replicas = list(self.replicas.values()) if uids is None else [self.replicas[uid] for uid in uids]
-        mine = [replica for replica in replicas if replica.leadership.may_step]
+        failure: Exception | None = None
+        mine = [replica for replica in self.replicas.values() if replica.leadership.may_step]
         for replica in mine:
             replica.final = True
         for replica in mine if save else ():
             try:
                 replica.save()
             except Exception as error:  # the others are to be saved all the same
-                self._save_failure = error
+                failure = error
         end = time.monotonic() + max(_LEAST, seconds)
         while time.monotonic() < end and any(
             version != replica.version for replica in mine for version in self._followers(replica.uid).values()
@@ -154,22 +144,6 @@ class ReplicationManager:
             time.sleep(0.005)
         for replica in mine:
             replica.follow(None)
-
-    def remove(self, uid: str, seconds: float, *, save: bool) -> None:
-        """`hand_over` one expert, and tend it no more."""
-        if uid not in self.replicas:
-            return
-        replica = self.replicas[uid]
-        ownership = replica.leadership.owner if replica.leadership.role != "follower" else None
-        self.hand_over(seconds, save=save, uids=[uid])
-        del self.replicas[uid]
-        if ownership is not None:
-            with suppress(AwayError):
-                self._directory.release(ownership)
-
-    def raise_failure(self) -> None:
-        """Raise what saving raised while experts were handed over, once."""
-        failure, self._save_failure = self._save_failure, None
         if failure is not None:
             raise failure
 
@@ -219,7 +193,7 @@ class ReplicationManager:
         if self._heartbeat is None or self._heartbeat.watch is None:
             return
         snapshot, lease = self._heartbeat.watch.snapshot(), self._heartbeat.lease
-        for replica in list(self.replicas.values()):
+        for replica in self.replicas.values():
             if self._stop.is_set():
                 return
             if time.monotonic() < replica.next_try:
@@ -258,8 +232,6 @@ class ReplicationManager:
         elif leadership.lease is None or lease.number != leadership.lease.number:
             if replica.uid in lease.uids:
                 self._claim(replica, snapshot, lease)
-        elif owner is not None and later(owner.token, leadership.token):
-            leadership.become(leadership.role, owner, lease)  # two claims of ours crossed: the later one counts
         elif leadership.role == "taking over" and leadership.owner is not None:
             self._take_over(replica, leadership.owner, snapshot, lease)
 
@@ -308,7 +280,7 @@ class ReplicationManager:
     def _follow_owners(self) -> None:
         """Keep a stream from every owner, and no other."""
         wanted: set[str] = set()
-        for replica in list(self.replicas.values()):
+        for replica in self.replicas.values():
             owner = replica.leadership.owner
             if replica.leadership.role != "follower" or owner is None or owner.address == self._here:
                 continue

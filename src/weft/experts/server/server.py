@@ -150,6 +150,7 @@ class Server:
         self._directory = directory
         self._closing, self._owned = ExitStack(), ExitStack()  # what ends all that was started, the last first
         self._end = 0.0  # until when that may take (`time.monotonic`)
+        self._failure: Exception | None = None  # of saving while experts were handed over
         self._store = checkpoints
         allowed = access, self.audit, self.options.longest_seconds
         self._dispatcher = ObservedDispatcher(observer, *allowed) if observer else RequestDispatcher(*allowed)
@@ -201,8 +202,12 @@ class Server:
                 raise
 
     def add(self, backend: ExpertBackend) -> None:
-        """Serve one more expert, restored from its checkpoint if there is one. Raises as constructor and `start`."""
+        """Serve one more expert, restored from its checkpoint if there is one. Raises as constructor and `start`.
+
+        A server with replicas that runs keeps its experts as they are, and raises ``UsageError``.
+        """
         with self._lock:
+            self._check_change()
             self._dispatcher.check_new(backend.name)
             served = self._host(backend)
             if self._running:
@@ -219,17 +224,17 @@ class Server:
     def remove(self, uid: str, timeout: float = 30.0) -> bool:
         """Finish what this expert has accepted, save it, and serve it no more; whether all was finished in time.
 
-        Raises ``UnknownExpertError``, and what saving raises; then it is served no more, but not saved.
+        Raises ``UnknownExpertError``, and what saving raises; then it is served no more, but not saved. A server with
+        replicas that runs raises ``UsageError``.
         """
         with self._lock:
+            self._check_change()
             served = self._dispatcher.remove(uid)
             finished = True
             if self._running:
                 finished = self._runtimes[str(served.backend.device)].remove(served.backend, timeout=timeout)
-            self._replication.remove(uid, timeout, save=finished)
         self._announce()
         try:
-            self._replication.raise_failure()
             served.save()
         finally:
             served.close()
@@ -263,15 +268,16 @@ class Server:
             if not self._running:
                 return True
             self._dispatcher.draining = why
-            replicated = self._replication.retire()
-            if not replicated:
+            if not self._replication.retire():
                 _attempt("leaving the directory", self._leave)
             _attempt("telling clients that it ends", self._grpc_server.drain)
             end = time.monotonic() + self.options.drain_seconds
             finished = _attempt("finishing what was accepted", lambda: self._finish(end)) or False
-            if replicated:  # the directory is left last, when others have the last state
-                _attempt("handing over", lambda: self._replication.hand_over(end - time.monotonic(), save=finished))
-                _attempt("leaving the directory", self._leave)
+            try:
+                self._replication.hand_over(end - time.monotonic(), save=finished)
+            except Exception as error:  # `shutdown` raises it
+                self._failure = error
+            _attempt("leaving the directory", self._leave)  # last where others need the last state
             return finished
 
     def shutdown(self) -> bool:
@@ -291,7 +297,9 @@ class Server:
                         self.checkpoint()
                     else:  # what no module holds; the result reports the rest
                         _attempt("saving", lambda: self._save_all(_LEAST))
-                self._replication.raise_failure()
+                failure, self._failure = self._failure, None
+                if failure is not None:
+                    raise failure
             finally:
                 self._running, self._ended = False, True
                 self._close(_LAST if finished else _LAST / 2)
@@ -348,6 +356,13 @@ class Server:
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
+    def _check_change(self) -> None:
+        if self._running and self._replication.leader_streams is not None:
+            raise UsageError(
+                "a server with replicas= keeps its experts while it runs, for what it owns stands under one lease: "
+                "shut it down, or start another server for others"
+            )
+
     def _host(self, backend: ExpertBackend) -> HostedExpert:
         until = self._replication.until if self._replication.covers(backend.name) else None
         hosted = HostedExpert(backend, self._store, self._dispatcher.incarnation, until, self.options.limits)
@@ -379,9 +394,8 @@ class Server:
         if self._directory is not None:
             ttl = self.options.lease_seconds
             here = self._advertise or self.address
-            self._heartbeat = LeaseHeartbeat(
-                self._directory, lambda: self.experts, here, ttl, self._replication.moved, self._replication.covers
-            )
+            covers = self._replication.covers
+            self._heartbeat = LeaseHeartbeat(self._directory, lambda: self.experts, here, ttl, covers)
             self._closing.callback(self._heartbeat.close)
             self._announce()
             self._begin("lease", ttl / 3, ttl / 30, self._heartbeat.turn)  # waits behind nothing else
