@@ -24,9 +24,10 @@ from tests.experts.server.raw import Authority
 from tests.experts.waiting import until
 from tests.forked import forked
 from weft.core.errors import UsageError
-from weft.experts.discovery import AwayError, Directory, Lease, LeaseLostError, LocalDirectory, OwnedError, Snapshot
+from weft.experts.discovery import Directory, Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError
 from weft.experts.discovery.fencing import epoch_of, later
+from weft.experts.errors import AwayError, LeaseLostError, OwnedError
 
 FOREVER = 1000.0
 SOON = 0.1  # seconds: within these a change is to be seen, in the best of several tries

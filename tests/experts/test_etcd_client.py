@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
-from weft.experts.discovery import AwayError, Lease, LocalDirectory, OwnedError, Ownership
+from weft.experts.discovery import Lease, LocalDirectory, Ownership
 from weft.experts.discovery.directory import make_snapshot
 from weft.experts.discovery.etcd import MESSAGES, EtcdDirectory, EtcdKeys, EtcdTls, open_directory
+from weft.experts.errors import AwayError, OwnedError
 
 
 def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:

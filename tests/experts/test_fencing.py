@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.experts.discovery import Fence, FencedError, LocalDirectory
+from weft.experts.discovery import Fence, LocalDirectory
 from weft.experts.discovery.fencing import epoch_of, later, new_epoch, number_of, replaced, token_of
+from weft.experts.errors import FencedError
 
 epochs = st.integers(1, 2**20 - 1)
 numbers = st.integers(1, 2**44 - 1)

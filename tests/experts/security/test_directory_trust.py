@@ -21,8 +21,9 @@ from tests.experts.waiting import until
 from tests.unchecked import unchecked
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, RemoteExpert
-from weft.experts.discovery import AwayError, LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError
+from weft.experts.errors import AwayError
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
 from weft.experts.wire import UnreachableError

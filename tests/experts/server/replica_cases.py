@@ -8,7 +8,8 @@ from typing import Any
 from tests.experts.expert_cases import fussy_backend, rows, work
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.discovery import AwayError, Directory, Lease, LocalDirectory, Ownership
+from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership
+from weft.experts.errors import AwayError
 from weft.experts.replication import Replica, ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 

@@ -10,8 +10,9 @@ from tests.experts.expert_cases import fussy_backend
 from tests.experts.server.replica_cases import expert, make
 from tests.experts.waiting import until
 from weft.experts.client.status import shown
-from weft.experts.discovery import AwayError, Lease, LocalDirectory, Snapshot
+from weft.experts.discovery import Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
+from weft.experts.errors import AwayError
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.server import PeriodicTask
 

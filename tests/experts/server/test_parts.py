@@ -11,8 +11,9 @@ from tests.experts.server.replica_cases import Away
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.discovery import AwayError, LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
+from weft.experts.errors import AwayError
 from weft.experts.server import HostedExpert, ServerOptions
 from weft.experts.server.server import PeriodicTask
 from weft.experts.wire import Limits

@@ -25,8 +25,9 @@ from tests.experts.server.replica_cases import (
 from tests.experts.waiting import until
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.discovery import FencedError, LocalDirectory, Ownership
+from weft.experts.discovery import LocalDirectory, Ownership
 from weft.experts.discovery.fencing import epoch_of, token_of
+from weft.experts.errors import FencedError
 from weft.experts.replication import Leadership, Replica
 from weft.experts.replication.replica import StateVersion, newer
 from weft.experts.wire import NotOwnerError

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import LEASED, owning
-from weft.experts.discovery import FencedError, Ownership
-from weft.experts.errors import DamagedError
+from weft.experts.discovery import Ownership
+from weft.experts.errors import DamagedError, FencedError
 from weft.experts.replication import Leadership, Replica
 from weft.experts.replication.replica import StateVersion
 from weft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response

@@ -19,9 +19,9 @@ from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
-from weft.experts.discovery import DeclaredError, Lease, LocalDirectory, Snapshot
+from weft.experts.discovery import Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import ClosedError, CommitError
+from weft.experts.errors import ClosedError, CommitError, DeclaredError
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError

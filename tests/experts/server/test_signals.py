@@ -17,7 +17,8 @@ from tests.experts.waiting import until
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.discovery import AwayError, LocalDirectory
+from weft.experts.discovery import LocalDirectory
+from weft.experts.errors import AwayError
 from weft.experts.registry import make_expert
 from weft.experts.server import Server, command
 from weft.experts.server.command import serve

@@ -8,20 +8,5 @@ registration.py   a server's entry in the directory, renewed, and the other serv
 
 from weft.experts.discovery.directory import Directory, Lease, LocalDirectory, Ownership, Snapshot, Watch
 from weft.experts.discovery.fencing import Fence
-from weft.experts.errors import AwayError, DeclaredError, DirectoryError, FencedError, LeaseLostError, OwnedError
 
-__all__ = [
-    "AwayError",
-    "DeclaredError",
-    "Directory",
-    "DirectoryError",
-    "Fence",
-    "FencedError",
-    "Lease",
-    "LeaseLostError",
-    "LocalDirectory",
-    "OwnedError",
-    "Ownership",
-    "Snapshot",
-    "Watch",
-]
+__all__ = ["Directory", "Fence", "Lease", "LocalDirectory", "Ownership", "Snapshot", "Watch"]

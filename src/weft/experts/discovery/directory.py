@@ -35,7 +35,6 @@ class Lease:
         >>> directory = LocalDirectory()
         >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
         >>> directory.renew(lease)  # every 5/3 s, as a `weft.Server` does
-        >>> directory.close()
     """
 
     number: int
@@ -51,10 +50,8 @@ class Ownership:
     Example:
         >>> from weft.experts.discovery import LocalDirectory
         >>> directory = LocalDirectory()
-        >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
-        >>> directory.claim("ffn.0", lease).address
+        >>> directory.claim("ffn.0", directory.declare("ffn.0", "10.0.0.7:7070", ttl=5.0)).address
         '10.0.0.7:7070'
-        >>> directory.close()
     """
 
     uid: str
@@ -97,7 +94,6 @@ class Snapshot:
         return self.experts.get(uid, ())
 
     def owner(self, uid: str) -> Ownership | None:
-        """The owner of this expert."""
         return self.owners.get(uid)
 
 
@@ -109,11 +105,9 @@ class Watch(Protocol):
 
     Example:
         >>> from weft.experts.discovery import LocalDirectory
-        >>> directory = LocalDirectory()
-        >>> with directory.watch("ffn.") as watch:
+        >>> with LocalDirectory().watch("ffn.") as watch:
         ...     watch.snapshot().experts
         {}
-        >>> directory.close()
     """
 
     _away_since: float | None = None
@@ -147,7 +141,6 @@ class Directory(Protocol):
         >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
         >>> directory.get("ffn.").experts
         {'ffn.0': ('10.0.0.7:7070',)}
-        >>> directory.close()
     """
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
@@ -228,12 +221,10 @@ def make_snapshot(revision: int, entries: Iterable[Entry]) -> Snapshot:
 
 
 def owned_error(uid: str, there: str, lease: Lease) -> OwnedError:
-    """The error of a claim while another address owns the expert."""
     return OwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
 
 
 def lease_lost_error(lease: Lease) -> LeaseLostError:
-    """The error of a lease that has ended."""
     return LeaseLostError(
         f"the lease {lease.number} of {lease.address} ended: it was not renewed within {lease.ttl:g} s, or was "
         "withdrawn. Declare again"
@@ -252,14 +243,12 @@ class LocalDirectory(Directory):
         >>> with weft.Server([expert], directory=directory), weft.Connections(directory) as connections:
         ...     weft.RemoteExpert("ffn.0", connections)(torch.randn(4, 8)).shape
         torch.Size([4, 8])
-        >>> directory.close()
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._ends: dict[int, float] = {}  # of the leases, by number
-        self._soonest = float("inf")  # no lease ends before
         self._entries: dict[tuple[str, str], int] = {}  # expert and address: number of the lease
         self._owners: dict[str, tuple[Ownership, int]] = {}  # with the number of the lease
         self._snapshots: dict[str, Snapshot] = {}  # of this revision, by prefix
@@ -275,7 +264,6 @@ class LocalDirectory(Directory):
             self._last_lease += 1
             lease = Lease(self._last_lease, names, address, ttl)
             self._ends[lease.number] = self._clock() + ttl
-            self._soonest = min(self._soonest, self._ends[lease.number])
             entries = dict.fromkeys([(uid, address) for uid in names], lease.number)
             listed = entries.keys() <= self._entries.keys()
             self._entries |= entries
@@ -338,10 +326,8 @@ class LocalDirectory(Directory):
         if self._closed:
             raise AwayError("the directory is closed")
         now = self._clock()
-        if now >= self._soonest:
-            for number in [number for number, ends in self._ends.items() if ends <= now]:
-                self._end(number)
-            self._soonest = min(self._ends.values(), default=float("inf"))
+        for number in [number for number, ends in self._ends.items() if ends <= now]:
+            self._end(number)
 
     def _end(self, number: int) -> None:
         """A lease and all that still stands under it."""

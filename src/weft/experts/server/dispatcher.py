@@ -92,7 +92,6 @@ class RequestDispatcher:
         return dict(self._experts)
 
     def close(self) -> None:
-        """Close all experts."""
         for served in self._experts.values():
             served.close()
 

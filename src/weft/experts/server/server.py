@@ -25,8 +25,9 @@ from weft.core.errors import UsageError, WeftError, escaped
 from weft.core.validation import LONGEST, Validator
 from weft.experts.address import is_loopback, split
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.discovery import DeclaredError, Directory
+from weft.experts.discovery import Directory
 from weft.experts.discovery.registration import LeaseHeartbeat, LeaseStatistics
+from weft.experts.errors import DeclaredError
 from weft.experts.expert import ExpertBackend
 from weft.experts.fork_guard import ForkGuard
 from weft.experts.replication import ReplicaOptions, ReplicaStatistics, ReplicationManager

@@ -147,8 +147,7 @@ class ServerStream:
             self._woken = True
         if threading.get_ident() == self._thread:
             self._wake.set()
-            return
-        with suppress(RuntimeError):  # the loop is closed, and with it the way to the client
+        else:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def has_room(self) -> None:

@@ -97,10 +97,8 @@ class PanelOptions:
             fault = token_fault(self.token)
             check.add(*fault)
             if self.token is not None and not fault:
-                check.that(
-                    len(self.token) >= _MIN_TOKEN,
-                    f"token has {len(self.token)} characters, wanted at least {_MIN_TOKEN}",
-                )
+                size = len(self.token)
+                check.that(size >= _MIN_TOKEN, f"token has {size} characters, wanted at least {_MIN_TOKEN}")
             named = not isinstance(hosts, str) and all(isinstance(name, str) and name for name in hosts)
             check.that(named, f"allowed_hosts is {hosts!r}, wanted a list of names such as 'gpu7.example'")
             if not is_loopback(host):

@@ -7,13 +7,13 @@ documentation.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 Status = Mapping[str, Any]
 """What ``Server.status()`` returns, also after a way through JSON."""
@@ -70,60 +70,53 @@ _REPLICA: dict[str, tuple[Kind, str, str]] = {
 def exposition(status: Status, accept: str) -> tuple[bytes, str]:
     """The metrics, and their content type: OpenMetrics where the scraper's ``Accept`` field says so, else text."""
     encode, kind = choose_encoder(accept)
-    return encode(_StatusCollector(status)), kind
+    return encode(cast("Any", SimpleNamespace(collect=lambda: _collect(status)))), kind
 
 
-class _StatusCollector(Collector):
-    """One status as families."""
+def _collect(status: Status) -> Iterator[Metric]:
+    experts = status["experts"]
+    pools = [
+        ((uid, name.rpartition(".")[2]), pool)
+        for uid, one in experts.items()
+        for name, pool in one["pools"].items()
+    ]
+    yield from _families(_SERVER, "", [((), status)])
+    for field, (name, label, words) in _LABELLED.items():
+        yield _family(Counter, name, words, label, [((key,), value) for key, value in status[field].items()])
+    draining = float(status["draining"] is not None)
+    yield _family(Gauge, "weft_draining", "1 while no new work is taken", "", [((), draining)])
+    failing = [((what,), 1.0) for what in status["failures"]]
+    yield _family(Gauge, "weft_failing", "1 while this goes wrong: lease, checkpoints", "what", failing)
 
-    def __init__(self, status: Status) -> None:
-        self._status = status
+    yield from _families(_EXPERT, "expert", [((uid,), one) for uid, one in experts.items()])
+    durable = [((uid,), one["durable"]) for uid, one in status["keeping"].items()]
+    yield _family(Gauge, "weft_expert_durable_step", "The step that is on the disk", "expert", durable)
+    batches = [((uid, way), one[f"{way}_batches"]) for uid, one in experts.items() for way in ("forward", "backward")]
+    yield _family(Counter, "weft_expert_batches", "Batches that counted", "expert direction", batches)
+    refused = [((uid, why), n) for uid, one in experts.items() for why, n in one["refused_gradients"].items()]
+    words = "Gradients that guards refused"
+    yield _family(Counter, "weft_expert_refused_gradients", words, "expert reason", refused)
 
-    def collect(self) -> Iterator[Metric]:
-        status, experts = self._status, self._status["experts"]
-        pools = [
-            ((uid, name.rpartition(".")[2]), pool)
-            for uid, one in experts.items()
-            for name, pool in one["pools"].items()
-        ]
-        yield from _families(_SERVER, "", [((), status)])
-        for field, (name, label, words) in _LABELLED.items():
-            yield _family(Counter, name, words, label, [((key,), value) for key, value in status[field].items()])
-        draining = float(status["draining"] is not None)
-        yield _family(Gauge, "weft_draining", "1 while no new work is taken", "", [((), draining)])
-        failing = [((what,), 1.0) for what in status["failures"]]
-        yield _family(Gauge, "weft_failing", "1 while this goes wrong: lease, checkpoints", "what", failing)
+    yield from _families(_POOL, "expert direction", pools)
+    for field, words in {"refused": "Tasks that were not let in", "failed": "Tasks that ended in errors"}.items():
+        found = [((*at, why), count) for at, pool in pools for why, count in pool[field].items()]
+        yield _family(Counter, f"weft_tasks_{field}", words, "expert direction reason", found)
+    joined = "Tasks that a batch joined; the sum counts those that have ended"
+    sizes = HistogramMetricFamily("weft_batch_tasks", joined, labels=["expert", "direction"])
+    for at, pool in pools:
+        ended = float(pool["answered"] + sum(pool["failed"].values()))
+        sizes.add_metric([_clean(each) for each in at], _buckets(pool["merged"]), ended)
+    yield sizes
 
-        yield from _families(_EXPERT, "expert", [((uid,), one) for uid, one in experts.items()])
-        durable = [((uid,), one["durable"]) for uid, one in status["keeping"].items()]
-        yield _family(Gauge, "weft_expert_durable_step", "The step that is on the disk", "expert", durable)
-        ways = ("forward", "backward")
-        batches = [((uid, way), one[f"{way}_batches"]) for uid, one in experts.items() for way in ways]
-        yield _family(Counter, "weft_expert_batches", "Batches that counted", "expert direction", batches)
-        refused = [((uid, why), n) for uid, one in experts.items() for why, n in one["refused_gradients"].items()]
-        words = "Gradients that guards refused"
-        yield _family(Counter, "weft_expert_refused_gradients", words, "expert reason", refused)
-
-        yield from _families(_POOL, "expert direction", pools)
-        for field, words in {"refused": "Tasks that were not let in", "failed": "Tasks that ended in errors"}.items():
-            found = [((*at, why), count) for at, pool in pools for why, count in pool[field].items()]
-            yield _family(Counter, f"weft_tasks_{field}", words, "expert direction reason", found)
-        joined = "Tasks that a batch joined; the sum counts those that have ended"
-        sizes = HistogramMetricFamily("weft_batch_tasks", joined, labels=["expert", "direction"])
-        for at, pool in pools:
-            ended = float(pool["answered"] + sum(pool["failed"].values()))
-            sizes.add_metric([_clean(each) for each in at], _buckets(pool["merged"]), ended)
-        yield sizes
-
-        yield from _families(_DEVICE, "device", [((name,), one) for name, one in status["runtimes"].items()])
-        replicas = [((uid,), one) for uid, one in status["replicas"].items()]
-        yield from _families(_REPLICA, "expert", replicas)
-        owned = [(at, float(one["role"] == "owner")) for at, one in replicas]
-        yield _family(Gauge, "weft_replica_owned", "1 if this server owns the expert, 0 if it follows", "expert", owned)
-        if directory := status.get("directory"):
-            servers, away = len(directory["servers"]), directory["away_seconds"]
-            yield _family(Gauge, "weft_directory_servers", "Servers that are listed", "", [((), servers)])
-            yield _family(Gauge, "weft_directory_away_seconds", "Since the directory does not answer", "", [((), away)])
+    yield from _families(_DEVICE, "device", [((name,), one) for name, one in status["runtimes"].items()])
+    replicas = [((uid,), one) for uid, one in status["replicas"].items()]
+    yield from _families(_REPLICA, "expert", replicas)
+    owned = [(at, float(one["role"] == "owner")) for at, one in replicas]
+    yield _family(Gauge, "weft_replica_owned", "1 if this server owns the expert, 0 if it follows", "expert", owned)
+    if directory := status.get("directory"):
+        servers, away = len(directory["servers"]), directory["away_seconds"]
+        yield _family(Gauge, "weft_directory_servers", "Servers that are listed", "", [((), servers)])
+        yield _family(Gauge, "weft_directory_away_seconds", "Since the directory does not answer", "", [((), away)])
 
 
 Labels = tuple[str, ...]
