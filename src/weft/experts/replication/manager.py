@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 

@@ -217,7 +217,6 @@ class Server:
             self._dispatcher.add(served)
         try:
             self._announce()
-            self._replication.wait()
         except UsageError:
             self.remove(backend.name)
             raise

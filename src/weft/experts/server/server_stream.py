@@ -20,7 +20,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from typing import Any
 

@@ -76,9 +76,7 @@ def exposition(status: Status, accept: str) -> tuple[bytes, str]:
 def _collect(status: Status) -> Iterator[Metric]:
     experts = status["experts"]
     pools = [
-        ((uid, name.rpartition(".")[2]), pool)
-        for uid, one in experts.items()
-        for name, pool in one["pools"].items()
+        ((uid, name.rpartition(".")[2]), pool) for uid, one in experts.items() for name, pool in one["pools"].items()
     ]
     yield from _families(_SERVER, "", [((), status)])
     for field, (name, label, words) in _LABELLED.items():
