@@ -61,7 +61,7 @@ __all__ = [
     "MalformedError", "MixtureCommitError", "ModuleExitError", "NoExpertsError", "NoPlanWarning", "NotOwnerError",
     "OverloadError", "OwnedError", "PartitionError", "QuotaError", "RandomnessError", "RefusedError", "RemoteError",
     "ReplayError", "ResultEvictedError", "ScheduleError", "SkipError", "SkipWiringError", "SpecError", "SplitError",
-    "StepError", "StepsLostWarning", "TooFewAnswersError", "TooManyRowsError", "TornError", "TruncatedError",
+    "StepError", "StepsLostWarning", "TooFewAnswersError", "TooManyRowsError", "TruncatedError",
     "UnknownExpertError", "UnreachableError", "UsageError", "WeftError", "WireError",
 ]  # fmt: skip
 

@@ -305,9 +305,10 @@ def test_a_pool_is_worked_on_by_one_runtime_which_no_other_disturbs() -> None:
     pool, own = TaskPool("p", same, X), TaskPool("own", same, X)
     first, second = Runtime([pool], name="first"), Runtime([pool, own], name="second")
     with first:
-        for refused in (second.start, lambda: Runtime([pool]), lambda: Runtime().add(own, pool)):
-            with pytest.raises(UsageError, match="'p' is in runtime 'first'"):
-                refused()
+        with Runtime() as third:
+            for refused in (second.start, lambda: third.add(own, pool)):
+                with pytest.raises(UsageError, match="'p' is in runtime 'first'"):
+                    refused()
         assert second.shutdown() and pool.submit_task(ROW).result(30)
     with second:
         assert pool.submit_task(ROW).result(30) and own.submit_task(ROW).result(30)

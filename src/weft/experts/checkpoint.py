@@ -214,7 +214,7 @@ class CheckpointStore:
     def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
         """A copy of ``state`` (a state dict) and ``extra`` (such as the keys of applied steps), both as of ``step``.
 
-        Call it between two steps. Raises ``TornError`` if a step came, ``UsageError`` that lists what cannot be stored.
+        Call it between two steps. Raises ``UsageError`` that lists what cannot be stored.
         """
         if step < 0:
             raise UsageError(f"step is {step}, wanted 0 or more")

@@ -205,10 +205,6 @@ class CheckpointError(WeftError, RuntimeError):
     """A checkpoint cannot be written, or there are checkpoints and none of them can be read."""
 
 
-class TornError(CheckpointError):
-    """A tensor was written to while it was copied, so the copy would be of two steps at once."""
-
-
 class DamagedError(CheckpointError):
     """A file is not what was once written into it."""
 

@@ -263,7 +263,7 @@ class BatchExecutor:
 
     def _drop_sum(self, owner: Owner) -> None:
         if self.mini_batches.pop(owner, None) is not None:
-            self.stepper.log_dropped(*owner)
+            self.stepper.log("dropped", [Task((), 1, client=owner[0], mini_batch=owner[1])])
 
     def _answers(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
         with self.lock, self._mode(tasks):
@@ -433,11 +433,11 @@ class BatchExecutor:
                 self._step(total.parameters, total.total.totals, set())
             except BaseException:
                 self.records.forget_mini_batch(*owner)
-                self.stepper.log("commit", tasks, 0, failed=True)
+                self.stepper.log("commit", tasks, failed=True)
                 raise
             self.records.commit_mini_batch(*owner, self.stepper.steps)
             self._record("commit", copies)
-            self.stepper.log("commit", tasks, 0, terms=total.terms)
+            self.stepper.log("commit", tasks, terms=total.terms)
             return results
 
         return apply

@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from secrets import token_hex
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from weft.core.errors import UsageError
 from weft.core.validation import Validator
 from weft.experts.errors import StepError
-from weft.experts.idempotency import RequestKind
 from weft.experts.journal import Entry, Journal, Member
 from weft.experts.task import Task
 
@@ -108,7 +107,10 @@ def make_stepping(
         if made is not None and not any(id(each) in own for group in made.param_groups for each in group["params"]):
             check.add("optimizer has none of the module's parameters; make it of module.parameters()")
         for word, part in (("optimizer", made), ("schedule", steered)):
-            wanted = _wanted(type(part).step) if part is not None and plainly else []
+            # Of the class: schedules wrap the method of the instance.
+            known = [] if part is None or not plainly else [*inspect.signature(type(part).step).parameters.values()][1:]
+            free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            wanted = [each.name for each in known if each.default is each.empty and each.kind not in free]
             check.that(
                 not wanted,
                 f"{word} is a {type(part).__name__}, whose step wants {', '.join(wanted)}, and nobody gives that; take "
@@ -150,13 +152,6 @@ def make_schedule(given: ScheduleLike | None, optimizer: Optimizer | None) -> LR
         if check.that(isinstance(made, LRScheduler), f"schedule made a {type(made).__name__}, wanted an LRScheduler"):
             check.that(made.optimizer is optimizer, "it steers another optimizer; pass a function that makes it of one")
     return made
-
-
-def _wanted(method: Callable[..., Any]) -> list[str]:
-    """The arguments that it cannot be called without. Of a class: schedules wrap that of the instance."""
-    known = list(inspect.signature(method).parameters.values())[1:]
-    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each.name for each in known if each.default is inspect.Parameter.empty and each.kind not in free]
 
 
 def _watch(optimizer: Optimizer) -> None:
@@ -247,36 +242,33 @@ class Stepper:
         finally:
             self._next_branch = token_hex(8)
 
-    def log(self, kind: RequestKind, tasks: Sequence[Task], seed: int, *, failed: bool = False, terms: int = 0) -> None:
-        """Put a batch into the journal. ``terms``: of the sum that a commit applied."""
+    def log(
+        self,
+        kind: Literal["backward", "commit", "dropped"],
+        tasks: Sequence[Task],
+        seed: int = 0,
+        *,
+        failed: bool = False,
+        terms: int = 0,
+    ) -> None:
+        """Put a batch into the journal, or a mini-batch that was dropped. ``terms``: of the sum that a commit applied.
+
+        Failures are counted and not raised: a full disk must not make a step look as if it had failed.
+        """
         if failed:  # a commit does not move the place, so the branch must tell states before and after it apart
             self._next_branch = token_hex(8)
         self.branch = self._next_branch
-        if self.journal is not None:
-            members = [Member(task.client, task.key, task.rows, task.number) for task in tasks]
-            more: dict[str, Any] = {"failed": failed, "evaluation": tasks[0].evaluation, "terms": terms}
-            self._write(kind, tasks[0].mini_batch, members, tasks, seed=seed, **more)
-
-    def log_dropped(self, client: str | None, mini_batch: str) -> None:
-        """Put into the journal that the sum of a mini-batch is gone, and was not applied."""
-        self._write("dropped", mini_batch, [Member(client, None, 1, 0)], (), seed=0)
-
-    def _write(
-        self, kind: Any, mini_batch: str | None, members: list[Member], tasks: Sequence[Task], **more: Any
-    ) -> None:
-        """Count failures instead of raising: a full disk must not make a step look as if it had failed."""
         if self.journal is None:
             return
-        more |= {"threads": torch.get_num_threads(), "batch": self.batches, "branch": self.branch}
+        members = tuple([Member(task.client, task.key, task.rows, task.number) for task in tasks])
+        more = (torch.get_num_threads(), failed, self.batches, tasks[0].evaluation, self.branch, terms)
         try:
-            entry = Entry(kind, self.steps, mini_batch=mini_batch, members=tuple(members), **more)
-            self.journal.write(entry, tasks)
+            self.journal.write(Entry(kind, self.steps, seed, tasks[0].mini_batch, members, *more), tasks)
         except Exception:
             self.journal_failures += 1
 
 
 _KINDS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}  # by part; torch would load another's state
-_TABLES = {"module", *_KINDS}  # None where the expert has none
 _COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
 
 
@@ -293,15 +285,12 @@ def state_of(
 
 def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
     """Raise ``UsageError`` that lists why this is no state of the expert of this name, with these parts."""
-    fields = {*_TABLES, *_COUNTS, *_KINDS.values(), "branch"}
+    fields = {"module", "branch", *_COUNTS, *_KINDS, *_KINDS.values()}
     with Validator(f"this is no state of expert {name!r}") as check:
         check.add(*(f"{each!r} is missing" for each in sorted(fields - state.keys())))
         check.add(*(f"{each!r} is not known" for each in sorted(state.keys() - fields)))
         for each in sorted(_COUNTS & state.keys()):
             check.count(each, state[each], least=0)
-        for each in sorted(_TABLES & state.keys()):
-            check.instance(each, state[each], Mapping, "a dict", optional=each != "module")
-        check.instance("branch", state.get("branch", ""), str, "a str")
         for each, part in {"optimizer": optimizer, "schedule": schedule}.items():
             here, there = state.get(each), state.get(_KINDS[each])
             if each in state and (here is None) != (part is None):

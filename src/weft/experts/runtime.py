@@ -19,7 +19,7 @@ from weft.experts.expert import ExpertBackend
 from weft.experts.task_pool import TaskPool
 from weft.experts.telemetry import RuntimeStatistics
 
-_holding = threading.Lock()  # guards `TaskPool.runtime`, which is one that runs
+_claiming = threading.Lock()  # of `TaskPool.runtime`, which only that runtime gives up again
 _GRACE = 30.0  # seconds that the end of a ``with`` block leaves for what was accepted
 
 
@@ -54,7 +54,7 @@ class Runtime:
             self.add(each)
 
     def add(self, *served: ExpertBackend | TaskPool) -> None:
-        """Work on these too. Raises ``UsageError`` if one is here or in another runtime that runs; then adds none."""
+        """Work on these too, or on none: raises ``UsageError`` if one is here, or another runtime works on it."""
         pools = _pools(served)
         with self._state:
             if self._lost is not None:
@@ -62,9 +62,11 @@ class Runtime:
             twice = [pool.name for place, pool in enumerate(pools) if pool in self._pools or pool in pools[:place]]
             if twice:
                 raise UsageError(f"pool {', '.join(map(repr, twice))} is in runtime {self.name!r} already")
-            self._hold(pools, runs=self._thread is not None)
+            runs = self._thread is not None
+            if runs:
+                self._claim(pools)
             self._pools.update(dict.fromkeys(pools, False))
-        for pool in pools:
+        for pool in pools if runs else ():
             pool.open(self._wake)
 
     def remove(self, *served: ExpertBackend | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
@@ -79,7 +81,7 @@ class Runtime:
             if strangers:
                 raise UsageError(f"runtime {self.name!r} has no pools {strangers}, or they are being removed")
             self._pools.update(dict.fromkeys(pools, True))
-        end, mine = time.monotonic() + min(timeout, LONGEST), self._mine(pools)
+        end, mine = time.monotonic() + min(timeout, LONGEST), [pool for pool in pools if pool.runtime is self]
         try:
             self._close(mine, "it was removed from its runtime", end if drain else 0.0)
         finally:
@@ -87,7 +89,8 @@ class Runtime:
                 for pool in pools:
                     del self._pools[pool]
                     self._active.pop(pool, None)
-        self._let_go(mine)
+        for pool in mine:
+            pool.runtime = None
         return all([pool.drained(max(0.0, end - time.monotonic())) for pool in mine])
 
     def start(self) -> None:
@@ -96,7 +99,7 @@ class Runtime:
             if self._thread is not None:
                 raise UsageError(f"runtime {self.name!r} was started already; shut it down first")
             pools = list(self._pools)
-            self._hold(pools, runs=True)
+            self._claim(pools)
             self._ending, self._began = False, time.monotonic()
             self._thread = threading.Thread(target=self._run, name=f"weft-runtime-{self.name}", daemon=True)
             self._thread.start()
@@ -113,12 +116,13 @@ class Runtime:
             raise UsageError(f"runtime {self.name!r} cannot be shut down from its own thread, which it would wait for")
         end = time.monotonic() + min(timeout, LONGEST)
         with self._state:
-            pools, thread = self._mine(self._pools), self._thread
+            pools, thread = [pool for pool in self._pools if pool.runtime is self], self._thread
         self._close(pools, f"runtime {self.name!r} shuts down", end if drain else 0.0)
         with self._state:
             self._ending = True
             self._state.notify_all()
-        self._let_go(pools)
+        for pool in pools:
+            pool.runtime = None
         if thread is not None:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
@@ -155,28 +159,17 @@ class Runtime:
                 f"{self.statistics().working_on!r} still runs"
             )
 
-    def _hold(self, pools: Sequence[TaskPool], *, runs: bool) -> None:
-        """Have these pools to oneself, if the runtime runs, or raise if another one does that has any of them."""
-        with _holding:
+    def _claim(self, pools: Sequence[TaskPool]) -> None:
+        """Have these pools to oneself, or raise if another runtime works on any of them."""
+        with _claiming:
             others = [pool for pool in pools if pool.runtime not in (None, self)]
             if others:
                 told = ", ".join(f"{pool.name!r} is in runtime {pool.runtime.name!r}" for pool in others)
                 raise UsageError(
                     f"runtime {self.name!r} cannot work on pools of another: {told}; remove them there first"
                 )
-            for pool in pools if runs else ():
-                pool.runtime = self
-
-    def _mine(self, pools: Iterable[TaskPool]) -> list[TaskPool]:
-        """Those that no other runtime works on."""
-        with _holding:
-            return [pool for pool in pools if pool.runtime in (None, self)]
-
-    def _let_go(self, pools: Sequence[TaskPool]) -> None:
-        with _holding:
             for pool in pools:
-                if pool.runtime is self:
-                    pool.runtime = None
+                pool.runtime = self
 
     def _wake(self, pool: TaskPool) -> None:
         with self._state:

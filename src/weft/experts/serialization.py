@@ -21,7 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
-from weft.experts.errors import DamagedError, TornError
+from weft.experts.errors import DamagedError
 from weft.experts.wire.frame import CODES
 
 _FORMAT = "weft-1"
@@ -51,7 +51,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 def serialize(value: Any) -> memoryview:
     """The bytes of a safetensors file with a copy of this value.
 
-    Raises ``UsageError`` that lists what cannot be stored, and ``TornError`` if a tensor was written to meanwhile.
+    Nobody may write to its tensors meanwhile. Raises ``UsageError`` that lists what cannot be stored.
     """
     encoder = _Encoder()
     tree = encoder.node(value, "")
@@ -81,7 +81,6 @@ def serialize(value: Any) -> memoryview:
         if tensor.nbytes:
             start, end = [len(head) + offset for offset in entries[name]["data_offsets"]]
             file[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    encoder.check_versions()
     return data
 
 
@@ -109,7 +108,6 @@ class _Encoder:
         self.tensors: dict[str, Tensor] = {}
         self.faults: list[str] = []
         self._names: dict[tuple[Any, ...], str] = {}
-        self._versions: list[tuple[str, Tensor, int]] = []
 
     def node(self, value: Any, path: str) -> Any:
         """``value`` as JSON, in which tensors are names."""
@@ -130,18 +128,10 @@ class _Encoder:
         self.faults.append(f"{path or 'the value'}, which is of type {kind.__module__}.{kind.__qualname__}")
         return None
 
-    def check_versions(self) -> None:
-        """Raise ``TornError`` if a tensor was written to since it was found."""
-        torn = [path for path, tensor, version in self._versions if tensor._version != version]
-        if torn:
-            raise TornError(listed("these were written to while they were copied; stop the steps meanwhile:", torn))
-
     def _pairs(self, items: Iterable[tuple[Any, Any]], path: str) -> list[list[Any]]:
         return [[self.node(key, f"{path}@key"), self.node(item, _join(path, str(key)))] for key, item in items]
 
     def _tensor(self, value: Tensor, path: str) -> Any:
-        if not value.is_inference():  # those do not count their changes
-            self._versions.append((path, value, value._version))
         plain = value.detach()
         if plain.layout != torch.strided or plain.device.type == "meta" or plain.dtype not in CODES:
             self.faults.append(f"{path}, which is a tensor of {plain.dtype}, layout {plain.layout}, on {plain.device}")

@@ -15,13 +15,13 @@ certificate is that of a server, and not that of any client which the same autho
 import logging
 import os
 import ssl
-import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, cast
 
 import grpc
@@ -274,16 +274,7 @@ def _date_fault(server: ssl.SSLContext, certificate: bytes) -> str:
 @contextmanager
 def _as_file(data: bytes) -> Generator[str]:
     """A file of these bytes, which `ssl` wants; in memory where that is possible, as it may be a key."""
-    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        handle = os.memfd_create("weft")
-        name = f"/proc/self/fd/{handle}"
-    else:
-        handle, name = tempfile.mkstemp()
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            yield name
-    finally:
-        if not name.startswith("/proc/"):
-            Path(name).unlink()
+    with NamedTemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
+        file.write(data)
+        file.flush()
+        yield file.name
