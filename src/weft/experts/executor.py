@@ -300,11 +300,11 @@ class BatchExecutor:
     def _rehearse(self, inputs: list[Tensor]) -> Any:
         """What the module returns, of a run that leaves no trace but what is known of its side effects."""
 
-        def applied(_: MicroBatchContext, *given: Tensor) -> tuple[Any, ...]:
-            return (self._apply_module(given),)
+        def forward() -> Any:
+            with torch.no_grad(), self._ambient.casting():
+                return self._apply_module(inputs)
 
-        segment, context = Segment(applied), self._context(0, inputs)
-        return self.effects.rehearse(inputs, lambda: segment.forward(context, inputs, "nothing")[0][0])
+        return self.effects.rehearse(inputs, forward)
 
     def _make_graph(
         self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]

@@ -250,7 +250,12 @@ def infer_outputs(
             check.that(spec.shape[:1] == (rows,), f"{path} has shape {spec.shape} for {rows} rows")
     with Validator(f"expert {name!r} must return the same for all sizes but in tensors", SpecError) as check:
         check.add(*first.differences(other))
-    found = output_schema(name, first.pack(list(map(_freed, first.specs, other.specs))))
+    freed: list[TensorSpec] = []
+    for spec, larger in zip(first.specs, other.specs, strict=True):  # with axis 0 free, and each in which they differ
+        sizes = enumerate(zip(spec.shape, larger.shape, strict=True))
+        shape = [size if axis and size == more else None for axis, (size, more) in sizes]
+        freed.append(TensorSpec(tuple(shape), spec.dtype))
+    found = output_schema(name, first.pack(freed))
     if given is None:
         return found
     schema = output_schema(name, given)
@@ -289,10 +294,3 @@ def _dummy_outputs(
         "schemas what the module wants fixed, or give it as sample tensors with as many rows as it takes"
     )
     raise errors[0]
-
-
-def _freed(spec: TensorSpec, other: TensorSpec) -> TensorSpec:
-    """The shape with axis 0 free, and every axis in which two runs of different sizes differ."""
-    sizes = zip(spec.shape, other.shape, strict=True)
-    shape = [size if axis and size == more else None for axis, (size, more) in enumerate(sizes)]
-    return TensorSpec(tuple(shape), spec.dtype)
