@@ -357,18 +357,6 @@ def test_room_is_never_made_at_the_cost_of_the_newest_checkpoint_that_is_whole(t
     assert step_of(full.load_newest(UID)) == 2
 
 
-def test_only_files_that_led_to_the_state_in_hand_are_removed(tmp_path: Path) -> None:
-    mine, other = CheckpointStore(tmp_path, keep=1), CheckpointStore(tmp_path, keep=1)
-    save(mine, 1)
-    save(other, 2)  # it found step 1, and so may remove it
-    save(other, 3)
-    save(mine, 50)
-    assert set(mine.steps(UID)) == {50, 3}
-    assert mine.load_newest(UID) is not None  # what was found now leads to what is saved next
-    save(mine, 51)
-    assert mine.steps(UID) == [51]
-
-
 def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
     store, other = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
     lock = store.lock(UID)

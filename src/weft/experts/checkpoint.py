@@ -13,8 +13,7 @@
                        disk full: remove the oldest if a newer one is whole, and try again
 
 A file is there whole, or not at all, or is known to be damaged by its hash. The serial orders what was saved, since
-steps repeat after a return to an earlier one. Only files that led to the current state are removed: those found when
-the folder was first touched or loaded from, and those written since.
+steps repeat after a return to an earlier one.
 """
 
 import errno
@@ -38,7 +37,6 @@ from weft.experts.serialization import deserialize, serialize
 _LOG = logging.getLogger("weft.experts.checkpoints")
 _FILE = re.compile(r"(\d{12})-(\d{12,})-([0-9a-f]{32})\.safetensors")  # serial, step, hash
 _DRAFT = ".new-"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Disk:
@@ -193,7 +191,6 @@ class CheckpointStore:
         self._keep = keep
         self._disk = disk or Disk()
         self._locks: dict[str, threading.Lock] = {}
-        self._ours: dict[str, set[str]] = {}  # by expert: the files that led to its state
         self._short_of_room: set[str] = set()  # experts of which the log says so
         if not self._disk.is_folder(self.root):
             self._make(self.root)
@@ -235,9 +232,7 @@ class CheckpointStore:
                     "mend the folder; the older checkpoints are safe"
                 ) from error
             with suppress(OSError):  # the new one is safe by now: a disk that refuses is asked again next time
-                known, names = self._known(encoded.uid, folder), self._names(folder)
-                known.intersection_update(names)
-                for name in [name for name in names if name in known][self._keep :]:
+                for name in self._names(folder)[self._keep :]:
                     self._disk.remove(folder / name)
             return path
 
@@ -262,8 +257,6 @@ class CheckpointStore:
                 except (OSError, DamagedError) as error:
                     faults.append(f"{name}: {error}")
                     continue
-                with self._lock(uid):
-                    self._known(uid, folder).update(names)
                 return Checkpoint(uid, value["step"], value["state"], value["extra"], folder / name, tuple(faults))
             before, names = names, self._names(folder)
             if names == before:  # otherwise they were replaced by newer ones while they were read
@@ -285,7 +278,6 @@ class CheckpointStore:
         for name in self._disk.names(folder):  # what a crash left half written
             if name.startswith(_DRAFT):
                 self._disk.remove(folder / name)
-        known = self._known(encoded.uid, folder)
         names = self._names(folder)
         serial = int(names[0].split("-")[0]) + 1 if names else 1
         draft = folder / f"{_DRAFT}{serial:012d}"
@@ -297,7 +289,6 @@ class CheckpointStore:
             with suppress(OSError):  # the reason that counts is the first
                 self._disk.remove(draft)
             raise
-        known.add(final.name)
         self._disk.sync(folder)
         return final
 
@@ -310,7 +301,7 @@ class CheckpointStore:
                 return
             except OSError as error:
                 if old is None:
-                    old = self._dispensable(encoded.uid, folder) if error.errno in _FULL else []
+                    old = self._dispensable(encoded.uid, folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else []
                 if not old:
                     raise
                 self._disk.remove(draft)
@@ -321,20 +312,13 @@ class CheckpointStore:
             self._short_of_room.add(encoded.uid)
 
     def _dispensable(self, uid: str, folder: Path) -> list[str]:
-        """What may be removed before a new checkpoint is safe: all of ours but the newest whole one, oldest last."""
-        known = self._known(uid, folder)
-        ours = [name for name in self._names(folder) if name in known]
-        for name in ours:
+        """What may be removed before a new checkpoint is safe: all but the newest whole one, oldest last."""
+        names = self._names(folder)
+        for name in names:
             with suppress(OSError, DamagedError):
                 self._read(folder / name, uid)
-                return [other for other in ours if other != name]
+                return [other for other in names if other != name]
         return []
-
-    def _known(self, uid: str, folder: Path) -> set[str]:
-        """The files that led to the current state; those found when the folder is first touched count as such."""
-        if uid not in self._ours:
-            self._ours[uid] = {*self._names(folder)}
-        return self._ours[uid]
 
     def _make(self, folder: Path) -> None:
         """Make a folder that survives a crash, and those above it. One that exists may not be synced yet."""

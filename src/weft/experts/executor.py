@@ -389,7 +389,7 @@ class BatchExecutor:
             own = effects.storages()
             results = _split(found, tasks, self._backward_buffers.owners() | own)
             held = own | _storages([*found, *graph.leaves, *gradients]) if totals else own
-            copies = self._copies(tasks, results)
+            record = self._recorder("backward", tasks, results)
             # Where nothing is restored, the module is already as it will be.
             after = effects.snapshot() if before is not None and self.stepper.trains else None
             if before is not None and after is not None:
@@ -414,7 +414,7 @@ class BatchExecutor:
                     self.stepper.log("backward", tasks, graph.seed, failed=True)
                     raise
             self.stepper.log("backward", tasks, graph.seed)
-            self._record("backward", copies)
+            record()
             return results
 
         return apply
@@ -424,7 +424,7 @@ class BatchExecutor:
         total = self.mini_batches.to_commit(owner)
         self.guards.check_parameters([g for g in total.total.totals if g is not None])
         results = [[torch.tensor([self.stepper.steps + 1], device="cpu")] for _ in tasks]
-        copies = self._copies(tasks, results)
+        record = self._recorder("commit", tasks, results)
 
         def apply() -> list[Results]:
             self.permit()
@@ -436,7 +436,7 @@ class BatchExecutor:
                 self.stepper.log("commit", tasks, failed=True)
                 raise
             self.records.commit_mini_batch(*owner, self.stepper.steps)
-            self._record("commit", copies)
+            record()
             self.stepper.log("commit", tasks, terms=total.terms)
             return results
 
@@ -470,14 +470,16 @@ class BatchExecutor:
             )
         self.mini_batches.check(owner, task.principal, parameters)
 
-    def _copies(self, tasks: Sequence[Task], results: Sequence[Results]) -> list[tuple[Task, Results]]:
-        """What is to be recorded: of the tasks with a key."""
+    def _recorder(self, kind: RequestKind, tasks: Sequence[Task], results: Sequence[Results]) -> Callable[[], None]:
+        """What records the results of the tasks with a key; it has copies, and so cannot fail any more."""
         pairs = zip(tasks, results, strict=True)
-        return [(task, [tensor.clone() for tensor in found]) for task, found in pairs if task.key is not None]
+        copies = [(task, [tensor.clone() for tensor in found]) for task, found in pairs if task.key is not None]
 
-    def _record(self, kind: RequestKind, copies: Sequence[tuple[Task, Results]]) -> None:
-        for task, copy in copies:
-            self.records.record(kind, task, copy, self.stepper.steps)
+        def record() -> None:
+            for task, copy in copies:
+                self.records.record(kind, task, copy, self.stepper.steps)
+
+        return record
 
     def _step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> None:
         try:

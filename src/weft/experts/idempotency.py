@@ -266,7 +266,6 @@ class IdempotencyTable:
             self._expire(at_once=True)
 
     def statistics(self) -> RecordsStatistics:
-        """What is held now."""
         with self._lock:
             self._expire(at_once=True)
             results = sum(len(share.results) for share in self._shares.values())

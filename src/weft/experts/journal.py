@@ -285,7 +285,6 @@ class Journal(AbstractContextManager["Journal"]):
             return list(self._entries)
 
     def close(self) -> None:
-        """Close the file; nothing more is logged."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -332,10 +331,8 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
 
 
 class _Node(NamedTuple):
-    """An entry, and what led to it."""
-
     entry: Entry
-    before: "_Node | None"
+    before: "_Node | None"  # what led to it
 
 
 def _lineage(entries: Iterable[Entry]) -> list[Entry]:

@@ -141,7 +141,6 @@ class Runtime:
             pool.abandon()
 
     def statistics(self) -> RuntimeStatistics:
-        """What was done since the start."""
         with self._state:
             alive = self._thread is not None and self._thread.is_alive()
             seconds = time.monotonic() - self._began if alive else 0.0

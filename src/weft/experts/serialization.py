@@ -26,7 +26,6 @@ from weft.experts.wire.frame import CODES
 
 _FORMAT = "weft-1"
 _ALIGNMENT = 64  # bytes, of the tensors' memory in the file
-_KINDS = {"dict", "ordered", "counter", "list", "tuple", "tensor", "float"}
 _NAMED = {  # dtypes that safetensors can name; others that travel are stored as bytes
     torch.float64: "F64",
     torch.float32: "F32",
@@ -154,8 +153,7 @@ def _decoded(node: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(node, dict):
         return node
     fields = cast("dict[str, Any]", node)
-    kind = min(fields.keys() & _KINDS)  # there is exactly one
-    inner = fields[kind]
+    kind, inner = next(iter(fields.items()))
     if kind == "tensor":
         stored = tensors[inner]
         if "dtype" in fields and stored.dtype == torch.uint8:

@@ -93,7 +93,6 @@ class Task:
         return self.taken
 
     def expired(self, now: float) -> bool:
-        """Whether the deadline has passed at this time."""
         return self.deadline is not None and self.deadline <= now
 
     def release(self) -> Sequence["Future[Results]"]:
@@ -112,7 +111,6 @@ class Waiter(Future[Results]):
         self.waits: tuple[Task, Callable[[Task], None]] | None = (task, gave_up)
 
     def cancel(self) -> bool:
-        """See `concurrent.futures.Future.cancel`."""
         done, waits = super().cancel(), self.waits
         if done and waits is not None:
             waits[1](waits[0])

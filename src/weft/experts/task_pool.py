@@ -215,10 +215,8 @@ class TaskPool:
         self.queue = BatchQueue(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
         self._held: dict[str, tuple[int, int]] = {}  # tasks and rows of each principal that has any here
         self._delay = BatchDelay(self.options.max_batch_delay if self.options.min_batch_size == 1 else 0.0, callers)
-        self._counts: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
-        self._refused: Counter[str] = Counter()
-        self._merged: Counter[int] = Counter()
+        self._counts, self._failed, self._refused = (Counter[str]() for _ in range(3))
+        self._merged = Counter[int]()
         self._running = 0
         self._taken: Sequence[Task] = ()
         self._closed: str | None = None
@@ -262,8 +260,10 @@ class TaskPool:
             own = object() if self._alone is not None and self._alone(evaluation) else None
             sizes = self.columns.batch_key(tensors) if self.columns.free else ()
             batch_key, payer = (owner, mini_batch, sizes, evaluation, own), client if principal is None else principal
-            held = _payload(tensors)
-            task = Task(held, rows, batch_key, deadline, client, key, mini_batch, evaluation, keep, payer, stream)
+            # Most are as they should be. An operation of torch would release the GIL, and a batch begin without others.
+            if not all([tensor.is_cpu and not tensor.requires_grad for tensor in tensors]):
+                tensors = tuple([tensor.detach().cpu() for tensor in tensors])
+            task = Task(tensors, rows, batch_key, deadline, client, key, mini_batch, evaluation, keep, payer, stream)
             if self._records is not None and key is not None:
                 fingerprint(task)  # in its author's thread, since it reads the whole payload
             future, news = self._enter(task)
@@ -424,7 +424,6 @@ class TaskPool:
             return self._idle.wait_for(lambda: not self._running and not self.queue.count, timeout)
 
     def statistics(self) -> PoolStatistics:
-        """What was done so far, and what waits now."""
         with self._lock:
             oldest = self.queue.oldest()
             kinds = ("submitted", "answered", "cancelled", "expired", "joined", "batches", "rows")
@@ -442,7 +441,6 @@ class TaskPool:
             )
 
     def _gave_up(self, task: Task) -> None:
-        """A waiter of this task was cancelled."""
         with self._lock:
             if not task.wanted() and self.queue.remove(task):
                 self._drop(task)
@@ -497,13 +495,3 @@ def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadlin
         faults.append(f"it does not accumulate gradients; drop mini_batch={mini_batch!r}")
     if faults:
         raise UsageError(listed(f"invalid metadata of a task for pool {pool!r}:", faults))
-
-
-def _payload(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The tensors on the CPU, without a graph.
-
-    For most nothing is to be done. An operation of torch would release the GIL, and the batch begin without the others.
-    """
-    if all([tensor.is_cpu and not tensor.requires_grad for tensor in tensors]):
-        return tensors
-    return tuple([tensor.detach().cpu() for tensor in tensors])

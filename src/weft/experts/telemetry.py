@@ -62,7 +62,6 @@ class SafeObserver:
     def span(
         self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
     ) -> Generator[None]:
-        """See `Observer.span`."""
         stack, failure = ExitStack(), None
         try:
             stack.enter_context(self._observer.span(name, attributes, parents=parents, waited=waited))
@@ -81,7 +80,6 @@ class SafeObserver:
                     _LOG.exception("an observer failed at the end of a span")
 
     def current(self) -> str | None:
-        """See `Observer.current`."""
         try:
             return self._observer.current()
         except Exception:
@@ -101,7 +99,6 @@ class OpenTelemetryObserver:
     def span(
         self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
     ) -> Generator[None]:
-        """See `Observer.span`."""
         empty = _context.Context()
         known = [_propagate.extract({"traceparent": parent}, context=empty) for parent in parents]
         links = [_trace.Link(_trace.get_current_span(each).get_span_context()) for each in known]
@@ -115,7 +112,6 @@ class OpenTelemetryObserver:
             yield
 
     def current(self) -> str | None:
-        """See `Observer.current`."""
         carrier: dict[str, str] = {}
         _propagate.inject(carrier)
         return carrier.get("traceparent")
