@@ -38,6 +38,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)  # some run for a minute, where the machine has nothing else to do
 @pytest.mark.usefixtures("undisturbed")
 @pytest.mark.parametrize("name", [each for each in command.BENCHMARKS if each not in SLOW])
 def test_a_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ import torch
 
 from tests.experts.security.raw_http2 import raw_http2
 from tests.experts.security.served import served
+from tests.experts.server.raw import Authority
 from tests.experts.waiting import until
 from weft.experts.client import RemoteExpert
-from weft.experts.server import Server
+from weft.experts.server import Server, ServerTls
 from weft.experts.wire import Limits
 from weft.experts.wire.service import Options, server_options
 
@@ -42,17 +43,21 @@ def test_silent_connections_leave_descriptors_for_clients_and_checkpoints(tmp_pa
             assert other(torch.ones(2, 8)).shape == (2, 8)
 
 
-def test_who_opens_no_stream_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_who_opens_no_stream_is_hung_up_on(encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(limits: Limits, connections: int) -> Options:
         soon = {"grpc.server_handshake_timeout_ms": 200, "grpc.max_connection_idle_ms": 200}
         return [(name, soon.get(name, value)) for name, value in server_options(limits, connections)]
 
     monkeypatch.setattr("weft.experts.server.grpc_server.server_options", hasty)
-    with Server([]) as server:
+    tls = ServerTls(*Authority("authority").issue("server")) if encrypted else None
+    with Server([], address="localhost:0", tls=tls) as server:
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port)), 10.0) as silent:
             while silent.recv(1 << 16):  # HTTP/2's first words, and then the end
                 pass
+        if encrypted:
+            return
         with raw_http2(server.address) as idle, pytest.raises(ConnectionError):
             idle.ping()
             while True:
