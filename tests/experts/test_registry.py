@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
-from weft.experts import Blueprint, FeedForward, Runtime, TransformerLayer, expert_kinds, make_expert, register_expert
+from weft.experts import Blueprint, FeedForward, Runtime, expert_kinds, make_expert, register_expert
 from weft.experts import registry as registered
 
 
@@ -37,7 +37,7 @@ def test_an_unknown_kind_is_told_with_those_that_are_known() -> None:
 def test_the_bundled_layers_are_trained_like_any_other() -> None:
     ffn = make_expert("ffn", hidden=8).backend("ffn.0", partial(torch.optim.Adam, lr=1e-2))
     layer = make_expert("transformer", hidden=8, heads=2).backend("t.0", partial(torch.optim.SGD, lr=1e-2))
-    assert isinstance(ffn.module, FeedForward) and isinstance(layer.module, TransformerLayer)
+    assert isinstance(ffn.module, FeedForward) and isinstance(layer.module, nn.TransformerEncoderLayer)
     x, padding = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
     with Runtime([ffn, layer]):
         (y,) = layer.forward_pool.submit_task(x, padding).result(30)

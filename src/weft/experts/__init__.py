@@ -32,7 +32,7 @@ from weft.experts.gradients import Guards, SumsOptions
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Entry, Journal, Member, journal_lines, read_journal, replay
-from weft.experts.registry import Blueprint, FeedForward, TransformerLayer, expert_kinds, make_expert, register_expert
+from weft.experts.registry import Blueprint, FeedForward, expert_kinds, make_expert, register_expert
 from weft.experts.runtime import Runtime
 from weft.experts.task_pool import PoolOptions, TaskPool
 
@@ -51,7 +51,6 @@ __all__ = [
     "SumsOptions",
     "TaskPool",
     "TensorSpec",
-    "TransformerLayer",
     "expert_kinds",
     "journal_lines",
     "make_expert",

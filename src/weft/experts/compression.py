@@ -88,7 +88,12 @@ def compress(tensor: Tensor, how: Compression) -> tuple[Compression, list[Tensor
     """
     if how is Compression.NONE or packed_bytes(how, tensor.dtype, tensor.shape) is None:
         return Compression.NONE, [tensor.contiguous()]
-    parts = _quantized(tensor) if how is Compression.INT8 else _narrowed(tensor, _NARROW[how])
+    if how is Compression.INT8:
+        parts = _quantized(tensor)
+    else:
+        low, high = torch.aminmax(tensor)  # a NaN anywhere makes both NaN
+        most = torch.finfo(_NARROW[how]).max
+        parts = [tensor.to(_NARROW[how]).contiguous()] if low.item() >= -most and high.item() <= most else None
     return (Compression.NONE, [tensor.contiguous()]) if parts is None else (how, parts)
 
 
@@ -108,14 +113,6 @@ def expand(packed: Tensor, how: Compression, dtype: torch.dtype, shape: Sequence
 
 def _scale_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _narrowed(reals: Tensor, narrow: torch.dtype) -> list[Tensor] | None:
-    low, high = torch.aminmax(reals)  # a NaN anywhere makes both NaN
-    most = torch.finfo(narrow).max
-    if not (low.item() >= -most and high.item() <= most):
-        return None
-    return [reals.to(narrow).contiguous()]
 
 
 def _quantized(reals: Tensor) -> list[Tensor] | None:

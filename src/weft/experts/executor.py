@@ -421,7 +421,7 @@ class BatchExecutor:
 
     def _try_commit(self, tasks: Sequence[Task]) -> Apply:
         owner = tasks[0].owner
-        total = self.mini_batches.to_commit(owner)
+        total = self.mini_batches[owner]
         self.guards.check_parameters([g for g in total.total.totals if g is not None])
         results = [[torch.tensor([self.stepper.steps + 1], device="cpu")] for _ in tasks]
         record = self._recorder("commit", tasks, results)

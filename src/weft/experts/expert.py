@@ -170,7 +170,7 @@ class ExpertBackend:
         """Drop the sum of this client and mini-batch before the next batch. The name is not to be used again."""
         owner, sums = (client, mini_batch), self.executor.mini_batches
         if owner in sums or self.backward_pool.has_mini_batch(*owner):
-            sums.discard(owner, client if principal is None else principal)
+            sums.discarded[owner] = client if principal is None else principal
 
     def apply_gradients(self) -> None:
         """One step, with the gradients in ``.grad``: clip, optimizer, schedule. May be overridden.

@@ -163,12 +163,12 @@ class GradientAccumulator:
 
 
 class OpenMiniBatches(dict[Owner, GradientAccumulator]):
-    """The open mini-batches of one expert by owner. Guarded by the expert's lock, except `discard`."""
+    """The open mini-batches of one expert by owner; others raise `CommitError`. Guarded by the expert's lock."""
 
     def __init__(self, options: SumsOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options or SumsOptions()
         self._clock = clock
-        self.discarded: dict[Owner, str | None] = {}  # with their principals
+        self.discarded: dict[Owner, str | None] = {}  # with their principals, of any thread; `old` returns each once
 
     @property
     def nbytes(self) -> int:
@@ -205,18 +205,11 @@ class OpenMiniBatches(dict[Owner, GradientAccumulator]):
         one.terms += 1
         one.touched, one.stream = self._clock(), task.stream
 
-    def to_commit(self, owner: Owner) -> GradientAccumulator:
-        """The sum to commit. Raises `CommitError` if there is none."""
-        if owner not in self:
-            raise CommitError(
-                f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, or it was "
-                "committed or dropped: its connection had ended, or nothing came for too long. Run it again"
-            )
-        return self[owner]
-
-    def discard(self, owner: Owner, principal: str | None) -> None:
-        """Let `old` return this owner once. May be called without the expert's lock."""
-        self.discarded[owner] = principal
+    def __missing__(self, owner: Owner) -> GradientAccumulator:
+        raise CommitError(
+            f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, or it was "
+            "committed or dropped: its connection had ended, or nothing came for too long. Run it again"
+        )
 
     def old(self) -> dict[Owner, str | None]:
         """The sums that are to be dropped, with their principals: discarded, untouched for too long, or orphaned."""

@@ -123,36 +123,17 @@ def feed_forward(hidden: int, inner: int | None = None) -> Blueprint:
     return Blueprint(FeedForward(hidden, inner or 4 * hidden), (TensorSpec((None, hidden), torch.float32),))
 
 
-class TransformerLayer(nn.Module):
-    """Self-attention and a feed-forward layer: N x length x hidden to the same; True in the mask is padding.
-
-    Example:
-        >>> layer = weft.experts.TransformerLayer(hidden=8, heads=2, inner=32, dropout=0.1)
-        >>> layer(torch.randn(4, 10, 8), torch.zeros(4, 10, dtype=torch.bool)).shape  # no padding
-        torch.Size([4, 10, 8])
-    """
-
-    def __init__(self, hidden: int, heads: int, inner: int, dropout: float) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(
-            hidden, heads, inner, dropout, activation="gelu", batch_first=True, norm_first=True
-        )
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        return self.layer(x, src_key_padding_mask=padding)
-
-
 @register_expert("transformer")
 def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: float = 0.0) -> Blueprint:
-    """Rows x length x ``hidden``, float32, of any length; keyword ``padding``: bool, True where padded."""
+    """Rows x length x ``hidden``, float32, of any length; ``src_key_padding_mask``: bool, True where padded."""
     with Validator("invalid arguments of kind 'transformer'") as check:
         sizes = [check.count("hidden", hidden), check.count("heads", heads)]
         if all(sizes):
             check.that(hidden % heads == 0, f"heads is {heads}, wanted a divisor of hidden, {hidden}")
         check.count("inner", inner, optional=True)
         check.number("dropout", dropout, most=1.0)
-    return Blueprint(
-        TransformerLayer(hidden, heads, inner or 4 * hidden, dropout),
-        (TensorSpec((None, None, hidden), torch.float32),),
-        {"padding": TensorSpec((None, None), torch.bool)},
+    layer = nn.TransformerEncoderLayer(
+        hidden, heads, inner or 4 * hidden, dropout, activation="gelu", batch_first=True, norm_first=True
     )
+    mask = {"src_key_padding_mask": TensorSpec((None, None), torch.bool)}
+    return Blueprint(layer, (TensorSpec((None, None, hidden), torch.float32),), mask)

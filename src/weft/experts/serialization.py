@@ -111,24 +111,26 @@ class _Encoder:
     def node(self, value: Any, path: str) -> Any:
         """``value`` as JSON, in which tensors are names."""
         if isinstance(value, Tensor):
-            return self._tensor(value, path or "tensor")
+            return self._tensor(value, path.removeprefix("/") or "tensor")
         kind = cast("type[Any]", type(value))
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
             return value if math.isfinite(value) else {"float": str(value)}
         if kind in (list, tuple):
-            return {kind.__name__: [self.node(item, _join(path, str(index))) for index, item in enumerate(value)]}
+            return {kind.__name__: [self.node(item, f"{path}/{index}") for index, item in enumerate(value)]}
         if kind in (dict, Counter):
             return {kind.__name__.lower(): self._pairs(value.items(), path)}
         if kind is OrderedDict:
             versions = self.node(dict(getattr(value, "_metadata", {})), f"{path}@")
             return {"ordered": self._pairs(value.items(), path), "versions": versions}
-        self.faults.append(f"{path or 'the value'}, which is of type {kind.__module__}.{kind.__qualname__}")
+        self.faults.append(
+            f"{path.removeprefix('/') or 'the value'}, which is of type {kind.__module__}.{kind.__qualname__}"
+        )
         return None
 
     def _pairs(self, items: Iterable[tuple[Any, Any]], path: str) -> list[list[Any]]:
-        return [[self.node(key, f"{path}@key"), self.node(item, _join(path, str(key)))] for key, item in items]
+        return [[self.node(key, f"{path}@key"), self.node(item, f"{path}/{key}")] for key, item in items]
 
     def _tensor(self, value: Tensor, path: str) -> Any:
         plain = value.detach()
@@ -173,7 +175,3 @@ def _decoded(node: Any, tensors: dict[str, Tensor]) -> Any:
     if versions := _decoded(fields["versions"], tensors):
         ordered._metadata = versions  # pyright: ignore[reportAttributeAccessIssue]
     return ordered
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name

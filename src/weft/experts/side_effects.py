@@ -131,11 +131,13 @@ class SideEffects:
     def seed_for(self, direction: int, count: int, tasks: Sequence[Task]) -> int:
         """The seed of one batch: of its keys, if it may draw and all its tasks have one; else of its number."""
         seen = self._configuration()
-        if self._use.draws.get(seen) is not False or self._back.draws.get(seen) is not False:
-            origin = _origin(tasks)
-            if origin is not None:
-                return mix(self.seed, 2, origin)
-        return mix(self.seed, direction, count)
+        draws = self._use.draws.get(seen) is not False or self._back.draws.get(seen) is not False
+        if not draws or any([task.key is None for task in tasks]):
+            return mix(self.seed, direction, count)
+        # The same number in forward and backward, for the same tasks in this order.
+        names = [f"{task.client}\0{str(task.key).partition(REPEATED)[0]}\0{task.rows}" for task in tasks]
+        digest = blake2b("\0".join(names).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return mix(self.seed, 2, int.from_bytes(digest, "little"))
 
     @contextmanager
     def evaluation(self) -> Generator[None]:
@@ -193,11 +195,3 @@ class SideEffects:
         """Which tensor is in every slot, and how often it was written to."""
         tensors = [table.get(name) for table, name in self._slots]
         return [(0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
-
-
-def _origin(tasks: Sequence[Task]) -> int | None:
-    """A number for these tasks in this order that is the same in forward and backward; None if one has no key."""
-    if any([task.key is None for task in tasks]):
-        return None
-    names = [f"{task.client}\0{str(task.key).partition(REPEATED)[0]}\0{task.rows}" for task in tasks]
-    return int.from_bytes(blake2b("\0".join(names).encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
