@@ -15,7 +15,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import TypeVar, cast
 
 import torch
@@ -142,8 +144,13 @@ class Trained:
 
 def trained(setting: Setting, data: Sequence[Labelled], *, bad: bool, seed: int) -> Trained:
     """Every fold, by its trainers, all at once: over a bad network, or a good one. ``seed``: of batches and network."""
+    with TemporaryDirectory() as folder:
+        return _trained(setting, data, folder, bad=bad, seed=seed)
+
+
+def _trained(setting: Setting, data: Sequence[Labelled], folder: str, *, bad: bool, seed: int) -> Trained:
     uids = [[f"fold{fold}.{row}.{column}" for fold in range(len(data)) for row, column in each] for each in SERVERS]
-    journals = {uid: Journal(limit=1 << 30) for each in uids for uid in each}
+    journals = {uid: Journal(Path(folder, uid)) for each in uids for uid in each}
     experts = [[_expert(uid, journals[uid], setting) for uid in each] for each in uids]
     with ExitStack() as stack:
         straight = [stack.enter_context(Server(each)).address for each in experts]

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -355,11 +356,13 @@ def test_a_norm_to_clip_to_without_an_optimizer_is_refused() -> None:
         check("e", layer(), clip_grad_norm=1.0)
 
 
-def test_what_fits_passes() -> None:
+def test_what_fits_passes(tmp_path: Path) -> None:
     module = layer()
-    fine: dict[str, Any] = {"clip_grad_norm": 1.0, "guards": Guards(), "journal": Journal(), "max_rows": 4096}
+    log = Journal(tmp_path / "log")
+    fine: dict[str, Any] = {"clip_grad_norm": 1.0, "guards": Guards(), "journal": log, "max_rows": 4096}
     backend = ExpertBackend("e", module, opt=adam, args_schema=(X,), keep_graphs=GraphBudget(1), **fine)
     assert backend.module is module and isinstance(backend.optimizer, torch.optim.Optimizer)
+    log.close()
 
 
 def test_steps_that_want_what_nobody_gives_are_refused_with_both_reasons() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,9 +284,9 @@ class Late(nn.Module):
 
 
 @pytest.mark.parametrize("when", ["inputs", "backward", "told"])
-def test_numbers_that_are_drawn_later_are_its_own_and_a_replay_draws_them_again(when: str) -> None:
+def test_numbers_that_are_drawn_later_are_its_own_and_a_replay_draws_them_again(when: str, tmp_path: Path) -> None:
     store = Store()
-    journal = Journal(listener=store)
+    journal = Journal(tmp_path / "log", listener=store)
     live = ExpertBackend("late", Late(when), partial(torch.optim.SGD, lr=0.1), args_schema=(X,), journal=journal)
     again = ExpertBackend("late", Late(when), partial(torch.optim.SGD, lr=0.1), args_schema=(X,))
     again.load_state_dict(live.state_dict())
@@ -299,6 +300,7 @@ def test_numbers_that_are_drawn_later_are_its_own_and_a_replay_draws_them_again(
         live.backward_pool.submit_task(rows(6, number), gradient, key=f"{number}", evaluation=number == 3)
         work(live)
         assert torch.equal(torch.get_rng_state(), before), "the generator is the caller's"
+    journal.close()
     entries = journal.entries()
     assert [entry.evaluation for entry in entries] == [False, False, False, True]
     again.module.get_submodule("dropout").p = 0.0

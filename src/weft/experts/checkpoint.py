@@ -223,7 +223,7 @@ class CheckpointStore:
         On a full disk, older checkpoints make room, all but the newest that is whole. Raises ``CheckpointError``.
         """
         folder = self._folder(encoded.uid)
-        with self._lock(encoded.uid):
+        with self._locks.setdefault(encoded.uid, threading.Lock()):
             try:
                 path = self._publish(encoded, folder)
             except OSError as error:
@@ -345,9 +345,6 @@ class CheckpointStore:
 
     def _folder(self, uid: str) -> Path:
         return self.root / folder_name(uid)
-
-    def _lock(self, uid: str) -> threading.Lock:
-        return self._locks.setdefault(uid, threading.Lock())
 
 
 def _digest(data: bytes | memoryview) -> str:

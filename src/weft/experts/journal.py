@@ -16,7 +16,6 @@ A line that a crash tore is cut off by the next opening; one that a full disk to
 import json
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -129,42 +128,6 @@ def _is_json(line: str) -> bool:
 _BLOCK = 1 << 16
 
 
-class _LogFile:
-    """The files of a journal, which only the user of this process may read."""
-
-    def __init__(self, path: Path, max_bytes: int | None, max_files: int) -> None:
-        self._path, self._max_bytes, self._max_files = path, max_bytes, max_files
-        if path.is_file():
-            _mend(path)
-        self._file = _opened(path)
-
-    def append(self, lines: str) -> None:
-        """Write all of that, or nothing and raise."""
-        rest = lines.encode()
-        end = self._file.seek(0, os.SEEK_END)
-        if self._max_bytes is not None and end and end + len(rest) > self._max_bytes:
-            self._rotate()
-            end = 0
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except BaseException:
-            self._file.truncate(end)
-            raise
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _rotate(self) -> None:
-        """Begin a new file. If that raises, what is there stays, and is written to as before."""
-        os.fsync(self._file.fileno())  # only the newest file may end with a torn line
-        for number in range(self._max_files - 2, -1, -1):
-            if (old := _numbered(self._path, number)).exists():
-                os.replace(old, _numbered(self._path, number + 1))
-        before, self._file = self._file, _opened(self._path)
-        before.close()
-
-
 def _numbered(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}") if number else path
 
@@ -200,13 +163,12 @@ Listener = Callable[[Entry, Sequence[Task]], None]
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Keeps the last ``limit`` entries, appends all to the file ``path`` if there is one, and calls ``listener``.
+    """Appends all batches of one expert to the file ``path``, and calls ``listener``.
 
-    It belongs to one expert; lines do not contain its name. Close it, or use it as a context manager. Thread-safe.
+    Lines do not contain the expert's name. Close it, or use it as a context manager. Thread-safe.
 
     Args:
         path: of the file, which only the user of this process may read.
-        limit: number of entries in memory.
         listener: called with every batch.
         max_file_bytes: the size at which ``path`` becomes ``path.1``, that ``path.2`` and so on; None: never.
         max_files: number of these files; older ones are removed.
@@ -214,9 +176,11 @@ class Journal(AbstractContextManager["Journal"]):
     Raises ``UsageError`` that lists all that makes no sense, or if the file is no journal, and what opening it raises.
 
     Example:
-        >>> rows, journal = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.Journal()
+        >>> import pathlib, tempfile
+        >>> journal = weft.experts.Journal(pathlib.Path(tempfile.mkdtemp(), "ffn.0.journal"))
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
         >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, journal=journal)
-        >>> with weft.Runtime([expert]):
+        >>> with weft.Runtime([expert]), journal:
         ...     gradients = expert.get_pools()[1].submit_task(torch.ones(4, 8), torch.ones(4, 8)).result(10)
         >>> [(entry.kind, entry.step, entry.members[0].rows) for entry in journal.entries()]
         [('backward', 1, 4)]
@@ -224,24 +188,22 @@ class Journal(AbstractContextManager["Journal"]):
 
     def __init__(
         self,
-        path: "str | PathLike[str] | None" = None,
+        path: "str | PathLike[str]",
         *,
-        limit: int = 10_000,
         listener: Listener | None = None,
         max_file_bytes: int | None = None,
         max_files: int = 4,
     ) -> None:
         with Validator("invalid options of a journal") as check:
-            check.count("limit", limit, least=0)
             check.count("max_file_bytes", max_file_bytes, optional=True)
             check.count("max_files", max_files, least=2)  # a new file begins empty
-            check.that(max_file_bytes is None or path is not None, "max_file_bytes was given, but no path of a file")
-        self._entries: deque[Entry] = deque(maxlen=limit)
+        self._path, self._max_bytes, self._max_files = Path(path), max_file_bytes, max_files
         self._listener = listener
-        self._file = None if path is None else _LogFile(Path(path), max_file_bytes, max_files)
+        if self._path.is_file():
+            _mend(self._path)
+        self._file = _opened(self._path)
         self._mark = ""
         self._owner: str | None = None
-        self._closed = False
         self._lock = threading.Lock()
 
     def own(self, name: str) -> None:
@@ -255,15 +217,12 @@ class Journal(AbstractContextManager["Journal"]):
 
     def write(self, entry: Entry, tasks: Sequence[Task]) -> None:
         """Log a batch that has just counted. What goes wrong here is raised; the batch stays as it is."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the journal is closed, but its expert goes on; close it after the runtime")
-            self._entries.append(entry)
+        if self._file.closed:
+            raise ClosedError("the journal is closed, but its expert goes on; close it after the runtime")
         try:
             with self._lock:
-                if self._file is not None:
-                    self._file.append(self._mark + entry.to_json() + "\n")
-                    self._mark = ""
+                self._append((self._mark + entry.to_json() + "\n").encode())
+                self._mark = ""
         finally:  # the batch counts, whether or not the disk is full
             if self._listener is not None and entry.kind != "dropped":
                 self._listener(entry, tasks)
@@ -276,22 +235,41 @@ class Journal(AbstractContextManager["Journal"]):
         """
         mark = Entry("restored", step, 0, None, (), torch.get_num_threads(), batch=batch, branch=branch)
         with self._lock:
-            self._entries = deque(_lineage([*self._entries, mark]), maxlen=self._entries.maxlen)
             self._mark = mark.to_json() + "\n"
 
     def entries(self) -> list[Entry]:
-        """The last ones, oldest first."""
+        """Those in all its files that led to where the expert is now; see `read_journal`."""
         with self._lock:
-            return list(self._entries)
+            return read_journal([*journal_lines(self._path), self._mark])
 
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-            self._file, self._closed = None, True
+            self._file.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _append(self, lines: bytes) -> None:
+        """Write all of that, or nothing and raise."""
+        end = self._file.seek(0, os.SEEK_END)
+        if self._max_bytes is not None and end and end + len(lines) > self._max_bytes:
+            self._rotate()
+            end = 0
+        try:
+            while lines:
+                lines = lines[self._file.write(lines) :]
+        except BaseException:
+            self._file.truncate(end)
+            raise
+
+    def _rotate(self) -> None:
+        """Begin a new file. If that raises, what is there stays, and is written to as before."""
+        os.fsync(self._file.fileno())  # only the newest file may end with a torn line
+        for number in range(self._max_files - 2, -1, -1):
+            if (old := _numbered(self._path, number)).exists():
+                os.replace(old, _numbered(self._path, number + 1))
+        before, self._file = self._file, _opened(self._path)
+        before.close()
 
 
 def journal_lines(path: "str | PathLike[str]") -> Generator[str]:

@@ -148,9 +148,10 @@ def make_schedule(given: ScheduleLike | None, optimizer: Optimizer | None) -> LR
     if optimizer is None:
         raise UsageError("a schedule was given, but no optimizer that it could steer")
     made: Any = given if isinstance(given, LRScheduler) else given(optimizer)
-    with Validator("invalid schedule") as check:
-        if check.that(isinstance(made, LRScheduler), f"schedule made a {type(made).__name__}, wanted an LRScheduler"):
-            check.that(made.optimizer is optimizer, "it steers another optimizer; pass a function that makes it of one")
+    if not isinstance(made, LRScheduler):
+        raise UsageError(f"schedule made a {type(made).__name__}, wanted an LRScheduler")
+    if made.optimizer is not optimizer:
+        raise UsageError("the schedule steers another optimizer; pass a function that makes it of one")
     return made
 
 

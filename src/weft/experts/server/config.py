@@ -110,7 +110,7 @@ class JournalTable(_Table):
         folder = Path(self.folder)
         folder.mkdir(0o700, parents=True, exist_ok=True)
         path = folder / f"{folder_name(name)}.journal"
-        return Journal(path, limit=0, max_file_bytes=self.max_file_bytes, max_files=self.max_files)
+        return Journal(path, max_file_bytes=self.max_file_bytes, max_files=self.max_files)
 
 
 class ExpertTable(_Table):
