@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -230,7 +230,7 @@ class RequestBuilder:
     def __init__(self, client: str, compression: Policy) -> None:
         self.client = client or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._header = partial(Header, client=self.client)
-        self._choose = compression.choose
+        self._choose = lru_cache(16)(compression.choose)
 
     def info(self, uid: str) -> Call:
         """Request the description of an expert."""
