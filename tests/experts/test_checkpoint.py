@@ -221,6 +221,21 @@ def test_so_many_newest_stay_as_asked(tmp_path: Path) -> None:
     assert store.steps("other") == [] and store.load_newest("other") is None
 
 
+def test_only_a_stores_own_line_of_checkpoints_is_pruned(tmp_path: Path) -> None:
+    """Where locks do not work, two servers may write side by side; neither removes what the other made."""
+    save(CheckpointStore(tmp_path, keep=2), 1)
+    mine, other = CheckpointStore(tmp_path, keep=2), CheckpointStore(tmp_path, keep=2)
+    for step in (10, 11, 12):
+        save(mine, step)
+    save(other, 50)
+    for step in range(13, 20):
+        save(mine, step)
+    assert mine.steps(UID) == [19, 18, 50]
+    assert step_of(other.load_newest(UID)) == 19  # from here on, all of it is its line
+    save(other, 20)
+    assert mine.steps(UID) == [20, 19]
+
+
 def test_after_a_return_to_an_earlier_step_the_later_save_is_the_newest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (50, 40):

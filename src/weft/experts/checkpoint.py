@@ -181,6 +181,7 @@ class EncodedCheckpoint:
 class CheckpointStore:
     """Checkpoints of any number of experts below ``root``; the ``keep`` newest of each stay. Thread-safe.
 
+    It removes what it wrote, or found when it last loaded; what another server writes beside it stays.
     Makes ``root`` if it is missing. Raises ``UsageError`` if ``keep`` is not positive.
     """
 
@@ -191,6 +192,7 @@ class CheckpointStore:
         self._keep = keep
         self._disk = disk or Disk()
         self._locks: dict[str, threading.Lock] = {}
+        self._line: dict[str, set[str]] = {}  # of each expert, the files that this store may remove
         self._short_of_room: set[str] = set()  # experts of which the log says so
         if not self._disk.is_folder(self.root):
             self._make(self.root)
@@ -225,15 +227,18 @@ class CheckpointStore:
         folder = self._folder(encoded.uid)
         with self._locks.setdefault(encoded.uid, threading.Lock()):
             try:
+                line = self._line.setdefault(encoded.uid, set(self._names(folder)))
                 path = self._publish(encoded, folder)
             except OSError as error:
                 raise CheckpointError(
                     f"step {encoded.step} of expert {encoded.uid!r} cannot be saved in {folder}: {error}. Make room or "
                     "mend the folder; the older checkpoints are safe"
                 ) from error
+            line.add(path.name)
             with suppress(OSError):  # the new one is safe by now: a disk that refuses is asked again next time
-                for name in self._names(folder)[self._keep :]:
+                for name in sorted(line, reverse=True)[self._keep :]:
                     self._disk.remove(folder / name)
+                    line.remove(name)
             return path
 
     def load_newest(self, uid: str) -> Checkpoint | None:
@@ -249,6 +254,7 @@ class CheckpointStore:
                 f"the folder of the checkpoints of expert {uid!r} cannot be read: {error}. Mend what is there, "
                 "or give the server another folder"
             ) from error
+        self._line[uid] = set(names)
         while names:
             faults: list[str] = []
             for name in names:
@@ -317,7 +323,7 @@ class CheckpointStore:
         for name in names:
             with suppress(OSError, DamagedError):
                 self._read(folder / name, uid)
-                return [other for other in names if other != name]
+                return [other for other in names if other != name and other in self._line[uid]]
         return []
 
     def _make(self, folder: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered
     assert [file.name for file in files] == [f"%46.journal{number}" for number in ("", ".1", ".2", ".3")][: len(files)]
     assert len(files) > 1 and all(file.stat().st_size <= 5000 for file in files)
     assert [each.step for each in read_journal(journal_lines(files[0]))] == [*range(1, 41)]
-    assert (tmp_path / "a" / "log").stat().st_mode & 0o777 == 0o700
+    assert all(made.stat().st_mode & 0o777 == 0o700 for made in (tmp_path / "a", tmp_path / "a" / "log"))
     assert backend.journal is not None
     with pytest.raises(ClosedError):
         backend.journal.write(Entry("commit", 1, 0, "m", (), 1), [])

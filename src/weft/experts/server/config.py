@@ -108,7 +108,8 @@ class JournalTable(_Table):
     def open(self, name: str) -> Journal:
         """The file of one expert."""
         folder = Path(self.folder)
-        folder.mkdir(0o700, parents=True, exist_ok=True)
+        for each in (*reversed(folder.parents), folder):
+            each.mkdir(0o700, exist_ok=True)
         path = folder / f"{folder_name(name)}.journal"
         return Journal(path, max_file_bytes=self.max_file_bytes, max_files=self.max_files)
 
