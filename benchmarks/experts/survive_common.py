@@ -24,7 +24,7 @@ from weft.experts.wire.service import STREAM
 
 WIDTH, ROWS, MOST_ROWS = 16, 4, 64
 TROUBLE = 1e6
-PATIENCE = 20.0
+PATIENCE = 60.0
 UID = "awkward"
 
 

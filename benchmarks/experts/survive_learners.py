@@ -153,6 +153,8 @@ def _trained(setting: Setting, data: Sequence[Labelled], folder: str, *, bad: bo
     journals = {uid: Journal(Path(folder, uid)) for each in uids for uid in each}
     experts = [[_expert(uid, journals[uid], setting) for uid in each] for each in uids]
     with ExitStack() as stack:
+        for journal in journals.values():
+            stack.enter_context(journal)
         straight = [stack.enter_context(Server(each)).address for each in experts]
         networks = [BadNetwork(each, setting.weather, seed=10 * seed + n) for n, each in enumerate(straight) if bad]
         ways = [stack.enter_context(each).address for each in networks] or straight
