@@ -105,7 +105,7 @@ def _resident() -> int:
 def crowded(idle: int, slow: int, calls: int) -> list[Verdict]:
     """The p99 of one client alone, beside so many idle connections, and beside slow readers as well."""
     options = ServerOptions(connection_bytes=4 << 20)
-    access = Access([Grant("*")], {"mine": "me"})  # quotas go by what is proven: with none, all of this machine share one
+    access = Access([Grant("*")], {"mine": "me"})  # quotas go by the proven name, else by the host
     with ExitStack() as stack:
         server = stack.enter_context(Server([awkward()], access=access, options=options))
         mine = stack.enter_context(GrpcTransport(server.address, token="mine"))
