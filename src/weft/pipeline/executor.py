@@ -36,12 +36,12 @@ class Closed(Exception):
     """The walk was given up while a worker waited; the walk keeps the reason, not this exception."""
 
 
-class LocalQueue(dict[Address, Any]):
-    """The messages of a serial walk: a plain dictionary, since one thread puts and takes."""
+class LocalQueue:
+    """The messages of a serial walk, where one thread puts and takes, or of what left the run: a plain dictionary."""
 
-    put = dict[Address, Any].__setitem__
-    take = dict[Address, Any].pop
-    close = dict[Address, Any].clear
+    def __init__(self) -> None:
+        self.messages: dict[Address, Any] = {}
+        self.put, self.take, self.close = self.messages.__setitem__, self.messages.pop, self.messages.clear
 
 
 class Mailbox:
@@ -98,7 +98,7 @@ class SerialExecutor:
         """
         queue, left = LocalQueue(), LocalQueue()
         for messages in given.values():
-            queue.update(messages)
+            queue.messages.update(messages)
         outboxes = [*[queue] * schedule.stages, left]
         carried = carry_lock()
 
@@ -109,7 +109,7 @@ class SerialExecutor:
                     perform(action, queue, outboxes)
 
         ambient.run(steps)
-        return left
+        return left.messages
 
     def commit(self, report: Report) -> list[Report]:
         """End a walk that went well here: the reports of all processes that took part, with this one.
@@ -318,4 +318,4 @@ class _Walk:
                 raise error
             finally:
                 del error  # a traceback that holds this frame must not be held by it
-        return self._left
+        return self._left.messages

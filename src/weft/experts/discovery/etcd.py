@@ -31,11 +31,13 @@ from math import ceil
 from queue import SimpleQueue
 from typing import Any, cast
 
+from weft.experts import extras as extras  # noqa: PLC0414  (says what is not installed, before that is imported)
+
+# isort: split
 import grpc
 
 from weft.core.errors import UsageError, listed
 from weft.core.validation import Validator
-from weft.experts import extras as extras  # noqa: PLC0414  (says what is not installed)
 from weft.experts.address import address_fault
 from weft.experts.discovery.directory import (
     Directory,
