@@ -139,9 +139,7 @@ def test_a_candidate_that_takes_long_is_run_once_and_not_warmed_up(
     assert len(ran) == rounds
 
 
-def test_a_disturbed_round_against_the_clock_is_run_again_while_there_is_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_disturbed_round_against_the_clock_is_run_again_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([0.5, 0.0, 0.02])
     monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: next(readings, 0.7))
     work = {"a": lambda: time.sleep(SAMPLE)}

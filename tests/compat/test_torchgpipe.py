@@ -89,12 +89,7 @@ def test_long_skip_connections_as_in_the_old_guide(checkpoint: str) -> None:
 
 def test_isolated_skips() -> None:
     first, second = Namespace(), Namespace()
-    layers = [
-        Layer1().isolate(first),
-        Layer1().isolate(second),
-        Layer3().isolate(second),
-        Layer3().isolate(first),
-    ]
+    layers = [Layer1().isolate(first), Layer1().isolate(second), Layer3().isolate(second), Layer3().isolate(first)]
     model = GPipe(nn.Sequential(*layers), balance=[2, 2], devices=TWO, chunks=2)
     assert model(torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
 
@@ -107,11 +102,7 @@ def test_the_attributes_are_there() -> None:
     assert model.devices == [torch.device("cpu")] * 2
     assert [len(partition) for partition in model.partitions] == [2, 1]
     assert all(type(partition) is nn.Sequential for partition in model.partitions)
-    assert [name for partition in model.partitions for name, _ in partition.named_children()] == [
-        "0",
-        "1",
-        "2",
-    ]
+    assert [name for partition in model.partitions for name, _ in partition.named_children()] == ["0", "1", "2"]
     defaults = GPipe(layers, balance=[3], devices=["cpu"])
     assert defaults.chunks == 1 and defaults.checkpoint == "except_last"
 
@@ -151,11 +142,7 @@ def test_balances_are_measured() -> None:
 
 def test_deferred_batch_norm_counts_the_mini_batch_once() -> None:
     model = GPipe(
-        nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)),
-        [1, 1],
-        devices=TWO,
-        chunks=4,
-        deferred_batch_norm=True,
+        nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)), [1, 1], devices=TWO, chunks=4, deferred_batch_norm=True
     )
     x = torch.randn(8, 4)
     model(x)
@@ -305,11 +292,7 @@ def test_chunks_below_one_are_a_value_error(chunks: int) -> None:
 @pytest.mark.parametrize("balance", [[2], [], [1, 1, 1], [0, 2], [-1, 3], [2, 0]])
 def test_a_wrong_balance_is_a_value_error(balance: list[int]) -> None:
     with pytest.raises(ValueError, match=r"balance|layers"):
-        GPipe(
-            nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())[: 2 + (balance == [2])],
-            balance,
-            devices=["cpu"] * 3,
-        )
+        GPipe(nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())[: 2 + (balance == [2])], balance, devices=["cpu"] * 3)
 
 
 def test_one_device_need_not_be_in_a_list() -> None:

@@ -139,11 +139,7 @@ def test_a_recomputation_has_the_deterministic_flag_of_its_forward(who: Any, che
             return x.sin()
 
     pipe = Pipe(
-        torch.nn.Sequential(Looking(), Looking()),
-        chunks=2,
-        devices=["cpu"] * 2,
-        checkpoint=checkpoint,
-        executor=who,
+        torch.nn.Sequential(Looking(), Looking()), chunks=2, devices=["cpu"] * 2, checkpoint=checkpoint, executor=who
     )
     x = torch.ones(2, 1, requires_grad=True)
     torch.use_deterministic_algorithms(True)

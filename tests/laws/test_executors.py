@@ -7,17 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.laws.models import (
-    ModelPlan,
-    blocks,
-    difference,
-    floats,
-    gradients,
-    mini_batch,
-    objective,
-    sequential,
-    twin,
-)
+from tests.laws.models import ModelPlan, blocks, difference, floats, gradients, mini_batch, objective, sequential, twin
 from tests.strategies import checkpoints, model_plans, valid_schedules
 from weft import Pipe
 

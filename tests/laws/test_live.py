@@ -219,13 +219,7 @@ def test_nothing_of_a_step_outlives_it(executor: Any, checkpoint: Any, schedule:
     layers = nn.Sequential(*[Witness() for _ in range(3)])
     loss = None if schedule == "gpipe" else (lambda y, t: (y - t).square().mean())
     pipe = Pipe(
-        layers,
-        chunks=2,
-        devices=["cpu"] * 3,
-        executor=executor,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        loss=loss,
+        layers, chunks=2, devices=["cpu"] * 3, executor=executor, checkpoint=checkpoint, schedule=schedule, loss=loss
     )
     x = torch.ones(4, 4, requires_grad=True)
     for _ in range(2):  # under "auto" the second runs in another way

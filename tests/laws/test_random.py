@@ -28,13 +28,7 @@ def model() -> nn.Sequential:
 def pipe_over(layers: nn.Sequential, executor: Any, checkpoint: Any = "never", **options: Any) -> Pipe:
     """Two stages with two layers each."""
     return Pipe(
-        layers,
-        chunks=3,
-        devices=["cpu"] * 2,
-        balance=[2, 2],
-        executor=executor,
-        checkpoint=checkpoint,
-        **options,
+        layers, chunks=3, devices=["cpu"] * 2, balance=[2, 2], executor=executor, checkpoint=checkpoint, **options
     )
 
 

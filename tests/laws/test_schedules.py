@@ -104,14 +104,7 @@ def test_an_invalid_table_is_refused_with_the_reason(
     table = Schedule(tuple(map(tuple, rows)))
     model = torch.nn.Sequential(*[torch.nn.Identity() for _ in range(stages)])
     with pytest.raises(ScheduleError) as refused:
-        Pipe(
-            model,
-            chunks=chunks,
-            devices=["cpu"] * stages,
-            balance=[1] * stages,
-            schedule=table,
-            loss=loss_against,
-        )
+        Pipe(model, chunks=chunks, devices=["cpu"] * stages, balance=[1] * stages, schedule=table, loss=loss_against)
     assert reason in str(refused.value)
 
 

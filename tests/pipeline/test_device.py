@@ -208,14 +208,7 @@ def test_dropout_on_cuda_is_bit_equal_between_serial_threads_and_recomputation()
     x, found = torch.ones(8, 64, device=CUDA), []
     for executor in ("serial", "threads"):
         for checkpoint in ("never", "always"):
-            pipe = Pipe(
-                model,
-                chunks=4,
-                devices=[CUDA] * 2,
-                balance=[2, 2],
-                executor=executor,
-                checkpoint=checkpoint,
-            )
+            pipe = Pipe(model, chunks=4, devices=[CUDA] * 2, balance=[2, 2], executor=executor, checkpoint=checkpoint)
             for seed in range(5):
                 torch.manual_seed(seed)
                 model.zero_grad()

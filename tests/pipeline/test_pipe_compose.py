@@ -45,11 +45,7 @@ def test_a_pipe_may_be_a_layer_of_a_pipe(inner: str, outer: str, checkpoint: str
     flat = chain(4, 5, 5, 3)
     inside = Pipe(nn.Sequential(*flat[1:4]), chunks=2, devices=["cpu"] * 2, executor=inner, checkpoint=checkpoint)
     pipe = Pipe(
-        nn.Sequential(flat[0], inside, flat[4]),
-        chunks=2,
-        devices=["cpu"] * 2,
-        executor=outer,
-        checkpoint=checkpoint,
+        nn.Sequential(flat[0], inside, flat[4]), chunks=2, devices=["cpu"] * 2, executor=outer, checkpoint=checkpoint
     )
     seen = backward(pipe, rows(7, 4))
     found = [each.grad for each in pipe.parameters()]

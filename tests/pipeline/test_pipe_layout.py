@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.pipeline.pipe_cases import (
-    EXECUTORS,
-    assert_close,
-    assert_gradients_equal,
-    backward,
-    chain,
-    piped,
-    rows,
-)
+from tests.pipeline.pipe_cases import EXECUTORS, assert_close, assert_gradients_equal, backward, chain, piped, rows
 from tests.unchecked import unchecked
 from weft import Pipe, Recorder, is_recomputing
 from weft.core.errors import UsageError

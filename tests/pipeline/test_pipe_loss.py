@@ -157,12 +157,7 @@ def test_a_loss_may_have_parameters_of_its_own(executor: str, checkpoint: str, s
 @every_run
 def test_without_a_target_the_pipe_returns_its_output_and_trains(executor: str, checkpoint: str, schedule: str) -> None:
     pipe, plain = piped(
-        chain(4, 5, 3),
-        balance=[2, 1],
-        executor=executor,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        loss=nn.MSELoss(),
+        chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=checkpoint, schedule=schedule, loss=nn.MSELoss()
     )
     for _ in range(2):
         assert_close(backward(pipe, rows(7, 4)), backward(plain, rows(7, 4)))

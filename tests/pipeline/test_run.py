@@ -83,13 +83,7 @@ def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int,
     seed=st.integers(0, 100),
 )
 def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unrolled_net(
-    threads: bool,
-    layers: int,
-    chunks: int,
-    delay: int,
-    steps: int,
-    recomputed: frozenset[tuple[int, int]],
-    seed: int,
+    threads: bool, layers: int, chunks: int, delay: int, steps: int, recomputed: frozenset[tuple[int, int]], seed: int
 ) -> None:
     torch.manual_seed(seed)
     weights = drawn_weights(layers)

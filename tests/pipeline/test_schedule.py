@@ -53,9 +53,7 @@ def chain_order_holds(order: list[Action], stages: int) -> bool:
 
 
 @given(any_schedules())
-def test_a_random_valid_table_passes_and_its_order_honours_every_list_and_the_chain(
-    schedule: Schedule,
-) -> None:
+def test_a_random_valid_table_passes_and_its_order_honours_every_list_and_the_chain(schedule: Schedule) -> None:
     schedule.check(stages=schedule.stages, micro_batches=schedule.micro_batches)
     order = schedule.order
     for worker, row in enumerate(schedule.workers):

@@ -14,18 +14,7 @@ from hypothesis import strategies as st
 
 from weft.pipeline.schedule import Action
 from weft.pipeline.tracing import ActionEvent
-from weft.report import (
-    Axis,
-    Section,
-    figure,
-    line_chart,
-    loss_curve,
-    memory_curve,
-    page,
-    paragraph,
-    table,
-    timeline,
-)
+from weft.report import Axis, Section, figure, line_chart, loss_curve, memory_curve, page, paragraph, table, timeline
 from weft.report.html import Markup, join, number, tag, text
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -73,13 +73,7 @@ def test_arrivals_are_ordered_by_source_then_namespace_then_name() -> None:
 def test_a_partition_may_be_a_layer_a_sequential_or_an_iterable() -> None:
     routes = [
         inspect_skip_layout([make([layer("a")]), make([nn.Identity(), layer(pop="a")])]).routes
-        for make in (
-            list,
-            iter,
-            lambda layers: layers[-1],
-            lambda layers: nn.Sequential(*layers),
-            nn.ModuleList,
-        )
+        for make in (list, iter, lambda layers: layers[-1], lambda layers: nn.Sequential(*layers), nn.ModuleList)
     ]
     assert routes == [{(None, "a"): (0, (1,))}] * 5
 

@@ -270,11 +270,7 @@ def stash_of_a_list(self, x):
 
 
 FAULTS = {
-    undeclared_stash: (
-        "stash",
-        SkipError,
-        "stashed 'other', which it does not declare: its stash= has 'early'",
-    ),
+    undeclared_stash: ("stash", SkipError, "stashed 'other', which it does not declare: its stash= has 'early'"),
     undeclared_pop: ("pop", SkipError, "popped 'other', which it does not declare: its pop= has 'early'"),
     stash_twice: ("stash", SkipError, "stashed 'early' twice"),
     output_yielded: ("stash", TypeError, r"yielded Tensor, wanted stash\(name, tensor\) or pop\(name\)"),

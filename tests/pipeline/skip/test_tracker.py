@@ -17,15 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from weft.core.errors import SkipError, SkipWiringError
-from weft.pipeline.skip import (
-    Namespace,
-    SkipTracker,
-    current_skip_tracker,
-    pop,
-    skippable,
-    stash,
-    use_skip_tracker,
-)
+from weft.pipeline.skip import Namespace, SkipTracker, current_skip_tracker, pop, skippable, stash, use_skip_tracker
 from weft.pipeline.skip.tracker import describe
 
 CLONES = {

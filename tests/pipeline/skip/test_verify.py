@@ -115,10 +115,7 @@ def nestings(draw: st.DrawFn, layers: list[nn.Module]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-@given(
-    st.data(),
-    st.lists(st.tuples(st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc"))), max_size=5),
-)
+@given(st.data(), st.lists(st.tuples(st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc"))), max_size=5))
 def test_nesting_changes_no_verdict(data, declared) -> None:
     layers = [layer("".join(stash), "".join(pop - stash)) for stash, pop in declared]
     nested = data.draw(nestings(layers))
