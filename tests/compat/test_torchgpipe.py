@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.pipeline.pipe_cases import CHECKPOINTS, assert_close, assert_gradients_equal, backward, chain, rows
-from tests.unchecked import unchecked
+from tests.type_checks import without_type_checks
 from weft import Pipe
 from weft.compat.torchgpipe import (
     DeferredBatchNorm,
@@ -199,7 +199,7 @@ def test_a_deferred_batch_norm_counts_micro_batches_by_itself() -> None:
 
 def test_whole_floats_are_numbers_of_chunks() -> None:
     assert GPipe(chain(4, 3), [1], devices=["cpu"], chunks=4.0).chunks == 4
-    with unchecked(), pytest.raises(ValueError, match=r"chunks is 4\.5"):
+    with without_type_checks(), pytest.raises(ValueError, match=r"chunks is 4\.5"):
         GPipe(chain(4, 3), [1], devices=["cpu"], chunks=4.5)
 
 

@@ -35,7 +35,7 @@ def crossed() -> tuple[Product, Tensor, Tensor, Tensor, Tensor]:
     return function, a, b, y, n
 
 
-def test_outputs_have_a_gradient_exactly_where_the_journey_says_so() -> None:
+def test_outputs_have_a_gradient_exactly_where_the_function_says_so() -> None:
     _, _, _, y, n = crossed()
     assert y.requires_grad and not n.requires_grad
     assert y.item() == 6 and n.item() == 3
@@ -51,7 +51,7 @@ def test_backward_is_asked_once_and_what_has_no_gradient_gets_none() -> None:
     assert not retain and not grad_mode and not more
 
 
-def test_the_journey_hears_whether_it_will_be_asked_again() -> None:
+def test_the_function_is_told_whether_it_will_be_asked_again() -> None:
     function, a, _, y, _ = crossed()
     torch.autograd.grad(y, a, retain_graph=True)
     y.backward(retain_graph=True)
@@ -97,7 +97,7 @@ class Stubborn(Product):
     only_once = "this product is stubborn"
 
 
-def test_a_journey_may_say_why_it_can_be_differentiated_only_once() -> None:
+def test_a_function_may_say_why_it_can_be_differentiated_only_once() -> None:
     a = torch.tensor([2.0], requires_grad=True)
     y, _ = apply(Stubborn(a, a), [a, a])
     with pytest.raises(DoubleBackwardError, match=r"asked for, but this product is stubborn$"):

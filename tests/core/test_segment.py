@@ -15,7 +15,7 @@ from weft.core.segment import GradientSum, Keep, MicroBatchContext, Segment, cut
 
 
 def context(index: int = 0) -> MicroBatchContext:
-    """A passage of one micro-batch, here and now."""
+    """The context of one micro-batch, here and now."""
     return MicroBatchContext(index, ExecutionContext.capture(["cpu"]))
 
 

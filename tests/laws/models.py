@@ -107,7 +107,7 @@ class Block(nn.Module):
         return self.compute(value, {})[0]
 
 
-class CollectiveLayer(nn.Module):
+class Yielding(nn.Module):
     """The same layer as one that yields its skips."""
 
     def __init__(self, block: Block) -> None:
@@ -140,7 +140,7 @@ def sequential(layers: nn.ModuleList) -> nn.Sequential:
         assert isinstance(block, Block)
         names = [name for name, _ in block.plan.stashes], [name for name, _ in block.plan.pops]
         skips = any(names)
-        wrapped.append(skippable(stash=names[0], pop=names[1])(CollectiveLayer)(block) if skips else block)
+        wrapped.append(skippable(stash=names[0], pop=names[1])(Yielding)(block) if skips else block)
     return nn.Sequential(*wrapped)
 
 

@@ -86,7 +86,7 @@ def test_a_walk_does_everything_once_in_the_order_of_every_list(
         places = [place[action] for action in row]
         assert places == sorted(places)
     assert all(place[need] < place[action] for action, before in chain.waits.items() for need in before)
-    assert {parcel.value for parcel in left.values()} == {a for a, r in chain.readers.items() if not r}
+    assert {message.value for message in left.values()} == {a for a, r in chain.readers.items() if not r}
     if threaded:
         wanted = {f"weft-test-{w}": {a.stage for a in row} for w, row in enumerate(schedule.workers)}
         assert chain.threads == wanted

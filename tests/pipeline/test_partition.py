@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.unchecked import unchecked
+from tests.type_checks import without_type_checks
 from weft import NoChunk, Pipe
 from weft.core.errors import BatchError, PartitionError, UsageError
 from weft.pipeline.partition import (
@@ -117,18 +117,21 @@ def test_a_number_of_parts_is_an_int_before_anything_is_measured(parts: Any) -> 
         lambda: balance_by_size(parts, model, None),
     ]
     for call in calls:
-        with unchecked(), pytest.raises(PartitionError, match=f"the number of parts is {parts!r}, wanted an int"):
+        with (
+            without_type_checks(),
+            pytest.raises(PartitionError, match=f"the number of parts is {parts!r}, wanted an int"),
+        ):
             call()
 
 
 def test_what_cannot_be_measured_is_refused_with_all_that_is_wrong() -> None:
-    with unchecked(), pytest.raises(UsageError, match="of type Linear, wanted an nn") as caught:
+    with without_type_checks(), pytest.raises(UsageError, match="of type Linear, wanted an nn") as caught:
         profile_times(nn.Linear(2, 2), torch.ones(2, 2), timeout="1")
     assert "timeout is '1'" in str(caught.value)
-    with unchecked(), pytest.raises(UsageError, match=r"chunks is 2\.5") as caught:
+    with without_type_checks(), pytest.raises(UsageError, match=r"chunks is 2\.5") as caught:
         profile_sizes(nn.Sequential(nn.Tanh()), torch.ones(2, 2), chunks=2.5, param_scale=float("nan"))
     assert "param_scale is nan" in str(caught.value)
-    with unchecked(), pytest.raises(UsageError, match="of type Linear"):
+    with without_type_checks(), pytest.raises(UsageError, match="of type Linear"):
         balance_by_time(1, nn.Linear(2, 2), torch.ones(2, 2))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.pipeline.pipe_cases import EXECUTORS, assert_close, assert_gradients_equal, backward, chain, piped, rows
-from tests.unchecked import unchecked
+from tests.type_checks import without_type_checks
 from weft import Pipe, Recorder, is_recomputing
 from weft.core.errors import UsageError
 
@@ -153,7 +153,7 @@ def test_what_is_set_later_is_checked_as_in_the_constructor(name: str, value: An
 @pytest.mark.parametrize("watcher", [None, 3, object(), Recorder])
 def test_a_watcher_that_is_none_is_refused_before_a_step(watcher: Any) -> None:
     pipe, _ = piped(chain(4, 4))
-    with unchecked(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.watched_by(watcher):
+    with without_type_checks(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.watched_by(watcher):
         raise AssertionError("the block began")
 
 

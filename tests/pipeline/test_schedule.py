@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as peer
 
 from tests.strategies import any_schedules, valid_schedules
-from tests.unchecked import unchecked
+from tests.type_checks import without_type_checks
 from weft.core.errors import ScheduleError
 from weft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
 
@@ -228,7 +228,7 @@ def test_actions_that_do_not_exist_are_named() -> None:
 
 def test_rows_may_be_lists_and_what_is_no_action_is_named() -> None:
     table = one_f_one_b(2, 2)
-    with unchecked():
+    with without_type_checks():
         lists = Schedule([list(row) for row in table.workers])
         assert lists == table and hash(lists) == hash(table)
         with pytest.raises(ScheduleError, match=r"'0F0' is no action.*\n.*0F1\.0 is no action"):

@@ -116,7 +116,7 @@ def test_a_nested_input_is_copied_too() -> None:
     assert result[0].tolist() == [2, 2] and result[1] == 3 and x.tolist() == [1, 1]
 
 
-def test_a_survey_lists_what_learns_and_what_is_elsewhere_once() -> None:
+def test_a_scan_lists_what_learns_and_what_is_elsewhere_once() -> None:
     shared = nn.Linear(2, 2)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     away = nn.Linear(2, 2, device="meta")
@@ -148,12 +148,12 @@ def test_deferred_norms_are_found_wherever_they_are() -> None:
 def test_a_recomputation_updates_no_statistics_and_writes_no_buffer(norm: nn.Module) -> None:
     stage = stage_of(norm.double())
     stage.scan()
-    x, passage = rows(4, 2, 3), context()
+    x, forward = rows(4, 2, 3), context()
     with phase("checkpointing"):
-        stage(passage, x)
+        stage(forward, x)
     before = {name: (each, each.clone(), each._version) for name, each in norm.named_buffers()}
     with phase("recomputing"):
-        stage(passage, x)
+        stage(forward, x)
     for name, each in norm.named_buffers():
         kept, value, version = before[name]
         assert each is kept and torch.equal(each, value) and each._version == version

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.apart import python
+from tests.subprocesses import python
 from weft.core.errors import SkipError, SkipWiringError
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, pop, skippable, stash, use_skip_tracker
 
@@ -88,7 +88,7 @@ def talk(*, stash=(), pop=()):
     """Make a layer with these declarations out of a generator function."""
 
     def decorate(forward):
-        return skippable(stash=stash, pop=pop)(type("CollectiveLayer", (nn.Module,), {"forward": forward}))()
+        return skippable(stash=stash, pop=pop)(type("Layer", (nn.Module,), {"forward": forward}))()
 
     return decorate
 
@@ -274,7 +274,7 @@ FAULTS = {
     undeclared_pop: ("pop", SkipError, "popped 'other', which it does not declare: its pop= has 'early'"),
     stash_twice: ("stash", SkipError, "stashed 'early' twice"),
     output_yielded: ("stash", TypeError, r"yielded Tensor, wanted stash\(name, tensor\) or pop\(name\)"),
-    pop_of_nothing: ("pop", SkipError, "CollectiveLayer: 'early' was popped but never stashed"),
+    pop_of_nothing: ("pop", SkipError, "Layer: 'early' was popped but never stashed"),
     stash_of_a_list: ("stash", SkipError, "stashed a list as 'early', wanted a tensor or None"),
 }
 
@@ -283,7 +283,7 @@ FAULTS = {
 def test_a_fault_is_raised_at_its_yield(forward) -> None:
     word, kind, message = FAULTS[forward]
     layer = talk(**{word: ["early"]})(forward)
-    with pytest.raises(kind, match=f"CollectiveLayer.*{message.removeprefix('CollectiveLayer')}") as caught:
+    with pytest.raises(kind, match=f"Layer.*{message.removeprefix('Layer')}") as caught:
         layer(torch.ones(1))
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert forward.__name__ in [frame.name for frame in frames]

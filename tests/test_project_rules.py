@@ -1,4 +1,4 @@
-"""The house rules hold: layers, lint, types, a cheap import, documented public names, files of a readable size."""
+"""The rules of the project hold: layers, lint, types, a cheap import, documented public names, files of a readable size."""
 
 import ast
 import importlib.util
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.apart import ROOT, SOURCE, python, run
+from tests.subprocesses import ROOT, SOURCE, python, run
 
 FILES = sorted(SOURCE.rglob("*.py"))
 LONGEST = 600  # lines of a file; deep modules are welcome to be long

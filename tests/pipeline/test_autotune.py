@@ -85,7 +85,7 @@ def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
     assert choice.chosen() == {"step": "serial"}
 
 
-class Journey:
+class Call:
     """A function without stages."""
 
     def __init__(self) -> None:
@@ -101,11 +101,11 @@ class Journey:
 
 
 @pytest.mark.parametrize("with_backward", [False, True])
-def test_a_timed_journey_does_the_same_and_reports_once_it_is_over(with_backward: bool) -> None:
+def test_a_timed_call_does_the_same_and_reports_once_it_is_over(with_backward: bool) -> None:
     choice = auto()
     for step in range(2 * TURNS):
         assert choice.chosen() == {}, f"too early, after {step} steps"
-        function, report = Journey(), choice.pick("step")[1]
+        function, report = Call(), choice.pick("step")[1]
         assert report is not None
         timed = TimedCall(function, report, with_backward=with_backward)
         assert timed.forward()[1] == [True]
@@ -116,8 +116,8 @@ def test_a_timed_journey_does_the_same_and_reports_once_it_is_over(with_backward
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_journey_that_fails_passes_its_error_on_and_is_not_counted(error: type[BaseException]) -> None:
-    class Failing(Journey):
+def test_a_call_that_fails_passes_its_error_on_and_is_not_counted(error: type[BaseException]) -> None:
+    class Failing(Call):
         def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
             raise error
 

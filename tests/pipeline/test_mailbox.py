@@ -1,4 +1,4 @@
-"""Where values wait: a shelf for one worker, a mailbox for several."""
+"""Where values wait: a local queue for one worker, a mailbox for several."""
 
 import threading
 from typing import Any
@@ -23,7 +23,7 @@ def test_a_value_is_found_by_its_address_in_whatever_order(box: Any, data: st.Da
         assert here.take(address) == f"value of {address}"
 
 
-def test_a_shelf_never_waits() -> None:
+def test_a_local_queue_never_waits() -> None:
     with pytest.raises(KeyError):
         LocalQueue().take(Address(0, 0, 0))
 

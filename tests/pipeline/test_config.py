@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.unchecked import unchecked
+from tests.type_checks import without_type_checks
 from weft import Pipe
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError
 from weft.core.validation import Validator
@@ -302,15 +302,15 @@ def test_no_fault_hides_another_one() -> None:
         "schedule": "zigzag",
         "loss_reduction": "sum",
     }
-    with unchecked(), pytest.raises(UsageError) as caught:
+    with without_type_checks(), pytest.raises(UsageError) as caught:
         Pipe(linears(1, 2, 3), devices=["cpu", "cpu"], **wrong)
     for words in ("chunks is 0", "'thread'", "balance [1, 3] places 4", "'nevr'", "'zigzag'", "there is no loss"):
         assert words in str(caught.value)
-    with unchecked(), pytest.raises(PartitionError, match=r"is 'one'(?s:.)*is 'two'"):
+    with without_type_checks(), pytest.raises(PartitionError, match=r"is 'one'(?s:.)*is 'two'"):
         Pipe(linears(1, 2, 3), chunks=2, balance=["one", "two"])
     pipe = Pipe(linears(1, 2, 3), chunks=2, balance=[1, 1], devices=["cpu", "cpu"])
     pipe.executor, pipe.balance, pipe.checkpoint = wrong["executor"], [2, 2], wrong["checkpoint"]
-    with unchecked(), pytest.raises(UsageError, match=r"'thread'(?s:.)*balance \[2, 2\](?s:.)*'nevr'"):
+    with without_type_checks(), pytest.raises(UsageError, match=r"'thread'(?s:.)*balance \[2, 2\](?s:.)*'nevr'"):
         pipe(torch.ones(2, 1))
 
 

@@ -295,7 +295,7 @@ def test_recomputation_or_several_devices_are_never_merged() -> None:
     assert spread.pick("kind", watched=False)[0] == "threads"
 
 
-def test_a_silent_step_needs_no_survey(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_step_needs_no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, x = settled(model(), "gpipe", False), torch.randn(8, 4).double()
     wanted = [pipe(x) for _ in range(2)][-1]  # the first observes, the second knows
     monkeypatch.setattr("weft.pipeline.stage.Stage.scan", None)
