@@ -94,9 +94,7 @@ class Learned(nn.Module):
 
 @every_schedule
 @every_run
-def test_input_target_and_loss_parameters_get_gradients_too(
-    executor: str, checkpoint: str, schedule: str
-) -> None:
+def test_input_target_and_loss_parameters_get_gradients_too(executor: str, checkpoint: str, schedule: str) -> None:
     loss, found = Learned(), list[list[Tensor | None]]()
     pipe, plain = inside(loss, executor=executor, checkpoint=checkpoint, schedule=schedule)
     for call in (lambda x, y: pipe(x, target=y), lambda x, y: loss(plain(x), y)):
