@@ -1,4 +1,4 @@
-"""The rules of the project hold: layers, lint, types, a cheap import, documented public names, files of a readable size."""
+"""The rules of the project: layers, lint, types, a cheap import, documented public names, files of a readable size."""
 
 import ast
 import importlib.util

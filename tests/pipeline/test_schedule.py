@@ -109,25 +109,6 @@ def test_live_counts_what_a_walk_holds(schedule: Schedule) -> None:
 
 
 @given(any_schedules(3, 3), st.data())
-def test_a_table_that_lost_an_action_is_refused(schedule: Schedule, data: st.DataObject) -> None:
-    lost = data.draw(st.sampled_from([a for row in schedule.workers for a in row]))
-    table = Schedule(tuple(tuple(a for a in row if a != lost) for row in schedule.workers))
-    if any(a.kind != "F" for row in table.workers for a in row):
-        with pytest.raises(ScheduleError) as caught:
-            table.check(stages=schedule.stages, micro_batches=schedule.micro_batches)
-        assert "stands" not in str(caught.value)  # what is missing is no deadlock
-
-
-@given(any_schedules(3, 3), st.data())
-def test_a_table_that_does_something_twice_is_refused_with_its_name(schedule: Schedule, data: st.DataObject) -> None:
-    worker = data.draw(st.sampled_from(range(len(schedule.workers))))
-    twice = data.draw(st.sampled_from(schedule.workers[worker]))
-    rows = [(*row, twice) if w == worker else row for w, row in enumerate(schedule.workers)]
-    with pytest.raises(ScheduleError, match=f"{twice} occurs 2 times"):
-        Schedule(tuple(rows)).check()
-
-
-@given(any_schedules(3, 3), st.data())
 def test_any_shuffle_of_a_worker_is_accepted_exactly_when_it_can_run(schedule: Schedule, data: st.DataObject) -> None:
     worker = data.draw(st.sampled_from(range(len(schedule.workers))))
     shuffled = tuple(data.draw(st.permutations(schedule.workers[worker])))
