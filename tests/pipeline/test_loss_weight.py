@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.pipeline.pipe_cases import EXECUTORS, chain, every_run, every_schedule, piped, rows
+from tests.pipeline.pipe_cases import EXECUTORS, assert_close, chain, every_run, every_schedule, piped, rows
 from weft import NoChunk, Pipe
 from weft.core.errors import SpecError, UsageError
-from weft.pipeline.loss import LossWeights
+from weft.pipeline.loss import LossWeights, WeightedLoss, checked_loss
 from weft.pipeline.microbatch import MiniBatch
 
 CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64)
@@ -179,3 +179,30 @@ def test_a_mean_of_pytorch_s_within_one_s_own_loss_is_refused_too(
 def test_a_loss_without_ignored_targets_goes_by_rows() -> None:
     pipe, plain = piped(chain(4, 3), loss=Wrapped())
     assert_exact(pipe, plain, Wrapped(), rows(7, 4), torch.arange(7) % 3)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.floats(-3, 3))
+def test_the_weighted_loss_is_the_loss_of_all_rows(sizes: list[int], factor: float) -> None:
+    total = sum(sizes)
+    x = rows(total)
+    pieces = [each.requires_grad_() for each in x.split(sizes)]
+    output = WeightedLoss([size / total for size in sizes])
+    losses = [each.square().mean() for each in pieces]
+    (loss,), tracked = output.gather(losses)
+    assert tracked == [True]
+    assert_close(output.filled([loss]), x.square().mean())
+    assert_close(output.visible(losses), x.square().mean())
+    for each, (gradient,) in zip(losses, output.spread([torch.tensor(factor, dtype=torch.float64)]), strict=True):
+        each.backward(gradient)
+    assert_close(torch.cat([each.grad for each in pieces]), factor * 2 * x / total)
+
+
+def test_a_loss_is_one_number() -> None:
+    number = torch.tensor(3.0)
+    assert checked_loss(number) is number
+    with pytest.raises(SpecError, match=r"shape \(2, 1\).*loss_reduction='sum'"):
+        checked_loss(torch.ones(2, 1))
+    with pytest.raises(SpecError, match="float"):
+        checked_loss(3.0)
+    with pytest.raises(SpecError, match=r"complex64.*one real number"):  # scaled gradients could not carry its phase
+        checked_loss(torch.ones((), dtype=torch.complex64))
