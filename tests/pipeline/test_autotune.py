@@ -36,6 +36,7 @@ def test_all_take_turns_and_the_fastest_stays(seconds: list[float]) -> None:
     assert seconds[NAMES.index(best)] <= min(seconds) / 0.9 + 1e-9
     choice.report("step", "serial", 0.0)
     assert choice.pick("step")[0] == best, "what is decided stays"
+    assert choice.pick("step", watched=True)[0] != "uncut" and choice.pick("step", local=True)[0] == "serial"
 
 
 def test_the_simplest_is_kept_unless_another_is_clearly_faster() -> None:
@@ -74,6 +75,13 @@ def test_a_choice_that_becomes_slow_is_measured_again() -> None:
     choice.report("step", "uncut", 2.0)
     assert choice.chosen() == {} and choice.pick("step")[1] is not None
     assert measured(choice, 1.0, 2.0) and choice.chosen() == {"step": "serial"}
+
+
+def test_recomputation_or_several_devices_are_never_merged() -> None:
+    recomputing = Layouts("auto", 3, one_device=True, uncut=False)
+    recomputing.fixed = "serial"
+    assert recomputing.pick("kind", watched=False) == ("serial", None)
+    assert Layouts("auto", 3, one_device=False, uncut=False).pick("kind", watched=False)[0] == "threads"
 
 
 def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:

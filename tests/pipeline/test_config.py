@@ -220,10 +220,8 @@ def test_only_a_schedule_that_splits_goes_without_a_loss() -> None:
 
 
 def test_a_table_of_another_size_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="stage"):
-        check_schedule(gpipe(2, 4), 3, 4, None)
-    with pytest.raises(ScheduleError, match="micro-batch"):
-        check_schedule(gpipe(3, 2), 3, 4, None)
+    with pytest.raises(ScheduleError, match=r"2 stages, but 3 are wanted(.|\n)*2 micro-batches, but 4 are wanted"):
+        check_schedule(gpipe(2, 2), 3, 4, None)
 
 
 # --- balance and devices
@@ -268,7 +266,8 @@ def test_without_devices_there_are_two_stages_on_the_cpu_or_as_many_as_the_balan
     assert resolve_layout(linears(1, 2, 3, 4), [1, 1, 1], None, None) == ([1, 1, 1], [CPU] * 3)
 
 
-def test_without_a_balance_parameters_are_spread_evenly() -> None:
+def test_without_a_balance_parameters_are_spread_evenly_and_devices_without_a_layer_are_idle() -> None:
+    assert resolve_layout(linears(1, 2, 3), None, ["cpu"] * 5, None) == ([1, 1], [CPU, CPU])
     assert resolve_layout(linears(1, 1, 1, 1, 100), None, ["cpu", "cpu"], None)[0] == [3, 1]
     assert resolve_layout(linears(100, 1, 1, 1, 1), None, ["cpu", "cpu"], None)[0] == [1, 3]
 
@@ -286,11 +285,6 @@ def test_with_a_sample_measured_time_is_spread_evenly() -> None:
     model = nn.Sequential(Loops(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     assert resolve_layout(model, None, ["cpu", "cpu"], None)[0] != [1, 3]
     assert resolve_layout(model, None, ["cpu", "cpu"], torch.ones(2, 4))[0] == [1, 3]
-
-
-def test_a_device_that_a_balance_leaves_unused_is_told() -> None:
-    with pytest.raises(PartitionError, match="2 stages, but there are 3 devices"):
-        Pipe(linears(1, 2, 3), chunks=2, balance=[1, 1], devices=["cpu"] * 3)
 
 
 def test_no_fault_hides_another_one() -> None:
@@ -312,10 +306,6 @@ def test_no_fault_hides_another_one() -> None:
     pipe.executor, pipe.balance, pipe.checkpoint = wrong["executor"], [2, 2], wrong["checkpoint"]
     with without_type_checks(), pytest.raises(UsageError, match=r"'thread'(?s:.)*balance \[2, 2\](?s:.)*'nevr'"):
         pipe(torch.ones(2, 1))
-
-
-def test_more_devices_than_layers_leave_some_idle() -> None:
-    assert resolve_layout(linears(1, 2, 3), None, ["cpu"] * 5, None) == ([1, 1], [CPU, CPU])
 
 
 def test_all_faults_of_the_layout_are_listed() -> None:
