@@ -7,15 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.pipeline.pipe_cases import (
-    assert_alike,
-    backward,
-    chain,
-    every_cut_run,
-    every_run,
-    piped,
-    rows,
-)
+from tests.pipeline.pipe_cases import assert_alike, backward, chain, every_cut_run, every_run, piped, rows
 
 
 @every_run

@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.pipeline.pipe_cases import (
-    CUTS,
-    assert_alike,
-    assert_close,
-    backward,
-    chain,
-    every_cut_run,
-    piped,
-    rows,
-)
+from tests.pipeline.pipe_cases import CUTS, assert_alike, assert_close, backward, chain, every_cut_run, piped, rows
 from weft import Pipe
 from weft.core.errors import UsageError
 
