@@ -113,9 +113,7 @@ def pairwise(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item,
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note on the test whether it failed, for the fixture below."""
     report = yield
     item.stash[_failed] = item.stash.get(_failed, False) or report.failed

@@ -11,12 +11,7 @@ from weft.pipeline.schedule import Action, Schedule, needs
 
 @st.composite
 def valid_schedules(
-    draw: st.DrawFn,
-    stages: int,
-    micro_batches: int,
-    *,
-    split_backward: bool = True,
-    forward_only: bool = False,
+    draw: st.DrawFn, stages: int, micro_batches: int, *, split_backward: bool = True, forward_only: bool = False
 ) -> Schedule:
     """Any valid schedule of this size: a random serial order that honours the chain, dealt to the workers.
 

@@ -2,18 +2,18 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.pipeline.pipe_cases import CHECKPOINTS, assert_close, assert_gradients_equal, backward, chain, rows
-from tests.unchecked import unchecked
+from tests.type_checks import without_type_checks
 from weft import Pipe
 from weft.compat.torchgpipe import (
     DeferredBatchNorm,
     GPipe,
-    Namespace,
     balance,
     balance_by_size,
     balance_by_time,
@@ -27,7 +27,6 @@ from weft.compat.torchgpipe import (
     verify_skippables,
 )
 from weft.core.errors import UsageError
-from weft.pipeline.config import checkpoint_rules
 
 TWO = ["cpu", "cpu"]
 
@@ -87,18 +86,6 @@ def test_long_skip_connections_as_in_the_old_guide(checkpoint: str) -> None:
     assert_gradients_equal(model, plain)
 
 
-def test_isolated_skips() -> None:
-    first, second = Namespace(), Namespace()
-    layers = [
-        Layer1().isolate(first),
-        Layer1().isolate(second),
-        Layer3().isolate(second),
-        Layer3().isolate(first),
-    ]
-    model = GPipe(nn.Sequential(*layers), balance=[2, 2], devices=TWO, chunks=2)
-    assert model(torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
-
-
 def test_the_attributes_are_there() -> None:
     layers = chain(4, 5, 3)
     model = GPipe(layers, (2, 1), devices=["cpu", "cpu", "cpu"], chunks=4, checkpoint="always")
@@ -107,24 +94,14 @@ def test_the_attributes_are_there() -> None:
     assert model.devices == [torch.device("cpu")] * 2
     assert [len(partition) for partition in model.partitions] == [2, 1]
     assert all(type(partition) is nn.Sequential for partition in model.partitions)
-    assert [name for partition in model.partitions for name, _ in partition.named_children()] == [
-        "0",
-        "1",
-        "2",
-    ]
-    defaults = GPipe(layers, balance=[3], devices=["cpu"])
-    assert defaults.chunks == 1 and defaults.checkpoint == "except_last"
-
-
-def test_len_index_and_loop_give_the_layers() -> None:
-    layers = chain(4, 5, 3)
+    assert [name for partition in model.partitions for name, _ in partition.named_children()] == ["0", "1", "2"]
     wanted = list(layers)
-    model = GPipe(layers, [2, 1], devices=TWO)
-    assert len(model) == 3 and list(model) == wanted
-    assert [model[index] for index in range(-3, 3)] == wanted + wanted
+    assert len(model) == 3 and list(model) == wanted and [model[at] for at in range(-3, 3)] == wanted + wanted
     for index in (3, -4):
         with pytest.raises(IndexError):
             model[index]
+    defaults = GPipe(layers, balance=[3], devices=["cpu"])
+    assert defaults.chunks == 1 and defaults.checkpoint == "except_last"
 
 
 def test_a_layer_knows_where_it_is() -> None:
@@ -147,20 +124,6 @@ def test_balances_are_measured() -> None:
     assert sum(by_time) == 4 and len(by_time) == 2
     assert balance_by_size(2, model, torch.ones(8, 32), chunks=2, param_scale=4.0, device="cpu") == [2, 2]
     GPipe(model, by_time, devices=TWO)
-
-
-def test_deferred_batch_norm_counts_the_mini_batch_once() -> None:
-    model = GPipe(
-        nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)),
-        [1, 1],
-        devices=TWO,
-        chunks=4,
-        deferred_batch_norm=True,
-    )
-    x = torch.randn(8, 4)
-    model(x)
-    assert model[0].num_batches_tracked == 1
-    torch.testing.assert_close(model[0].running_mean, 0.1 * x.mean(0))
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -201,19 +164,14 @@ def test_a_deferred_batch_norm_counts_micro_batches_by_itself() -> None:
         deferred(piece)
     torch.testing.assert_close(dict(deferred.state_dict()), dict(plain.state_dict()))
     fresh = DeferredBatchNorm(4, chunks=2)
-    model = GPipe(nn.Sequential(fresh), [1], devices=["cpu"], chunks=4)
-    model(x)
-    torch.testing.assert_close(dict(fresh.state_dict()), dict(plain[0].state_dict()))
+    converted = GPipe(nn.Sequential(nn.BatchNorm1d(4)), [1], devices=["cpu"], chunks=4, deferred_batch_norm=True)
+    for model in (GPipe(nn.Sequential(fresh), [1], devices=["cpu"], chunks=4), converted):
+        model(x)
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
     with pytest.raises(UsageError, match="chunks is 0"):
         DeferredBatchNorm(4, chunks=0)
     with pytest.raises(ValueError, match="at least 2 axes"):
         fresh(torch.ones(4))
-
-
-def test_whole_floats_are_numbers_of_chunks() -> None:
-    assert GPipe(chain(4, 3), [1], devices=["cpu"], chunks=4.0).chunks == 4
-    with unchecked(), pytest.raises(ValueError, match=r"chunks is 4\.5"):
-        GPipe(chain(4, 3), [1], devices=["cpu"], chunks=4.5)
 
 
 def test_a_tuple_is_one_input() -> None:
@@ -288,46 +246,34 @@ def test_the_dtype_may_change() -> None:
     assert model(torch.ones(2, 4)).dtype == torch.float32
 
 
-# --- faults
+# --- arguments
 
 
-def test_a_missing_balance_is_a_value_error_that_recommends_one() -> None:
-    with pytest.raises(ValueError, match="balance_by_time"):
-        GPipe(nn.Sequential(nn.Tanh()))
-
-
-@pytest.mark.parametrize("chunks", [0, -1])
-def test_chunks_below_one_are_a_value_error(chunks: int) -> None:
-    with pytest.raises(ValueError, match=f"chunks is {chunks}"):
-        GPipe(nn.Sequential(nn.Tanh()), balance=[1], devices=["cpu"], chunks=chunks)
-
-
-@pytest.mark.parametrize("balance", [[2], [], [1, 1, 1], [0, 2], [-1, 3], [2, 0]])
-def test_a_wrong_balance_is_a_value_error(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"balance|layers"):
-        GPipe(
-            nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())[: 2 + (balance == [2])],
-            balance,
-            devices=["cpu"] * 3,
-        )
-
-
-def test_one_device_need_not_be_in_a_list() -> None:
+def test_one_device_need_not_be_in_a_list_and_whole_floats_are_numbers_of_chunks() -> None:
     for device in ("cpu", torch.device("cpu"), ["cpu"]):
-        assert GPipe(nn.Sequential(nn.Tanh()), balance=[1], devices=device).devices == [torch.device("cpu")]
+        model = GPipe(nn.Sequential(nn.Tanh()), balance=[1], devices=device, chunks=4.0)
+        assert model.devices == [torch.device("cpu")] and model.chunks == 4
 
 
-def test_too_few_devices_are_an_index_error() -> None:
-    with pytest.raises(IndexError, match="2 stages, but there are 1 devices"):
-        GPipe(nn.Sequential(nn.Tanh(), nn.Tanh()), balance=[1, 1], devices=["cpu"])
+@pytest.mark.parametrize(
+    ("layers", "settings", "kind", "words"),
+    [
+        (1, {"devices": None}, ValueError, "balance_by_time"),
+        (1, {"balance": [1], "chunks": 0}, ValueError, "chunks is 0"),
+        (1, {"balance": [1], "chunks": 4.5}, ValueError, r"chunks is 4\.5"),
+        (1, {"balance": [1], "checkpoint": "INVALID"}, ValueError, "'INVALID'"),
+        *((2, {"balance": balance}, ValueError, "balance|layers") for balance in ([], [1, 1, 1], [0, 2], [-1, 3])),
+        (3, {"balance": [2]}, ValueError, "balance"),
+        (2, {"balance": [1, 1], "devices": ["cpu"]}, IndexError, "2 stages, but there are 1 devices"),
+    ],
+)
+def test_wrong_arguments_raise_what_torchgpipe_raises(
+    layers: int, settings: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    with without_type_checks(), pytest.raises(kind, match=words):
+        GPipe(nn.Sequential(*(nn.Tanh() for _ in range(layers))), **{"devices": ["cpu"] * 3, **settings})
 
 
 def test_skips_that_do_not_fit_are_a_type_error() -> None:
     with pytest.raises(TypeError, match="1to3"):
         GPipe(nn.Sequential(Layer1(), Layer2()), balance=[1, 1], devices=TWO)
-
-
-def test_a_wrong_checkpoint_mode_is_a_value_error() -> None:
-    # The type checks that the tests run under would refuse it before GPipe does.
-    with pytest.raises(ValueError, match="'INVALID'"):
-        checkpoint_rules("INVALID", 1)

@@ -3,6 +3,7 @@
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -58,23 +59,35 @@ def seen_by(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dic
     return found
 
 
-def test_context_variables_reach_every_worker_and_a_recomputation(executor: Any) -> None:
+@contextmanager
+def colored() -> Iterator[None]:
+    """A context variable that is set."""
     token = color.set("blue")
-    try:
-        assert seen_by(executor, color.get, "inputs") == {"first": ["blue"] * 4, "again": ["blue"] * 4}
-    finally:
-        color.reset(token)
-    assert seen_by(executor, color.get)["first"] == ["none"] * 4, "a worker remembers nothing"
+    yield
+    color.reset(token)
 
 
-def test_autocast_reaches_every_worker_and_a_recomputation(executor: Any) -> None:
-    def product() -> torch.dtype:
-        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+def product() -> torch.dtype:
+    """The type of a product, which autocast changes."""
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = seen_by(executor, product, "inputs")
-    assert found == {"first": [torch.bfloat16] * 4, "again": [torch.bfloat16] * 4}
-    assert seen_by(executor, product)["first"] == [torch.float32] * 4
+
+@pytest.mark.parametrize(
+    ("around", "look", "inside", "outside", "keep"),
+    [
+        (colored, color.get, "blue", "none", "inputs"),
+        (lambda: torch.autocast("cpu", torch.bfloat16), product, torch.bfloat16, torch.float32, "inputs"),
+        (torch.inference_mode, torch.is_inference_mode_enabled, True, False, "nothing"),
+    ],
+    ids=["context variable", "autocast", "inference mode"],
+)
+def test_what_is_around_a_call_reaches_every_worker_and_a_recomputation(
+    executor: Any, around: Any, look: Any, inside: Any, outside: Any, keep: Keep
+) -> None:
+    with around():
+        found = seen_by(executor, look, keep)
+    assert found == {"first": [inside] * 4, "again": [inside] * (4 if keep == "inputs" else 0)}
+    assert seen_by(executor, look)["first"] == [outside] * 4, "a worker remembers nothing"
 
 
 def test_the_default_device_reaches_every_worker_and_a_recomputation(executor: Any) -> None:
@@ -85,12 +98,6 @@ def test_the_default_device_reaches_every_worker_and_a_recomputation(executor: A
     executor.walk(gpipe(2, 1), lambda action, box, post: devices.append(torch.ones(1).device.type), {}, ambient)
     assert devices == ["meta"] * 4
     assert torch.ones(1).device.type == "cpu"
-
-
-def test_inference_mode_reaches_every_worker(executor: Any) -> None:
-    with torch.inference_mode():
-        assert seen_by(executor, torch.is_inference_mode_enabled, "nothing")["first"] == [True] * 4
-    assert seen_by(executor, torch.is_inference_mode_enabled)["first"] == [False] * 4
 
 
 def test_the_flags_of_the_process_are_those_of_forward_while_going_back() -> None:
@@ -139,11 +146,7 @@ def test_a_recomputation_has_the_deterministic_flag_of_its_forward(who: Any, che
             return x.sin()
 
     pipe = Pipe(
-        torch.nn.Sequential(Looking(), Looking()),
-        chunks=2,
-        devices=["cpu"] * 2,
-        checkpoint=checkpoint,
-        executor=who,
+        torch.nn.Sequential(Looking(), Looking()), chunks=2, devices=["cpu"] * 2, checkpoint=checkpoint, executor=who
     )
     x = torch.ones(2, 1, requires_grad=True)
     torch.use_deterministic_algorithms(True)

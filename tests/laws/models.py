@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from weft import pop, skippable, stash
+from weft import Pipe, pop, skippable, stash
 
 WIDTH = 3
 
@@ -107,7 +107,7 @@ class Block(nn.Module):
         return self.compute(value, {})[0]
 
 
-class CollectiveLayer(nn.Module):
+class Yielding(nn.Module):
     """The same layer as one that yields its skips."""
 
     def __init__(self, block: Block) -> None:
@@ -140,8 +140,13 @@ def sequential(layers: nn.ModuleList) -> nn.Sequential:
         assert isinstance(block, Block)
         names = [name for name, _ in block.plan.stashes], [name for name, _ in block.plan.pops]
         skips = any(names)
-        wrapped.append(skippable(stash=names[0], pop=names[1])(CollectiveLayer)(block) if skips else block)
+        wrapped.append(skippable(stash=names[0], pop=names[1])(Yielding)(block) if skips else block)
     return nn.Sequential(*wrapped)
+
+
+def piped(plan: ModelPlan, layers: nn.ModuleList, **settings: Any) -> Pipe:
+    """The model as the plan cuts it, on the CPU."""
+    return Pipe(sequential(layers), devices=["cpu"] * len(plan.balance), balance=plan.balance, **settings)
 
 
 class Plain(nn.Module):

@@ -7,19 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.laws.models import (
-    ModelPlan,
-    blocks,
-    difference,
-    floats,
-    gradients,
-    mini_batch,
-    objective,
-    sequential,
-    twin,
-)
+from tests.laws.models import ModelPlan, blocks, difference, floats, gradients, mini_batch, objective, piped, twin
 from tests.strategies import checkpoints, model_plans, valid_schedules
-from weft import Pipe
 
 STEPS = 3
 """In the first all stages hold the generator; then only those do that were seen to draw."""
@@ -33,14 +22,7 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
 def trained(plan: ModelPlan, rows: int, executor: Any, **options: Any) -> tuple[list[Tensor], list[Any], Tensor]:
     """The losses and the gradients of some steps from one seed, and the state of the caller's generator."""
     layers, value = twin(blocks(plan), mini_batch(plan, rows))
-    pipe = Pipe(
-        sequential(layers),
-        devices=["cpu"] * len(plan.balance),
-        balance=plan.balance,
-        loss=loss_of,
-        executor=executor,
-        **options,
-    )
+    pipe = piped(plan, layers, loss=loss_of, executor=executor, **options)
     torch.manual_seed(plan.seed)
     losses: list[Tensor] = []
     for _ in range(STEPS):
@@ -79,14 +61,7 @@ def test_an_evaluated_output_is_the_same_bits_from_every_executor(data: st.DataO
     chunks = data.draw(st.integers(1, 4), "chunks")
     outputs: list[list[Tensor]] = []
     for executor in ("serial", "threads", "auto", "graph"):
-        pipe = Pipe(
-            sequential(layers),
-            chunks=chunks,
-            devices=["cpu"] * len(plan.balance),
-            balance=plan.balance,
-            checkpoint=checkpoint,
-            executor=executor,
-        ).eval()
+        pipe = piped(plan, layers, chunks=chunks, checkpoint=checkpoint, executor=executor).eval()
         with torch.no_grad():
             outputs.append(floats(pipe(value)))
     for other in outputs[1:]:

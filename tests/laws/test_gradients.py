@@ -21,11 +21,10 @@ from tests.laws.models import (
     gradients,
     mini_batch,
     objective,
-    sequential,
+    piped,
     twin,
 )
 from tests.strategies import checkpoints, model_plans, splitting, valid_schedules
-from weft import Pipe
 
 STEPS = 2
 """The second step finds what the first one left behind; under "auto" it is run by the other candidate."""
@@ -57,11 +56,10 @@ def test_outputs_and_gradients_are_those_of_the_undivided_model(
     layers, value = blocks(plan), mini_batch(plan, data.draw(st.integers(1, 7), "rows"))
     target = torch.ones_like(floats(value)[0])
     twins, twin_value = twin(layers, value)
-    pipe = Pipe(
-        sequential(layers),
+    pipe = piped(
+        plan,
+        layers,
         chunks=chunks,
-        devices=["cpu"] * stages,
-        balance=plan.balance,
         checkpoint=data.draw(checkpoints(stages), "checkpoint"),
         schedule=schedule,
         loss=loss_against if inside else None,

@@ -5,7 +5,8 @@ that draws nothing leaves the caller's generator alone.
 """
 
 import threading
-from itertools import accumulate, pairwise
+from collections.abc import Callable
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 from weft import Pipe, Recorder, is_recomputing
 from weft.core.errors import RandomnessError
 
-SEEDS = range(50)
+SEEDS = range(20)
+ONES = torch.ones(5, 8, dtype=torch.float64)
 
 
 def model() -> nn.Sequential:
@@ -28,13 +30,7 @@ def model() -> nn.Sequential:
 def pipe_over(layers: nn.Sequential, executor: Any, checkpoint: Any = "never", **options: Any) -> Pipe:
     """Two stages with two layers each."""
     return Pipe(
-        layers,
-        chunks=3,
-        devices=["cpu"] * 2,
-        balance=[2, 2],
-        executor=executor,
-        checkpoint=checkpoint,
-        **options,
+        layers, chunks=3, devices=["cpu"] * 2, balance=[2, 2], executor=executor, checkpoint=checkpoint, **options
     )
 
 
@@ -48,7 +44,7 @@ def step(pipe: Pipe, seed: int, x: Tensor) -> list[Tensor]:
 
 
 def test_dropout_is_bit_equal_between_serial_threads_and_recomputation() -> None:
-    layers, x = model(), torch.ones(5, 8, dtype=torch.float64)
+    layers, x = model(), ONES
     # "never" under "serial" keeps its stages apart as well: only "auto" merges them.
     pipes = [pipe_over(layers, who, what) for who in ("serial", "threads") for what in ("never", "always")]
     seen: list[Tensor] = []
@@ -79,7 +75,7 @@ def test_stages_that_draw_at_the_same_time_do_not_mix_their_numbers() -> None:
     one, other = threading.Event(), threading.Event()
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 8), Meeting(one, other), nn.Linear(8, 8), Meeting(other, one)).double()
-    x = torch.ones(5, 8, dtype=torch.float64)
+    x = ONES
     wanted = step(pipe_over(layers, "serial"), 0, x)
     for checkpoint in ("never", "always"):
         one.clear()
@@ -87,22 +83,29 @@ def test_stages_that_draw_at_the_same_time_do_not_mix_their_numbers() -> None:
         assert all(map(torch.equal, wanted, step(pipe_over(layers, "threads", checkpoint), 0, x)))
 
 
+def assert_alike_everywhere(steps: Callable[[str, str], list[list[Tensor]]]) -> None:
+    """Steps with every executor, with and without recomputation, are bit-equal where executors walk the same cuts, and
+    equal to rounding where they do not."""
+    wanted = steps("serial", "never")
+    for executor, checkpoint in product(("serial", "threads", "graph", "auto"), ("never", "always")):
+        for number, (a, b) in enumerate(zip(wanted, steps(executor, checkpoint), strict=True)):
+            where = f"step {number} of {executor} {checkpoint}"
+            assert torch.equal(a[-1], b[-1]), f"the caller's generator after {where}"
+            if executor in ("serial", "threads"):
+                assert all(map(torch.equal, a, b)), where
+            else:
+                torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=where)
+
+
 def test_a_dropout_that_is_switched_on_later_is_noticed() -> None:
-    results: dict[str, list[list[Tensor]]] = {}
-    for executor in ("serial", "threads", "graph", "auto"):
-        layers = model()
-        layers[1].p = layers[3].p = 0.0
-        for checkpoint in ("never", "always"):
-            pipe = pipe_over(layers, executor, checkpoint)
-            x = torch.ones(5, 8, dtype=torch.float64)
-            layers[1].p = layers[3].p = 0.0
-            found = [step(pipe, 1, x), step(pipe, 2, x)]
-            layers[3].p = 0.5
-            found += [step(pipe, 3, x), step(pipe, 4, x)]
-            layers[1].p = 0.5
-            found += [step(pipe, seed, x) for seed in (5, 6, 7)]
-            results[f"{executor} {checkpoint}"] = found
-    assert_all_equal(results)
+    def steps(executor: str, checkpoint: str) -> list[list[Tensor]]:
+        layers, found = model(), list[list[Tensor]]()
+        pipe = pipe_over(layers, executor, checkpoint)
+        for seed, (layers[1].p, layers[3].p) in enumerate([(0, 0)] * 2 + [(0, 0.5)] * 2 + [(0.5, 0.5)] * 3):
+            found.append(step(pipe, seed, ONES))
+        return found
+
+    assert_alike_everywhere(steps)
 
 
 class Moody(nn.Module):
@@ -114,33 +117,14 @@ class Moody(nn.Module):
 
 @pytest.mark.parametrize("other_draws", [False, True])
 def test_a_stage_that_draws_after_it_was_seen_not_to_is_noticed(other_draws: bool) -> None:
-    results: dict[str, list[list[Tensor]]] = {}
-    for executor in ("serial", "threads", "graph", "auto"):
-        for checkpoint in ("never", "always"):
-            drop = nn.Dropout(0.5 if other_draws else 0.0)
-            layers = nn.Sequential(Moody(), nn.Linear(8, 8), drop, nn.Linear(8, 8)).double()
-            torch.manual_seed(0)
-            for p in layers.parameters():
-                nn.init.normal_(p)
-            pipe = pipe_over(layers, executor, checkpoint)
-            x = torch.ones(5, 8, dtype=torch.float64)
-            found = [step(pipe, seed, -x) for seed in (1, 2)]
-            found += [step(pipe, seed, x) for seed in (3, 4)]
-            results[f"{executor} {checkpoint}"] = [*found, step(pipe, 5, -x), step(pipe, 6, x)]
-    assert_all_equal(results)
+    def steps(executor: str, checkpoint: str) -> list[list[Tensor]]:
+        torch.manual_seed(0)
+        drop = nn.Dropout(0.5 if other_draws else 0.0)
+        layers = nn.Sequential(Moody(), nn.Linear(8, 8), drop, nn.Linear(8, 8)).double()
+        pipe = pipe_over(layers, executor, checkpoint)
+        return [step(pipe, seed, sign * ONES) for seed, sign in enumerate((-1, -1, 1, 1, -1, 1))]
 
-
-def assert_all_equal(results: dict[str, list[list[Tensor]]]) -> None:
-    """Bit-equal for executors that walk the same cuts; to rounding for those that do not."""
-    wanted = results["serial never"]
-    for name, found in results.items():
-        for number, (a, b) in enumerate(zip(wanted, found, strict=True)):
-            where = f"step {number} of {name}"
-            assert torch.equal(a[-1], b[-1]), f"the caller's generator after {where}"
-            if name.startswith(("serial", "threads")):
-                assert all(map(torch.equal, a, b)), where
-            else:
-                torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=where)
+    assert_alike_everywhere(steps)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -150,12 +134,12 @@ def test_a_model_that_draws_nothing_leaves_the_generator_alone(executor: Any, ch
     pipe = pipe_over(layers, executor, checkpoint)
     before = torch.get_rng_state()
     for _ in range(3):
-        pipe(torch.ones(5, 8, dtype=torch.float64)).sum().backward()
+        pipe(ONES).sum().backward()
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_model_that_draws_moves_the_generator_on() -> None:
-    pipe, x = pipe_over(model(), "threads"), torch.ones(5, 8, dtype=torch.float64)
+    pipe, x = pipe_over(model(), "threads"), ONES
     torch.manual_seed(0)
     assert not torch.equal(pipe(x), pipe(x))
     pipe.eval()
@@ -165,7 +149,7 @@ def test_a_model_that_draws_moves_the_generator_on() -> None:
 
 
 def test_a_watcher_changes_no_random_number() -> None:
-    pipe, x = pipe_over(model(), "threads", "always"), torch.ones(5, 8, dtype=torch.float64)
+    pipe, x = pipe_over(model(), "threads", "always"), ONES
     wanted = step(pipe, 0, x)
     with pipe.watched_by(Recorder(memory=True)):
         assert all(map(torch.equal, wanted, step(pipe, 0, x)))
@@ -178,50 +162,42 @@ class Holding(nn.Module):
         super().__init__()
         self.events = mine, others
         self.calls = 0
+        self.told: list[float] = []  # how long to wait; a number of its own would tell the stage of a change
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.dropout(x, 0.5)
         self.calls += 1
         if self.calls % 3 == 2:
             self.events[0].set()
-            self.events[1].wait(0.1)  # in vain if the other has to wait for the generator
+            self.events[1].wait(*self.told or (0,))
         return nn.functional.dropout(x, 0.5)
 
 
-class Bursting(nn.Module):
+class Bursting(Holding):
     """Draws nothing until it is told to; then in the first micro-batch, in the middle of the other's draws."""
-
-    def __init__(self, mine: threading.Event, others: threading.Event) -> None:
-        super().__init__()
-        self.events = mine, others
-        self.calls = 0
-        self.told: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if not self.told or self.calls % 3 != 1:
             return x
-        self.events[1].wait(0.1)
+        self.events[1].wait(*self.told)
         y = nn.functional.dropout(x, 0.5)
         self.events[0].set()
         return y
 
 
 def after_a_sudden_draw(executor: Any, checkpoint: Any = "never") -> list[Tensor]:
-    """One step in which the second stage begins to draw."""
+    """One step in which the second stage begins to draw. Only threads wait for each other, however long it takes."""
     one, other = threading.Event(), threading.Event()
-    layers = nn.Sequential(nn.Linear(8, 8), Holding(one, other), nn.Linear(8, 8), Bursting(other, one)).double()
     torch.manual_seed(0)
-    for p in layers.parameters():
-        nn.init.normal_(p)
+    layers = nn.Sequential(nn.Linear(8, 8), Holding(one, other), nn.Linear(8, 8), Bursting(other, one)).double()
     pipe = pipe_over(layers, executor, checkpoint)
-    x = torch.ones(5, 8, dtype=torch.float64)
-    step(pipe, 0, x)
+    step(pipe, 0, ONES)
     for layer in (layers[1], layers[3]):
         layer.calls = 0
+        layer.told.append(60.0 if executor == "threads" else 0.0)
     one.clear()
-    layers[3].told.append("now")
-    return step(pipe, 1, x)
+    return step(pipe, 1, ONES)
 
 
 @pytest.mark.xfail(
@@ -245,7 +221,7 @@ def test_a_layer_that_draws_otherwise_when_it_is_recomputed_is_refused() -> None
 
     layers = nn.Sequential(nn.Linear(8, 8), Fickle(), nn.Linear(8, 8), nn.Tanh()).double()
     with pytest.raises(RandomnessError, match="twice"):
-        step(pipe_over(layers, "serial", "always"), 0, torch.ones(5, 8, dtype=torch.float64))
+        step(pipe_over(layers, "serial", "always"), 0, ONES)
 
 
 class Crowded(nn.Module):
@@ -279,7 +255,7 @@ TABLES = ("gpipe", "1f1b", "0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2\n1F0,1I0,1F1,1I1
 @pytest.mark.parametrize("schedule", TABLES, ids=["gpipe", "1f1b", "split"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_layers_that_checkpoint_themselves_draw_again_what_they_drew(checkpoint: str, schedule: str) -> None:
-    x, found = torch.ones(5, 8, dtype=torch.float64), list[list[Tensor]]()
+    x, found = ONES, list[list[Tensor]]()
     for executor in ("serial", "threads"):
         torch.manual_seed(0)
         door, inside = threading.Condition(), list[int]()
@@ -314,7 +290,7 @@ class Disturbed(nn.Module):
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_a_recomputation_that_a_thread_disturbed_is_made_again(executor: str, share: float) -> None:
-    x, found = torch.ones(5, 8, dtype=torch.float64), list[list[Tensor]]()
+    x, found = ONES, list[list[Tensor]]()
     for times in (0, 2, 100):
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(8, 8), Disturbed(times, share), nn.Linear(8, 8), nn.Tanh()).double()
@@ -340,25 +316,21 @@ class Noisy(nn.Module):
 
 
 def test_a_loss_that_draws_has_its_own_numbers_and_draws_them_again() -> None:
-    results: dict[str, list[list[Tensor]]] = {}
-    x, y = torch.ones(6, 8, dtype=torch.float64), torch.zeros(6, 8, dtype=torch.float64)
-    for executor in ("serial", "threads", "graph", "auto"):
-        for checkpoint in ("never", "always"):
-            loss, layers = Noisy(), model()
-            layers[3] = nn.Tanh()
-            pipe, found = pipe_over(layers, executor, checkpoint, loss=loss), list[list[Tensor]]()
-            for seed, share in enumerate((0.5, 0.5, 0.0, 0.3)):
-                loss.drop.p = share
-                torch.manual_seed(seed)
-                pipe.zero_grad()
-                total = pipe(x, target=y)
-                total.backward()
-                numbers = [total.detach(), loss.norm.running_var, loss.norm.num_batches_tracked.double()]
-                found.append(
-                    [*(n.clone() for n in numbers), *(p.grad.clone() for p in pipe.parameters()), torch.rand(2)]
-                )
-            results[f"{executor} {checkpoint}"] = found
-    assert_all_equal(results)
+    def steps(executor: str, checkpoint: str) -> list[list[Tensor]]:
+        loss, layers, found = Noisy(), model(), list[list[Tensor]]()
+        layers[3] = nn.Tanh()
+        pipe, x = pipe_over(layers, executor, checkpoint, loss=loss), ONES[:1].expand(6, 8)
+        for seed, loss.drop.p in enumerate((0.5, 0.5, 0.0, 0.3)):
+            torch.manual_seed(seed)
+            pipe.zero_grad()
+            total = pipe(x, target=torch.zeros_like(x))
+            total.backward()
+            numbers = [total.detach(), loss.norm.running_var, loss.norm.num_batches_tracked.double()]
+            gradients = [p.grad for p in pipe.parameters()]
+            found.append([*(n.clone() for n in (*numbers, *gradients)), torch.rand(2)])
+        return found
+
+    assert_alike_everywhere(steps)
 
 
 def test_a_loss_and_the_last_stage_draw_different_numbers() -> None:
@@ -407,7 +379,7 @@ class Blocks(nn.Module):
 def test_numbers_do_not_depend_on_where_the_model_is_cut(checkpoint: str, split: bool) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 8), Dropping(), nn.Linear(8, 8), Dropping(), nn.Linear(8, 8), nn.Dropout(0.5))
-    x, found = torch.ones(5, 8, dtype=torch.float64), list[list[Tensor]]()
+    x, found = ONES, list[list[Tensor]]()
     for executor, balance in (("serial", [6]), ("threads", [1, 5]), ("serial", [2, 3, 1]), ("graph", [4, 2])):
         options: dict[str, Any] = {"executor": executor, "checkpoint": checkpoint, "chunks": 3}
         if split:

@@ -1,58 +1,18 @@
-"""The second law: a schedule decides when work is done, never what comes out; and one that cannot run is refused."""
+"""The second law: a schedule that cannot run is refused. (That others give the gradients of any is in the first.)"""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.laws.models import ModelPlan, blocks, difference, floats, gradients, mini_batch, sequential, twin
-from tests.strategies import checkpoints, model_plans, valid_schedules
+from tests.strategies import valid_schedules
 from weft import Pipe, Schedule
 from weft.core.errors import ScheduleError
 from weft.pipeline.schedule import Action
 
 Rows = list[list[Action]]
-
-
-def loss_against(output: Any, target: Tensor) -> Tensor:
-    """The mean over rows."""
-    return ((torch.stack(floats(output)).sum(0) - target) ** 2).sum(1).mean()
-
-
-@pytest.mark.parametrize("executor", ["serial", "threads"])
-@given(data=st.data(), plan=model_plans())
-def test_a_random_valid_table_gives_the_gradients_of_gpipe(executor: Any, data: st.DataObject, plan: ModelPlan) -> None:
-    stages, chunks = len(plan.balance), data.draw(st.integers(1, 4), "chunks")
-    table = data.draw(valid_schedules(stages, chunks), "table")
-    checkpoint = data.draw(checkpoints(stages), "checkpoint")
-    rows = data.draw(st.integers(1, 6), "rows")
-    layers = blocks(plan)
-    found: list[list[tuple[str, Tensor | None]]] = []
-    losses: list[Tensor] = []
-    for schedule in ("gpipe", table, table.text()):
-        copies, value = twin(layers, mini_batch(plan, rows))
-        pipe = Pipe(
-            sequential(copies),
-            chunks=chunks,
-            devices=["cpu"] * stages,
-            balance=plan.balance,
-            checkpoint=checkpoint,
-            schedule=schedule,
-            loss=loss_against,
-            executor=executor,
-        )
-        loss = pipe(value, target=torch.zeros_like(floats(value)[0]))
-        loss.backward()
-        losses.append(loss.detach())
-        found.append(gradients(copies, value))
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(losses[2], losses[1], rtol=0, atol=0)
-    assert not difference(found[1], found[0])
-    assert not difference(found[2], found[1])
 
 
 def lost(rows: Rows, worker: int, place: int) -> str:
@@ -104,25 +64,6 @@ def test_an_invalid_table_is_refused_with_the_reason(
     table = Schedule(tuple(map(tuple, rows)))
     model = torch.nn.Sequential(*[torch.nn.Identity() for _ in range(stages)])
     with pytest.raises(ScheduleError) as refused:
-        Pipe(
-            model,
-            chunks=chunks,
-            devices=["cpu"] * stages,
-            balance=[1] * stages,
-            schedule=table,
-            loss=loss_against,
-        )
+        Pipe(model, chunks=chunks, devices=["cpu"] * stages, schedule=table, loss=torch.nn.MSELoss())
     assert reason in str(refused.value)
-
-
-def test_a_deadlock_is_refused_and_says_who_waits_for_whom() -> None:
-    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
-    with pytest.raises(ScheduleError, match=r"(?s)worker 0 stands at 0B0 .*1B0.*worker 1 stands at 1F1 .*0F1"):
-        Pipe(
-            model,
-            chunks=2,
-            devices=["cpu"] * 2,
-            balance=[1, 1],
-            schedule="0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0",
-            loss=loss_against,
-        )
+    assert spoil is not lost or "stands" not in str(refused.value), "what is missing is no deadlock"

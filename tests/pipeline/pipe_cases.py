@@ -2,13 +2,14 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from weft import Pipe
+from weft import Pipe, pop, skippable, stash
 
 CHECKPOINTS = ("always", "except_last", "never")
 CUTS = ("serial", "threads")
@@ -33,6 +34,30 @@ def runs(*executors: str) -> list[Any]:
 
 every_run = pytest.mark.parametrize(("executor", "checkpoint"), runs(*EXECUTORS, "auto"))
 every_cut_run = pytest.mark.parametrize(("executor", "checkpoint"), runs(*CUTS, "auto"))
+
+TABLE = "0F0,0F1,,0B0,0F2,0B2,0B1\n1F0,1B0,1F1,1F2,1B2,1B1"
+"""No schedule with a name, but a valid one."""
+SPLIT = "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"
+every_schedule = pytest.mark.parametrize(
+    "schedule", ("gpipe", "1f1b", TABLE, SPLIT), ids=("gpipe", "1f1b", "table", "split")
+)
+
+
+@skippable(stash=["early"])
+class Early(nn.Module):
+    """Stashes what passes."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("early", x)
+        return x
+
+
+@skippable(pop=["early"])
+class Late(nn.Module):
+    """Adds what was stashed."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("early"))
 
 
 def chain(*widths: int) -> nn.Sequential:
@@ -79,6 +104,13 @@ def assert_gradients_equal(model: nn.Module, plain: nn.Module, tolerance: float 
             torch.testing.assert_close(
                 seen[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+def assert_alike(pipe: nn.Module, plain: nn.Module, act: Callable[[nn.Module], Any] | None = None) -> None:
+    """Doing the same with both, by default a step on 7 rows of 4, gives the same values and the same gradients."""
+    act = act or (lambda model: backward(model, rows(7, 4)))
+    assert_close(act(pipe), act(plain))
+    assert_gradients_equal(pipe, plain)
 
 
 def assert_close(seen: Any, wanted: Any, tolerance: float = 1e-12) -> None:

@@ -38,7 +38,7 @@ def step(norm: DeferredBatchNorm, batch: Tensor, chunks: int) -> list[Tensor]:
 
 
 @given(
-    dims=st.integers(3, 5),
+    dims=st.integers(2, 5),
     rows=st.integers(1, 9),
     chunks=st.integers(1, 11),
     momentum=st.sampled_from([None, 0.1, 1.0, 0.0]),
@@ -48,29 +48,25 @@ def step(norm: DeferredBatchNorm, batch: Tensor, chunks: int) -> list[Tensor]:
 def test_statistics_equal_those_of_the_undivided_batch(
     *, dims: int, rows: int, chunks: int, momentum: float | None, affine: bool, offset: float
 ) -> None:
+    if dims == 2:  # one row alone has no variance
+        rows, chunks = 2 * rows, min(chunks, rows)
     plain = KINDS[dims](3, momentum=momentum, affine=affine, dtype=torch.float64)
-    cut = deferred(plain)
+    cut, by_piece = deferred(plain), copy.deepcopy(plain)
     for _ in range(3):
         batch = torch.randn(rows, 3, *(2, 3, 2)[: dims - 2], dtype=torch.float64) + offset
         plain(batch)
         outputs = step(cut, batch, chunks)
         # Each micro-batch is normalised with its own statistics.
-        for piece, output in zip(split(batch, chunks), outputs, strict=True):
-            alone = copy.deepcopy(plain)
-            assert torch.allclose(output, alone(piece), rtol=1e-12, atol=1e-12)
+        alone = [by_piece(piece) for piece in split(batch, chunks)]
+        for output, wanted in zip(outputs, alone, strict=True):
+            assert torch.allclose(output, wanted, rtol=1e-12, atol=1e-12)
+        if affine:
+            for each in (outputs, alone):
+                torch.cat(each).square().sum().backward()
+            for mine, theirs in zip(cut.parameters(), by_piece.parameters(), strict=True):
+                assert torch.allclose(mine.grad, theirs.grad, rtol=1e-9, atol=1e-9)
     assert close(plain, cut)
     assert int(cut.num_batches_tracked) == 3
-
-
-@given(rows=st.integers(2, 12), chunks=st.integers(1, 6))
-def test_rows_without_further_axes_work_too(rows: int, chunks: int) -> None:
-    plain = nn.BatchNorm1d(4, dtype=torch.float64)
-    cut = deferred(plain)
-    batch = torch.randn(rows, 4, dtype=torch.float64)
-    chunks = min(chunks, rows // 2)
-    plain(batch)
-    step(cut, batch, chunks)
-    assert close(plain, cut)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -83,19 +79,6 @@ def test_narrow_running_statistics_are_gathered_in_float32(dtype: torch.dtype) -
     judge(batch.float())
     step(cut, batch, 3)
     assert close(judge, cut, tolerance=0.51 * torch.finfo(dtype).eps)
-
-
-def test_gradients_are_those_of_the_micro_batches_alone() -> None:
-    plain = nn.BatchNorm2d(3, dtype=torch.float64)
-    cut = deferred(plain)
-    batch = torch.randn(6, 3, 2, 2, dtype=torch.float64)
-    weights = torch.randn_like(batch)
-    for piece, weight in zip(split(batch, 3), split(weights, 3), strict=True):
-        (plain(piece) * weight).sum().backward()
-    outputs = step(cut, batch, 3)
-    (torch.cat(outputs) * weights).sum().backward()
-    for mine, wanted in zip(cut.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(mine.grad, wanted.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_recomputation_gathers_nothing_and_gives_the_same_output() -> None:
@@ -117,7 +100,7 @@ def test_recomputation_gathers_nothing_and_gives_the_same_output() -> None:
     assert torch.equal(late, first[0])
 
 
-def test_outside_of_a_mini_batch_it_is_a_plain_batch_norm() -> None:
+def test_outside_of_a_mini_batch_and_in_evaluation_it_is_a_plain_batch_norm() -> None:
     plain = nn.BatchNorm1d(3)
     cut = deferred(plain)
     batch = torch.randn(5, 3)
@@ -126,15 +109,8 @@ def test_outside_of_a_mini_batch_it_is_a_plain_batch_norm() -> None:
         cut.train(training)
         assert torch.equal(plain(batch), cut(batch))
         assert close(plain, cut, tolerance=0)
-
-
-def test_eval_uses_and_keeps_the_running_statistics() -> None:
-    plain = nn.BatchNorm1d(3).eval()
-    cut = deferred(plain)
-    assert not cut.training
-    batch = torch.randn(5, 3)
     assert torch.equal(torch.cat(step(cut, batch, 2)), plain(batch))
-    assert close(plain, cut, tolerance=0)
+    assert close(plain, cut, tolerance=0), "evaluation keeps its statistics within a mini-batch too"
 
 
 def test_abandoned_or_never_reached_mini_batches_leave_no_trace() -> None:

@@ -19,7 +19,7 @@ def test_what_is_there_already_arrives_as_it_is() -> None:
     assert arrived["x"] is x and arrived["n"] == 3 and arrived["none"] is None
 
 
-def test_only_what_is_on_a_gpu_waits_for_the_event_of_its_parcel() -> None:
+def test_only_what_is_on_a_gpu_waits_for_the_event_of_its_message() -> None:
     x, event = torch.ones(2), object()  # a CPU tensor that travels with one of a GPU, whose event this stands for
     assert Place(CPU).arrive(Message((x, 1), event))[0] is x
     assert Place(META).arrive(Message((x, 1), event))[0].device == META
@@ -208,14 +208,7 @@ def test_dropout_on_cuda_is_bit_equal_between_serial_threads_and_recomputation()
     x, found = torch.ones(8, 64, device=CUDA), []
     for executor in ("serial", "threads"):
         for checkpoint in ("never", "always"):
-            pipe = Pipe(
-                model,
-                chunks=4,
-                devices=[CUDA] * 2,
-                balance=[2, 2],
-                executor=executor,
-                checkpoint=checkpoint,
-            )
+            pipe = Pipe(model, chunks=4, devices=[CUDA] * 2, balance=[2, 2], executor=executor, checkpoint=checkpoint)
             for seed in range(5):
                 torch.manual_seed(seed)
                 model.zero_grad()

@@ -1,8 +1,6 @@
 """Executors: both walk in a valid order; threads overlap, end a failed walk at once, and go when dropped."""
 
 import gc
-import os
-import signal
 import threading
 import traceback
 import weakref
@@ -86,19 +84,12 @@ def test_a_walk_does_everything_once_in_the_order_of_every_list(
         places = [place[action] for action in row]
         assert places == sorted(places)
     assert all(place[need] < place[action] for action, before in chain.waits.items() for need in before)
-    assert {parcel.value for parcel in left.values()} == {a for a, r in chain.readers.items() if not r}
+    assert {message.value for message in left.values()} == {a for a, r in chain.readers.items() if not r}
     if threaded:
         wanted = {f"weft-test-{w}": {a.stage for a in row} for w, row in enumerate(schedule.workers)}
         assert chain.threads == wanted
     else:
         assert set(chain.threads) == {threading.current_thread().name}
-
-
-def test_workers_run_at_the_same_time(threads: ThreadExecutor) -> None:
-    meeting = threading.Barrier(3, timeout=10)
-    schedule = Schedule(tuple((Action(stage, "F", 0),) for stage in range(3)))
-    threads.walk(schedule, lambda action, box, post: meeting.wait() and None, {}, here())
-    assert not meeting.broken
 
 
 class Oops(Exception):
@@ -199,8 +190,6 @@ def test_a_closed_executor_starts_new_threads_when_it_is_used_again() -> None:
     assert len(chain.done) == 4
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_to_close_an_executor_waits_for_its_walk() -> None:
     executor, inside, go_on = ThreadExecutor("closing"), threading.Event(), threading.Event()
     work = Chain(gpipe(2, 1))
@@ -222,30 +211,11 @@ def test_to_close_an_executor_waits_for_its_walk() -> None:
     assert len(work.done) == 4 and executor.workers == 0
 
 
-def test_a_forked_child_starts_workers_of_its_own() -> None:
-    executor = ThreadExecutor("forked")
-    executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:  # nothing of pytest may run here, so out by the back door
-        try:
-            signal.alarm(20)  # should it wait for threads that it does not have
-            chain = Chain(gpipe(2, 1))
-            executor.walk(gpipe(2, 1), chain, {}, here())
-            os.write(writing, f"{len(chain.done)} {len(chain.threads)}".encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        assert answer.read() == "4 2"
-    os.waitpid(child, 0)
-    executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
-
-
 @only_with_fork[0]
 @only_with_fork[1]
-def test_a_child_that_is_forked_during_a_walk_walks_with_workers_of_its_own() -> None:
+def test_a_forked_child_walks_with_workers_of_its_own_also_during_a_walk() -> None:
     executor, inside, go_on = ThreadExecutor("busy"), threading.Event(), threading.Event()
+    executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
 
     def perform(action: Action, box: Any, post: Any) -> None:
         inside.set()
@@ -254,8 +224,9 @@ def test_a_child_that_is_forked_during_a_walk_walks_with_workers_of_its_own() ->
     def work() -> bool:
         chain = Chain(gpipe(2, 1))
         executor.walk(gpipe(2, 1), chain, {}, here())
-        return len(chain.threads) == 2
+        return len(chain.threads) == 2 and len(chain.done) == 4
 
+    assert forked(work)
     walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1).forward_only, perform, {}, here()))
     walking.start()
     inside.wait(10)
@@ -357,43 +328,25 @@ def test_a_walk_is_inside_the_turn_of_who_walks_not_of_who_captured_its_surround
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_what_the_caller_gives_lies_in_the_box_of_its_stage(threads: ThreadExecutor, threaded: bool) -> None:
+def test_what_an_action_finds_in_its_thread(threads: ThreadExecutor, threaded: bool) -> None:
+    """What the caller gave for its stage, grad mode off, and a backward that runs in the thread that asks for it: that
+    of a CUDA device may be the one that waits for the walk."""
     given = {stage: {Address(7, stage, 0): Message(f"for {stage}")} for stage in range(3)}
-    seen: dict[int, str] = {}
+    seen: dict[int, tuple[str, bool, bool]] = {}
 
     def perform(action: Action, box: Any, post: Any) -> None:
-        seen[action.stage] = box.take(Address(7, action.stage, 0)).value
-
-    executor = threads if threaded else SerialExecutor()
-    executor.walk(gpipe(3, 1).forward_only, perform, given, here())
-    assert seen == {stage: f"for {stage}" for stage in range(3)}
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-def test_grad_mode_is_off_in_every_worker(threads: ThreadExecutor, threaded: bool) -> None:
-    modes: list[bool] = []
-    executor = threads if threaded else SerialExecutor()
-    executor.walk(gpipe(2, 1), lambda action, box, post: modes.append(torch.is_grad_enabled()), {}, here())
-    assert modes == [False] * 4
-    assert torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-def test_backward_runs_in_the_thread_that_asks_for_it(threads: ThreadExecutor, threaded: bool) -> None:
-    """PyTorch's thread of a CUDA device may be the one that waits for the walk."""
-    seen: list[bool] = []
-
-    def perform(action: Action, box: Any, post: Any) -> None:
+        value, mode = box.take(Address(7, action.stage, 0)).value, torch.is_grad_enabled()
         x = torch.ones(1, requires_grad=True)
         with torch.enable_grad():
             y = x * 2
-        y.register_hook(lambda gradient: seen.append(torch._C._is_multithreading_enabled()))
+        multithreaded: list[bool] = []
+        y.register_hook(lambda gradient: multithreaded.append(torch._C._is_multithreading_enabled()))
         torch.autograd.grad(y, x)
+        seen[action.stage] = value, mode, *multithreaded
 
-    executor = threads if threaded else SerialExecutor()
-    executor.walk(gpipe(2, 1), perform, {}, here())
-    assert seen == [False] * 4
-    assert torch._C._is_multithreading_enabled()
+    (threads if threaded else SerialExecutor()).walk(gpipe(3, 1).forward_only, perform, given, here())
+    assert seen == {stage: (f"for {stage}", False, False) for stage in range(3)}
+    assert torch.is_grad_enabled() and torch._C._is_multithreading_enabled()
 
 
 def test_a_thread_that_cannot_start_fails_its_walk_and_not_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from tests.pipeline.pipe_cases import CHECKPOINTS, EXECUTORS, assert_close, assert_gradients_equal, chain, piped, rows
+from tests.pipeline.pipe_cases import (
+    assert_close,
+    assert_gradients_equal,
+    chain,
+    every_run,
+    every_schedule,
+    piped,
+    rows,
+)
 from weft.core.errors import BatchError, SpecError
-
-SPLIT = "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"
 
 
 def with_metrics(output: Tensor, target: Tensor) -> Any:
@@ -33,9 +39,8 @@ def with_metrics(output: Tensor, target: Tensor) -> Any:
     }
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", SPLIT], ids=["gpipe", "1f1b", "split"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+@every_schedule
+@every_run
 def test_extras_are_those_of_the_undivided_mini_batch(executor: str, checkpoint: str, schedule: str) -> None:
     pipe, plain = piped(
         chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=checkpoint, schedule=schedule, loss=with_metrics
@@ -43,7 +48,8 @@ def test_extras_are_those_of_the_undivided_mini_batch(executor: str, checkpoint:
     for count in (7, 1, 3, 8):
         x, y = rows(count, 4, seed=count), torch.arange(count) % 3
         (loss, extras), (wanted, of_all) = pipe(x, target=y), with_metrics(plain(x), y)
-        (2 * loss).backward()
+        loss.backward(retain_graph=True)
+        loss.backward()
         (2 * wanted).backward()
         assert_gradients_equal(pipe, plain)
         assert_close(loss, wanted)
@@ -102,29 +108,6 @@ def test_extras_are_joined_along_the_axis_of_the_output() -> None:
     )
     x, y = rows(5, 7, 4), rows(5, 7, 3)
     assert_close(pipe(x, target=y)[1], (plain(x) - y).square().sum(2))
-
-
-@pytest.mark.parametrize("executor", ["serial", "threads", "graph"])
-def test_a_graph_that_is_kept_and_a_learned_loss_go_with_extras(executor: str) -> None:
-    class Learned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-        def forward(self, output: Tensor, target: Tensor) -> Any:
-            each = ((output - target) * self.scale).square().mean(1)
-            return each.mean(), each
-
-    loss = Learned()
-    pipe, plain = piped(chain(4, 5, 3), loss=loss, executor=executor, schedule="1f1b")
-    x, y = rows(7, 4), rows(7, 3)
-    value = pipe(x, target=y)[0]
-    value.backward(retain_graph=True)
-    value.backward()
-    seen, loss.scale.grad = loss.scale.grad, None
-    (2 * loss(plain(x), y)[0]).backward()
-    assert_gradients_equal(pipe, plain)
-    assert_close(seen, loss.scale.grad)
 
 
 def returning(*found: Any) -> Any:

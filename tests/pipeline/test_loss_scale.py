@@ -11,13 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.pipeline.pipe_cases import CHECKPOINTS, assert_gradients_equal, chain, piped, rows
+from tests.pipeline.pipe_cases import TABLE, assert_gradients_equal, chain, every_run, every_schedule, piped, rows
 from weft import Pipe
 from weft.core.errors import UsageError
-
-TABLE = "0F0,0F1,,0B0,0F2,0B2,0B1\n1F0,1B0,1F1,1F2,1B2,1B1"
-every_run = pytest.mark.parametrize("executor", ["serial", "threads", "auto", "graph"])
-every_schedule = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", TABLE], ids=["gpipe", "1f1b", "table"])
 
 
 class Half(nn.Module):
@@ -49,7 +45,6 @@ def scaled_step(pipe: Pipe, scaler: torch.amp.GradScaler) -> list[float]:
 
 @every_run
 @every_schedule
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_grad_scaler_keeps_gradients_from_vanishing(executor: str, schedule: str, checkpoint: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     pipe = half(executor=executor, schedule=schedule, checkpoint=checkpoint, loss_scale=scaler.get_scale)

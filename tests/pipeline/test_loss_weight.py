@@ -10,23 +10,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.pipeline.pipe_cases import EXECUTORS, assert_close, chain, every_run, piped, rows
+from tests.pipeline.pipe_cases import EXECUTORS, assert_close, chain, every_run, every_schedule, piped, rows
 from weft import NoChunk, Pipe
 from weft.core.errors import SpecError, UsageError
-from weft.pipeline.loss import LossWeights
+from weft.pipeline.loss import LossWeights, WeightedLoss, checked_loss
 from weft.pipeline.microbatch import MiniBatch
 
 CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64)
-SPLIT = "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"
-every_schedule = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", SPLIT], ids=["gpipe", "1f1b", "split"])
 
 
-def masked(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+def masked(output: Tensor, target: dict[str, Any]) -> Tensor:
     """One's own mean over what a mask lets through."""
-    return ((output - target["y"]).square() * target["mask"]).sum() / target["mask"].sum()
+    return ((output - target["y"]).square() * target["mask"]).sum() / target["mask"].sum() * target["factor"]
 
 
-def of_mask(target: dict[str, Tensor]) -> Tensor:
+def of_mask(target: dict[str, Any]) -> Tensor:
     return target["mask"].sum()
 
 
@@ -66,7 +64,7 @@ def test_targets_that_do_not_count_are_left_out_of_the_mean(
         classes = torch.arange(7) % 3
         target: Any = torch.where(kept, classes, 0 if kind == "smoothed" else -100)
         if kind == "own":
-            target = {"y": rows(7, 3), "mask": kept.unsqueeze(1).expand(7, 3)}
+            target = {"y": rows(7, 3), "mask": kept.unsqueeze(1).expand(7, 3), "factor": 3}
         assert_exact(pipe, plain, options["loss"], rows(7, 4), target)
 
 
@@ -181,4 +179,30 @@ def test_a_mean_of_pytorch_s_within_one_s_own_loss_is_refused_too(
 def test_a_loss_without_ignored_targets_goes_by_rows() -> None:
     pipe, plain = piped(chain(4, 3), loss=Wrapped())
     assert_exact(pipe, plain, Wrapped(), rows(7, 4), torch.arange(7) % 3)
-    assert_close(pipe(rows(7, 4)), plain(rows(7, 4)))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.floats(-3, 3))
+def test_the_weighted_loss_is_the_loss_of_all_rows(sizes: list[int], factor: float) -> None:
+    total = sum(sizes)
+    x = rows(total)
+    pieces = [each.requires_grad_() for each in x.split(sizes)]
+    output = WeightedLoss([size / total for size in sizes])
+    losses = [each.square().mean() for each in pieces]
+    (loss,), tracked = output.gather(losses)
+    assert tracked == [True]
+    assert_close(output.filled([loss]), x.square().mean())
+    assert_close(output.visible(losses), x.square().mean())
+    for each, (gradient,) in zip(losses, output.spread([torch.tensor(factor, dtype=torch.float64)]), strict=True):
+        each.backward(gradient)
+    assert_close(torch.cat([each.grad for each in pieces]), factor * 2 * x / total)
+
+
+def test_a_loss_is_one_number() -> None:
+    number = torch.tensor(3.0)
+    assert checked_loss(number) is number
+    with pytest.raises(SpecError, match=r"shape \(2, 1\).*loss_reduction='sum'"):
+        checked_loss(torch.ones(2, 1))
+    with pytest.raises(SpecError, match="float"):
+        checked_loss(3.0)
+    with pytest.raises(SpecError, match=r"complex64.*one real number"):  # scaled gradients could not carry its phase
+        checked_loss(torch.ones((), dtype=torch.complex64))

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.pipeline.pipe_cases import assert_close, rows
 from weft.core.errors import BatchError
 from weft.core.pytree import flatten
-from weft.pipeline.microbatch import JoinedOutput, NoChunk, micro_sizes, plan_split, split
+from weft.pipeline.microbatch import JoinedOutput, MiniBatch, NoChunk, micro_sizes, plan_split, split
 
+SIZES = {"count": st.integers(1, 9), "chunks": st.integers(1, 5)}
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool])
 
 
@@ -100,21 +102,17 @@ def test_a_slice_may_be_written_by_a_layer_inside_autograd() -> None:
 
 
 def test_what_stands_in_no_chunk_goes_whole_to_every_micro_batch() -> None:
-    mask, table = torch.ones(5, 5), torch.ones(2)
-    value = {"x": torch.arange(3), "whole": NoChunk({"mask": mask, "deep": [NoChunk(table), None]}), "n": 0.5}
+    mask, table, scale = torch.ones(5, 5), torch.ones(2), torch.tensor(2.0)
+    whole = NoChunk({"mask": mask, "deep": [NoChunk(table), None]})
+    value = {"x": torch.arange(3), "whole": whole, "n": 0.5, "scale": scale}
     plan, leaves = plan_split(value, 2)
-    assert plan.axes == (0, None, None, None, None)
+    assert plan.axes == (0, None, None, None, None, None)
     assert leaves[1] is mask
     for piece, size in zip(split(value, 2), (2, 1), strict=True):
         assert piece["whole"]["mask"] is mask
         assert piece["whole"]["deep"][0] is table
-        assert piece["n"] == 0.5
+        assert piece["n"] == 0.5 and piece["scale"] is scale
         assert piece["x"].shape == (size,)
-
-
-def test_a_number_in_a_tensor_goes_whole_to_every_micro_batch() -> None:
-    scale = torch.tensor(2.0)
-    assert all(piece[1] is scale for piece in split((torch.ones(4), scale), 2))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.sets(st.integers(0, 8)))
@@ -149,21 +147,6 @@ def test_gradients_of_what_went_whole_are_summed_and_left_as_they_were() -> None
 def join(pieces: list[Any], axis: int = 0) -> Any:
     """The inverse of `split`."""
     return JoinedOutput(axis=axis).visible(pieces)
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 1))
-def test_the_gradient_of_a_joined_value_is_cut_where_it_was_joined(rows: int, chunks: int, axis: int) -> None:
-    x = torch.randn(2, 2).repeat_interleave(rows, axis)[: 2 * rows, : 2 * rows]
-    pieces = split((x, 3), chunks, axis=axis)
-    output = JoinedOutput(axis=axis)
-    output.gather(pieces)
-    grad = torch.randn_like(x)
-    gradients = output.spread([grad])
-    assert all(each[1] is None for each in gradients)
-    cut = [each[0] for each in gradients]
-    assert [part.shape for part in cut] == [piece[0].shape for piece in pieces]
-    assert all(part.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr() for part in cut)
-    assert torch.equal(torch.cat(cut, axis), grad)
 
 
 def test_tensors_of_different_length_are_named_and_never_dropped() -> None:
@@ -202,14 +185,11 @@ def test_only_dense_tensors_are_cut(make: Callable[[torch.Tensor], torch.Tensor]
     assert [piece[1] is odd for piece in plan.split(leaves)] == [True, True]
 
 
-def test_less_than_one_chunk_is_an_error() -> None:
-    with pytest.raises(BatchError, match="chunks is 0"):
-        split(torch.ones(2), 0)
-
-
-def test_no_rows_make_one_empty_micro_batch() -> None:
+def test_no_rows_make_one_empty_micro_batch_and_less_than_one_chunk_is_an_error() -> None:
     (piece,) = split(torch.ones(0, 3), 4)
     assert piece.shape == (0, 3)
+    with pytest.raises(BatchError, match="chunks is 0"):
+        split(torch.ones(2), 0)
 
 
 def test_all_that_cannot_be_joined_is_named() -> None:
@@ -273,3 +253,57 @@ def test_one_piece_is_returned_as_it_is_even_if_it_has_no_rows_to_join() -> None
     joined = join([value])
     assert joined["loss"] is value["loss"]
     assert joined["x"] is value["x"]
+
+
+@given(**SIZES)
+def test_the_gradient_of_the_mini_batch_is_that_of_its_micro_batches(count: int, chunks: int) -> None:
+    x, y = rows(count, 2).requires_grad_(), rows(count, 3, seed=1)
+    whole = rows(4, seed=2).requires_grad_()
+    mini_batch = MiniBatch([{"x": x, "n": 3}, (y, NoChunk(whole))], chunks)
+    assert sum(mini_batch.rows) == count and mini_batch.micro_batches == len(mini_batch.rows) == min(count, chunks)
+    assert [id(each) for each in mini_batch.tensors] == [id(x), id(whole)]
+    gradients: list[list[Tensor | None]] = []
+    for parts in mini_batch.leaves():
+        leaves = flatten(parts)[0]
+        assert [each.requires_grad for each in leaves if isinstance(each, Tensor)] == [True, False, True]
+        assert all(each.is_leaf for each in leaves if isinstance(each, Tensor))
+        total = parts[0]["x"].square().sum() * parts[0]["n"] * parts[1][1].prod() + parts[1][0].sum()
+        one, other = torch.autograd.grad(total, [parts[0]["x"], parts[1][1]])
+        gradients.append([one, None, None, other])
+    (x.square().sum() * 3 * whole.prod() + y.sum()).backward()
+    assert_close(mini_batch.gradients(gradients), [x.grad, whole.grad])
+
+
+@given(**SIZES)
+def test_pieces_are_still_connected_with_the_callers_tensors(count: int, chunks: int) -> None:
+    x = rows(count, 2).requires_grad_()
+    sum(part.square().sum() for (part,) in MiniBatch([x], chunks).pieces()).backward()
+    assert_close(x.grad, 2 * x.detach())
+
+
+def test_input_and_target_must_agree_in_rows() -> None:
+    with pytest.raises(BatchError) as caught:
+        MiniBatch([rows(7, 2), {"y": rows(6)}], 3)
+    assert "(input, target)" in str(caught.value)
+    assert "7 rows" in str(caught.value) and "6 rows" in str(caught.value)
+
+
+@given(**SIZES, axis=st.integers(0, 1))
+def test_an_output_is_joined_and_its_gradient_cut_again(count: int, chunks: int, axis: int) -> None:
+    shape = (count, 2) if axis == 0 else (2, count)
+    x = rows(*shape)
+    pieces = [part.detach() for part in split(x, chunks, axis=axis)]
+    output = JoinedOutput(axis=axis)
+    results = [{"y": each.requires_grad_(), "note": "same", "i": each.long()} for each in pieces]
+    tensors, tracked = output.gather(results)
+    assert tracked == [True, False] and not any(each.requires_grad for each in tensors)
+    filled = output.filled(tensors)
+    assert list(filled) == ["y", "note", "i"] and filled["note"] == "same"
+    assert torch.equal(filled["y"], x) and torch.equal(filled["i"], x.long())
+    gradient = rows(*shape, seed=1)
+    spread = output.spread([gradient, None])
+    cut = [each[0] for each in spread]
+    assert all(each.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr() for each in cut)
+    assert torch.equal(torch.cat(cut, axis), gradient)
+    assert all(each[1] is None and each[2] is None for each in spread)
+    assert torch.equal(output.visible(results)["y"], x)

@@ -7,16 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.pipeline.pipe_cases import (
-    EXECUTORS,
-    assert_close,
-    assert_gradients_equal,
-    backward,
-    chain,
-    every_run,
-    piped,
-    rows,
-)
+from tests.pipeline.pipe_cases import EXECUTORS, assert_alike, assert_close, backward, every_run, piped, rows
 from weft import NoChunk, Pipe
 from weft.core import pytree as tree
 from weft.core.errors import BatchError, UsageError
@@ -56,26 +47,26 @@ def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
+def squares(*tensors: Tensor) -> None:
+    """The backward of the sum of their squares."""
+    sum(each.square().sum() for each in tensors).backward()
+
+
 @every_run
 def test_tuples_dicts_and_named_tuples_travel_and_come_out(executor: str, checkpoint: str) -> None:
     functions = [
         lambda w, x: (x * w, {"b": x + w, "a": [x, None, "text", 3]}),
         lambda w, v: {"pair": Pair(v[0] * v[1]["b"] * w, v[1]["a"][0]), "rest": v[1]["a"][1:]},
-        lambda w, v: (v["pair"], {"sum": v["pair"].left + w * v["pair"].right}, v["rest"]),
+        lambda w, v: (v["pair"], {"sum": v["pair"].left + w * v["pair"].right, "left": v["pair"].left}, v["rest"]),
     ]
-    pipe, plain = both(functions, executor=executor, checkpoint=checkpoint)
-    seen, wanted = (model(rows(7, 2)) for model in (pipe, plain))
-    assert type(seen[0]) is Pair and seen[2] == [None, "text", 3]
-    assert_close([*list(seen[0]), seen[1]["sum"]], [*list(wanted[0]), wanted[1]["sum"]])
-    for pair, summed, _ in (seen, wanted):
-        (pair.left * 2 + summed["sum"]).square().sum().backward()
-    assert_gradients_equal(pipe, plain)
 
+    def step(model: nn.Module) -> list[Tensor]:
+        pair, named, rest = model(rows(7, 2))
+        assert type(pair) is Pair and list(named) == ["sum", "left"] and rest == [None, "text", 3]
+        squares(pair.left * 2 + named["sum"])
+        return [*pair, *named.values()]
 
-@every_run
-def test_the_order_of_a_dict_is_kept(executor: str, checkpoint: str) -> None:
-    pipe, _ = both([lambda w, x: {"z": x * w, "a": x}, lambda w, v: v], executor=executor, checkpoint=checkpoint)
-    assert list(pipe(rows(7, 2))) == ["z", "a"]
+    assert_alike(*both(functions, executor=executor, checkpoint=checkpoint), step)
 
 
 def _overwrites(w, value):
@@ -106,9 +97,7 @@ def test_a_layer_may_change_the_lists_and_dicts_that_it_gets(executor: str, chec
         layer,
         lambda w, value: w * sum(tree.flatten(value)[0]),
     ]
-    pipe, plain = both(functions, executor=executor, checkpoint=checkpoint)
-    assert_close(backward(pipe, rows(7, 2)), backward(plain, rows(7, 2)))
-    assert_gradients_equal(pipe, plain)
+    assert_alike(*both(functions, executor=executor, checkpoint=checkpoint), lambda model: backward(model, rows(7, 2)))
 
 
 @every_run
@@ -116,100 +105,42 @@ def test_a_layer_may_change_the_lists_and_dicts_that_it_gets(executor: str, chec
 def test_a_loss_may_use_only_some_outputs(executor: str, checkpoint: str, used: list[int]) -> None:
     functions = [lambda w, x: (x * w, x + w), lambda w, v: (v[0] * w, v[1].square() * w)]
     pipe, plain = both(functions, executor=executor, checkpoint=checkpoint)
-    for model in (pipe, plain):
-        outputs = model(rows(7, 2))
-        sum(outputs[index].square().sum() for index in used).backward()
-    assert_gradients_equal(pipe, plain)
+    assert_alike(pipe, plain, lambda model: squares(*(model(rows(7, 2))[index] for index in used)))
 
 
 @every_run
-def test_an_output_that_depends_on_no_parameter_wants_no_gradient(executor: str, checkpoint: str) -> None:
-    functions = [lambda w, x: (x * w, x.argsort(0)), lambda w, v: (v[0] * w, v[1], v[1] > 0)]
-    pipe, plain = both(functions, executor=executor, checkpoint=checkpoint, chunks=1)
-    seen, order, mask = pipe(rows(7, 2))
-    assert seen.requires_grad and not order.requires_grad and not mask.requires_grad
-    assert torch.equal(order, plain(rows(7, 2))[1]) and mask.dtype == torch.bool
+def test_arguments_keywords_and_what_is_not_cut_reach_the_first_layer(executor: str, checkpoint: str) -> None:
+    functions = [
+        lambda w, x, y, *, scale, extra=None, whole: x * w + y * scale + extra["z"] + whole.sum(0),
+        lambda w, v: v * w,
+    ]
 
-
-@every_run
-def test_several_arguments_and_keywords_reach_the_first_layer(executor: str, checkpoint: str) -> None:
-    functions = [lambda w, x, y, *, scale, extra=None: x * w + y * scale + extra["z"], lambda w, v: v * w]
-    pipe, plain = both(functions, executor=executor, checkpoint=checkpoint)
-    found = []
-    for model in (pipe, plain):
+    def step(model: nn.Module) -> list[Tensor | None]:
         x, y, z = (rows(7, 2, seed=seed).requires_grad_() for seed in (1, 2, 3))
-        call(model, x, y, scale=3, extra={"z": z}).square().sum().backward()
-        found.append([x.grad, y.grad, z.grad])
-    assert_close(*found)
-    assert_gradients_equal(pipe, plain)
+        whole = rows(4, 2, seed=4).requires_grad_()
+        uncut = NoChunk(whole) if isinstance(model, Pipe) else whole
+        squares(call(model, x, y, scale=3, extra={"z": z}, whole=uncut))
+        return [x.grad, y.grad, z.grad, whole.grad]
 
-
-@every_run
-def test_what_stands_in_no_chunk_reaches_every_micro_batch_whole(executor: str, checkpoint: str) -> None:
-    functions = [lambda w, x, y: x * w + y.sum(0), lambda w, v: v * w]
-    pipe, plain = both(functions, executor=executor, checkpoint=checkpoint)
-    found = []
-    for model in (pipe, plain):
-        whole = rows(4, 2, seed=1).requires_grad_()
-        call(model, rows(7, 2), NoChunk(whole) if model is pipe else whole).square().sum().backward()
-        found.append(whole.grad)
-    assert_close(*found)
-    assert_gradients_equal(pipe, plain)
-
-
-@every_run
-def test_whole_numbers_go_in_and_come_out(executor: str, checkpoint: str) -> None:
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Embedding(9, 4).double(), nn.Tanh(), Does(lambda w, x: (x * w, x.argmax(1))))
-    pipe, plain = piped(model, executor=executor, checkpoint=checkpoint)
-    words = torch.tensor([[1, 2], [3, 4], [5, 6], [8, 8], [0, 0]])
-    for each in (pipe, plain):
-        each(words)[0].square().sum().backward()
-    assert torch.equal(pipe(words)[1], plain(words)[1]) and pipe(words)[1].dtype == torch.int64
-    assert_gradients_equal(pipe, plain)
+    assert_alike(*both(functions, executor=executor, checkpoint=checkpoint), step)
 
 
 @every_run
 def test_a_view_may_be_returned(executor: str, checkpoint: str) -> None:
-    functions = [lambda w, x: (x * w).T.T[:, :1], lambda w, v: v.expand(-1, 3)]
-    pipe, plain = both(functions, executor=executor, checkpoint=checkpoint)
-    found = []
-    for model in (pipe, plain):
+    def step(model: nn.Module) -> Tensor | None:
         x = rows(7, 2).requires_grad_()
         backward(model, x)
-        found.append(x.grad)
-    assert_close(*found)
-    assert_gradients_equal(pipe, plain)
+        return x.grad
 
-
-@every_run
-def test_an_identity_passes_tensors_and_gradients_through(executor: str, checkpoint: str) -> None:
-    pipe, _ = piped(nn.Sequential(nn.Identity(), nn.Identity()), executor=executor, checkpoint=checkpoint)
-    x = rows(5, 2).requires_grad_()
-    output = backward(pipe, x)
-    assert torch.equal(output, x) and torch.equal(x.grad, 2 * x.detach())
-
-
-@every_run
-def test_the_output_may_be_changed_in_place_by_the_caller(executor: str, checkpoint: str) -> None:
-    pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint, chunks=1)
-    x = rows(7, 4)
-    for model in (pipe, plain):
-        model(x).mul_(3).square().sum().backward()
-    assert_gradients_equal(pipe, plain)
+    functions = [lambda w, x: (x * w).T.T[:, :1], lambda w, v: v.expand(-1, 3)]
+    assert_alike(*both(functions, executor=executor, checkpoint=checkpoint), step)
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
-def test_tensors_of_different_length_are_refused_by_name(executor: str) -> None:
+def test_an_input_that_cannot_be_cut_is_refused_by_name(executor: str) -> None:
     pipe, _ = both([lambda w, v: v["a"] * w], executor=executor)
-    with pytest.raises(BatchError) as caught:
+    with pytest.raises(BatchError, match=r"(?s)7 rows.*'c'.*6 rows"):
         pipe({"a": rows(7, 2), "b": {"c": rows(6, 2)}})
-    assert "7 rows" in str(caught.value) and "6 rows" in str(caught.value) and "'c'" in str(caught.value)
-
-
-@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
-def test_an_input_without_any_tensor_is_refused(executor: str) -> None:
-    pipe, _ = both([lambda w, v: w], executor=executor)
     with pytest.raises(BatchError, match="no tensor to cut"):
         pipe(3)
 

@@ -37,15 +37,6 @@ def test_uniform_stages_take_the_ideal_time(make, stages: int, micro_batches: in
     assert found.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
-@sizes
-def test_saved_bytes_of_uniform_stages_follow_the_live_micro_batches(stages: int, micro_batches: int) -> None:
-    costs = [StageCost(1.0, 2.0, saved_bytes=7)] * stages
-    for schedule in (gpipe(stages, micro_batches), one_f_one_b(stages, micro_batches)):
-        found = forecast(schedule, costs)
-        assert found.stage_peaks == tuple(7 * live for live in schedule.live())
-        assert found.peak_bytes <= 7 * sum(schedule.live())
-
-
 @given(any_schedules(), st.data())
 def test_any_schedule_runs_as_its_lists_and_the_chain_allow(schedule: Schedule, data: st.DataObject) -> None:
     costs = [StageCost(**data.draw(stage_costs)) for _ in range(schedule.stages)]
@@ -135,15 +126,6 @@ def test_which_micro_batches_recompute_can_be_said() -> None:
     assert sorted(str(span.action) for span in found.spans if span.action.kind == "R") == ["1R0", "1R1"]
 
 
-def test_recomputation_keeps_only_one_graph_at_a_time() -> None:
-    kept = [StageCost(1.0, 2.0, saved_bytes=100)]
-    again = [StageCost(1.0, 2.0, recompute=1.0, saved_bytes=100)]
-    assert forecast(gpipe(1, 4), kept).peak_bytes == 400
-    found = forecast(gpipe(1, 4), again)
-    assert found.peak_bytes == 100
-    assert found.live_bytes == ((4.0, 100), (16.0, 0))
-
-
 def test_a_value_that_the_graph_keeps_is_made_twice_where_the_graph_is() -> None:
     costs = [StageCost(1.0, 1.0, recompute=1.0, saved_bytes=5), StageCost(1.0, 1.0)]
     value = ValueCost(0, (1,), 10, kept_by_source=True)
@@ -153,29 +135,11 @@ def test_a_value_that_the_graph_keeps_is_made_twice_where_the_graph_is() -> None
     assert again.live_bytes == ((1.0, 25), (3.0, 15), (4.0, 0))  # the copy that was sent goes with 1B0
 
 
-def test_a_graph_lives_until_the_weight_gradients_are_done() -> None:
-    found = forecast(Schedule.parse("0F0,0I0,0F1,0W0,0I1,0W1"), [StageCost(1.0, 2.0, saved_bytes=10)])
-    assert found.live_bytes == ((0.0, 10), (2.0, 20), (4.0, 10), (6.0, 0))
-
-
-def test_a_skip_lives_until_its_last_reader_and_only_the_main_path_is_kept_by_its_source() -> None:
-    costs = [StageCost(1.0, 1.0)] * 3
-    skip, main = ValueCost(0, (1, 2), 10), ValueCost(0, (1,), 10, kept_by_source=True)
-    assert forecast(gpipe(3, 1), costs, [skip]).stage_bytes == (((1.0, 10), (5.0, 0)), (), ())
-    assert forecast(gpipe(3, 1), costs, [main]).live_bytes == ((1.0, 10), (6.0, 0))
-
-
 def test_without_backward_no_graph_is_kept_and_values_end_with_their_last_reader() -> None:
     costs = [StageCost(1.0, 1.0, recompute=1.0, saved_bytes=100)] * 3
     found = forecast(gpipe(3, 2).forward_only, costs, [ValueCost(0, (1, 2), 10)])
     assert {span.action.kind for span in found.spans} == {"F"}
     assert found.live_bytes == ((1.0, 10), (2.0, 20), (3.0, 10), (4.0, 0))
-
-
-def test_a_value_without_readers_or_from_outside_weighs_nothing() -> None:
-    found = forecast(gpipe(2, 2), [StageCost(1.0, 1.0)] * 2, [ValueCost(0, (), 10), ValueCost(-1, (0, 1), 10)])
-    assert found.live_bytes == ()
-    assert found.peak_bytes == 0
 
 
 def test_stages_that_cost_nothing_have_no_bubble() -> None:

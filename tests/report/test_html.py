@@ -14,18 +14,7 @@ from hypothesis import strategies as st
 
 from weft.pipeline.schedule import Action
 from weft.pipeline.tracing import ActionEvent
-from weft.report import (
-    Axis,
-    Section,
-    figure,
-    line_chart,
-    loss_curve,
-    memory_curve,
-    page,
-    paragraph,
-    table,
-    timeline,
-)
+from weft.report import Axis, Section, figure, line_chart, loss_curve, memory_curve, page, paragraph, table, timeline
 from weft.report.html import Markup, join, number, tag, text
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -64,16 +53,11 @@ def html() -> str:
     return page("a & b", [Section("one <two>", body)])
 
 
-def test_elements_close_in_order(html: str) -> None:
+def test_elements_close_in_order_and_nothing_is_fetched_or_runs(html: str) -> None:
     parser = Balance()
     parser.feed(html)
     assert parser.open == []
     assert html.startswith("<!DOCTYPE html>") and '<html lang="en">' in html
-
-
-def test_nothing_is_fetched_and_nothing_runs(html: str) -> None:
-    parser = Balance()
-    parser.feed(html)
     assert not {"script", "link", "iframe", "img", "object"} & {element for element, _ in parser.seen}
     for element, attributes in parser.seen:
         for name, value in attributes.items():
@@ -102,15 +86,12 @@ def test_any_text_and_any_attribute_make_a_well_formed_element(content: str, val
     assert list(element.attrib) == ["class"]
 
 
-def test_text_comes_back_as_it_was() -> None:
+def test_markup_is_taken_as_it_is_and_plain_text_is_not() -> None:
+    assert tag("g", tag("b", "x"), "<b>") == "<g><b>x</b>&lt;b&gt;</g>"
+    assert isinstance(tag("g"), Markup) and tag("g", x=None, y=1) == '<g y="1"></g>'
     said = "a < b & \"c\" > 'd' <script>alert(1)</script>"
     element = ElementTree.fromstring(tag("text", said, aria_label=said))
     assert element.text == said and element.get("aria-label") == said
-
-
-def test_markup_is_taken_as_it_is_and_plain_text_is_not() -> None:
-    assert tag("g", tag("b", "x"), "<b>") == "<g><b>x</b>&lt;b&gt;</g>"
-    assert isinstance(tag("g"), Markup)
     assert join(tag("b"), "<b>") == "<b></b>&lt;b&gt;" and isinstance(join(), Markup)
 
 
@@ -123,10 +104,6 @@ def test_no_control_character_and_no_lone_surrogate_gets_through(said: str) -> N
 def test_what_is_forbidden_is_seen_to_be_missing() -> None:
     assert text("a\x00b\x1b\x7f\x9fc\ud800\ufffe") == "a\ufffdb\ufffd\ufffd\ufffdc\ufffd\ufffd"
     assert text("line\n\ttab é \u2028 \U0001f9f5") == "line\n\ttab é \u2028 \U0001f9f5"
-
-
-def test_an_attribute_that_is_none_is_left_out() -> None:
-    assert tag("g", x=None, y=1) == '<g y="1"></g>'
 
 
 def test_numbers_are_short() -> None:

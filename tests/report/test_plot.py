@@ -8,17 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.report.plot import (
-    BYTES,
-    Axis,
-    Scale,
-    line_chart,
-    loss_curve,
-    memory_curve,
-    show_bytes,
-    show_time,
-    ticks,
-)
+from weft.report.plot import BYTES, Axis, Scale, line_chart, loss_curve, memory_curve, show_bytes, show_time, ticks
 
 POINTS = st.lists(st.tuples(st.floats(), st.floats()), max_size=8)
 NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
@@ -68,10 +58,7 @@ def test_a_scale_meets_both_ends_and_keeps_the_order(low: float, factor: float) 
     scale = Scale(low, low * factor, 10.0, 110.0)
     assert scale(scale.low) == pytest.approx(10) and scale(scale.high) == pytest.approx(110)
     assert 10 < scale(low * (1 + factor) / 2) < 110
-
-
-def test_a_scale_without_extent_stays_at_its_start() -> None:
-    assert Scale(2.0, 2.0, 10.0, 20.0)(2.0) == 10
+    assert Scale(low, low, 10.0, 20.0)(low) == 10, "without extent it stays at its start"
 
 
 def test_times_and_bytes_have_the_unit_that_suits_them() -> None:
@@ -93,6 +80,7 @@ def test_any_points_make_a_picture_and_stay_inside_of_it(lines: dict[str, list[t
 def test_what_an_axis_cannot_show_is_left_out() -> None:
     points = [(1.0, 1.0), (0.0, 1.0), (2.0, -1.0), (3.0, float("nan")), (4.0, 2.0)]
     assert len(corners(line_chart({"a": points}, title="t", x=X, y=Y))[0]) == 4
+    assert len(corners(loss_curve([1.0, float("nan"), 2.0, float("inf")]))[0]) == 2
 
 
 def test_a_linear_axis_begins_at_zero() -> None:
@@ -151,18 +139,11 @@ def test_the_legend_names_every_curve_with_its_peak_and_the_axes_have_units() ->
     assert "time in ms" in seen and "MiB" in seen
 
 
-def test_the_running_mean_of_a_constant_is_that_constant() -> None:
+def test_the_running_mean_lies_on_the_line_that_it_is_the_mean_of() -> None:
     every, mean = corners(loss_curve([-2.0] * 9))
     assert every == mean
-
-
-def test_the_running_mean_lies_on_the_line_that_it_is_the_mean_of() -> None:
     every, mean = corners(loss_curve([5.0 - 0.1 * step for step in range(60)]))
     assert all(one == pytest.approx(other, abs=0.02) for one, other in zip(every, mean, strict=True))
     every, mean = corners(loss_curve([1.0 + (-1) ** step for step in range(60)]))
     middle = (every[0][1] + every[1][1]) / 2
     assert all(y == pytest.approx(middle, abs=10) for _, y in mean[10:-10])
-
-
-def test_a_loss_that_is_no_number_is_left_out() -> None:
-    assert len(corners(loss_curve([1.0, float("nan"), 2.0, float("inf")]))[0]) == 2

@@ -18,7 +18,7 @@ from tests.experts.expert_cases import fussy_backend, weights
 from tests.experts.server.raw import Authority
 from tests.experts.server.replica_cases import expert, make
 from tests.experts.waiting import until
-from tests.unchecked import unchecked
+from tests.type_checks import without_type_checks
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
@@ -63,7 +63,7 @@ def test_only_hosts_among_servers_are_spoken_to(authority: Authority) -> None:
 
 @pytest.mark.parametrize("wrong", ["weft-*", [""], [5]])
 def test_servers_that_are_no_patterns_are_misuse(wrong: Any) -> None:
-    with unchecked(), pytest.raises(UsageError, match="servers is "):
+    with without_type_checks(), pytest.raises(UsageError, match="servers is "):
         ClientTls(servers=wrong)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.apart import python
 from tests.experts.waiting import until
+from tests.subprocesses import python
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore

@@ -10,7 +10,7 @@ import torch
 
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.server.raw import Authority, raw
-from tests.unchecked import unchecked
+from tests.type_checks import without_type_checks
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, GrpcTransport, RemoteExpert
 from weft.experts.errors import CommitError
@@ -226,7 +226,7 @@ def test_what_is_neither_a_pem_nor_a_path_is_misuse_and_a_key_given_as_text_is_n
     wanted = {"nul\0": "cannot be read"}.get(str(key), "is of type")
     if key is None and make is not ServerTls:
         wanted = "both key= and certificate="
-    with unchecked(), pytest.raises(UsageError, match=wanted) as caught:
+    with without_type_checks(), pytest.raises(UsageError, match=wanted) as caught:
         tls = make(key=pem.decode() if key == "as text" else key, certificate=certificate)
         if isinstance(tls, ServerTls):
             Server([], address="127.0.0.1:0", tls=tls).start()

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -27,47 +28,44 @@ def faults(*layers: nn.Module, one_to_one: bool = False) -> list[str]:
     return []
 
 
-def test_what_fits_together_passes() -> None:
-    assert not faults(layer("a"), nn.Identity(), layer("b", "a"), layer(pop="b"))
-    assert not faults(nn.Identity())
+def deep() -> list[nn.Module]:
+    """Layers that stash what nobody pops, below others."""
+    inner, block, outer = nn.Sequential(), nn.Module(), skippable()(Nothing)()
+    inner.add_module("head", layer("a"))
+    block.parts = nn.ModuleList([nn.Identity(), layer("b")])
+    outer.module.inner = layer("c")
+    return [inner, block, outer]
 
 
-def test_several_pops_are_a_fault_only_if_asked_for() -> None:
-    layers = layer("a"), layer(pop="a"), layer(pop="a")
-    assert not faults(*layers)
-    assert faults(*layers, one_to_one=True) == [
-        "layer '2' (Nothing) pops 'a' again after layer '1' (Nothing), wanted one pop"
-    ]
-
-
-def test_a_layer_that_declares_a_name_both_ways() -> None:
-    assert faults(layer("ab", "ba")) == [
-        "layer '0' (Nothing) declares 'a' both as stash and as pop, wanted one of them",
-        "layer '0' (Nothing) declares 'b' both as stash and as pop, wanted one of them",
-    ]
-
-
-def test_a_second_stash() -> None:
-    assert faults(layer("a"), layer("a"), layer(pop="a")) == [
-        "layer '1' (Nothing) stashes 'a' again after layer '0' (Nothing), wanted one stash"
-    ]
-
-
-def test_a_pop_before_any_stash() -> None:
-    assert faults(layer(pop="ab"), layer("a"), layer(pop="a")) == [
-        "layer '0' (Nothing) pops 'a' before any stash: layer '1' (Nothing) stashes it only later",
-        "layer '0' (Nothing) pops 'b' before any stash: nobody stashes it",
-    ]
-
-
-def test_a_stash_that_nobody_pops() -> None:
-    assert faults(layer("ab"), layer(pop="b")) == ["layer '0' (Nothing) stashes 'a', which nobody pops"]
-
-
-def test_all_faults_are_reported_at_once() -> None:
-    seen = faults(layer("ab"), layer("a", "c"), layer(pop="a"), layer("d", "d"))
-    assert len(seen) == 4
-    assert all(any(word in fault for fault in seen) for word in ("again", "before any", "nobody pops", "both"))
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [
+        (
+            [layer("ab", "ba")],
+            [f"layer '0' (Nothing) declares '{name}' both as stash and as pop, wanted one of them" for name in "ab"],
+        ),
+        (
+            [layer("a"), layer("a"), layer(pop="a")],
+            ["layer '1' (Nothing) stashes 'a' again after layer '0' (Nothing), wanted one stash"],
+        ),
+        (
+            [layer(pop="ab"), layer("a"), layer(pop="a")],
+            [
+                "layer '0' (Nothing) pops 'a' before any stash: layer '1' (Nothing) stashes it only later",
+                "layer '0' (Nothing) pops 'b' before any stash: nobody stashes it",
+            ],
+        ),
+        (
+            deep(),
+            [
+                f"layer '{at}' (Nothing) stashes '{name}', which nobody pops"
+                for at, name in (("0.head", "a"), ("1.parts.1", "b"), ("2.module.inner", "c"))
+            ],
+        ),
+    ],
+)
+def test_faults_are_told_with_the_places_of_their_layers(layers: list[nn.Module], wanted: list[str]) -> None:
+    assert faults(*layers) == wanted
 
 
 def test_namespaces_keep_equal_names_apart() -> None:
@@ -81,29 +79,11 @@ def test_namespaces_keep_equal_names_apart() -> None:
 def test_a_layer_that_stands_twice_counts_twice() -> None:
     reader, writer = layer(pop="a"), layer("a")
     assert not faults(writer, reader, reader)
+    assert faults(writer, reader, layer(pop="a"), one_to_one=True) == [
+        "layer '2' (Nothing) pops 'a' again after layer '1' (Nothing), wanted one pop"
+    ]
     assert len(faults(writer, reader, reader, one_to_one=True)) == 1
     assert "stashes 'a' again" in faults(writer, writer, reader)[0]
-
-
-def test_layers_have_their_place_in_the_model_as_their_name() -> None:
-    inner = nn.Sequential()
-    inner.add_module("head", layer("a"))
-    block = nn.Module()
-    block.parts = nn.ModuleList([nn.Identity(), layer("b")])
-    unread = "(Nothing) stashes {}, which nobody pops"
-    assert faults(inner, block) == [
-        "layer '0.head' " + unread.format("'a'"),
-        "layer '1.parts.1' " + unread.format("'b'"),
-    ]
-
-
-def test_a_skippable_layer_inside_another_is_found() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = layer("a")
-
-    assert faults(skippable()(Outer)()) == ["layer '0.module.inner' (Nothing) stashes 'a', which nobody pops"]
 
 
 @st.composite
@@ -115,10 +95,7 @@ def nestings(draw: st.DrawFn, layers: list[nn.Module]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-@given(
-    st.data(),
-    st.lists(st.tuples(st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc"))), max_size=5),
-)
+@given(st.data(), st.lists(st.tuples(st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc"))), max_size=5))
 def test_nesting_changes_no_verdict(data, declared) -> None:
     layers = [layer("".join(stash), "".join(pop - stash)) for stash, pop in declared]
     nested = data.draw(nestings(layers))

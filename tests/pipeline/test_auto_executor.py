@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from tests.pipeline.pipe_cases import assert_gradients_equal
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError
-from weft.pipeline.autotune import Layouts
 
 MODES = [("gpipe", False), ("gpipe", True), ("1f1b", True)]
 
@@ -134,54 +133,6 @@ def test_errors_in_backward_of_python_functions_still_name_stage_and_micro_batch
     pipe(x).sum().backward()
 
 
-def test_errors_in_forward_name_stage_micro_batch_and_layer() -> None:
-    class Picky(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if len(x) == 2:
-                raise ValueError("two rows are too few")
-            return x
-
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Picky(), nn.Linear(4, 3))
-    with pytest.raises(ValueError, match="too few") as caught:
-        settled(layers, "gpipe", False)(torch.randn(8, 4))
-    notes = "\n".join(caught.value.__notes__)
-    assert "layer '3' (Picky) of stage 1" in notes
-    assert "micro-batch 2" in notes
-
-
-@pytest.mark.parametrize(("schedule", "inside"), MODES)
-def test_dropout_draws_the_same_numbers_as_under_every_executor(schedule: str, inside: bool) -> None:
-    layers = model()
-    layers[3] = nn.Dropout(0.5)
-    x, y = torch.randn(8, 4).double(), torch.randn(8, 3).double()
-    found: list[list[Tensor]] = []
-    for candidate in (0, 1, 2):
-        pipe = settled(layers, schedule, inside, candidate)
-        torch.manual_seed(3)
-        for _ in range(3):
-            grads = torch.autograd.grad(loss_of(pipe, inside, x, y), list(layers.parameters()))
-        found.append([*grads, torch.rand(1)])
-    for one, *others in zip(*found, strict=True):
-        for other in others:
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
-
-
-def test_layouts_are_measured_in_turn_and_the_fastest_is_kept() -> None:
-    layouts = Layouts("auto", 3, one_device=True, uncut=True)
-    seen: list[str] = []
-    for _ in range(6):
-        for seconds in (3.0, 1.0, 2.0):
-            layout, report = layouts.pick("kind", watched=False)
-            seen.append(layout)
-            assert report is not None
-            report(seconds)
-    assert seen == ["serial", "uncut", "threads"] * 6
-    assert layouts.pick("kind", watched=False) == ("uncut", None)
-    assert layouts.pick("kind", watched=True) == ("threads", None)
-    assert layouts.pick("kind", watched=False, local=True) == ("serial", None)
-    assert layouts.chosen() == {"kind": "uncut"}
-
-
 class Clock:
     """Seconds pass in the backward of a step alone, as many as its layout is said to take."""
 
@@ -243,15 +194,6 @@ def test_what_is_faster_is_kept_until_it_becomes_slow(
     assert len(steps(18, torch.randn(4, 3, 4))) == 2, "as many rows, and three times as much to do"
 
 
-def test_a_step_without_backward_is_measured_too() -> None:
-    pipe = weft.Pipe(model(), chunks=2, balance=[2, 3], devices=["cpu"] * 2, checkpoint="never")
-    with torch.no_grad():
-        for _ in range(18):
-            assert not pipe.statistics()["chosen"]
-            pipe(torch.randn(8, 4).double())
-    assert pipe.statistics()["chosen"]
-
-
 def test_anomaly_detection_gets_stages_apart() -> None:
     pipe, x = settled(model(), "gpipe", False), torch.randn(8, 4).double()
     pipe._made_runtime().layouts.fixed = None
@@ -287,15 +229,7 @@ def test_data_parallel_sees_one_graph_while_auto_measures_and_when_it_has_chosen
     assert pipe.statistics()["chosen"]
 
 
-def test_recomputation_or_several_devices_are_never_merged() -> None:
-    recomputing = Layouts("auto", 3, one_device=True, uncut=False)
-    recomputing.fixed = "serial"
-    assert recomputing.pick("kind", watched=False) == ("serial", None)
-    spread = Layouts("auto", 3, one_device=False, uncut=False)
-    assert spread.pick("kind", watched=False)[0] == "threads"
-
-
-def test_a_silent_step_needs_no_survey(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_step_needs_no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, x = settled(model(), "gpipe", False), torch.randn(8, 4).double()
     wanted = [pipe(x) for _ in range(2)][-1]  # the first observes, the second knows
     monkeypatch.setattr("weft.pipeline.stage.Stage.scan", None)

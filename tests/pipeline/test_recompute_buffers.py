@@ -92,6 +92,7 @@ LAYERS = {
     "borrows": Borrows,
     "spectral norm": lambda: spectral_norm(linear()),
     "draws": Draws,
+    "batch norm": lambda: nn.BatchNorm1d(4).double(),
 }
 
 

@@ -52,13 +52,8 @@ def over_chunk(step: Callable[[Tensor, Tensor], Tensor], xs: Tensor, h: Tensor) 
 
 def drawn_weights(layers: int) -> list[tuple[Tensor, Tensor]]:
     """Two matrices per layer."""
-    return [
-        (
-            torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True),
-            torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True),
-        )
-        for _ in range(layers)
-    ]
+    made = [torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2 * layers)]
+    return list(zip(made[::2], made[1::2], strict=True))
 
 
 def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int, keeps: Any) -> Run:
@@ -83,13 +78,7 @@ def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int,
     seed=st.integers(0, 100),
 )
 def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unrolled_net(
-    threads: bool,
-    layers: int,
-    chunks: int,
-    delay: int,
-    steps: int,
-    recomputed: frozenset[tuple[int, int]],
-    seed: int,
+    threads: bool, layers: int, chunks: int, delay: int, steps: int, recomputed: frozenset[tuple[int, int]], seed: int
 ) -> None:
     torch.manual_seed(seed)
     weights = drawn_weights(layers)

@@ -36,6 +36,7 @@ def test_all_take_turns_and_the_fastest_stays(seconds: list[float]) -> None:
     assert seconds[NAMES.index(best)] <= min(seconds) / 0.9 + 1e-9
     choice.report("step", "serial", 0.0)
     assert choice.pick("step")[0] == best, "what is decided stays"
+    assert choice.pick("step", watched=True)[0] != "uncut" and choice.pick("step", local=True)[0] == "serial"
 
 
 def test_the_simplest_is_kept_unless_another_is_clearly_faster() -> None:
@@ -76,6 +77,13 @@ def test_a_choice_that_becomes_slow_is_measured_again() -> None:
     assert measured(choice, 1.0, 2.0) and choice.chosen() == {"step": "serial"}
 
 
+def test_recomputation_or_several_devices_are_never_merged() -> None:
+    recomputing = Layouts("auto", 3, one_device=True, uncut=False)
+    recomputing.fixed = "serial"
+    assert recomputing.pick("kind", watched=False) == ("serial", None)
+    assert Layouts("auto", 3, one_device=False, uncut=False).pick("kind", watched=False)[0] == "threads"
+
+
 def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
     choice = auto()
     choice.with_cuts.add("step")
@@ -85,7 +93,7 @@ def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
     assert choice.chosen() == {"step": "serial"}
 
 
-class Journey:
+class Call:
     """A function without stages."""
 
     def __init__(self) -> None:
@@ -101,11 +109,11 @@ class Journey:
 
 
 @pytest.mark.parametrize("with_backward", [False, True])
-def test_a_timed_journey_does_the_same_and_reports_once_it_is_over(with_backward: bool) -> None:
+def test_a_timed_call_does_the_same_and_reports_once_it_is_over(with_backward: bool) -> None:
     choice = auto()
     for step in range(2 * TURNS):
         assert choice.chosen() == {}, f"too early, after {step} steps"
-        function, report = Journey(), choice.pick("step")[1]
+        function, report = Call(), choice.pick("step")[1]
         assert report is not None
         timed = TimedCall(function, report, with_backward=with_backward)
         assert timed.forward()[1] == [True]
@@ -116,8 +124,8 @@ def test_a_timed_journey_does_the_same_and_reports_once_it_is_over(with_backward
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_journey_that_fails_passes_its_error_on_and_is_not_counted(error: type[BaseException]) -> None:
-    class Failing(Journey):
+def test_a_call_that_fails_passes_its_error_on_and_is_not_counted(error: type[BaseException]) -> None:
+    class Failing(Call):
         def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
             raise error
 

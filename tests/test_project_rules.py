@@ -1,4 +1,4 @@
-"""The house rules hold: layers, lint, types, a cheap import, documented public names, files of a readable size."""
+"""The rules of the project: layers, lint, types, a cheap import, documented public names, files of a readable size."""
 
 import ast
 import importlib.util
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.apart import ROOT, SOURCE, python, run
+from tests.subprocesses import ROOT, SOURCE, python, run
 
 FILES = sorted(SOURCE.rglob("*.py"))
 LONGEST = 600  # lines of a file; deep modules are welcome to be long
@@ -73,17 +73,13 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, list[
 
 
 @pytest.mark.long
-def test_import_weft_costs_at_most_50_ms_more_than_import_torch(
-    imports: list[tuple[float, list[str]]],
-) -> None:
+def test_import_weft_costs_at_most_50_ms_more_than_import_torch(imports: list[tuple[float, list[str]]]) -> None:
     # Noise of the machine only ever adds time, so the smallest of several runs is the nearest to the truth.
     costs = [cost for cost, _ in imports]
     assert min(costs) <= DEAREST, f"seconds beyond torch, in {len(costs)} runs: {costs}"
 
 
-def test_import_weft_brings_no_third_party_module_that_torch_did_not(
-    imports: list[tuple[float, list[str]]],
-) -> None:
+def test_import_weft_brings_no_third_party_module_that_torch_did_not(imports: list[tuple[float, list[str]]]) -> None:
     brought = {module.partition(".")[0] for module in imports[0][1]}
     assert brought - sys.stdlib_module_names <= {"weft", "torch"}
 

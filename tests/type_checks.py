@@ -7,7 +7,7 @@ import jaxtyping
 
 
 @contextmanager
-def unchecked() -> Generator[None]:
+def without_type_checks() -> Generator[None]:
     """No run-time checks of types inside."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:

@@ -8,7 +8,16 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.pipeline.pipe_cases import CUTS, assert_close, assert_gradients_equal, backward, chain, piped, rows
+from tests.pipeline.pipe_cases import (
+    CUTS,
+    assert_alike,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    chain,
+    piped,
+    rows,
+)
 from weft import Pipe
 from weft.core.errors import ChangedError, UsageError
 
@@ -52,9 +61,7 @@ def test_what_changes_before_a_recomputation_is_named(executor: str, checkpoint:
     if change is not _add:
         pipe[2].weight = kept
         pipe.train().load_state_dict(plain.state_dict())
-        backward(pipe, rows(7, 4))
-        backward(plain, rows(7, 4))
-        assert_gradients_equal(pipe, plain)
+        assert_alike(pipe, plain)
 
 
 @pytest.mark.parametrize("executor", CUTS)
@@ -91,9 +98,7 @@ def test_a_layer_may_change_its_own_weights_while_it_runs(executor: str) -> None
     model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5, dtype=torch.float64), *chain(4, 3))
     pipe, plain = piped(model, executor=executor, checkpoint="always")
     for _ in range(2):
-        backward(pipe, torch.arange(7))
-        backward(plain, torch.arange(7))
-    assert_gradients_equal(pipe, plain)
+        assert_alike(pipe, plain, lambda each: backward(each, torch.arange(7)))
 
 
 @pytest.mark.parametrize("executor", CUTS)
@@ -120,6 +125,4 @@ def test_weights_that_are_cached_for_one_graph_are_refused(executor: str, checkp
             pipe(rows(7, 4))
         with torch.no_grad():
             assert_close(pipe(rows(7, 4)), plain(rows(7, 4)))
-    backward(pipe, rows(7, 4))
-    backward(plain, rows(7, 4))
-    assert_gradients_equal(pipe, plain)
+    assert_alike(pipe, plain)

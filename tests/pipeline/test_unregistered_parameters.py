@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.pipeline.pipe_cases import (
-    CUTS,
-    assert_close,
-    assert_gradients_equal,
-    backward,
-    chain,
-    every_cut_run,
-    piped,
-    rows,
-)
+from tests.pipeline.pipe_cases import CUTS, assert_alike, assert_close, backward, chain, every_cut_run, piped, rows
 from weft import Pipe
 from weft.core.errors import UsageError
 
@@ -85,9 +76,7 @@ def test_where_nothing_is_lost_nothing_is_said(executor: str, balance: list[int]
     pipe = Pipe(model, chunks=3, devices=["cpu"] * len(balance), executor=executor, balance=balance)
     plain = chain(4, 5, 3)
     plain.append(Reads(plain[0].bias))
-    backward(pipe, rows(7, 4))
-    backward(plain, rows(7, 4))
-    assert_gradients_equal(pipe, plain)
+    assert_alike(pipe, plain)
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, Tensor.requires_grad_])
@@ -128,9 +117,7 @@ def test_a_leaf_that_a_layer_makes_for_itself_is_not_told(executor: str) -> None
     pipe, plain = piped(nn.Sequential(*chain(4, 4), Force()).double(), executor=executor, checkpoint="never")
     with warnings.catch_warnings(action="error"):
         for _ in range(3):
-            backward(pipe, rows(7, 4))
-            backward(plain, rows(7, 4))
-    assert_gradients_equal(pipe, plain)
+            assert_alike(pipe, plain)
 
 
 @pytest.mark.usefixtures("process_group")
