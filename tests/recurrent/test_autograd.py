@@ -1,6 +1,5 @@
 """A sequence as one autograd node: gradients, what is freed, writes, and gradients of gradients."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -99,15 +98,6 @@ def test_gradients_of_gradients_are_refused_by_name_where_the_cell_is_not_known(
     with pytest.raises(DoubleBackwardError):
         torch.autograd.grad(loss, case.parameters, create_graph=True)
     loss.backward()
-
-
-@by_plan
-def test_nothing_is_kept_where_no_gradient_is_wanted(backend: str) -> None:
-    case = CASES["LSTM"]()
-    engine, (xs, states) = engine_of(backend, case), sequence(case)
-    with torch.no_grad():
-        seen = run_derived(engine, xs, states)
-    assert not any(each.requires_grad for each in (*seen.outputs, *seen.states, *seen.last))
 
 
 @grid(what=["input 0", "output 0", "state 0", "parameter 0"], backend=BACKENDS)
@@ -232,19 +222,6 @@ class _Without(nn.Module):
         return result.outputs, result.last
 
 
-@pytest.mark.long
-@grid(make=CELLS, memory=MEMORY)
-def test_it_equals_a_difference_quotient(make: Callable[[], nn.Module], memory: Any) -> None:
-    net, x, parameters = made(make, memory=memory)
-
-    def run(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        torch.manual_seed(5)
-        result = net(x, lengths=[4, 3])
-        return (result.outputs, *flatten(result.last)[0])
-
-    assert torch.autograd.gradgradcheck(run, (x, *parameters), atol=1e-6, fast_mode=True)
-
-
 def test_the_compiled_loop_has_it_too() -> None:
     net, x, _ = made(CELLS["GRU"], backend="auto")
     loop, _, _ = made(CELLS["GRU"], backend="eager")
@@ -318,17 +295,6 @@ def test_autocast_of_the_forward_holds_for_it() -> None:
             loss = net(x).outputs.float().sum()
         found += [each.float() for each in torch.autograd.grad(loss, [x], create_graph=True)]
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-2)
-
-
-def test_hooks_of_parameters_fire_once() -> None:
-    net, x, parameters = made(CELLS["GRU"])
-    fired: list[int] = []
-    for i, parameter in enumerate(parameters):
-        parameter.register_hook(lambda gradient, i=i: fired.append(i))
-    with warnings.catch_warnings():  # PyTorch warns of the cycle that this makes, once in a process
-        warnings.simplefilter("ignore", UserWarning)
-        net(x).outputs.sum().backward(create_graph=True)
-    assert sorted(fired) == list(range(len(parameters)))
 
 
 def test_a_freed_sequence_a_changed_cell_and_a_written_state_are_refused() -> None:

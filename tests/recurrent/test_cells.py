@@ -40,13 +40,6 @@ def test_torchs_cells_give_what_its_networks_give(kind: str, steps: int, rows: i
     close(gradients(seen[:2], [x, *net.cell.parameters()]), gradients((wanted, last), [x, *whole.parameters()]))
 
 
-def test_a_sequence_without_rows_runs_too() -> None:
-    whole = nn.GRU(3, 4).double()
-    net = eagerly(copied(nn.GRUCell(3, 4), whole))
-    x = torch.randn(5, 3).double()
-    close(net(x).outputs, whole(x)[0])
-
-
 def test_the_first_state_has_the_dtype_of_the_weights() -> None:
     net = eagerly(nn.GRUCell(3, 4).double())
     assert net(torch.zeros(1, 2, 3).double()).last.dtype == torch.float64

@@ -139,11 +139,6 @@ def test_a_given_state_gets_its_gradient_and_another_length_no_new_graph() -> No
             torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
 
 
-def test_where_not_all_states_are_kept_there_are_none() -> None:
-    net = Recurrent(nn.GRUCell(D, H).double(), memory="sqrt", backend="python")
-    assert torch.compile(net, fullgraph=True, backend="aot_eager")(sequence()).states is None
-
-
 class Passing(nn.Module):
     """Its output is its input, and a state goes on as it is."""
 

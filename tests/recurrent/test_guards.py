@@ -98,27 +98,6 @@ def test_whatever_changes_in_a_module_is_another_key(change: Callable[[Reader], 
     assert CellGuards(cell).key != before
 
 
-def test_a_network_follows_every_change_of_its_cell() -> None:
-    cell = Reader()
-    net = planned(cell, "python", verify="never")
-    x, h = torch.randn(3, 2, 3).double(), torch.zeros(2, 3).double()
-    for name in ("an item of a list", "another function", "an attribute of an object", "another tensor"):
-        net(x, h)
-        CHANGES[name](cell)
-        torch.testing.assert_close(net(x, h).outputs, eagerly(cell)(x, h).outputs, rtol=1e-12, atol=1e-12)
-    assert len(net.why()) == 5
-
-
-def test_values_of_tensors_are_no_part_of_the_key() -> None:
-    cell = Reader()
-    before = CellGuards(cell).key
-    with torch.no_grad():
-        for each in (*cell.parameters(), cell.loose):
-            each.mul_(2)
-    assert CellGuards(cell).key == before
-    assert {id(each) for each in CellGuards(cell).tensors} >= {id(cell.loose), id(cell.kept), id(cell.linear.weight)}
-
-
 def closure(weight: Tensor, rate: list[float], inner: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     def cell(x: Tensor, h: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         h = inner(x @ weight + h) * rate[0] * scale
@@ -198,31 +177,6 @@ def test_a_trial_run_leaves_buffers_as_they_were() -> None:
         kept.add_(1)
         raise ZeroDivisionError
     assert kept.tolist() == [1, 1, 1] and other._version == 0
-
-
-class Rates:
-    """What a user's module of code may hold settings in."""
-
-    scale = 2.0
-    steps = (1.0,)
-
-    @staticmethod
-    def more(x: Tensor) -> Tensor:
-        return x * Rates.steps[0]
-
-
-def by_rates(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    h = torch.tanh(Rates.more(x) * Rates.scale + h)
-    return h, h
-
-
-@pytest.mark.parametrize(("name", "value"), [("scale", 5.0), ("steps", (3.0,)), ("more", staticmethod(torch.neg))])
-def test_what_a_function_reads_of_a_class_may_change(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, loop = planned(by_rates, "python"), eagerly(by_rates)
-    x, h = torch.randn(3, 2, 3), torch.zeros(2, 3)
-    before = net(x, h).outputs
-    monkeypatch.setattr(Rates, name, value)
-    assert torch.allclose(net(x, h).outputs, loop(x, h).outputs) and not torch.allclose(net(x, h).outputs, before)
 
 
 class Counting(nn.Module):

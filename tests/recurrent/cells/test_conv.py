@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.recurrent.cells.references import follows, scattered
-from weft.recurrent import Recurrent, cells
+from weft.recurrent import cells
 
 
 def convolved(conv: nn.Conv2d, image: Tensor) -> Tensor:
@@ -36,14 +36,3 @@ def test_the_conv_lstm_follows_its_formula(kernel: int) -> None:
         return h, (h, c)
 
     follows(cell, step, (2, 4, 3))
-
-
-def test_a_conv_lstm_over_images_of_one_place_is_an_lstm() -> None:
-    cell, plain = cells.ConvLSTMCell(3, 4, kernel_size=1).double(), cells.LSTMCell(3, 4).double()
-    with torch.no_grad():
-        plain.weight_ih.copy_(cell.conv_ih.weight[..., 0, 0])
-        plain.weight_hh.copy_(cell.conv_hh.weight[..., 0, 0])
-        plain.bias_ih.copy_(cell.conv_ih.bias)
-        plain.bias_hh.zero_()
-    x = torch.randn(5, 2, 3).double()
-    torch.testing.assert_close(Recurrent(cell)(x[..., None, None]).outputs[..., 0, 0], Recurrent(plain)(x).outputs)

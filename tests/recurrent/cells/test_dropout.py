@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import close, equal
 from weft.core.errors import SpecError, UsageError
 from weft.recurrent import Recurrent, cells
-from weft.recurrent.capture import capture
 
 
 class Shows(nn.Module):
@@ -61,15 +60,6 @@ def test_in_eval_mode_nothing_is_dropped_and_nothing_drawn() -> None:
 def test_the_ends_of_the_scale() -> None:
     x, h, c = Recurrent(cells.SequenceDropout(Shows(), inputs=1.0, states=(0.0, 1.0)))(torch.ones(2, 3, 4)).outputs
     assert not x.any() and (h == 1).all() and not c.any()
-
-
-def test_its_step_can_be_captured() -> None:
-    torch.manual_seed(0)
-    cell = cells.SequenceDropout(cells.LSTMCell(3, 4), inputs=0.5, states=(0.5, 0)).double()
-    x = torch.randn(5, 2, 3).double()
-    assert capture(cell, x[0], cell.initial_state(x[0])).nodes
-    state = cell.initial_state(x[0])
-    close(Recurrent(cell, backend="python")(x, state), Recurrent(cell)(x, state))
 
 
 def test_a_rate_that_could_only_be_ignored_is_an_error() -> None:

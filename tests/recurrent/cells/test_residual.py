@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import equal
 from weft.core.errors import SpecError
-from weft.recurrent import Recurrent, cells
+from weft.recurrent import cells
 
 
 class Same(nn.Module):
@@ -20,14 +20,6 @@ class Same(nn.Module):
 
     def forward(self, x: Any, state: Tensor) -> tuple[Any, Tensor]:
         return self.y, state + 1
-
-
-def test_the_input_is_added_to_the_output_and_not_to_the_state() -> None:
-    cell = cells.GRUCell(4, 4)
-    x = torch.randn(5, 2, 4)
-    plain, residual = Recurrent(cell)(x), Recurrent(cells.Residual(cell))(x)
-    assert equal(residual.outputs, plain.outputs + x)
-    assert equal(residual.states, plain.states)
 
 
 def test_nested_values_are_added_leaf_by_leaf() -> None:

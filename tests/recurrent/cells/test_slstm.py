@@ -52,12 +52,3 @@ def test_an_input_gate_out_of_range_changes_nothing(shift: float, dtype: torch.d
     close(seen.outputs, wanted, tolerance)
     seen.outputs.sum().backward()
     assert all(each.grad.isfinite().all() for each in cell.parameters())
-
-
-def test_the_first_step_shows_the_first_candidate_whole() -> None:
-    cell = scattered(cells.SLSTMCell(3, 4))
-    x = torch.randn(2, 3).double()
-    y, (_, _, n, _) = cell(x, cell.initial_state(x))
-    _, _, z, o = (x @ cell.weight_ih.T + cell.bias).chunk(4, 1)
-    close(y, torch.sigmoid(o) * torch.tanh(z))
-    assert (n == 1).all()

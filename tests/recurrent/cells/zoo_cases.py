@@ -88,7 +88,6 @@ ZOO: list[ZooCase] = [
 ]
 
 SAMPLE = ("Elman", "layer norm LSTM", "GRU recurrent dropout", "ConvLSTM", "sLSTM two heads", "zoneout of attention")
-every_cell = pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
 
 
 def sampled(cases: list[ZooCase] = ZOO) -> pytest.MarkDecorator:

@@ -71,9 +71,9 @@ def test_a_product_is_pytorchs(
     near(c, a @ b + start if begins else a @ b, inner)
 
 
-@grid(dtype=list(LETTER), columns=[1, 37, 64, 200])
+@grid(columns=[1, 37, 64, 200], dtype=list(LETTER))
 def test_a_row_has_the_same_bits_alone_and_among_others_and_however_panels_are_shared(
-    dtype: torch.dtype, columns: int
+    columns: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     a, b, start = torch.randn(29, 50, dtype=dtype), torch.randn(50, columns, dtype=dtype), torch.randn(columns)

@@ -112,12 +112,6 @@ def test_what_does_not_fit_is_told() -> None:
         Bidirectional(one, Recurrent(lambda x, s: ((x, x), s), initial=torch.zeros(1)))(x)
 
 
-def test_numbers_per_row_and_step_have_no_axis_to_be_put_together_along() -> None:
-    net = Bidirectional(*(Recurrent(lambda x, s: (x.sum(-1), s), initial=torch.zeros(1), backend="eager"),) * 2)
-    with pytest.raises(SpecError, match="have no cat"):
-        net(torch.randn(4, 2, WIDTH))
-
-
 def test_an_error_tells_the_direction() -> None:
     one, _ = layers(2)
 
