@@ -143,14 +143,6 @@ def test_a_plan_that_computes_something_else_is_told_though_another_one_runs(mon
     net(torch.randn(200, 2, 3))
 
 
-@needs_compiler
-def test_under_autocast_loops_are_compiled() -> None:
-    net, x = Recurrent(nn.GRUCell(3, 4), verify="never"), torch.randn(2, 2, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        net(x)
-    assert run_by(net) == {"c"}
-
-
 # -- calls of every form ------------------------------------------------------------------------------------------
 
 FORMS: dict[str, Callable[[Tensor], tuple[Tensor, Any]]] = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.recurrent.cells_for_tests import CASES, Case, every_case
 from tests.recurrent.recurrent_cases import at_once
+from tests.recurrent.step_cases import CASES, Case, every_case
 from weft.recurrent.capture import CaptureError, capture
 
 
@@ -62,9 +62,6 @@ def test_a_function_captures_what_it_closes_over() -> None:
 COUNTER = torch.zeros(3)
 
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "a branch on data": (lambda x, s: (x if x.sum() > 0 else -x, s), "torch.where"),
-    "an item": (lambda x, s: (x * x.sum().item(), s), "value of a tensor"),
-    "a draw that depends on values": (lambda x, s: (torch.bernoulli(x.sigmoid()), s), "random numbers .*bernoulli"),
     "a write into the state": (lambda x, s: (x, s.add_(1)), "carry them as a state"),
     "a write into a view of the input": (lambda x, s: (x.t().mul_(2), s), "outlive the step"),
     "a write into a reference": (lambda x, s: (x + COUNTER.add_(1), s), "outlive the step"),

@@ -316,6 +316,7 @@ READERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a parent's forward": (Child, "RATE"),
     "a child's method": (lambda: Cell(lambda cell, z: cell.inner.scaled(z), inner=Inner()), "RATE"),
     "a class held": (lambda: Cell(lambda cell, z: z * cell.settings.rate, settings=Shared), "Shared.rate"),
+    "a class by its name": (lambda: Cell(lambda cell, z: z * Shared.rate), "Shared.rate"),
     "a class of a module": (lambda: Cell(lambda cell, z: z * HERE.Shared.rate), "Shared.rate"),
     "a class by a helper": (Typed, "Typed.kept"),
     "a word": (lambda: Cell(lambda cell, z: z * getattr(HERE, "RATE")), "RATE"),  # noqa: B009

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import fx
 
-from tests.recurrent.cells_for_tests import CASES, Case, every_case
 from tests.recurrent.recurrent_cases import BACKENDS, as_the_loop, grid
+from tests.recurrent.step_cases import CASES, Case, every_case
 from weft.core.pytree import flatten
 from weft.recurrent.capture import capture
 from weft.recurrent.graph import StepGraph

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.recurrent_cases import at_once, close, eagerly, equal, told
-from tests.recurrent.test_cells import copied
+from tests.recurrent.test_recurrent import copied
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
 from weft.core.validation import Validator
@@ -74,11 +74,6 @@ def test_no_steps_at_all_have_gradients_of_zero_and_draw_no_random_numbers() -> 
     (result.outputs.sum() + result.last[0].sum()).backward()
     assert x.grad.shape == (0, 2, 3)
     assert all(not p.grad.any() for p in net.parameters())
-
-
-def test_no_rows_at_all() -> None:
-    result = eagerly(nn.GRUCell(3, 4))(torch.zeros(5, 0, 3), lengths=[])
-    assert result.outputs.shape == (5, 0, 4)
 
 
 @at_once(

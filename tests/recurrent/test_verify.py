@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.cells_for_tests import CASES, Case, engine_of
 from tests.recurrent.recurrent_cases import BACKENDS, by_plan, grid
+from tests.recurrent.step_cases import CASES, Case, engine_of
 from tests.recurrent.test_autograd import sequence
 from weft.recurrent import python_backend as python_engine
 from weft.recurrent.capture import capture

@@ -9,16 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import (
-    close,
-    eagerly,
-    equal,
-    gradients,
-    grid,
-    needs_compiler,
-    planned,
-    run_by,
-)
+from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, grid, needs_compiler, planned, run_by
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent, cells
 from weft.recurrent.cpp import backend

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.cells_for_tests import CASES, engine_of
 from tests.recurrent.recurrent_cases import as_the_loop, equal, needs_compiler, outcome, planned
+from tests.recurrent.step_cases import CASES, engine_of
 from weft.recurrent.backends import Memory
 from weft.recurrent.cpp import backend
 

@@ -10,14 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.recurrent.recurrent_cases import as_the_loop, at_once, close, eagerly, needs_compiler, outcome, planned
 from weft.recurrent.capture import capture
-from weft.recurrent.cpp.ir import (
-    Elementwise,
-    LoopValue,
-    LoweringContext,
-    Unsupported,
-    promoted_dtype,
-    whole_view,
-)
+from weft.recurrent.cpp.ir import Elementwise, LoopValue, LoweringContext, Unsupported, whole_view
 from weft.recurrent.cpp.lowering import decomposition_table, lower
 from weft.recurrent.cpp.operators import aten, lower_node
 
@@ -83,23 +76,6 @@ def test_a_reshape_that_needs_a_copy_makes_one() -> None:
 def test_what_is_not_known_is_refused_by_name(function: Callable[..., Any], name: str) -> None:
     with pytest.raises(Unsupported, match=name):
         lowered(function, torch.zeros(3, 4))
-
-
-@at_once(
-    ("one", "other", "wanted"),
-    [
-        (torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.float32),
-        (torch.zeros(3, dtype=torch.int64), 0.5, torch.float32),
-        (torch.zeros(3), torch.zeros((), dtype=torch.float64), torch.float32),
-        (torch.zeros(3, dtype=torch.int8), 300, torch.int8),
-        (torch.zeros(3, dtype=torch.bool), 1, torch.int64),
-    ],
-)
-def test_operands_promote_as_in_pytorch(one: Tensor, other: Tensor | float, wanted: torch.dtype) -> None:
-    def operand(given: Tensor | float) -> Any:
-        return whole_view(LoopValue("v", tuple(given.shape), given.dtype)) if isinstance(given, Tensor) else given
-
-    assert promoted_dtype([operand(one), operand(other)]) == wanted == torch.result_type(one, other)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -7,15 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import (
-    as_the_loop,
-    equal,
-    gradients,
-    needs_compiler,
-    outcome,
-    planned,
-    run_by,
-)
+from tests.recurrent.recurrent_cases import as_the_loop, equal, gradients, needs_compiler, outcome, planned, run_by
 from weft.recurrent import Recurrent, cells
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit

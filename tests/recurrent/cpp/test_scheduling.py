@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.cells_for_tests import Told
 from tests.recurrent.recurrent_cases import at_once
+from tests.recurrent.step_cases import Told
 from weft.recurrent import cells
 from weft.recurrent.capture import capture
 from weft.recurrent.cpp.ir import (

@@ -13,8 +13,9 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.layers.layer_cases import DROP_INS, HIDDEN, WIDTH, agree, everything, first_state, pair
-from tests.recurrent.recurrent_cases import grid
-from weft.core.errors import UsageError
+from tests.recurrent.recurrent_cases import at_once, grid, told
+from weft.core.errors import SpecError, UsageError
+from weft.recurrent.layers.rnn import LayerInputError, WeightKeyedCache
 
 KINDS = sorted(DROP_INS)
 
@@ -195,3 +196,62 @@ def test_an_error_of_a_layer_names_it() -> None:
         ours(torch.randn(4, 2, WIDTH).double())
     assert "weft: in layer 1" in caught.value.__notes__
     assert any("backward network" in note for note in caught.value.__notes__)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    _, ours = pair("LSTM", proj_size=2)
+    with pytest.raises(LayerInputError) as caught:
+        ours(torch.zeros(5, 2, 7), (torch.zeros(1, 3, 2), "c"))
+    assert told(caught) == [
+        "input has shape (5, 2, 7), wanted 3 (input_size) as its last size",
+        "input is torch.float32, the weights are torch.float64; convert the input with .to(torch.float64) or the layer "
+        "with .to(torch.float32)",
+        "hx[0] has shape (1, 3, 2), wanted layers * directions x N x H = (1, 2, 2)",
+        "hx[1] is 'c', wanted a tensor",
+    ]
+
+
+@at_once("kind", [SpecError, TypeError, ValueError, RuntimeError])
+def test_the_error_is_what_torch_would_raise(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="wanted T x N x D, or T x D for one row"):
+        pair("GRU")[1](torch.zeros(2, 2, 2, WIDTH).double())
+
+
+def test_the_first_state_is_checked_against_the_form_of_the_input() -> None:
+    _, ours = pair("GRU", batch_first=True)
+    state = torch.zeros(1, 5, HIDDEN).double()
+    with pytest.raises(LayerInputError, match=r"wanted layers \* directions x N x H = \(1, 2, 4\)"):
+        ours(torch.zeros(2, 5, WIDTH).double(), state)
+    with pytest.raises(LayerInputError, match=r"wanted layers \* directions x H = \(1, 4\)"):
+        ours(torch.zeros(5, WIDTH).double(), state)
+    packed = pack_padded_sequence(torch.zeros(5, 3, WIDTH).double(), torch.tensor([5, 2, 1]))
+    with pytest.raises(LayerInputError, match=r"\(1, 3, 4\)"):
+        ours(packed, state)
+
+
+def test_other_objects_are_refused() -> None:
+    with pytest.raises(LayerInputError, match="input is of type list"):
+        pair("GRU")[1]([1.0])
+    with pytest.raises(LayerInputError, match="wanted the pair"):
+        pair("LSTM")[1](torch.zeros(5, 2, WIDTH).double(), torch.zeros(1, 2, HIDDEN).double())
+
+
+def test_under_autocast_dtypes_may_differ() -> None:
+    _, ours = pair("LSTM")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours.float()(torch.randn(3, 2, WIDTH, dtype=torch.bfloat16))[0].shape == (3, 2, HIDDEN)
+
+
+def test_it_is_made_again_only_when_a_tensor_was_replaced() -> None:
+    made, beside = [], WeightKeyedCache[int]()
+    weights = [torch.zeros(1), torch.ones(1)]
+
+    def make() -> int:
+        made.append(1)
+        return len(made)
+
+    assert [beside.get(weights, make), beside.get(list(weights), make)] == [1, 1]
+    weights[1].add_(1)
+    assert beside.get(weights, make) == 1
+    assert beside.get([weights[0], weights[1].clone()], make) == 2
+    assert beside.get(weights[:1], make) == 3
