@@ -46,7 +46,7 @@ def at_once(
 
     def decorated(test: Callable[..., None]) -> Callable[[], None]:
         points = list(values)
-        labels = list(ids) if ids and not callable(ids) else points
+        labels = list(ids) or points
 
         def every() -> None:
             for label, point in zip(labels, points, strict=True):

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.recurrent.recurrent_cases import BACKENDS, by_plan, close, eagerly, floats, gradients, grid, planned, run_by
+from tests.recurrent.recurrent_cases import (
+    BACKENDS,
+    by_plan,
+    close,
+    eagerly,
+    equal,
+    floats,
+    gradients,
+    grid,
+    planned,
+    run_by,
+)
 from tests.recurrent.step_cases import CASES, Case, engine_of
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
 from weft.core.pytree import flatten, unflatten
@@ -45,8 +56,7 @@ def test_a_retained_graph_gives_the_same_bits_again_and_a_freed_one_is_refused(b
     loss = run_derived(engine, xs, states, memory).outputs[0].sum()
     tensors = [*xs, *states, *case.parameters]
     first = torch.autograd.grad(loss, tensors, retain_graph=True)
-    for one, other in zip(first, torch.autograd.grad(loss, tensors), strict=True):
-        assert torch.equal(one, other)
+    assert equal(first, torch.autograd.grad(loss, tensors))
     with pytest.raises(BackwardTwiceError):
         torch.autograd.grad(loss, tensors)
 
@@ -97,8 +107,7 @@ def test_the_initial_state_may_be_written_to_as_a_stream_does(backend: str) -> N
     wanted = torch.autograd.grad(run_derived(engine, xs, [kept.clone()]).outputs[0].sin().sum(), case.parameters)
     seen = run_derived(engine, xs, [kept])
     kept.copy_(seen.last[0].detach())
-    for one, other in zip(wanted, torch.autograd.grad(seen.outputs[0].sin().sum(), case.parameters), strict=True):
-        assert torch.equal(one, other)
+    assert equal(wanted, torch.autograd.grad(seen.outputs[0].sin().sum(), case.parameters))
 
 
 @by_plan

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.recurrent.recurrent_cases import close, equal
 from weft.core import pytree as tree
 from weft.core.errors import BackwardTwiceError, UsageError
 from weft.core.pytree import flatten
@@ -65,8 +66,7 @@ def results(model: Any, x: Tensor, **call: Any) -> list[Tensor]:
 
 
 def alike(model: Model, compiled: Any, x: Tensor, **call: Any) -> None:
-    for one, other in zip(results(model, x, **call), results(compiled, x, **call), strict=True):
-        torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+    close(results(compiled, x, **call), results(model, x, **call))
 
 
 @pytest.fixture(autouse=True)
@@ -130,8 +130,7 @@ def test_a_given_state_gets_its_gradient_and_another_length_no_new_graph() -> No
                 torch.autograd.grad(run(x, state).outputs.sin().sum(), [state, *net.parameters()])
                 for run in (net, compiled)
             ]
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+        close(*found)
 
 
 class Passing(nn.Module):
@@ -146,8 +145,7 @@ def test_results_lie_in_memory_of_their_own(loop: Any) -> None:
     net = Recurrent(Passing(), backend=loop)
     x, state = sequence(), (sequence(N, D), sequence(N, D))
     result = torch.compile(net, fullgraph=True, backend="aot_eager")(x, state)
-    for one, other in zip(flatten(result)[0], flatten(net(x, state))[0], strict=True):
-        assert torch.equal(one, other)
+    assert equal(flatten(result)[0], flatten(net(x, state))[0])
     distinct = [result.outputs[0], *result.last, *result.states, x, *state]
     assert len({each.untyped_storage().data_ptr() for each in distinct}) == len(distinct)
 
@@ -210,8 +208,7 @@ def test_an_export_runs_for_other_lengths_and_is_saved_and_loaded() -> None:
     file.seek(0)
     loaded = torch.export.load(file).module()
     for x in (sequence(), sequence(9, 2, D)):
-        for one, other in zip(flatten(model(x))[0], flatten(loaded(x))[0], strict=True):
-            torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+        close(flatten(loaded(x))[0], flatten(model(x))[0])
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in (*changed.parameters(), *loaded.parameters()):
@@ -237,8 +234,7 @@ def test_a_layer_itself_is_exported_and_runs_by_its_plans(make: Any, graph: bool
     with torch.set_grad_enabled(graph):
         exported = torch.export.export(layer, (sequence(),), dynamic_shapes={"input": dims}).module()
         for x in (sequence(), sequence(9, 2, D), sequence()):
-            for one, other in zip(flatten(layer(x))[0], flatten(exported(x))[0], strict=True):
-                torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+            close(flatten(exported(x))[0], flatten(layer(x))[0])
         plans = len(layer.explain())
         for _ in range(3):
             exported(sequence())
@@ -246,8 +242,7 @@ def test_a_layer_itself_is_exported_and_runs_by_its_plans(make: Any, graph: bool
         assert dict(exported.named_parameters()).keys() == dict(layer.named_parameters()).keys()
     if graph:
         results = [torch.autograd.grad(each(x)[0].sum(), [*each.parameters()]) for each in (layer, exported)]
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+        close(*results)
 
 
 def test_a_graph_without_its_network_says_so() -> None:

@@ -157,14 +157,12 @@ def test_an_output_that_is_none_stays_none(backend: str) -> None:
     assert run_by(net) == {backend}
 
 
-class Numbers(nn.Module):
+def numbers(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Makes tensors out of numbers in every step."""
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        after = torch.tanh(x + state * torch.tensor([1.0, 2.0, 3.0]))
-        y = after.clone()
-        y[:, [0, 2]] = 0
-        return y, after
+    after = torch.tanh(x + state * torch.tensor([1.0, 2.0, 3.0]))
+    y = after.clone()
+    y[:, [0, 2]] = 0
+    return y, after
 
 
 class Unkept(nn.Module):
@@ -179,17 +177,15 @@ class Unkept(nn.Module):
         return after, after
 
 
-class Asking(nn.Module):
+def asking(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Another step where there are gradients."""
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        after = torch.tanh(x + state) * (2 if torch.is_grad_enabled() else 1)
-        return after, after
+    after = torch.tanh(x + state) * (2 if torch.is_grad_enabled() else 1)
+    return after, after
 
 
-@pytest.mark.parametrize("make", [Numbers, Unkept, Asking])
-def test_what_only_looks_unfit_has_a_plan(make: Callable[[], nn.Module]) -> None:
-    net, loop = Recurrent(make(), backend="python"), eagerly(make())
+@pytest.mark.parametrize("cell", [numbers, Unkept(), asking])
+def test_what_only_looks_unfit_has_a_plan(cell: Any) -> None:
+    net, loop = Recurrent(cell, backend="python"), eagerly(cell)
     x = ONE.clone().requires_grad_()
     for on in (True, False, True):
         with torch.set_grad_enabled(on):

@@ -28,7 +28,7 @@ from tests.recurrent.recurrent_cases import (
     spoiled,
     told,
 )
-from weft.core.errors import SpecError, UsageError
+from weft.core.errors import SpecError
 from weft.core.pytree import map_leaves
 from weft.core.validation import Validator
 from weft.recurrent import Recurrent
@@ -222,9 +222,3 @@ def test_what_is_no_table_at_all_is_told_too(given: dict[str, Any], words: str) 
     tables = {"lengths": None, "mask": None, "reset": None, **given}
     read_rows(inputs, **tables, batch_first=False, check=check)
     assert len(check.faults) == 1 and check.faults[0].startswith(words)
-
-
-@pytest.mark.parametrize("truncate", [0, True])
-def test_a_window_that_is_no_number_of_steps_is_told(truncate: Any) -> None:
-    with pytest.raises(UsageError, match=f"truncate is {truncate!r}, wanted at least 1 step, or None"):
-        Recurrent(nn.GRUCell(2, 2), truncate=truncate)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.recurrent.recurrent_cases import by_plan, run_by
+from tests.recurrent.recurrent_cases import by_plan, close, run_by
 from weft.core.errors import InPlaceError, UsageError
 from weft.recurrent import Recurrent, recurrent_net
 from weft.recurrent.cpp.backend import WorkspacePool
@@ -132,8 +132,7 @@ def test_a_functional_call_has_gradients_of_gradients_and_plans_only_for_leaves(
         second = torch.autograd.grad(sum(g.square().sum() for g in first), list(given.values()))
         assert all(one is other for one, other in zip(before, each.parameters(), strict=True))
         found.append([*first, *second])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    close(*found)
     assert run_by(net) == ({"python"} if leaf else {"eager"})
     assert ["computed from others" in str(each.message) for each in told] == ([] if leaf else [True])
 

@@ -1,10 +1,4 @@
-"""Every cell and wrapper of the zoo, small, with inputs: what the laws about all of them run over.
-
-for case in ZOO:
-    net = Recurrent(case.cell())                          float64
-    x = case.inputs(steps, rows)                          T x N x ..., with gradients
-    result = net(x, case.state(net.cell, x))              None, except for cells that must be given a state
-"""
+"""Every cell and wrapper of the zoo, small, with inputs: what the laws about all of them run over."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

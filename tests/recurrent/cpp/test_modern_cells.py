@@ -61,18 +61,6 @@ class Memory(nn.Module):
         return torch.cat([h, seen], 1), (memory, h, weight, seen)
 
 
-class Words(nn.Module):
-    """A language model's step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.cell, self.head = nn.Embedding(9, 4, padding_idx=0), nn.GRUCell(4, 6), nn.Linear(6, 9)
-
-    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.cell(self.words(x), h)
-        return F.log_softmax(self.head(h), -1), h
-
-
 def memory() -> Any:
     return (0.1 * torch.randn(3, 7, 4), torch.zeros(3, 5), torch.softmax(torch.randn(3, 7), 1), torch.zeros(3, 4))
 
@@ -80,7 +68,6 @@ def memory() -> Any:
 CELLS: dict[str, Callable[[], tuple[nn.Module, Tensor, Any]]] = {
     "Mamba": lambda: (Mamba(6), torch.randn(5, 3, 6), (torch.zeros(3, 6, 3), torch.zeros(3, 6, 4))),
     "a neural Turing machine": lambda: (Memory(5, 7, 4), torch.randn(5, 3, 5), memory()),
-    "an embedding": lambda: (Words(), torch.randint(9, (5, 3)), torch.zeros(3, 6)),
 }
 
 
