@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.recurrent_cases import at_once, close, eagerly, equal, told
 from tests.recurrent.test_recurrent import copied
-from weft.core.errors import SpecError
+from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
 from weft.core.validation import Validator
 from weft.recurrent.sequence import read_inputs
@@ -131,11 +131,13 @@ def test_a_packed_sequence_gives_what_torch_gives(lengths: list[int], presorted:
     close(seen.states[0][-1], h[0])  # past its length a row keeps its state
 
 
-def test_outputs_that_are_none_stay_none_and_others_are_packed_one_by_one() -> None:
+def test_outputs_that_are_none_stay_none_others_are_packed_one_by_one_and_lengths_besides_refused() -> None:
     packed = pack_padded_sequence(torch.randn(3, 2, 1), torch.tensor([3, 1]))
     seen = eagerly(lambda x, s: ((x, None), s + x))(packed, torch.zeros(2, 1))
     assert seen.outputs[1] is None
     assert torch.equal(seen.outputs[0].data, packed.data)
+    with pytest.raises(UsageError, match="which has its own"):
+        eagerly(nn.GRUCell(1, 4))(packed, lengths=[3, 1])
 
 
 def test_batch_first_turns_the_states_of_a_packed_sequence_only() -> None:
