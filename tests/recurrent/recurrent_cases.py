@@ -1,7 +1,7 @@
 """Cells that the tests of the recurrent part share, and the loop that they are compared with."""
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,9 +18,9 @@ by_any = pytest.mark.parametrize("backend", ["eager", "python", pytest.param("c"
 
 
 def grid(**axes: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:
-    """A parametrization by a grid, of which a covering array is run; the other points are `long`.
+    """A parametrization by a grid, of which the last axis, the shortest, is `long` but where it follows the others.
 
-    Of two axes every value occurs, of three every pair of values of two axes. The axis ``backend`` may hold "c".
+    So of two axes every value occurs, of three every pair. The axis ``backend`` may hold "c".
     """
     choices = [
         list(axis.items())
@@ -28,23 +28,11 @@ def grid(**axes: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:
         else [(getattr(each, "__name__", str(each)), each) for each in axis]
         for axis in axes.values()
     ]
-    points = list(product(*(range(len(each)) for each in choices)))
-    strength = max(len(axes) - 1, 1)
-
-    def covers(point: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-        return set(combinations(enumerate(point), strength))
-
-    open_ = set().union(*map(covers, points))
-    chosen: set[tuple[int, ...]] = set()
-    while open_:
-        best = max(points, key=lambda point: len(covers(point) & open_))
-        chosen.add(best)
-        open_ -= covers(best)
     rows = []
-    for point in points:
-        named = [axis[i] for axis, i in zip(choices, point, strict=True)]
+    for point in product(*map(enumerate, choices)):
+        (*others, last), named = zip(*point, strict=True)
         values = [value for _, value in named]
-        marks = [] if point in chosen else [pytest.mark.long]
+        marks = [] if last == sum(others) % len(choices[-1]) else [pytest.mark.long]
         marks += [needs_compiler] if ("backend", "c") in zip(axes, values, strict=True) else []
         rows.append(pytest.param(*values, marks=marks, id="-".join(name for name, _ in named)))
     return pytest.mark.parametrize(tuple(axes), rows)
@@ -58,7 +46,7 @@ def at_once(
 
     def decorated(test: Callable[..., None]) -> Callable[[], None]:
         points = list(values)
-        labels = list(ids) if ids and not callable(ids) else points
+        labels = list(ids) or points
 
         def every() -> None:
             for label, point in zip(labels, points, strict=True):
@@ -162,7 +150,38 @@ def weighed(value: Any) -> Tensor:
 
 
 def gradients(value: Any, wrt: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(weighed(value), wrt, allow_unused=True, materialize_grads=True))
+    return list(torch.autograd.grad(weighed(value), wrt, allow_unused=True, materialize_grads=True)) if wrt else []
+
+
+def outcome(net: Recurrent, x: Any, state: Any = None, **call: Any) -> tuple[Any, list[Tensor]]:
+    """All that comes out, and the gradients of all that learns; whatever is drawn is the same each time."""
+    torch.manual_seed(5)
+    result = tuple(net(x, state, **call))
+    return result, gradients(result, [*(each for each in floats((x, state)) if each.requires_grad), *net.parameters()])
+
+
+def as_the_loop(
+    cell: Any, backend: str, x: Any, state: Any = None, tolerance: float = 1e-10, **options: Any
+) -> Recurrent:
+    """The network by a plan, after its results and gradients were found to be those of the eager loop.
+
+    An option that a call takes goes to the call, the others to the network.
+    """
+    call = {name: options.pop(name) for name in ("lengths", "mask", "reset", "start") if name in options}
+    net = planned(cell, backend, **options)
+    options = {name: value for name, value in options.items() if name not in ("verify", "memory")}
+    close(outcome(net, x, state, **call), outcome(eagerly(cell, **options), x, state, **call), tolerance)
+    assert run_by(net) == {backend}, net.why()
+    return net
+
+
+def spoiled(x: Any, valid: Tensor) -> Any:
+    """The same inputs with NaN wherever they do not count."""
+    with torch.no_grad():
+        found = map_leaves(
+            lambda leaf: leaf.masked_fill(~valid.view(*valid.shape, *[1] * (leaf.dim() - 2)), torch.nan), x
+        )
+    return map_leaves(lambda leaf: leaf.requires_grad_(), found)
 
 
 def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:

@@ -9,8 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.recurrent.cells_for_tests import CASES, Case, engine_of
-from tests.recurrent.recurrent_cases import BACKENDS, by_plan, grid
+from tests.recurrent.recurrent_cases import (
+    BACKENDS,
+    by_plan,
+    close,
+    eagerly,
+    equal,
+    floats,
+    gradients,
+    grid,
+    planned,
+    run_by,
+)
+from tests.recurrent.step_cases import CASES, Case, engine_of
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
 from weft.core.pytree import flatten, unflatten
 from weft.recurrent import Recurrent
@@ -24,43 +35,18 @@ def sequence(case: Case, steps: int = 5) -> tuple[list[Tensor], list[Tensor]]:
     return [xs], [torch.randn_like(each).requires_grad_() for each in flatten(case.state)[0]]
 
 
-def eager(case: Case, xs: list[Tensor], states: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """All outputs, and the last state, summed."""
-    state, total = unflatten(flatten(case.state)[1], states), torch.zeros((), dtype=torch.float64)
-    for x in xs[0]:
-        y, state = case.cell(x, state)
-        total = total + sum(leaf.sin().sum() for leaf in flatten(y)[0])
-    return total, sum(leaf.cos().sum() for leaf in flatten(state)[0])
-
-
-@grid(make=CASES, backend=BACKENDS)
-def test_gradients_come_through_outputs_states_and_the_last_state(make: Callable[[], Case], backend: str) -> None:
-    case = make()
-    engine, (xs, states) = engine_of(backend, case), sequence(case)
-    tensors = [*xs, *states, *case.parameters]
-    outputs, last = eager(case, xs, states)
-    seen = run_derived(engine, xs, states)
-    parts = {
-        outputs: sum(leaf.sin().sum() for leaf in seen.outputs),
-        last: sum(leaf.cos().sum() for leaf in seen.last),
-    }
-    for wanted, found in [*parts.items(), (outputs + last, sum(parts.values()))]:
-        torch.testing.assert_close(found, wanted)
-        one = torch.autograd.grad(wanted, tensors, retain_graph=True, allow_unused=True, materialize_grads=True)
-        other = torch.autograd.grad(found, tensors, retain_graph=True, allow_unused=True, materialize_grads=True)
-        for a, b in zip(one, other, strict=True):
-            torch.testing.assert_close(b, a, rtol=0, atol=1e-11)
-
-
 @by_plan
 def test_hooks_of_parameters_fire_once_for_the_whole_sequence(backend: str) -> None:
-    case = CASES["LSTM"]()
-    engine, (xs, states) = engine_of(backend, case), sequence(case)
+    net = planned(nn.GRUCell(D, H), backend)
     fired: list[int] = []
-    for i, parameter in enumerate(case.parameters):
+    for i, parameter in enumerate(net.parameters()):
         parameter.register_hook(lambda gradient, i=i: fired.append(i))
-    run_derived(engine, xs, states).outputs[0].sum().backward()
-    assert sorted(fired) == list(range(len(case.parameters)))
+    for further in (False, True):
+        fired.clear()
+        with warnings.catch_warnings():  # PyTorch warns of the cycle that this makes, once in a process
+            warnings.simplefilter("ignore", UserWarning)
+            net(torch.randn(T, N, D)).outputs.sum().backward(create_graph=further)
+        assert sorted(fired) == list(range(4))
 
 
 @grid(memory=["full", "states", "sqrt"], backend=BACKENDS)
@@ -70,8 +56,7 @@ def test_a_retained_graph_gives_the_same_bits_again_and_a_freed_one_is_refused(b
     loss = run_derived(engine, xs, states, memory).outputs[0].sum()
     tensors = [*xs, *states, *case.parameters]
     first = torch.autograd.grad(loss, tensors, retain_graph=True)
-    for one, other in zip(first, torch.autograd.grad(loss, tensors), strict=True):
-        assert torch.equal(one, other)
+    assert equal(first, torch.autograd.grad(loss, tensors))
     with pytest.raises(BackwardTwiceError):
         torch.autograd.grad(loss, tensors)
 
@@ -101,31 +86,16 @@ def test_gradients_of_gradients_are_refused_by_name_where_the_cell_is_not_known(
     loss.backward()
 
 
-@by_plan
-def test_nothing_is_kept_where_no_gradient_is_wanted(backend: str) -> None:
-    case = CASES["LSTM"]()
-    engine, (xs, states) = engine_of(backend, case), sequence(case)
-    with torch.no_grad():
-        seen = run_derived(engine, xs, states)
-    assert not any(each.requires_grad for each in (*seen.outputs, *seen.states, *seen.last))
-
-
 @grid(what=["input 0", "output 0", "state 0", "parameter 0"], backend=BACKENDS)
 def test_what_backward_reads_again_must_not_be_written_to(what: str, backend: str) -> None:
     case = CASES["RNN"]()
     engine, (xs, states) = engine_of(backend, case), sequence(case)
     x = xs[0].detach()
     seen = run_derived(engine, [x], states)
-    loss = seen.outputs[0].sum()
-    victim = {
-        "input 0": x,
-        "output 0": seen.outputs[0].detach(),
-        "state 0": seen.states[0].detach(),
-        "parameter 0": case.parameters[0].detach(),
-    }[what]
-    victim.add_(1)
+    victims = {"input": x, "output": seen.outputs[0], "state": seen.states[0], "parameter": case.parameters[0]}
+    victims[what.split(maxsplit=1)[0]].detach().add_(1)
     with pytest.raises(InPlaceError, match=what):
-        loss.backward()
+        seen.outputs[0].sum().backward()
 
 
 @by_plan
@@ -137,23 +107,19 @@ def test_the_initial_state_may_be_written_to_as_a_stream_does(backend: str) -> N
     wanted = torch.autograd.grad(run_derived(engine, xs, [kept.clone()]).outputs[0].sin().sum(), case.parameters)
     seen = run_derived(engine, xs, [kept])
     kept.copy_(seen.last[0].detach())
-    for one, other in zip(wanted, torch.autograd.grad(seen.outputs[0].sin().sum(), case.parameters), strict=True):
-        assert torch.equal(one, other)
-
-
-class Attending(nn.Module):
-    """Reads a state that every step hands on as it is, as an encoded source is."""
-
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        h, source = state
-        h = torch.tanh(h + x * source)
-        return h, (h, source)
+    assert equal(wanted, torch.autograd.grad(seen.outputs[0].sin().sum(), case.parameters))
 
 
 @by_plan
 def test_a_state_that_is_handed_on_as_it_is_must_not_be_written_to(backend: str) -> None:
+    """As an encoded source is, which every step reads."""
+
+    def attending(x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h = torch.tanh(state[0] + x * state[1])
+        return h, (h, state[1])
+
     x = torch.randn(3, 4, dtype=torch.float64)
-    case = Case(Attending(), x, (x, x), [])
+    case = Case(attending, x, (x, x), [])
     engine, (xs, states) = engine_of(backend, case), sequence(case)
     seen = run_derived(engine, xs, states)
     states[1].detach().add_(1)
@@ -188,109 +154,74 @@ CELLS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def made(make: Callable[[], nn.Module], **options: Any) -> tuple[Recurrent, Tensor, list[nn.Parameter]]:
+def made(make: Callable[[], nn.Module], **options: Any) -> tuple[Recurrent, Tensor]:
     torch.manual_seed(3)
     net = Recurrent(make().double(), **{"backend": "python", **options})
-    return net, torch.randn(T, N, D, dtype=torch.float64, requires_grad=True), list(net.parameters())
+    return net, torch.randn(T, N, D, dtype=torch.float64, requires_grad=True)
 
 
-def second(net: Recurrent, x: Tensor, **call: Any) -> list[Tensor]:
-    """First gradients, and the gradients of a number that is made of them."""
+def second(net: Recurrent, x: Tensor, states: bool = True, **call: Any) -> list[Tensor]:
+    """First gradients, and the gradients of a number that is made of them; of a loss with all `states`, or without."""
     torch.manual_seed(5)
     result = net(x, **call)
-    loss = sum(leaf.sin().sum() for part in result if part is not None for leaf in flatten(part)[0])
+    loss = sum(leaf.sin().sum() for leaf in floats(tuple(result if states else result[:2])))
     leaves = [x, *net.parameters()]
     first = torch.autograd.grad(loss, leaves, create_graph=True)
     number = sum((each * each).sum() for each in first)
     return [*first, *torch.autograd.grad(number, leaves)]
 
 
-def close(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
 @grid(make=CELLS, memory=MEMORY, call={"whole": {}, "lengths": {"lengths": [4, 2]}})
 def test_it_equals_that_of_plain_autograd(make: Callable[[], nn.Module], memory: Any, call: dict[str, Any]) -> None:
-    net, x, _ = made(make, memory=memory)
-    loop, _, _ = made(make, backend="eager", memory=memory)
+    (net, x), (loop, _) = made(make, memory=memory), made(make, backend="eager")
     whole = net(x, **call).states is not None
-    assert net.why()[0][1] == "python"
-    wanted = second(loop if whole else _Without(loop), x, **call)  # what is not kept must not count in the loop either
-    close(second(net, x, **call), wanted)
-
-
-class _Without(nn.Module):
-    """The same network without its states."""
-
-    def __init__(self, net: Recurrent) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor, **call: Any) -> Any:
-        result = self.net(x, **call)
-        return result.outputs, result.last
-
-
-@pytest.mark.long
-@grid(make=CELLS, memory=MEMORY)
-def test_it_equals_a_difference_quotient(make: Callable[[], nn.Module], memory: Any) -> None:
-    net, x, parameters = made(make, memory=memory)
-
-    def run(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        torch.manual_seed(5)
-        result = net(x, lengths=[4, 3])
-        return (result.outputs, *flatten(result.last)[0])
-
-    assert torch.autograd.gradgradcheck(run, (x, *parameters), atol=1e-6, fast_mode=True)
+    close(second(net, x, whole, **call), second(loop, x, whole, **call))
+    assert run_by(net) == {"python"}
 
 
 def test_the_compiled_loop_has_it_too() -> None:
-    net, x, _ = made(CELLS["GRU"], backend="auto")
-    loop, _, _ = made(CELLS["GRU"], backend="eager")
+    (net, x), (loop, _) = (made(CELLS["GRU"], backend=each) for each in ("auto", "eager"))
     close(second(net, x), second(loop, x))
 
 
 @pytest.mark.parametrize("call", [{"reset": torch.tensor([[0, 0], [0, 1], [1, 0], [0, 0]]).bool()}, {"start": 3}])
 def test_resets_and_stops_hold_for_it(call: dict[str, Any]) -> None:
-    net, x, _ = made(CELLS["dropout"], truncate=2)
-    loop, _, _ = made(CELLS["dropout"], truncate=2, backend="eager")
+    (net, x), (loop, _) = (made(CELLS["dropout"], truncate=2, backend=each) for each in ("python", "eager"))
     close(second(net, x, **call), second(loop, x, **call))
 
 
 def test_an_input_that_was_made_of_the_cells_own_weight_counts_once() -> None:
     """The weight is reached twice: through the node's input, and inside the node."""
-    wanted: list[list[Tensor]] = []
+    found: list[list[Tensor]] = []
     for backend in ("eager", "python"):
-        net, x, _ = made(CELLS["GRU"], backend=backend)
+        net, x = made(CELLS["GRU"], backend=backend)
         cell: Any = net.cell
-        state = x[0] @ cell.weight_ih[:D]
-        loss = net(x @ cell.weight_hh[:D], state).outputs.pow(2).sum()
-        first = torch.autograd.grad(loss, [x, cell.weight_hh, cell.weight_ih], create_graph=True)
-        again = torch.autograd.grad(sum(each.pow(2).sum() for each in first), [x, cell.weight_hh, cell.weight_ih])
-        wanted.append([*first, *again])
-    close(wanted[1], wanted[0])
+        leaves = [x, cell.weight_hh, cell.weight_ih]
+        loss = net(x @ cell.weight_hh[:D], x[0] @ cell.weight_ih[:D]).outputs.pow(2).sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(each.pow(2).sum() for each in first), leaves)])
+    close(*found)
 
 
 def test_third_gradients_are_there_as_well() -> None:
     values: list[Tensor] = []
     for backend in ("eager", "python"):
-        net, x, _ = made(CELLS["LSTM"], backend=backend)
+        net, x = made(CELLS["LSTM"], backend=backend)
         value = net(x).outputs.sum()
         for _ in range(3):
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
             value = gradient.pow(2).sum()
         values.append(gradient)
-    close(values[1:], values[:1])
+    close(*values)
 
 
 @grid(backend=["python", "auto"], memory=["full", "sqrt"], further=[False, True])
 def test_a_batch_of_gradients_equals_one_after_the_other(backend: Any, memory: Any, further: bool) -> None:
-    net, x, parameters = made(CELLS["dropout"], memory=memory, backend=backend)
+    net, x = made(CELLS["dropout"], memory=memory, backend=backend)
     result = net(x * 1, lengths=[4, 2])
     ends = [result.outputs[2, 0], result.last[1][1]]
     seeds = [torch.randn(3, H, dtype=torch.float64) for _ in ends]
-    leaves = [x, *parameters]
+    leaves = [x, *net.parameters()]
     single = [torch.autograd.grad(ends, leaves, [each[k] for each in seeds], retain_graph=True) for k in range(3)]
     batch = torch.autograd.grad(ends, leaves, seeds, is_grads_batched=True, create_graph=further)
     close(list(batch), [torch.stack(column) for column in zip(*single, strict=True)])
@@ -301,7 +232,7 @@ def test_a_batch_of_gradients_equals_one_after_the_other(backend: Any, memory: A
 
 
 def test_the_generator_goes_on_as_if_nobody_had_asked() -> None:
-    net, x, _ = made(CELLS["dropout"])
+    net, x = made(CELLS["dropout"])
     loss = net(x).outputs.sum()
     before = torch.get_rng_state()
     torch.autograd.grad(loss, x, create_graph=True)
@@ -320,19 +251,8 @@ def test_autocast_of_the_forward_holds_for_it() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-2)
 
 
-def test_hooks_of_parameters_fire_once() -> None:
-    net, x, parameters = made(CELLS["GRU"])
-    fired: list[int] = []
-    for i, parameter in enumerate(parameters):
-        parameter.register_hook(lambda gradient, i=i: fired.append(i))
-    with warnings.catch_warnings():  # PyTorch warns of the cycle that this makes, once in a process
-        warnings.simplefilter("ignore", UserWarning)
-        net(x).outputs.sum().backward(create_graph=True)
-    assert sorted(fired) == list(range(len(parameters)))
-
-
 def test_a_freed_sequence_a_changed_cell_and_a_written_state_are_refused() -> None:
-    net, x, _ = made(CELLS["dropout"])
+    net, x = made(CELLS["dropout"])
     loss = net(x).outputs.sum()
     net.eval()
     with pytest.raises(DoubleBackwardError, match="training"):
@@ -346,3 +266,17 @@ def test_a_freed_sequence_a_changed_cell_and_a_written_state_are_refused() -> No
     state[0].add_(1)
     with pytest.raises(InPlaceError, match="initial state 0"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+@grid(make=CASES, backend=BACKENDS)
+def test_gradients_come_through_outputs_alone_and_through_the_last_state_alone(
+    make: Callable[[], Case], backend: str
+) -> None:
+    case = make()
+    (x,), states = sequence(case)
+    state, net = unflatten(flatten(case.state)[1], states), planned(case.cell, backend)
+    for part in (0, 1):
+        ends = [each(x, state)[part] for each in (net, eagerly(case.cell))]
+        close(*ends, 1e-11)
+        close(*(gradients(each, [x, *states, *case.parameters]) for each in ends), 1e-11)
+    assert run_by(net) == {backend}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, told
 from weft.core.errors import SpecError, UsageError
@@ -120,11 +120,6 @@ def test_references_are_handed_over_and_their_gradients_summed_over_time() -> No
         h = torch.tanh(x[t] @ weight + (h.detach() if t == 1 else h)) * (t + 3)
         hs.append(h)
     close(gradients(seen.outputs, [weight]), gradients(torch.stack(hs), [weight]))
-
-
-def test_several_networks_do_not_collide() -> None:
-    net = nn.Sequential(eagerly(nn.GRUCell(3, 4)), eagerly(nn.GRUCell(4, 4)))
-    assert len(net.state_dict()) == 8
 
 
 def test_faults_of_links_are_told_at_once() -> None:

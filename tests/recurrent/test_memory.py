@@ -16,7 +16,6 @@ from weft.core.errors import UsageError
 from weft.core.pytree import flatten
 from weft.recurrent import cells
 from weft.recurrent.backends import Chunk, MemoryPolicy, SequenceSize, choose_policy, chunk_bounds
-from weft.recurrent.cell import adapt
 from weft.recurrent.cpp import backend as workspace
 from weft.recurrent.cpp.backend import CppBackend, pool
 
@@ -111,11 +110,6 @@ def measured(cell: nn.Module, backend: str, memory: Any, steps: int) -> tuple[in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workspace, "_OWN_PAGES", 1 << 60)  # all by PyTorch's allocator, which is watched
         return peak(run), told.get(memory, memory)
-
-
-def zero_state(cell: nn.Module, rows: int) -> Any:
-    """An initial state of the cell."""
-    return adapt(cell).own_initial()(torch.zeros(rows, 24))
 
 
 def test_without_a_plan_there_is_no_forecast() -> None:

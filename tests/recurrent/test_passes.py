@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import at_once, close, eagerly, planned, run_by
+from tests.recurrent.recurrent_cases import as_the_loop, at_once, equal, planned, run_by
 from weft.recurrent import NoPlanWarning
 from weft.recurrent.capture import capture
 from weft.recurrent.cells import LSTMCell
@@ -51,15 +51,15 @@ def _orthogonal(weight: Tensor, buffer: Tensor) -> Tensor:
 @pytest.mark.parametrize("made", [_copied, _filled, _orthogonal])
 def test_a_step_may_write_into_what_it_made_of_weights(made: Callable[[Tensor, Tensor], Tensor]) -> None:
     cell = Weights(made)
-    x, h = (torch.randn(*shape).double().requires_grad_() for shape in ((5, 3, 4), (3, 4)))
     before = [each.clone() for each in (cell.weight, cell.buffer)]
-    net, found = planned(cell, "python", verify="never"), []
-    for each in (eagerly(cell), net):
-        outputs = each(x, h).outputs
-        found.append((outputs, *torch.autograd.grad(outputs.sin().sum(), [x, h, cell.weight])))
-    assert run_by(net) == {"python"}, net.why()
-    close(found[1], found[0], 1e-10)
-    assert all(torch.equal(one, other) for one, other in zip(before, (cell.weight, cell.buffer), strict=True))
+    as_the_loop(cell, "python", *sequence(), verify="never")
+    assert equal(before, [cell.weight, cell.buffer])
+
+
+def sequence() -> list[Tensor]:
+    """Inputs and a state, both above zero, that learn."""
+    torch.manual_seed(0)
+    return [(torch.rand(*shape).double() * 0.9 + 0.01).requires_grad_() for shape in ((5, 3, 4), (3, 4))]
 
 
 def _strided(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,14 +92,8 @@ def _masked(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("cell", [_strided, _empty, _selected, _masked])
 def test_a_step_may_write_into_any_view_of_what_it_made(cell: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    torch.manual_seed(0)
-    x, h = (torch.randn(*shape).double().requires_grad_() for shape in ((5, 3, 4), (3, 4)))
-    net, found = planned(cell, "python", verify="never"), []
-    for each in (eagerly(cell), net):
-        outputs, last, _ = each(x, h)
-        found.append((outputs, last, *torch.autograd.grad(outputs.sin().sum() + last.cos().sum(), [x, h])))
-    assert run_by(net) == {"python"}, net.why()
-    close(found[1], found[0], 1e-10)
+    x, h = (each.detach() - 0.5 for each in sequence())
+    as_the_loop(cell, "python", x.requires_grad_(), h.requires_grad_(), verify="never")
 
 
 @pytest.mark.parametrize("backend", ["python", "auto"])
@@ -129,18 +123,9 @@ def test_group_norm_takes_values_wherever_they_lie(form: Callable[[nn.Module, Te
             self.norm = nn.GroupNorm(2, 4).double()
 
         def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-            after = form(self.norm, x + h).tanh()
-            return after, after
+            return (form(self.norm, x + h).tanh(),) * 2
 
-    torch.manual_seed(0)
-    cell = Cell()
-    x, h = torch.rand(4, 3, 4).double().requires_grad_(), torch.rand(3, 4).double().requires_grad_()
-    net, found = planned(cell, "python"), []
-    for each in (eagerly(cell), net):
-        outputs = each(x, h).outputs
-        found.append((outputs, *torch.autograd.grad(outputs.sin().sum(), [x, h, *cell.parameters()])))
-    assert run_by(net) == {"python"}
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+    as_the_loop(Cell(), "python", *sequence())
 
 
 FILLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -152,13 +137,9 @@ FILLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("step", FILLED.values(), ids=FILLED)
 def test_a_plan_passes_on_no_warning_of_pytorch_about_vmap(step: Callable[[Tensor, Tensor], Tensor]) -> None:
-    x, h = torch.rand(4, 3, 4).double().requires_grad_() * 0.5, torch.rand(3, 4).double()
-    nets, found = [each(lambda x, h: (step(x, h),) * 2) for each in (eagerly, lambda c: planned(c, "python"))], []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for net in nets:
-            found.append(torch.autograd.grad(net(x, h).outputs.sin().sum(), x)[0])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+        as_the_loop(lambda x, h: (step(x, h),) * 2, "python", *sequence())
 
 
 STATE = (torch.zeros(2, 4), torch.zeros(2, 4))
@@ -189,7 +170,7 @@ def test_what_loops_in_c_read_is_left_as_it_is() -> None:
 
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
-W = torch.randn(3, 3, dtype=torch.float64)
+W = torch.randn(4, 4, dtype=torch.float64)
 SUMS: dict[str, tuple[Step, str, bool]] = {
     "a sum with a product": (lambda x, h, w: x + h * torch.tanh(h), "addcmul", True),
     "a sum with a matrix product": (lambda x, h, w: x + h @ w, "addmm", True),
@@ -208,23 +189,14 @@ SUMS: dict[str, tuple[Step, str, bool]] = {
 def test_a_sum_takes_in_the_operator_before_it_where_that_changes_nothing(
     step: Step, operator: str, merged: bool
 ) -> None:
-
     class Cell(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(W.clone())
 
         def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-            h = torch.tanh(step(x, h, self.w))
-            return h, h
+            return (torch.tanh(step(x, h, self.w)),) * 2
 
-    cell, found = Cell(), []
-    loop = partition(capture(cell, torch.zeros(2, 3).double(), torch.zeros(2, 3).double())).loop
+    loop = partition(capture(Cell(), *(torch.zeros(3, 4).double() for _ in range(2)))).loop
     assert any(each.startswith(operator) for each in names(loop)) == merged
-    x, h = torch.randn(5, 2, 3).double().requires_grad_(), torch.randn(2, 3).double().requires_grad_()
-    ours, loop = planned(cell, "python"), eagerly(cell)
-    for net in (ours, loop):
-        result = net(x, h)
-        found.append((result.outputs, torch.autograd.grad(result.outputs.sin().sum(), [x, h], allow_unused=True)))
-    assert run_by(ours) == {"python"}
-    close(found[0], found[1], 1e-12)
+    as_the_loop(Cell(), "python", *sequence(), 1e-12)

@@ -5,11 +5,11 @@ from dataclasses import fields
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from tests.recurrent.cells_for_tests import CASES, Case, every_case
-from tests.recurrent.recurrent_cases import BACKENDS, close, eagerly, grid, planned, run_by
-from weft.core.pytree import flatten, unflatten
+from tests.recurrent.recurrent_cases import BACKENDS, as_the_loop, grid
+from tests.recurrent.step_cases import CASES, Case, every_case
+from weft.core.pytree import flatten
 from weft.recurrent.capture import capture
 from weft.recurrent.graph import StepGraph
 from weft.recurrent.plan import CARRIED, GIVEN, INPUT, STATE, dependences, explain, partition
@@ -80,69 +80,6 @@ def test_the_explanation_names_every_part_and_what_is_in_it() -> None:
     assert "mm.default" in text and "[3 x 16]" in text
 
 
-def eager(case: Case, xs: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and the states after every step, T x ..., step by step in plain PyTorch."""
-    state = unflatten(flatten(case.state)[1], states)
-    outputs: list[list[Tensor]] = []
-    after: list[list[Tensor]] = []
-    for x in xs:
-        y, state = case.cell(x, state)
-        outputs.append(flatten(y)[0])
-        after.append(flatten(state)[0])
-    return [torch.stack(c) for c in zip(*outputs, strict=True)], [torch.stack(c) for c in zip(*after, strict=True)]
-
-
-def check(case: Case, steps: int, *, with_states: bool) -> None:
-    """Compare one sequence of fresh values, forward and back."""
-    plan = PythonBackend(capture(case.cell, case.x, case.state))
-    xs = torch.randn(steps, *case.x.shape, dtype=case.x.dtype, requires_grad=True)
-    states = [torch.randn_like(each).requires_grad_() for each in flatten(case.state)[0]]
-    outputs, after = eager(case, xs, states)
-    seeds, state_seeds = [torch.randn_like(y) for y in outputs], [torch.randn_like(s) for s in after]
-    last_seeds = [torch.randn_like(s[-1]) for s in after]
-    ends = [*outputs, *(s[-1] for s in after), *(after if with_states else [])]
-    wanted = torch.autograd.grad(
-        ends,
-        [xs, *states, *case.parameters],
-        [*seeds, *last_seeds, *(state_seeds if with_states else [])],
-        allow_unused=True,
-    )
-    with torch.no_grad():
-        seen, seen_states, trail = plan.run_forward([xs.detach()], [each.detach() for each in states])
-        for one, other in zip([*outputs, *after], [*seen, *seen_states], strict=True):
-            torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
-        for _ in range(2):  # a trail can be walked again
-            of_inputs, of_states, of_parameters = plan.run_backward(
-                trail, seeds, state_seeds if with_states else None, last_seeds
-            )
-            for one, other in zip(wanted, [*of_inputs, *of_states, *of_parameters], strict=True):
-                if one is None:
-                    assert other is None or not other.any()
-                else:
-                    torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
-
-
-@grid(make=CASES, with_states=[False, True])
-def test_a_plan_computes_what_the_eager_loop_computes(make: Callable[[], Case], with_states: bool) -> None:
-    check(make(), 5, with_states=with_states)
-
-
-@every_case
-def test_one_plan_serves_any_number_of_steps(make: Callable[[], Case]) -> None:
-    case = make()
-    plan = PythonBackend(capture(case.cell, case.x, case.state))
-    loop, back = plan.loop, plan.loops_back[False]
-    for steps in (1, 2, 7):
-        xs = torch.randn(steps, *case.x.shape, dtype=case.x.dtype)
-        states = flatten(case.state)[0]
-        with torch.no_grad():
-            seen, _, trail = plan.run_forward([xs], states)
-            plan.run_backward(trail, [torch.ones_like(y) for y in seen], None, [torch.ones_like(s) for s in states])
-            for one, other in zip(eager(case, xs, states)[0], seen, strict=True):
-                torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
-    assert plan.loop is loop and plan.loops_back[False] is back
-
-
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
 def test_a_weights_gradient_is_one_product_over_all_steps(name: str) -> None:
     case = CASES[name]()
@@ -165,16 +102,5 @@ def test_a_weights_gradient_is_one_product_over_all_steps(name: str) -> None:
 @grid(steps=[1, 2, 5], backend=BACKENDS)
 def test_states_that_change_places_keep_their_gradients(steps: int, backend: str) -> None:
     """The gradient that is carried into a short sequence comes out of it as it is, for another state."""
-
-    def shifted(x: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        a, b, c = state
-        return x * a, (b, c, a)
-
     x, *state = (torch.randn(*shape).double().requires_grad_() for shape in ((steps, 2, 4), *[(2, 4)] * 3))
-    net, found = planned(shifted, backend), []
-    for each in (eagerly(shifted), net):
-        outputs, (a, b, c), _ = each(x, tuple(state))
-        loss = outputs.sin().sum() + a.cos().sum() + 2 * b.cos().sum() + 3 * c.cos().sum()
-        found.append(torch.autograd.grad(loss, [x, *state]))
-    assert run_by(net) == {backend}
-    close(found[1], found[0])
+    as_the_loop(lambda x, s: (x * s[0], (s[1], s[2], s[0])), backend, x, tuple(state))

@@ -1,15 +1,22 @@
 """What a cell draws under a plan are the numbers that the eager loop would draw."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import BACKENDS, by_plan, eagerly, grid, planned, run_by
-from weft.recurrent.capture import capture
-from weft.recurrent.graph import drawn
+from tests.recurrent.recurrent_cases import (
+    BACKENDS,
+    as_the_loop,
+    by_plan,
+    close,
+    eagerly,
+    grid,
+    outcome,
+    planned,
+    run_by,
+)
 from weft.recurrent.plan_cache import NoPlanWarning
 
 
@@ -55,18 +62,14 @@ def test_the_same_seed_gives_the_numbers_of_the_eager_loop_and_leaves_the_genera
     draw: Callable[[Tensor], Tensor], backend: str
 ) -> None:
     cell = Drawing(draw)
-    x, state = torch.randn(5, 2, 3).double(), torch.zeros(2, 3).double()
+    x, state = torch.randn(5, 2, 3).double().requires_grad_(), torch.zeros(2, 3).double()
     net, found = planned(cell, backend), []
     for each in (eagerly(cell), net, net):  # the second call has its plan: nothing is drawn to make one
-        torch.manual_seed(7)
-        leaf = x.clone().requires_grad_()
-        outputs = each(leaf, state).outputs
-        after = torch.get_rng_state()
-        found.append((outputs.detach(), torch.autograd.grad(outputs.sin().sum(), leaf)[0], after))
+        found.append((outcome(each, x, state), torch.get_rng_state()))
     assert run_by(net) == {backend}
     for seen in found[1:]:
-        torch.testing.assert_close(seen[:2], found[0][:2], rtol=1e-12, atol=1e-14)
-        assert torch.equal(seen[2], found[0][2])
+        close(seen[0], found[0][0])
+        assert torch.equal(seen[1], found[0][1])
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -78,48 +81,20 @@ def test_attention_and_rrelu_draw_only_where_they_are_told_to(training: bool) ->
         return after, after
 
     x, h = torch.randn(5, 2, 12).double(), torch.randn(2, 12).double().requires_grad_()
-    nets = [planned(step, "python"), eagerly(step)]
-    if training:
-        with pytest.warns(NoPlanWarning, match="draws random numbers"):
-            nets[0](x, h)
+    if not training:
+        as_the_loop(step, "python", x, h, 1e-12)
         return
-    ours, theirs = (each(x, h).outputs for each in nets)
-    assert run_by(nets[0]) == {"python"}
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(each.sin().sum(), h)[0] for each in (ours, theirs)), rtol=1e-12, atol=1e-14
-    )
-
-
-def test_each_step_draws_anew_and_a_step_is_filled_in_order() -> None:
-    cell = Drawing(DRAWS["rand like, twice"])
-    x = torch.randn(2, 3).double()
-    captured = capture(cell, x, x)
-    torch.manual_seed(1)
-    one, other = drawn(captured.draws, 3, x.device)
-    torch.manual_seed(1)
-    for t in range(3):
-        assert torch.equal(one[t], torch.rand_like(x)) and torch.equal(other[t], torch.rand_like(x))
+    with pytest.warns(NoPlanWarning, match="draws random numbers"):
+        planned(step, "python")(x, h)
 
 
 @by_plan
 def test_a_new_dropout_rate_or_evaluation_makes_another_plan(backend: str) -> None:
     cell = Drawing(nn.Dropout(0.5))
-    net = planned(cell, backend)
-    x, state = torch.randn(3, 2, 3).double(), torch.zeros(2, 3).double()
-
-    def alike() -> Any:
-        seen: list[Tensor] = []
-        for each in (eagerly(cell), net):
-            torch.manual_seed(7)
-            seen.append(each(x, state).outputs)
-        torch.testing.assert_close(seen[1], seen[0], rtol=1e-12, atol=1e-14)
-
-    alike()
-    cell.draw.p = 0.1
-    alike()
-    cell.eval()
-    alike()
+    net, x, state = planned(cell, backend), torch.randn(3, 2, 3).double(), torch.zeros(2, 3).double()
+    for change in (lambda: None, lambda: setattr(cell.draw, "p", 0.1), cell.eval):
+        change()
+        close(outcome(net, x, state), outcome(eagerly(cell), x, state))
     assert len(net.why()) == 3 and run_by(net) == {backend}
 
 
@@ -135,19 +110,11 @@ def test_inputs_and_states_that_lie_otherwise_in_memory_draw_what_the_eager_loop
     net, x, h = planned(cell, backend), torch.randn(5, rows, 4).double(), torch.randn(rows, 4).double()
     other_x = torch.randn(5, 4, rows).double().transpose(1, 2)
     other_h = torch.randn(4, rows).double().t()
-
-    def alike(x: Tensor, h: Tensor) -> None:
-        seen: list[Tensor] = []
-        for each in (eagerly(cell), net):
-            torch.manual_seed(7)
-            seen.append(each(x, h).outputs)
-        torch.testing.assert_close(seen[1], seen[0], rtol=1e-12, atol=1e-14)
-
-    alike(x, h)
-    alike(other_x, h)
-    alike(x.transpose(0, 1).contiguous().transpose(0, 1), h.expand_as(h))
+    for given in ((x, h), (other_x, h), (x.transpose(0, 1).contiguous().transpose(0, 1), h.expand_as(h))):
+        close(outcome(net, *given), outcome(eagerly(cell), *given))
     assert run_by(net) == {backend} and len(net.why()) == rows  # one row lies as it lies
     if rows == 1:
-        return alike(x, other_h)
+        close(outcome(net, x, other_h), outcome(eagerly(cell), x, other_h))
+        return
     with pytest.warns(NoPlanWarning, match=r"another memory layout than later ones.*\.contiguous\(\)"):
-        alike(x, other_h)
+        close(outcome(net, x, other_h), outcome(eagerly(cell), x, other_h))

@@ -9,7 +9,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import by_plan, close, eagerly, gradients, planned, run_by
+from tests.recurrent.recurrent_cases import as_the_loop, by_plan
 
 WIDTH, ROWS, STEPS = 3, 2, 4
 
@@ -131,10 +131,4 @@ def check(cell: nn.Module, backend: str, lengths: Any) -> None:
     leaves = [torch.randn(*shape, generator=draw).double() for shape in ((STEPS, ROWS, WIDTH), *[(ROWS, WIDTH)] * 2)]
     x, h, c = (leaf.requires_grad_() for leaf in leaves)
     state = (h, c, torch.tensor([4, -3]), torch.tensor([True, False]))
-    net, found = planned(cell, backend, verify="never"), []
-    for each in (eagerly(cell), net):
-        result = tuple(each(x, state, lengths=lengths))
-        found.append((result, gradients(result, [x, h, c, *cell.parameters()])))
-    assert run_by(net) == {backend}, net.why()
-    close(found[1][0], found[0][0], 1e-10)
-    close(found[1][1], found[0][1], 1e-9)
+    as_the_loop(cell, backend, x, state, 1e-9, verify="never", lengths=lengths)

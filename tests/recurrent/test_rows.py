@@ -1,92 +1,149 @@
-"""Lengths, masks and resets: as if every row ran alone, and padding is never read."""
+"""Lengths, masks with holes, resets, truncation and the step number: as if every row ran alone, on every backend."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import (
+    Awkward,
+    as_the_loop,
     at_once,
+    by_any,
+    by_plan,
     close,
     eagerly,
     equal,
     floats,
     gradients,
+    outcome,
     per_row,
+    planned,
     random_case,
+    run_by,
+    spoiled,
     told,
 )
-from weft.core.errors import SpecError, UsageError
+from weft.core.errors import SpecError
 from weft.core.pytree import map_leaves
 from weft.core.validation import Validator
 from weft.recurrent import Recurrent
 from weft.recurrent.masking import read_rows
+from weft.recurrent.plan_cache import NoPlanWarning
 from weft.recurrent.sequence import read_inputs
 
-
-@st.composite
-def tables(draw: st.DrawFn, steps: int, rows: int) -> Tensor:
-    bits = st.lists(st.booleans(), min_size=steps * rows, max_size=steps * rows)
-    return torch.tensor(draw(bits), dtype=torch.bool).view(steps, rows)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
-    steps, rows = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    arguments: dict[str, Any] = {}
-    if draw(st.booleans()):
-        lengths = draw(st.lists(st.integers(0, steps), min_size=rows, max_size=rows))
-        arguments["lengths"] = draw(st.sampled_from([lengths, torch.tensor(lengths), tuple(lengths)]))
-    for name in ("mask", "reset"):
-        if draw(st.booleans()):
-            arguments[name] = draw(tables(steps, rows))
-    return steps, rows, arguments
+STEPS, ROWS = 6, 3
+tables = st.lists(st.booleans(), min_size=STEPS * ROWS, max_size=STEPS * ROWS).map(
+    lambda bits: torch.tensor(bits).view(STEPS, ROWS)
+)
 
 
-def poisoned(x: Any, valid: Tensor) -> Any:
-    """The same inputs with NaN wherever they do not count."""
-    with torch.no_grad():
-        spoiled = map_leaves(
-            lambda leaf: leaf.masked_fill(~valid.view(*valid.shape, *[1] * (leaf.dim() - 2)), torch.nan), x
-        )
-    return map_leaves(lambda leaf: leaf.requires_grad_(), spoiled)
+class Timed(Awkward):
+    """Reads the number of the step as an int may be read."""
+
+    def forward(self, x: Any, state: Any, t: int) -> Any:
+        y, (h, more) = super().forward(x, state)
+        return y, (h * (1 + t), {"n": more["n"] + t})
 
 
-@given(cases(), st.integers(0, 99), st.booleans())
+@cache
+def network(kind: type[Awkward], backend: str) -> Recurrent:
+    """One network for all examples, so that its plans are made once."""
+    return Recurrent(kind(), backend=backend, **({"time_step": True, "truncate": 2} if kind is Timed else {}))
+
+
+@by_any
+@settings(max_examples=10)
+@given(
+    lengths=st.none() | st.lists(st.integers(0, STEPS), min_size=ROWS, max_size=ROWS),
+    mask=st.none() | tables,
+    reset=st.none() | tables,
+    seed=st.integers(0, 99),
+    own=st.booleans(),
+    form=st.sampled_from([list, tuple, torch.tensor]),
+)
 def test_every_row_runs_as_if_alone_and_padding_of_nan_leaks_nowhere(
-    case: tuple[int, int, dict[str, Any]], seed: int, own: bool
+    lengths: Any, mask: Tensor | None, reset: Tensor | None, seed: int, own: bool, form: Any, backend: str
 ) -> None:
-    steps, rows, arguments = case
-    cell, x, state = random_case(steps, rows, seed)
-    fresh = random_case(steps, rows, seed + 1)[2] if own else state
-    within = torch.arange(steps)[:, None] < torch.as_tensor(arguments.get("lengths", [steps] * rows))
-    valid = within & arguments.get("mask", torch.tensor(True))
-    reset = within & arguments["reset"] if "reset" in arguments else None
-    net = eagerly(cell, initial=(lambda first: fresh) if own else None)
-
-    wanted = per_row(cell, x, state, valid, reset, fresh)
-    padded = poisoned(x, valid)
-    seen = net(padded, state, **arguments)
-
-    close(seen.outputs, wanted[0])
-    close(seen.last, wanted[1])
-    close(seen.states, wanted[2])
+    net, (_, x, state) = network(Awkward, backend), random_case(STEPS, ROWS, seed)
+    fresh = random_case(STEPS, ROWS, seed + 1)[2] if own else state
+    net.initial = (lambda first: fresh) if own else None
+    within = torch.arange(STEPS)[:, None] < torch.tensor([STEPS] * ROWS if lengths is None else lengths)
+    valid = within if mask is None else within & mask
+    wanted = per_row(net.cell, x, state, valid, None if reset is None else within & reset, fresh)
+    padded = spoiled(x, valid)
+    seen = net(padded, state, lengths=None if lengths is None else form(lengths), mask=mask, reset=reset)
+    close(tuple(seen), tuple(wanted))
     for leaf in floats(seen.outputs):
         assert torch.equal(leaf[~valid], torch.zeros_like(leaf[~valid]))
-    learn = [*cell.parameters(), *floats(state), *floats(fresh)]
-    close(gradients(tuple(seen), [*learn, *floats(padded)]), gradients(wanted, [*learn, *floats(x)]))
+    learn = [*net.cell.parameters(), *floats(state), *floats(fresh)]
+    close(gradients(tuple(seen), [*learn, *floats(padded)]), gradients(wanted, [*learn, *floats(x)]), 1e-10)
+    assert run_by(net) == {backend}
 
 
-def test_rows_that_never_count_leave_all_gradients_finite() -> None:
-    cell, x, state = random_case(3, 2, 0)  # the cell divides by the norm of its input
-    for lengths in ([0, 0], [0, 3], [3, 0]):
-        padded = poisoned(x, torch.arange(3)[:, None] < torch.tensor(lengths))
-        result = eagerly(cell)(padded, state, lengths=lengths)
-        grads = gradients(tuple(result), [*cell.parameters(), *floats(padded), *floats(state)])
-        assert all(torch.isfinite(grad).all() for grad in grads)
+@by_plan
+@settings(max_examples=8)
+@given(start=st.integers(0, 3), every=st.integers(1, 7), seed=st.integers(0, 99), reset=st.none() | tables)
+def test_truncation_the_step_number_and_resets_are_as_in_the_loop(
+    start: int, every: int, seed: int, reset: Tensor | None, backend: str
+) -> None:
+    net, (_, x, state) = network(Timed, backend), random_case(STEPS, ROWS, seed)
+    fresh = map_leaves(lambda leaf: leaf.detach().clone() + 1, state)
+    net.truncate, net.initial = every, lambda first: fresh
+    loop = eagerly(net.cell, time_step=True, truncate=every, initial=net.initial)
+    close(*(outcome(each, x, state, reset=reset, start=start) for each in (net, loop)), 1e-10)
+    assert run_by(net) == {backend}
+
+
+@by_plan
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_reset_brings_back_keeps_its_gradient_where_others_are_cut(own: bool, backend: str) -> None:
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h.sin(), (x + h).tanh()
+
+    torch.manual_seed(0)
+    x, first = torch.randn(STEPS, ROWS, 3).double(), torch.randn(ROWS, 3).double().requires_grad_()
+    reset = torch.arange(STEPS)[:, None] % 4 == torch.arange(ROWS)
+    options: dict[str, Any] = {"truncate": 2, "initial": (lambda _: first) if own else None}
+    found: list[Any] = []
+    for net in (planned(cell, backend, **options), eagerly(cell, **options)):
+        found.append(gradients(tuple(net(x, None if own else first, reset=reset)), [first]))
+    close(*found)
+
+
+@by_plan
+def test_a_cell_that_looks_at_all_rows_sees_the_same_in_place_of_padding(backend: str) -> None:
+    torch.manual_seed(0)
+    x, h = torch.randn(STEPS, ROWS, 3).double().requires_grad_(), torch.randn(ROWS, 3).double()
+    x.data[4:, 1] = torch.nan
+    as_the_loop(lambda x, h: ((h + x - x.mean(0)).tanh(),) * 2, backend, x, h, lengths=[6, 4, 0])
+
+
+@by_plan
+def test_a_step_number_that_a_plan_would_round_is_left_to_the_loop(backend: str) -> None:
+    """Also where the first steps do not show it."""
+
+    def cell(x: Tensor, h: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        return x + h * (1e-4 * t), h
+
+    def exact(x: Tensor, h: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        return x + h * (1e-4 * torch.as_tensor(t, dtype=x.dtype)), h
+
+    x, h = torch.randn(4, 2, 3).double(), torch.ones(2, 3).double()
+    wanted = eagerly(cell, time_step=True)(x, h, start=9999).outputs
+    net = planned(cell, backend, time_step=True)
+    with pytest.warns(NoPlanWarning, match="float64 with the number t.*as_tensor"):
+        net(x, h)
+    close(net(x, h, start=9999).outputs, wanted, 1e-14)
+    assert run_by(net) == {"eager"}
+    net = planned(exact, backend, time_step=True)
+    net(x, h)
+    close(net(x, h, start=9999).outputs, wanted, 1e-14)
+    assert run_by(net) == {backend}
 
 
 def test_a_reset_counts_in_a_hole_but_not_past_the_end() -> None:
@@ -113,16 +170,6 @@ def test_a_mask_that_is_true_everywhere_changes_no_bit() -> None:
     plain = eagerly(cell)(x, state)
     masked = eagerly(cell)(x, state, mask=torch.ones(4, 3, dtype=torch.bool), lengths=[4, 4, 4])
     assert all(equal(a, b) for a, b in zip(plain, masked, strict=True))
-
-
-def test_batch_first_tables_are_rows_by_steps() -> None:
-    cell, x, state = random_case(4, 3, 2)
-    mask, reset = torch.rand(4, 3) < 0.5, torch.rand(4, 3) < 0.5
-    wanted = eagerly(cell)(x, state, mask=mask, reset=reset)
-    turned = map_leaves(lambda leaf: leaf.transpose(0, 1), x)
-    seen = eagerly(cell, batch_first=True)(turned, state, mask=mask.t(), reset=reset.t())
-    assert torch.equal(seen.outputs["h"].transpose(0, 1), wanted.outputs["h"])
-    assert equal(seen.last, wanted.last)
 
 
 def test_all_faults_of_lengths_mask_and_reset_are_told_at_once() -> None:
@@ -175,9 +222,3 @@ def test_what_is_no_table_at_all_is_told_too(given: dict[str, Any], words: str) 
     tables = {"lengths": None, "mask": None, "reset": None, **given}
     read_rows(inputs, **tables, batch_first=False, check=check)
     assert len(check.faults) == 1 and check.faults[0].startswith(words)
-
-
-@pytest.mark.parametrize("truncate", [0, True])
-def test_a_window_that_is_no_number_of_steps_is_told(truncate: Any) -> None:
-    with pytest.raises(UsageError, match=f"truncate is {truncate!r}, wanted at least 1 step, or None"):
-        Recurrent(nn.GRUCell(2, 2), truncate=truncate)

@@ -4,19 +4,17 @@ import gc
 import os
 import warnings
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.recurrent.recurrent_cases import by_plan, run_by
+from tests.recurrent.recurrent_cases import by_plan, close, run_by
 from weft.core.errors import InPlaceError, UsageError
-from weft.recurrent import NoPlanWarning, Recurrent, recurrent_net
+from weft.recurrent import Recurrent, recurrent_net
 from weft.recurrent.cpp.backend import WorkspacePool
 
-SCALE = 2.0
 Pair = tuple[Tensor, Tensor]
 
 
@@ -30,26 +28,6 @@ class Switched(nn.Module):
 
     def forward(self, x: Tensor, s: Tensor) -> Pair:
         new = torch.tanh(self.current(x) + s)
-        return new, new
-
-
-class Scaled(nn.Module):
-    """Reads a number of its module of code."""
-
-    def forward(self, x: Tensor, s: Tensor) -> Pair:
-        new = torch.tanh(x * SCALE + s)
-        return new, new
-
-
-class Buffered(nn.Module):
-    """Looks at the value of a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("k", torch.tensor(2.0))
-
-    def forward(self, x: Tensor, s: Tensor) -> Pair:
-        new = torch.tanh(x * self.k.item() + s)
         return new, new
 
 
@@ -67,41 +45,6 @@ class Frozen(nn.Module):
 
 def sequence() -> Pair:
     return torch.randn(4, 2, 3), torch.zeros(2, 3)
-
-
-def switch_layer(cell: nn.Module) -> None:
-    assert isinstance(cell, Switched)
-    cell.current = cell.b
-
-
-def scale_more(cell: nn.Module) -> None:
-    global SCALE  # noqa: PLW0603
-    SCALE += 3.0
-
-
-def write_buffer(cell: nn.Module) -> None:
-    assert isinstance(cell, Buffered) and isinstance(cell.k, Tensor)
-    cell.k.fill_(5.0)
-
-
-@pytest.mark.filterwarnings("ignore::weft.recurrent.NoPlanWarning")
-@pytest.mark.parametrize(("make", "change"), [(Switched, switch_layer), (Scaled, scale_more), (Buffered, write_buffer)])
-def test_what_a_cell_reads_may_change_between_calls(
-    make: Callable[[], nn.Module], change: Callable[[nn.Module], None]
-) -> None:
-    cell, (x, s) = make(), sequence()
-    net, loop = Recurrent(cell, backend="python"), Recurrent(cell, backend="eager")
-    before = net(x, s).outputs
-    change(cell)
-    after = net(x, s).outputs
-    assert not torch.allclose(before, after)
-    assert torch.allclose(after, loop(x, s).outputs, atol=1e-6)
-
-
-def test_a_look_at_a_buffer_is_refused_by_name() -> None:
-    net = Recurrent(Buffered(), backend="python")
-    with pytest.warns(NoPlanWarning, match="reads the value of a buffer"):
-        net(*sequence())
 
 
 def test_a_frozen_weight_that_changes_before_backward_is_noticed() -> None:
@@ -189,8 +132,7 @@ def test_a_functional_call_has_gradients_of_gradients_and_plans_only_for_leaves(
         second = torch.autograd.grad(sum(g.square().sum() for g in first), list(given.values()))
         assert all(one is other for one, other in zip(before, each.parameters(), strict=True))
         found.append([*first, *second])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    close(*found)
     assert run_by(net) == ({"python"} if leaf else {"eager"})
     assert ["computed from others" in str(each.message) for each in told] == ([] if leaf else [True])
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.cells_for_tests import CASES, Case, engine_of
 from tests.recurrent.recurrent_cases import BACKENDS, by_plan, grid
+from tests.recurrent.step_cases import CASES, Case, engine_of
 from tests.recurrent.test_autograd import sequence
 from weft.recurrent import python_backend as python_engine
 from weft.recurrent.capture import capture
@@ -67,25 +67,20 @@ def test_a_fault_that_shows_in_one_step_without_gradients_of_all_states_is_seen(
 
 @by_plan
 def test_nan_in_the_same_places_is_no_difference(backend: str) -> None:
-    class Root(nn.Module):
-        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            return (x - 10).sqrt() + state, state + x
+    def root(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return (x - 10).sqrt() + state, state + x
 
     x = torch.randn(2, 3, dtype=torch.float64)
-    engine = engine_of(backend, Case(Root(), x, x, []))
-    verify(engine, Root(), [torch.randn(4, 2, 3, dtype=torch.float64)], [x])
+    verify(engine_of(backend, Case(root, x, x, [])), root, [torch.randn(4, 2, 3, dtype=torch.float64)], [x])
 
 
 @by_plan
 def test_the_check_draws_what_the_cell_draws_and_puts_the_generator_back(backend: str) -> None:
-    class Dropping(nn.Module):
-        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            after = state + nn.functional.dropout(x, 0.5)
-            return after, after
+    def dropping(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = state + nn.functional.dropout(x, 0.5)
+        return after, after
 
-    x = torch.randn(2, 3, dtype=torch.float64)
-    engine = engine_of(backend, Case(Dropping(), x, x, []))
-    xs = torch.randn(4, 2, 3, dtype=torch.float64)
-    before = torch.get_rng_state()
-    verify(engine, Dropping(), [xs], [x])
+    x, xs = torch.randn(2, 3, dtype=torch.float64), torch.randn(4, 2, 3, dtype=torch.float64)
+    engine, before = engine_of(backend, Case(dropping, x, x, [])), torch.get_rng_state()
+    verify(engine, dropping, [xs], [x])
     assert torch.equal(torch.get_rng_state(), before)

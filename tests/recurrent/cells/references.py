@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, gradients
-from weft.core.pytree import flatten, map_leaves
+from weft.core.pytree import map_leaves
 from weft.recurrent import Recurrent
 
 Step = Callable[[Tensor, Any], tuple[Any, Any]]
@@ -32,9 +32,9 @@ def by_hand(step: Step, x: Tensor, state: Any) -> tuple[Any, Any]:
     return map_leaves(lambda *ys: torch.stack(ys), *outputs), state
 
 
-def follows(cell: nn.Module, step: Step, width: int | tuple[int, ...] = 3) -> None:
+def follows(cell: nn.Module, step: Step, shape: tuple[int, ...]) -> None:
     """Fail unless the cell does what the formula does: values, and gradients of input and parameters."""
-    x = torch.randn(5, 2, *((width,) if isinstance(width, int) else width), dtype=torch.float64, requires_grad=True)
+    x = torch.randn(5, 2, *shape, dtype=torch.float64, requires_grad=True)
     wanted = by_hand(step, x, cell.initial_state(x[0]))
     seen = Recurrent(cell)(x)
     close(seen[:2], wanted)
@@ -49,8 +49,3 @@ def blocks(cell: Any, count: int) -> tuple[Tensor, Tensor, Tensor]:
 def products(weights: Tensor, x: Tensor) -> Tensor:
     """K x N x H: every gate's product, entry by entry."""
     return torch.einsum("khd,nd->knh", weights, x)
-
-
-def equal_leaves(one: Any, other: Any) -> bool:
-    """Whether two values hold the same bits."""
-    return all(torch.equal(a, b) for a, b in zip(flatten(one)[0], flatten(other)[0], strict=True))

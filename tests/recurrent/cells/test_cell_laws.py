@@ -1,70 +1,104 @@
-"""What holds for every cell of the zoo."""
+"""What holds for every cell of the zoo, whatever runs it, in chunks of two steps and whatever is kept of them."""
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.recurrent.cells.zoo_cases import ZOO, ZooCase, every_cell, sampled
-from tests.recurrent.recurrent_cases import close, equal, floats, gradients, learned, per_row
+from tests.recurrent.cells.zoo_cases import SAMPLE, ZOO, ZooCase, sampled
+from tests.recurrent.recurrent_cases import (
+    BACKENDS,
+    as_the_loop,
+    by_plan,
+    close,
+    eagerly,
+    equal,
+    floats,
+    gradients,
+    learned,
+    needs_compiler,
+    outcome,
+    planned,
+    run_by,
+)
 from weft.core.pytree import flatten, map_leaves
 from weft.recurrent import Recurrent
+from weft.recurrent import backends as engine
 
-STEPS, ROWS = 5, 3
-deterministic = sampled([each for each in ZOO if not each.random])
+STEPS, ROWS = 4, 2
+every_plan = pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(
+            case,
+            backend,
+            marks=[
+                *([needs_compiler] if backend == "c" else []),
+                *([] if backend == "c" or case.name in SAMPLE else [pytest.mark.long]),
+            ],
+            id=f"{case.name}-{backend}",
+        )
+        for backend in BACKENDS
+        for case in ZOO
+    ],
+)
+"""Every cell by compiled loops; by Python's, whose operators are PyTorch's, a few."""
 
 
 def begun(case: ZooCase, cell: Any, x: Tensor) -> Any:
-    """A state for the cell, its own or a given one, each tensor a leaf with a gradient."""
+    """An initial state, each tensor a leaf with a gradient, and none of them zero."""
     given = case.state(cell, x)
     state = cell.initial_state(x[0]) if given is None else given
-    return map_leaves(lambda leaf: learned(leaf.detach().clone()), state)
+    draw = torch.Generator().manual_seed(1)
+
+    def leaf(each: Tensor) -> Tensor:
+        if not each.is_floating_point():
+            return each.clone()
+        return learned(each.detach() + 0.3 * torch.rand(each.shape, generator=draw, dtype=each.dtype))
+
+    return map_leaves(leaf, state)
 
 
-@every_cell
-def test_gradients_are_those_of_finite_differences(case: ZooCase) -> None:
-    cell, x = case.cell(), case.inputs(3, 2)
-    net = Recurrent(cell)
-    state = begun(case, cell, x)
-    with torch.no_grad():
-        for leaf in floats(state):
-            leaf.add_(0.3 * torch.rand_like(leaf))
+@cache
+def network(case: ZooCase, backend: str) -> tuple[Recurrent, Any]:
+    """A network and a state to begin with; its plans are made once for all laws."""
+    cell, x = case.cell(), case.inputs(STEPS, ROWS)
+    net, state = planned(cell, backend, verify="never"), begun(case, cell, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "CHUNK_BYTES", 0)
+        patch.setattr(engine, "CHUNK_ROWS", 2 * ROWS)
+        net(x, state)
+    return net, state
+
+
+@by_plan
+@sampled()
+def test_gradients_are_those_of_finite_differences(case: ZooCase, backend: str) -> None:
+    (net, state), x = network(case, backend), case.inputs(3, ROWS)
 
     def run(*_: Tensor) -> list[Tensor]:  # gradcheck moves the very tensors that the network reads
         torch.manual_seed(0)
         return [leaf for leaf in flatten(net(x, state)[:2])[0] if leaf.requires_grad]
 
-    assert torch.autograd.gradcheck(run, (x, *floats(state), *cell.parameters()), fast_mode=True)
+    assert torch.autograd.gradcheck(run, (x, *floats(state), *net.parameters()), fast_mode=True)
+    assert run_by(net) == {backend}
 
 
+@every_plan
+def test_all_results_and_gradients_are_those_of_the_eager_loop(case: ZooCase, backend: str) -> None:
+    (net, state), x = network(case, backend), case.inputs(STEPS, ROWS)
+    close(outcome(net, x, state), outcome(eagerly(net.cell), x, state))
+    assert run_by(net) == {backend}
+
+
+@by_plan
 @sampled()
-def test_steps_give_the_bits_of_the_whole(case: ZooCase) -> None:
+def test_lengths_give_the_results_and_gradients_of_the_eager_loop(case: ZooCase, backend: str) -> None:
     cell, x = case.cell(), case.inputs(STEPS, ROWS)
-    net = Recurrent(cell, backend="eager")  # a plan gives the same but for rounding
-    state = case.state(cell, x)
-    torch.manual_seed(0)
-    whole = net(x, state)
-    torch.manual_seed(0)
-    for t in range(STEPS):
-        y, state = net.step(x[t], state)
-        assert equal(y, map_leaves(lambda leaf, t=t: leaf[t], whole.outputs))
-    assert equal(state, whole.last)
-
-
-@deterministic
-def test_rows_of_different_length_are_as_if_alone(case: ZooCase) -> None:
-    cell, x = case.cell(), case.inputs(STEPS, 4)
-    state = begun(case, cell, x)
-    lengths = torch.tensor([5, 2, 0, 3])
-    valid = torch.arange(STEPS)[:, None] < lengths
-    net = Recurrent(cell)
-    seen, wanted = net(x, state, lengths=lengths), per_row(cell, x, state, valid)
-    for one, other in zip(seen, wanted, strict=True):
-        close(one, other)
-    wrt = [x, *floats(state), *cell.parameters()]
-    close(gradients(tuple(seen), wrt), gradients(wanted, wrt), 1e-10)
+    as_the_loop(cell, backend, x, begun(case, cell, x), verify="never", lengths=[2, STEPS])
 
 
 @sampled()
@@ -91,7 +125,6 @@ def test_a_cell_keeps_to_the_dtype_of_its_weights(case: ZooCase, dtype: torch.dt
     assert all(leaf.isfinite().all() for leaf in leaves)
 
 
-# The loop may run instead: in bfloat16 a plan may round beyond what the first check allows.
 @pytest.mark.filterwarnings("ignore::weft.recurrent.NoPlanWarning")
 @sampled()
 def test_under_autocast_a_cell_runs_and_its_state_goes_round(case: ZooCase) -> None:
@@ -100,3 +133,21 @@ def test_under_autocast_a_cell_runs_and_its_state_goes_round(case: ZooCase) -> N
         result = Recurrent(cell)(x, case.state(cell, x))
     sum(leaf.float().sum() for leaf in flatten(result.outputs)[0]).backward()
     assert x.grad is not None and x.grad.isfinite().all()
+
+
+@by_plan
+@sampled()
+def test_whatever_is_kept_the_bits_are_the_same(case: ZooCase, backend: str) -> None:
+    (net, state), x = network(case, backend), case.inputs(11, ROWS)
+    found: dict[Any, tuple[Any, Any]] = {}
+    for memory in ("full", "states", "sqrt", 1 << 30):
+        net._plans._memory = memory  # one plan for all of them
+        torch.manual_seed(5)
+        result = net(x, state)
+        parts = tuple(result[:2])
+        found[memory] = parts, gradients(parts, [x, *floats(state), *net.parameters()])
+        assert (result.states is None) == (memory == "sqrt")
+    net._plans._memory = "full"
+    assert len(net.why()) == 1 and run_by(net) == {backend}
+    for each in found.values():
+        assert equal(each, found["full"])

@@ -41,8 +41,3 @@ def test_cells_begin_at_random_as_pytorchs_do(name: str) -> None:
         drawn.append(make(3, 4, **options).state_dict())
     assert list(drawn[0]) == list(drawn[1])
     assert all(torch.equal(drawn[0][key], drawn[1][key]) for key in drawn[0])
-
-
-def test_without_a_bias_nothing_comes_of_nothing() -> None:
-    y, state = cells.ElmanCell(3, 4, bias=False)(torch.zeros(2, 3), torch.zeros(2, 4))
-    assert y is state and not y.any()

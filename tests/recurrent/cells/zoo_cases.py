@@ -1,10 +1,4 @@
-"""Every cell and wrapper of the zoo, small, with inputs: what the laws about all of them run over.
-
-for case in ZOO:
-    net = Recurrent(case.cell())                          float64
-    x = case.inputs(steps, rows)                          T x N x ..., with gradients
-    result = net(x, case.state(net.cell, x))              None, except for cells that must be given a state
-"""
+"""Every cell and wrapper of the zoo, small, with inputs: what the laws about all of them run over."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +82,6 @@ ZOO: list[ZooCase] = [
 ]
 
 SAMPLE = ("Elman", "layer norm LSTM", "GRU recurrent dropout", "ConvLSTM", "sLSTM two heads", "zoneout of attention")
-every_cell = pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
 
 
 def sampled(cases: list[ZooCase] = ZOO) -> pytest.MarkDecorator:

@@ -1,6 +1,5 @@
-"""The C++ text: what runs step by step, and bits that do not depend on threads, chunks or memory."""
+"""Cells at the edge of what loops in C++ know: the eager loop's numbers, whatever threads, chunks or memory."""
 
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,19 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.cells_for_tests import CASES, Case, Told, engine_of
-from tests.recurrent.recurrent_cases import needs_compiler
-from weft.core.pytree import flatten
-from weft.recurrent import Recurrent
-from weft.recurrent.backends import Memory
+from tests.recurrent.recurrent_cases import as_the_loop, equal, needs_compiler, outcome, planned
+from tests.recurrent.step_cases import CASES, engine_of
 from weft.recurrent.cpp import backend
-from weft.recurrent.cpp.backend import CppBackend
 
 pytestmark = needs_compiler
 
 
 ROWS, STEPS, WIDTH, HIDDEN = 6, 7, 3, 4
-MEMORIES: tuple[Memory, ...] = ("full", "states")
 
 
 class Cell(nn.Module):
@@ -102,33 +96,16 @@ CONTRIVED: dict[str, Contrived] = {
     "one row": Contrived(
         lambda c, x, h: twice(torch.tanh(x @ c.w + h @ c.u + c.b)), W | {"u": (4, 4), "b": (4,)}, ((1, 4),), 1
     ),
+    "a carried gradient is known before the main loop": Contrived(
+        lambda c, x, s: (((y := x @ c.w + s[1]), y + s[0]), (0.7 * s[0], 0.5 * s[0])), W, TWO
+    ),
+    "a carried gradient comes out of a product before the main loop": Contrived(
+        lambda c, x, s: (((y := (x @ c.w + s[1]) @ c.u), y + s[0]), (0.7 * s[0], 0.5 * s[0])), W | {"u": (4, 4)}, TWO
+    ),
     "nothing of anything": Contrived(
         lambda c, x, h: twice(torch.tanh(h + x[:, :0] @ c.w + c.u[:, :0].sum(1))), {"w": (0, HIDDEN), "u": (HIDDEN, 2)}
     ),
 }
-
-
-def states_of(case: Contrived) -> Any:
-    made = [
-        torch.arange(ROWS) - 2 if shape is None else torch.randn(shape).double().requires_grad_()
-        for shape in case.states
-    ]
-    return made[0] if len(made) == 1 else tuple(made)
-
-
-def found(cell: nn.Module, x: Tensor, state: Any, **options: Any) -> list[Tensor]:
-    """Outputs, all states, and all gradients."""
-    net = Recurrent(cell, **options)
-    result = net(x, state)
-    if options["backend"] == "c":
-        assert net.why()[0][1] == "c", net.why()
-    ends = [each for each in flatten((result.outputs, result.last, result.states))[0] if isinstance(each, Tensor)]
-    wants = [x, *(each for each in flatten(state)[0] if each.requires_grad), *cell.parameters()]
-    roots = [each for each in ends if each.requires_grad]
-    seeds = [torch.linspace(0.5, 1.5, each.numel()).double().view_as(each) for each in roots]
-    gradients = torch.autograd.grad(roots, wants, seeds, allow_unused=True)
-    zeros = [torch.zeros_like(want) if each is None else each for want, each in zip(wants, gradients, strict=True)]
-    return [*(each.detach() for each in ends), *zeros]
 
 
 @pytest.mark.parametrize("name", CONTRIVED)
@@ -136,73 +113,16 @@ def test_a_cell_at_the_edge_is_equal_to_the_eager_loop(name: str, monkeypatch: p
     case = CONTRIVED[name]
     torch.manual_seed(0)
     cell = Cell(case.step, **case.weights)
-    x, state = torch.randn(STEPS, case.rows, WIDTH).double().requires_grad_(), states_of(case)
-    wanted = found(cell, x, state, backend="eager")
-    seen = found(cell, x, state, backend="c", verify="never")
-    for one, other in zip(seen, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    x, states = torch.randn(STEPS, case.rows, WIDTH).double().requires_grad_(), []
+    for shape in case.states:
+        states.append(torch.arange(ROWS) - 2 if shape is None else torch.randn(shape).double().requires_grad_())
+    state = states[0] if len(states) == 1 else tuple(states)
+    seen = outcome(as_the_loop(cell, "c", x, state, 1e-12, verify="never"), x, state)
     monkeypatch.setattr(backend, "MIN_PARALLEL_OPERATIONS", -1.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for memory in MEMORIES:
-        again = found(cell, x, state, backend="c", memory=memory, verify="never")
-        assert all(torch.equal(one, other) for one, other in zip(again, seen, strict=True)), f"{memory}, by 3 threads"
-
-
-DOWN, UP = "for (long t = steps - 1; t >= 0; t--) {", "for (long t = 0; t < steps; t++) {"
-
-
-def function(engine: CppBackend, name: str) -> str:
-    """The text of one of the three functions."""
-    return engine.compiled.text.split(f'extern "C" void {name}(')[1].split('extern "C" void ')[0]
-
-
-def block(text: str, head: str) -> str:
-    """What stands between the braces behind `head`, which is there once."""
-    assert text.count(head) == 1
-    inside, depth = text.split(head)[1], 1
-    for at, letter in enumerate(inside):
-        depth += {"{": 1, "}": -1}.get(letter, 0)
-        if not depth:
-            return inside[:at]
-    raise AssertionError("the braces do not match")
-
-
-def wide(make: Callable[[], nn.Module], states: int) -> Case:
-    cell = Told(make()).double()
-    state = tuple(torch.randn(5, 4).double() for _ in range(states))
-    return Case(cell, torch.randn(5, 3).double(), state if states > 1 else state[0], list(cell.parameters()))
-
-
-CLASSIC = {
-    "LSTM": lambda: wide(lambda: nn.LSTMCell(3, 4), 2),
-    "GRU": lambda: wide(lambda: nn.GRUCell(3, 4), 1),
-    "RNN": lambda: wide(lambda: nn.RNNCell(3, 4), 1),
-}
-
-
-@pytest.mark.parametrize("make", CLASSIC.values(), ids=CLASSIC)
-def test_each_loop_of_the_classic_cells_holds_one_matrix_product_and_no_gradient_of_a_parameter(
-    make: Callable[[], Case],
-) -> None:
-    engine = engine_of("c", make())
-    for name, head in (("forward", UP), ("backward", DOWN)):
-        loop = block(function(engine, name), head)
-        assert len(re.findall(r"\bw_product\(", loop)) == 1
-        assert not re.findall(r"\b(w_gather|w_columns|w_small|dp\d)", loop)
-
-
-@pytest.mark.parametrize("make", CLASSIC.values(), ids=CLASSIC)
-def test_a_weights_gradient_is_one_product_over_all_steps_after_the_loop(make: Callable[[], Case]) -> None:
-    text = function(engine_of("c", make()), "backward")
-    behind = text.split(DOWN)[1]
-    assert len(re.findall(r"\bw_gather\(.*\* steps", behind)) == 2, "one for each weight"
-    assert len(re.findall(r"\bw_columns\(", behind)) >= 1, "and sums of rows for the biases"
-
-
-@pytest.mark.parametrize("make", CLASSIC.values(), ids=CLASSIC)
-def test_what_is_made_again_from_known_states_carries_nothing(make: Callable[[], Case]) -> None:
-    text = function(engine_of("c", make()), "recompute")
-    assert UP not in text and DOWN not in text, "threads take steps, since steps are apart"
+    for memory in ("full", "states"):
+        again = outcome(planned(cell, "c", memory=memory, verify="never"), x, state)
+        assert equal(again, seen), f"{memory}, by 3 threads"
 
 
 def test_the_text_does_not_depend_on_values() -> None:

@@ -80,14 +80,6 @@ def test_a_torn_library_is_never_loaded_but_made_anew(
 
 
 @needs_compiler
-def test_libraries_and_their_folder_are_for_their_owner_alone(place: Path) -> None:
-    place.parent.mkdir(mode=0o755)
-    place.mkdir(mode=0o755)
-    load(TEXT, exact=True)
-    assert [stat.S_IMODE(each.stat().st_mode) for each in (place, *place.iterdir())] == [0o700, 0o600]
-
-
-@needs_compiler
 def test_the_cache_is_bounded_and_what_was_used_longest_ago_goes_first(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,14 +104,15 @@ def test_the_cache_is_bounded_and_what_was_used_longest_ago_goes_first(
 
 
 @needs_compiler
-def test_what_a_killed_compilation_left_is_removed(place: Path) -> None:
+def test_all_is_for_its_owner_alone_and_what_a_killed_compilation_left_is_removed(place: Path) -> None:
     for name, age in (("compiling-old", 1000.0), ("compiling-new", None)):
-        left = place / name
-        left.mkdir(parents=True)
+        (place / name).mkdir(parents=True)
         if age is not None:
-            os.utime(left, (age, age))
+            os.utime(place / name, (age, age))
+    place.chmod(0o755)
     load(TEXT, exact=True)
     assert [each.name for each in place.glob("compiling-*")] == ["compiling-new"]
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (place, *place.glob("*.so"))] == [0o700, 0o600]
 
 
 @pytest.mark.long
@@ -144,14 +137,12 @@ def test_two_processes_that_compile_the_same_at_once_both_get_it(place: Path) ->
 
 
 @needs_compiler
-def test_an_error_of_the_compiler_is_told_and_leaves_nothing(place: Path) -> None:
+def test_an_error_of_the_compiler_is_told_and_one_that_takes_too_long_given_up(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(CompileError, match=r"(?s)ended with code 1.*nonsense"):
         load("nonsense", exact=True)
     assert not list(place.iterdir())
-
-
-@needs_compiler
-def test_a_compiler_that_takes_too_long_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "SECONDS", 0.0)
     with pytest.raises(CompileError, match="did not finish"):
         load(TEXT, exact=True)

@@ -26,17 +26,6 @@ def test_a_whole_number_is_said_exactly_and_fits_its_type(number: int) -> None:
     assert all(int(each) < 2**63 for each in re.findall(r"\d+", text)), "C reads the sign apart from the number"
 
 
-def test_what_is_no_number_has_a_name() -> None:
-    assert literal(math.nan, torch.float32) == "(float)NAN"
-    assert literal(-math.inf, torch.float64) == "(double)-INFINITY"
-
-
-@at_once("value", [True, 2, -1, 0.5, math.nan])
-def test_a_truth_value_is_0_or_1_whatever_it_is_made_of(value: float) -> None:
-    assert literal(value, torch.bool) == "(boolean)1"
-    assert literal(False, torch.float32) == "(float)0"
-
-
 def test_a_conversion_to_a_truth_value_compares() -> None:
     assert converted("x", torch.bool, torch.float32) == "(x != 0)"
     assert converted("x", torch.int8, torch.float32) == "(int8_t)x"
@@ -59,21 +48,6 @@ ROWS: dict[Row, tuple[str, str | None]] = {
 }
 
 
-@at_once("row", ROWS)
-def test_a_row_is_found_in_any_step_and_in_the_first(row: Row) -> None:
-    here, first = ROWS[row]
-    place = MemoryLayout("a", row, 6, (3, 1), 2)
-    assert place.pointer == f"{here} + 2L"
-    assert place.per_step == (row in ("step", "next"))
-    if first is not None:
-        assert place.first == f"{first} + 2L"
-
-
-def test_only_what_has_a_row_for_each_step_is_lasting_and_has_a_first_step() -> None:
-    with pytest.raises(KeyError):
-        _ = MemoryLayout("a", "in", 6, (3, 1)).first
-
-
 def test_an_element_of_a_matrix_is_reached_by_its_strides() -> None:
     place = MemoryLayout("a", "same", 24, (12, 3, 1), 5)
     assert place.at(2, "r0", "q") == "a + 5L + b * 12L + r0 * 3L + q * 1L"
@@ -83,3 +57,29 @@ def test_an_element_of_a_matrix_is_reached_by_its_strides() -> None:
 
 def test_a_broadcast_axis_has_no_stride() -> None:
     assert MemoryLayout("a", "same", 3, (3, 1)).broadcast((1, 3), (4, 2, 3)).strides == (0, 0, 1)
+
+
+SAID: list[tuple[float, torch.dtype, str]] = [
+    (math.nan, torch.float32, "(float)NAN"),
+    (-math.inf, torch.float64, "(double)-INFINITY"),
+    *((each, torch.bool, "(boolean)1") for each in (True, 2, -1, 0.5, math.nan)),
+    (False, torch.float32, "(float)0"),
+]
+
+
+@at_once(("value", "dtype", "text"), SAID)
+def test_what_is_no_number_has_a_name_and_a_truth_value_is_0_or_1(value: float, dtype: torch.dtype, text: str) -> None:
+    assert literal(value, dtype) == text
+
+
+@at_once("row", ROWS)
+def test_a_row_is_found_in_any_step_and_in_the_first_if_each_step_has_one(row: Row) -> None:
+    here, first = ROWS[row]
+    place = MemoryLayout("a", row, 6, (3, 1), 2)
+    assert place.pointer == f"{here} + 2L"
+    assert place.per_step == (row in ("step", "next"))
+    if first is not None:
+        assert place.first == f"{first} + 2L"
+    else:
+        with pytest.raises(KeyError):
+            _ = place.first

@@ -45,11 +45,48 @@ def packed(b: Tensor) -> Tensor:
     return to
 
 
-def product(a: Tensor, b: Tensor, c: Tensor, start: Tensor | None, share: tuple[int, int] | None = None) -> None:
+def product(a: Tensor, b: Tensor, c: Tensor, start: Tensor | None, share: Any = None, live: Any = None) -> None:
     strides = (0, 0) if start is None else start.stride()
     first, last = share or (0, panels(b.shape[1], b.dtype))
+    name, counts = ("product", ()) if live is None else ("some", (live,))
     sizes = (len(a), b.shape[1], b.shape[0])
-    run("product", a.dtype, *sizes, a, *a.stride(), packed(b), c, *c.stride(), start, *strides, first, last)
+    run(name, a.dtype, *sizes, a, *a.stride(), packed(b), c, *c.stride(), start, *strides, first, last, *counts)
+
+
+@everywhere
+@given(sizes, st.integers(1, 80), sizes, st.tuples(*[st.booleans()] * 4), st.booleans(), st.booleans())
+def test_a_product_is_pytorchs_and_rows_that_do_not_count_get_what_their_sums_start_with(
+    dtype: torch.dtype, rows: int, columns: int, inner: int, turned: Any, begins: bool, some: bool
+) -> None:
+    torch.manual_seed(0)
+    a, b, c, start = (
+        matrix(*shape, dtype, each)
+        for shape, each in zip([(rows, inner), (inner, columns), (rows, columns), (rows, columns)], turned, strict=True)
+    )
+    live = torch.rand(rows) < (0.5 if some else 2.0)
+    product(a, b, c, start if begins else None, live=live if some else None)
+    begun = start if begins else torch.zeros_like(c)
+    near(c, torch.where(live[:, None], begun + a @ b, begun), inner)
+    assert torch.equal(c[~live], begun[~live])
+
+
+@everywhere
+@given(
+    sizes, st.integers(1, 50), st.integers(0, 600), st.tuples(*[st.booleans()] * 3), st.integers(1, 3), st.booleans()
+)
+def test_a_product_over_many_rows_is_added_whoever_shares_it_and_whichever_count(
+    dtype: torch.dtype, rows: int, columns: int, inner: int, turned: Any, threads: int, some: bool
+) -> None:
+    torch.manual_seed(0)
+    shapes = [(rows, inner), (inner, columns), (rows, columns)]
+    a, b, c = (matrix(*shape, dtype, each) for shape, each in zip(shapes, turned, strict=True))
+    live = torch.rand(inner) < (0.6 if some else 2.0)
+    wanted = c + a[:, live] @ b[live]
+    room = torch.empty(256 * (columns + panel_width()[dtype] + 12) + 64, dtype=dtype)
+    for thread in range(threads):
+        strides = (*a.stride(), b, *b.stride(), c, *c.stride())
+        run("gather", dtype, rows, columns, inner, a, *strides, room, thread, threads, live if some else None)
+    near(c, wanted, inner)
 
 
 def near(seen: Tensor, wanted: Tensor, inner: int) -> None:
@@ -57,23 +94,9 @@ def near(seen: Tensor, wanted: Tensor, inner: int) -> None:
     torch.testing.assert_close(seen, wanted, rtol=scale, atol=scale)
 
 
-@everywhere
-@given(sizes, st.integers(1, 80), sizes, st.tuples(*[st.booleans()] * 4), st.booleans())
-def test_a_product_is_pytorchs(
-    dtype: torch.dtype, rows: int, columns: int, inner: int, turned: tuple[bool, bool, bool, bool], begins: bool
-) -> None:
-    torch.manual_seed(0)
-    a, b, c, start = (
-        matrix(*shape, dtype, each)
-        for shape, each in zip([(rows, inner), (inner, columns), (rows, columns), (rows, columns)], turned, strict=True)
-    )
-    product(a, b, c, start if begins else None)
-    near(c, a @ b + start if begins else a @ b, inner)
-
-
-@grid(dtype=list(LETTER), columns=[1, 37, 64, 200])
+@grid(columns=[1, 37, 64, 200], dtype=list(LETTER))
 def test_a_row_has_the_same_bits_alone_and_among_others_and_however_panels_are_shared(
-    dtype: torch.dtype, columns: int
+    columns: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     a, b, start = torch.randn(29, 50, dtype=dtype), torch.randn(50, columns, dtype=dtype), torch.randn(columns)
@@ -89,22 +112,6 @@ def test_a_row_has_the_same_bits_alone_and_among_others_and_however_panels_are_s
     product(a, b, other, start, (0, middle))
     product(a, b, other, start, (middle, panels(columns, dtype)))
     assert torch.equal(whole, other)
-
-
-@everywhere
-@given(sizes, st.integers(1, 50), st.integers(0, 600), st.tuples(*[st.booleans()] * 3), st.integers(1, 3))
-def test_a_product_over_many_rows_is_added_whoever_shares_it(
-    dtype: torch.dtype, rows: int, columns: int, inner: int, turned: tuple[bool, bool, bool], threads: int
-) -> None:
-    torch.manual_seed(0)
-    shapes = [(rows, inner), (inner, columns), (rows, columns)]
-    a, b, c = (matrix(*shape, dtype, each) for shape, each in zip(shapes, turned, strict=True))
-    wanted = c + a @ b
-    room = torch.empty(256 * (columns + panel_width()[dtype] + 12), dtype=dtype)
-    for thread in range(threads):
-        strides = (*a.stride(), b, *b.stride(), c, *c.stride())
-        run("gather", dtype, rows, columns, inner, a, *strides, room, thread, threads, None)
-    near(c, wanted, inner)
 
 
 @everywhere
@@ -130,35 +137,3 @@ def test_a_long_sum_of_small_numbers_is_not_lost_in_a_large_one() -> None:
     one, room = torch.ones(rows, 1), torch.empty(256 * 64)
     run("gather", torch.float32, 1, 1, rows, a, 1, 1, one, 1, 1, c, 1, 1, room, 0, 1, None)
     assert abs(float(c) / (rows * float(tenth)) - 1) < 1e-4
-
-
-@everywhere
-@given(sizes, sizes, sizes, st.booleans(), st.booleans(), st.booleans(), st.data())
-def test_rows_that_do_not_count_get_what_their_sums_start_with(
-    dtype: torch.dtype, rows: int, columns: int, inner: int, turned: bool, far: bool, starts: bool, data: st.DataObject
-) -> None:
-    live = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), dtype=torch.bool)
-    a, b = matrix(rows, inner, dtype, turned), torch.randn(inner, columns, dtype=dtype)
-    start = matrix(rows, columns, dtype, turned) if starts else None
-    c = matrix(rows, columns, dtype, far)
-    strides = (0, 0) if start is None else start.stride()
-    count = panels(columns, dtype)
-    run("some", dtype, rows, columns, inner, a, *a.stride(), packed(b), c, *c.stride(), start, *strides, 0, count, live)
-    begun = torch.zeros(rows, columns, dtype=dtype) if start is None else start
-    near(c, torch.where(live[:, None], begun + a @ b, begun), inner)
-    assert torch.equal(c[~live], begun[~live])
-
-
-@everywhere
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 600), st.integers(1, 3))
-def test_a_sum_over_rows_leaves_out_those_that_do_not_count(
-    dtype: torch.dtype, rows: int, columns: int, inner: int, threads: int
-) -> None:
-    live = torch.rand(inner) < 0.6
-    a, b, c = (torch.randn(*shape, dtype=dtype) for shape in ((rows, inner), (inner, columns), (rows, columns)))
-    wanted = c + a[:, live] @ b[live]
-    room = torch.empty(256 * (columns + panel_width()[dtype] + 12) + 64, dtype=dtype)
-    for thread in range(threads):
-        strides = (inner, 1, b, columns, 1, c, columns, 1)
-        run("gather", dtype, rows, columns, inner, a, *strides, room, thread, threads, live)
-    near(c, wanted, inner)

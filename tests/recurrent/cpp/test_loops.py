@@ -18,23 +18,8 @@ pytestmark = needs_compiler
 ONE_ARGUMENT = ("exp", "tanh", "sigmoid", "sign", "sqrt", "abs", "log", "expm1", "log1p")
 TWO_ARGUMENTS = ("max", "min", "pow", "atan2")
 KINDS = {torch.float32: "float", torch.float64: "double"}
-SPECIAL = (
-    0.0,
-    -0.0,
-    math.inf,
-    -math.inf,
-    math.nan,
-    1e-45,
-    -1e-45,
-    1e-310,
-    -1e-310,
-    1e-40,
-    88.8,
-    -88.8,
-    -103.9,
-    709.8,
-    -745.1,
-)
+NAN, INF = math.nan, math.inf
+SPECIAL = (0.0, -0.0, INF, -INF, NAN, 1e-45, -1e-45, 1e-310, -1e-310, 1e-40, 88.8, -88.8, -103.9, 709.8, -745.1)
 
 
 @cache
@@ -101,29 +86,23 @@ def test_the_functions_of_gates_are_right_to_a_few_units_in_the_last_place(name:
     assert ulps(ours(name, x), wanted) <= limit + (1.0 if dtype == torch.float64 else 0.0)  # torch errs as well
 
 
-@grid(name=[*TRUE, "sqrt", "abs", "log", "expm1", "log1p"], dtype=list(KINDS))
+@grid(name=[*TRUE, "sqrt", "abs", "log", "expm1", "log1p", "sign"], dtype=list(KINDS))
 def test_special_numbers_go_where_pytorch_sends_them(name: str, dtype: torch.dtype) -> None:
     x = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
-    wanted = getattr(torch, name)(x)
-    torch.testing.assert_close(ours(name, x), wanted, equal_nan=True, rtol=1e-5, atol=1e-44)
-    assert torch.equal(ours(name, x).isinf(), wanted.isinf())
+    seen, wanted = ours(name, x), getattr(torch, name)(x)
+    if name == "sign":
+        seen, wanted = seen.nan_to_num(7.0), wanted.nan_to_num(7.0)
+    torch.testing.assert_close(seen, wanted, equal_nan=True, rtol=1e-5, atol=1e-44)
+    assert torch.equal(seen.isinf(), wanted.isinf())
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_tanh_is_odd_and_keeps_to_its_bounds(dtype: torch.dtype) -> None:
     x = wide(dtype)
     y = ours("tanh", x)
-    assert torch.equal(ours("tanh", -x), -y)
-    assert y.abs().max() == 1
+    assert torch.equal(ours("tanh", -x), -y) and y.abs().max() == 1
+    assert torch.equal(torch.signbit(y), torch.signbit(x))
     assert bool((ours("sigmoid", x) <= 1).all()) and bool((ours("sigmoid", x) >= 0).all())
-
-
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_exp_grows_with_its_argument(dtype: torch.dtype) -> None:
-    x = torch.linspace(-110, 95, 200_001, dtype=torch.float64).to(dtype)
-    y = ours("exp", x)
-    eps = torch.finfo(dtype).eps
-    assert bool((y[1:] >= y[:-1] * (1 - 2 * eps)).all())
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
@@ -133,10 +112,3 @@ def test_functions_of_two_numbers_are_pytorchs(name: str, like: Callable[..., Te
     x, y = (each.flatten() for each in torch.meshgrid(values, values, indexing="ij"))
     x, y = (each[~((x == -math.inf) & (y == 0.5))] for each in (x, y))  # where PyTorch itself gives NaN or infinity
     torch.testing.assert_close(ours(name, x, y), like(x, y), equal_nan=True, rtol=4 * torch.finfo(dtype).eps, atol=0)
-
-
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_the_sign_of_zero_and_nan_is_pytorchs(dtype: torch.dtype) -> None:
-    x = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
-    assert torch.equal(ours("sign", x).nan_to_num(7.0), torch.sign(x).nan_to_num(7.0))
-    assert torch.equal(torch.signbit(ours("tanh", x[:2])), torch.signbit(torch.tanh(x[:2])))

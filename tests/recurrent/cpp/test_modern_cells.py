@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, eagerly, floats, gradients, needs_compiler, planned, run_by
+from tests.recurrent.recurrent_cases import as_the_loop, needs_compiler, planned, run_by
 
 pytestmark = needs_compiler
 F = nn.functional
@@ -61,18 +61,6 @@ class Memory(nn.Module):
         return torch.cat([h, seen], 1), (memory, h, weight, seen)
 
 
-class Words(nn.Module):
-    """A language model's step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.cell, self.head = nn.Embedding(9, 4, padding_idx=0), nn.GRUCell(4, 6), nn.Linear(6, 9)
-
-    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.cell(self.words(x), h)
-        return F.log_softmax(self.head(h), -1), h
-
-
 def memory() -> Any:
     return (0.1 * torch.randn(3, 7, 4), torch.zeros(3, 5), torch.softmax(torch.randn(3, 7), 1), torch.zeros(3, 4))
 
@@ -80,7 +68,6 @@ def memory() -> Any:
 CELLS: dict[str, Callable[[], tuple[nn.Module, Tensor, Any]]] = {
     "Mamba": lambda: (Mamba(6), torch.randn(5, 3, 6), (torch.zeros(3, 6, 3), torch.zeros(3, 6, 4))),
     "a neural Turing machine": lambda: (Memory(5, 7, 4), torch.randn(5, 3, 5), memory()),
-    "an embedding": lambda: (Words(), torch.randint(9, (5, 3)), torch.zeros(3, 6)),
 }
 
 
@@ -92,15 +79,25 @@ def test_their_loops_run_in_c(name: str) -> None:
         cell, x, state = CELLS[name]()
     finally:
         torch.set_default_dtype(torch.float32)
-    net, found = planned(cell, "c", verify="never"), []
-    for each in (eagerly(cell), net):
-        result = tuple(each(x, state))
-        found.append((result, gradients(result, [*cell.parameters()])))
-    close(found[1], found[0], 1e-10)
-    assert run_by(net) == {"c"}
+    as_the_loop(cell, "c", x, state, verify="never")
 
 
 REDUCED_PRECISION = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
+FEW_BITS = [  # the dtype of the state, that of the model, under autocast or not, tolerance
+    *((dtype, torch.float32, False, tolerance) for dtype, tolerance in REDUCED_PRECISION.items()),
+    *((dtype, dtype, False, 3 * tolerance) for dtype, tolerance in REDUCED_PRECISION.items()),
+    (torch.float32, torch.float32, True, 4e-2),
+]
+
+
+@pytest.mark.parametrize(("state", "model", "autocast", "tolerance"), FEW_BITS)
+def test_states_and_models_of_16_bits_run_in_c(
+    state: torch.dtype, model: torch.dtype, autocast: bool, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    cell, x = Rounded(state).to(model), torch.randn(5, 3, 4).to(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        as_the_loop(cell, "c", x, torch.zeros(3, 6, dtype=state), tolerance, verify="never")
 
 
 class Rounded(nn.Module):
@@ -113,35 +110,6 @@ class Rounded(nn.Module):
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         new = self.cell(x, h.to(x.dtype)).to(self.dtype)
         return new.amax(1) + new.cumsum(1).mean(1), new
-
-
-def compared(cell: nn.Module, x: Tensor, h: Tensor, tolerance: float) -> None:
-    net, found = planned(cell, "c", verify="never"), []
-    for each in (eagerly(cell), net):
-        result = tuple(each(x, h))
-        found.append(floats((result, gradients(result, [*cell.parameters()]))))
-    assert [each.dtype for each in found[0]] == [each.dtype for each in found[1]]
-    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
-    assert run_by(net) == {"c"}
-
-
-@pytest.mark.parametrize("dtype", REDUCED_PRECISION)
-def test_a_state_of_16_bits_is_computed_with_in_float32(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    compared(Rounded(dtype), torch.randn(5, 3, 4), torch.zeros(3, 6, dtype=dtype), REDUCED_PRECISION[dtype])
-
-
-@pytest.mark.parametrize("dtype", REDUCED_PRECISION)
-def test_a_model_of_16_bits_runs_in_c(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, h = torch.randn(5, 3, 4).to(dtype), torch.zeros(3, 6, dtype=dtype)
-    compared(Rounded(dtype).to(dtype), x, h, 3 * REDUCED_PRECISION[dtype])
-
-
-def test_a_model_under_autocast_runs_in_c() -> None:
-    torch.manual_seed(0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        compared(Rounded(torch.float32), torch.randn(5, 3, 4), torch.zeros(3, 6), 4e-2)
 
 
 @pytest.mark.parametrize("dtype", REDUCED_PRECISION)

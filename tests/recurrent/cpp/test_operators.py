@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import eagerly, needs_compiler, planned, run_by
+from tests.recurrent.recurrent_cases import as_the_loop, needs_compiler
 from weft.recurrent import Recurrent
 
 pytestmark = needs_compiler
@@ -149,32 +148,15 @@ def alike(seen: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 2.0), (0, 1)])
 def test_a_product_with_factors_is_pytorchs(beta: float, alpha: float) -> None:
-    weight = torch.randn(3, 4).double()
-
-    def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Any]:
-        y = torch.addmm(state, x, weight, beta=beta, alpha=alpha)
-        return y, y
-
-    x, state = torch.randn(5, 2, 3).double(), torch.randn(2, 4).double()
+    weight, x, state = torch.randn(3, 4).double(), torch.randn(5, 2, 3).double(), torch.randn(2, 4).double()
     if beta == 0:
         state[0, 0] = math.nan  # a factor of 0 makes even that go away
-    wanted = Recurrent(cell, backend="eager")(x, state).outputs
-    net = Recurrent(cell, backend="c", verify="never")
-    torch.testing.assert_close(net(x, state).outputs, wanted, rtol=1e-13, atol=1e-13)
-    assert net.why()[0][1] == "c"
+    as_the_loop(lambda x, h: (torch.addmm(h, x, weight, beta=beta, alpha=alpha),) * 2, "c", x, state, verify="never")
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_hardsigmoid_has_the_gradient_of_pytorch_in_every_type(dtype: torch.dtype) -> None:
-    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        after = nn.functional.hardsigmoid(3 * x * h) + 0.5 * h
-        return after, after
-
     torch.manual_seed(0)
     x, h = torch.randn(5, 3, 7, dtype=dtype).requires_grad_(), torch.randn(3, 7, dtype=dtype)
-    net = planned(step, "c")
-    ours, theirs = (torch.autograd.grad(each(x, h).outputs.sin().sum(), x)[0] for each in (net, eagerly(step)))
-    assert run_by(net) == {"c"}
     small = 1e-12 if dtype is torch.float64 else 1e-5
-    torch.testing.assert_close(ours, theirs, rtol=small, atol=small)
+    as_the_loop(lambda x, h: (nn.functional.hardsigmoid(3 * x * h) + 0.5 * h,) * 2, "c", x, h, small)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, eagerly, gradients, needs_compiler, planned, run_by
+from tests.recurrent.recurrent_cases import as_the_loop, equal, gradients, needs_compiler, outcome, planned, run_by
 from weft.recurrent import Recurrent, cells
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit
@@ -99,32 +99,25 @@ def sequence(name: str) -> tuple[Tensor, Tensor]:
     return torch.randn(5, ROWS, WIDTH, dtype=torch.float64, generator=draw).requires_grad_(), h
 
 
-def results(net: Recurrent, x: Tensor, h: Tensor, **options: Any) -> tuple[Any, Any]:
-    found = net(x, h, **options)
-    ends = found.outputs, found.last
-    return ends, gradients(ends, [*([x] if x.requires_grad else []), h, *net.cell.parameters()])
-
-
 @pytest.mark.parametrize("lengths", [None, (5, 2, 4)], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", AROUND)
 def test_what_c_does_not_know_runs_beside_the_loops(name: str, lengths: tuple[int, ...] | None) -> None:
     options = {} if lengths is None else {"lengths": torch.tensor(lengths)}
-    net = planned(Beside(AROUND[name]), "c", verify="never")
-    seen, wanted = (results(each, *sequence(name), **options) for each in (net, eagerly(net.cell)))
-    assert run_by(net) == {"c"}
-    close(seen, wanted, 1e-10)
+    as_the_loop(Beside(AROUND[name]), "c", *sequence(name), verify="never", **options)
 
 
 @pytest.mark.parametrize("name", ["both ends", "a tied embedding"])
 def test_every_memory_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.recurrent.cpp.backend.chunk_length", lambda *_: 2)
-    cell = Beside(AROUND[name])
-    full, *others = (
-        results(planned(cell, "c", verify="never", memory=memory), *sequence(name))
-        for memory in ("full", "states", "sqrt")
-    )
-    for other in others:
-        close(other, full, 0.0)
+    cell, (x, h) = Beside(AROUND[name]), sequence(name)
+    found = []
+    for memory in ("full", "states", "sqrt"):
+        ends = tuple(planned(cell, "c", verify="never", memory=memory)(x, h)[:2])
+        found.append((ends, gradients(ends, [h, *cell.parameters()])))
+    assert equal(found[1], found[0]) and equal(found[2], found[0])
+
+
+LENGTHS = torch.tensor([7, 3, 0, 5, 1])
 
 
 def test_what_is_carried_needs_operators_that_c_knows() -> None:
@@ -194,68 +187,42 @@ CELLS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
 def test_products_skip_rows_past_their_length_where_nobody_wants_them(
     make: Callable[[], nn.Module], wanted: tuple[int, int]
 ) -> None:
-    net = planned(make().double(), "c")
-    assert found(net, lengths=torch.tensor([7, 3, 0, 5, 1])) == wanted
+    assert found(planned(make().double(), "c"), lengths=LENGTHS) == wanted
 
 
-def test_where_rows_meet_only_the_gradient_of_padding_is_skipped() -> None:
-    net = planned(Step(lambda z, h: torch.tanh(z - z.mean(0))).double(), "c", verify="never")
-    assert found(net, lengths=torch.tensor([7, 3, 0, 5, 1])) == (1, 0)
-
-
-def test_without_padding_and_with_resets_alone_nothing_is_skipped() -> None:
+def test_only_padding_is_skipped_and_only_its_gradient_where_rows_meet() -> None:
+    meeting = Step(lambda z, h: torch.tanh(z - z.mean(0))).double()
+    assert found(planned(meeting, "c", verify="never"), lengths=LENGTHS) == (1, 0)
     assert found(planned(cells.LSTMCell(D, D).double(), "c")) == (0, 0)
     resets = torch.rand(T, N) < 0.3
     resets[0, 0] = True
     assert found(planned(cells.LSTMCell(D, D).double(), "c"), reset=resets) == (0, 0)
 
 
-@pytest.mark.parametrize(("memory", "mask"), [("full", "lengths"), ("sqrt", "holes"), ("states", "nothing counts")])
+MASKS = {
+    "full": torch.arange(T)[:, None] < LENGTHS,
+    "states": torch.rand(T, N) < 0.5,
+    "nothing counts": torch.zeros(T, N, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("make", [each for each, _ in CELLS.values()], ids=CELLS)
-def test_with_rows_skipped_all_is_as_in_the_eager_loop(make: Callable[[], nn.Module], mask: str, memory: str) -> None:
-    cell = make().double()
-    valid = torch.arange(T)[:, None] < torch.tensor([7, 3, 0, 5, 1]) if mask == "lengths" else torch.rand(T, N) < 0.5
-    valid = valid & (mask != "nothing counts")
-    x = torch.randn(T, N, D, dtype=torch.float64).masked_fill(~valid[..., None], torch.nan).requires_grad_()
-    results = []
-    for net in (planned(cell, "c", memory=memory), eagerly(cell)):
-        result = net(x, mask=valid)
-        ends = [result.outputs, *(result.last if isinstance(result.last, tuple) else [result.last])]
-        gradients = torch.autograd.grad(sum(each.sin().sum() for each in ends), [x, *cell.parameters()])
-        results.append((ends, gradients))
-    close(results[0], results[1], 1e-11)
-    net = planned(cell, "c", memory=memory)
-    net(x, mask=valid)
-    assert run_by(net) == {"c"}
+def test_with_rows_skipped_all_is_as_in_the_eager_loop(make: Callable[[], nn.Module], name: str) -> None:
+    x = torch.randn(T, N, D, dtype=torch.float64).masked_fill(~MASKS[name][..., None], torch.nan).requires_grad_()
+    as_the_loop(make().double(), "c", x, mask=MASKS[name], memory="full" if name == "full" else "states")
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_what_is_infinite_where_nothing_was_computed_leaks_nowhere(bias: bool) -> None:
     cell = Step(lambda z, h: h / (z * z + h * h).sqrt() + torch.log(z * z), bias).double()
-    x = torch.randn(T, N, D, dtype=torch.float64).requires_grad_()
-    results = []
-    for net in (planned(cell, "c"), eagerly(cell)):
-        outputs = net(x, torch.ones(N, D).double(), lengths=torch.tensor([7, 3, 0, 5, 1])).outputs
-        results.append((outputs, torch.autograd.grad(outputs.sum(), [x, *cell.parameters()])))
-    assert all(each.isfinite().all() for each in results[0][1])
-    close(results[0], results[1], 1e-9)
+    x, h = torch.randn(T, N, D, dtype=torch.float64).requires_grad_(), torch.ones(N, D).double()
+    net = as_the_loop(cell, "c", x, h, 1e-9, lengths=LENGTHS)
+    assert all(each.isfinite().all() for each in outcome(net, x, h, lengths=LENGTHS)[1])
 
 
 def test_an_axis_as_long_as_there_are_rows_is_not_taken_for_the_rows() -> None:
     """A row of numbers, one for each row of the batch, is added to the columns: every row wants all of it."""
-
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.u = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(D, D))
-
-        def forward(self, x: Tensor, h: Tensor) -> Pair:
-            h = torch.tanh(torch.addmm((h @ self.u).sum(1), x, self.w))
-            return h, h
-
-    cell, found_by = Mixing().double(), []
+    net = Beside(lambda net, x, h: both(torch.tanh(torch.addmm((h @ net.u).sum(1), x, net.w))))
     x, h = torch.randn(T, D, D, dtype=torch.float64).requires_grad_(), torch.randn(D, D, dtype=torch.float64)
-    for net in (planned(cell, "c"), eagerly(cell)):
-        outputs = net(x, h, lengths=torch.tensor([7, 3, 0, 5])).outputs
-        found_by.append((outputs, torch.autograd.grad(outputs.sin().sum(), [x, cell.w, cell.u])))
-    close(found_by[0], found_by[1], 1e-11)
+    as_the_loop(net, "c", x, h, lengths=torch.tensor([7, 3, 0, 5]))

@@ -1,16 +1,15 @@
 """Schedules: what is done in bulk and what in which loop, and which axis threads share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.cells_for_tests import Told
-from tests.recurrent.recurrent_cases import at_once, eagerly, needs_compiler, planned, run_by
+from tests.recurrent.recurrent_cases import at_once
+from tests.recurrent.step_cases import Told
 from weft.recurrent import cells
 from weft.recurrent.capture import capture
 from weft.recurrent.cpp.ir import (
@@ -38,15 +37,15 @@ def built(cell: nn.Module) -> Lowered:
     return lower(capture(cell, x, (state, state) if "LSTM" in repr(cell) else state, composed=decomposition_table()))
 
 
-CELLS = {
-    "torch's LSTM": (lambda: Told(nn.LSTMCell(INPUT, HIDDEN)), 4),
-    "torch's GRU": (lambda: Told(nn.GRUCell(INPUT, HIDDEN)), 4),
-    "torch's RNN": (lambda: Told(nn.RNNCell(INPUT, HIDDEN)), 4),
-    "zoo's LSTM": (lambda: cells.LSTMCell(INPUT, HIDDEN), 3),
-    "zoo's GRU": (lambda: cells.GRUCell(INPUT, HIDDEN), 4),
-    "layer norm LSTM": (lambda: cells.LayerNormLSTMCell(INPUT, HIDDEN), 3),
+CELLS: dict[str, Callable[[], nn.Module]] = {
+    "torch's LSTM": lambda: Told(nn.LSTMCell(INPUT, HIDDEN)),
+    "torch's GRU": lambda: Told(nn.GRUCell(INPUT, HIDDEN)),
+    "torch's RNN": lambda: Told(nn.RNNCell(INPUT, HIDDEN)),
+    "zoo's LSTM": lambda: cells.LSTMCell(INPUT, HIDDEN),
+    "zoo's GRU": lambda: cells.GRUCell(INPUT, HIDDEN),
+    "layer norm LSTM": lambda: cells.LayerNormLSTMCell(INPUT, HIDDEN),
 }
-every = at_once("name", CELLS)
+every = at_once("make", CELLS.values(), CELLS)
 
 
 def products(values: Sequence[LoopValue]) -> int:
@@ -54,40 +53,23 @@ def products(values: Sequence[LoopValue]) -> int:
 
 
 @every
-def test_a_loop_holds_one_product_and_no_gradient_of_a_parameter(name: str) -> None:
-    it = built(CELLS[name][0]())
+def test_a_loop_holds_one_product_and_no_gradient_of_a_parameter(make: Callable[[], nn.Module]) -> None:
+    it = built(make())
     for function in (it.forward, it.backward):
         (main,) = [each for each in function.phases if each.main]
         assert products(main.loop) == 1
         assert not any(isinstance(each.made, TimeReduction) for each in main.loop)
-
-
-@every
-def test_rows_of_the_batch_never_meet_so_threads_may_take_some_each(name: str) -> None:
-    it = built(CELLS[name][0]())
-    assert it.forward.axes is not None and it.backward.axes is not None
-
-
-@every
-def test_a_weights_gradient_is_a_product_and_a_biass_a_sum_of_rows(name: str) -> None:
-    kinds = [
-        type(value.made.of)
-        for value, _ in built(CELLS[name][0]()).backward.totals
-        if isinstance(value.made, TimeReduction)
-    ]
+        assert function.axes is not None, "rows of the batch never meet, so threads may take some each"
+    kinds = [type(value.made.of) for value, _ in it.backward.totals if isinstance(value.made, TimeReduction)]
     assert kinds.count(Product) == 2 and View not in kinds and set(kinds) <= {Product, Reduce}
-
-
-@every
-def test_where_all_states_are_known_no_loop_carries(name: str) -> None:
-    recompute = built(CELLS[name][0]()).recompute
+    recompute = it.recompute  # all states are known, so no loop carries
     assert not any(each.main for each in recompute.phases)
     assert products([value for each in recompute.phases for value in each.bulk]) == products(recompute.values)
 
 
 @every
-def test_a_phase_reads_only_what_was_made_before(name: str) -> None:
-    for function in built(CELLS[name][0]()).functions:
+def test_a_phase_reads_only_what_was_made_before(make: Callable[[], nn.Module]) -> None:
+    for function in built(make()).functions:
         done = set(function.layouts) - set(function.values)
         for step in function.phases:
             for made in [[each] for each in step.bulk] + list(step.groups):
@@ -102,34 +84,6 @@ def test_gates_before_their_functions_are_never_stored_and_pieces_are_made_in_pl
     stored = [each for step in it.forward.phases for group in step.groups for each in group if len(group) > 1]
     assert sum(it.forward.stored(each, stored) for each in stored) == 7  # 5 that backward reads, h and c
     assert len(it.backward.slots) == 4  # the gates' gradients, within their concatenation
-
-
-@needs_compiler
-@pytest.mark.parametrize("products", [1, 2])
-def test_a_carried_gradient_that_is_known_before_the_main_loop_is_passed_on_within_it(products: int) -> None:
-    torch.manual_seed(0)
-    weights = nn.ParameterList([torch.randn(3, 3).double() for _ in range(products)])
-
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = weights
-
-        def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
-            h, c = state
-            y = x + c
-            for weight in self.weights:
-                y = (y if products > 1 else x) @ weight
-            y = y if products > 1 else y + c
-            return (y, y + h), (0.7 * h, 0.5 * h)
-
-    x, h, c = (torch.randn(*size, 2, 3).double().requires_grad_() for size in ([4], [], []))
-    net, found = planned(Cell(), "c"), []
-    for each in (eagerly(Cell()), net):
-        one, other = each(x, (h, c)).outputs
-        found.append(torch.autograd.grad(one.sin().sum() + other.cos().sum(), [x, h, c, *weights]))
-    assert run_by(net) == {"c"}
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
 
 
 BATCH = 4

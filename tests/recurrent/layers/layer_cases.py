@@ -36,12 +36,6 @@ def everything(layer: nn.Module, result: Any, wrt: list[Tensor]) -> list[Tensor]
     return [*(leaf.detach() for leaf in floats(result)), *gradients(result, [*wrt, *layer.parameters()])]
 
 
-def agree(seen: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
-    assert len(seen) == len(wanted)
-    for one, other in zip(seen, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
-
-
 def layers(count: int, **options: Any) -> list[Recurrent]:
     """Networks of torch's cells, WIDTH wide throughout, in double precision."""
     kinds = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)

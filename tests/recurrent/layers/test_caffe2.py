@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.recurrent.layers.layer_cases import agree, everything
-from tests.recurrent.recurrent_cases import told
+from tests.recurrent.layers.layer_cases import everything
+from tests.recurrent.recurrent_cases import close, told
 from weft.core.errors import SpecError, UsageError
 from weft.recurrent.layers import Caffe2LSTM
 
@@ -55,7 +55,7 @@ def test_every_row_holds_its_last_states_and_no_gradient_goes_through_padding(
         x[length:, n] = torch.nan
     x.requires_grad_()
     wanted = everything(layer, reference(layer, clean, lengths, state), [clean, *state])
-    agree(everything(layer, layer(x, lengths, state), [x, *state]), wanted)
+    close(everything(layer, layer(x, lengths, state), [x, *state]), wanted)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -65,12 +65,12 @@ def test_weights_go_from_torch_and_back(bias: bool) -> None:
     x = torch.randn(5, 2, 3).double()
     wanted, (h, c) = whole(x)
     for seen in (layer(x), layer(x, [5, 5], None)):
-        agree([seen.hidden_all, seen.hidden_last, seen.cell_last], [wanted, h[0], c[0]])
-        agree([seen.cell_all[-1]], [c[0]])
+        close([seen.hidden_all, seen.hidden_last, seen.cell_last], [wanted, h[0], c[0]])
+        close([seen.cell_all[-1]], [c[0]])
     back = layer.to_torch()
-    agree([back(x)[0]], [wanted])
+    close([back(x)[0]], [wanted])
     if bias:
-        agree(list(back.parameters()), list(whole.parameters()), 1e-15)
+        close(list(back.parameters()), list(whole.parameters()), 1e-15)
     assert layer.forget_bias == 0.7 and layer.how == {"backend": "eager"}
 
 
@@ -108,9 +108,9 @@ def test_the_inputs_take_one_product_before_the_loop() -> None:
 
 def test_states_may_come_as_caffe2_had_them_and_begin_with_zeros() -> None:
     layer, x, (h, c) = case(3, 2)
-    agree(list(layer(x, None, (h[None], c[None]))), list(layer(x, None, (h, c))))
+    close(list(layer(x, None, (h[None], c[None]))), list(layer(x, None, (h, c))))
     zeros = torch.zeros(2, 4).double()
-    agree(list(layer(x)), list(layer(x, None, (zeros, zeros))))
+    close(list(layer(x)), list(layer(x, None, (zeros, zeros))))
 
 
 def test_all_faults_are_told_at_once() -> None:
@@ -132,7 +132,7 @@ def test_names_are_caffe2s_and_copies_are_their_own() -> None:
     assert "loop_back" in layer.explain()
     again = copy.deepcopy(layer)
     nn.init.zeros_(layer.gates_t_w)
-    agree(list(again(x, None, state)), wanted)
+    close(list(again(x, None, state)), wanted)
     assert "backend='python'" in repr(again)
 
 
@@ -140,6 +140,6 @@ def test_a_parametrized_weight_learns() -> None:
     layer, x, state = case(3, 2, backend="python")
     plain = copy.deepcopy(layer)
     parametrizations.weight_norm(layer, "gates_t_w")
-    agree(list(layer(x, [3, 1], state)), list(plain(x, [3, 1], state)))
+    close(list(layer(x, [3, 1], state)), list(plain(x, [3, 1], state)))
     layer(x, None, state).hidden_all.sum().backward()
     assert all(weight.grad is not None for weight in layer.parameters())

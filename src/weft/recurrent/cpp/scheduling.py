@@ -33,7 +33,7 @@ p parameters; a dash marks the row of the next step, and brackets a part or anot
 that it begins from.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -239,7 +239,8 @@ class LoopFunction:
                 self._allocate_value(phases, value)
         if phases.main.main:
             self.rows = next(iter(carried[0].shape), 1)
-            self.axes = row_axes(phases.main.loop, carried) if self.rows >= ROWS else None
+            ends = {value for value, argument in targets.items() if argument.row in ("next", "out")}
+            self.axes = row_axes(phases.main.loop, carried, ends) if self.rows >= ROWS else None
         self.phases = [each for each in phases.phases if each.bulk or each.loop or each.main]
         for each in self.phases:
             each.groups = fuse(each.loop, self.axes if each.main else None)
@@ -309,8 +310,11 @@ def _copy(name: str, view: View) -> LoopValue:
     return LoopValue(name, view.shape, view.value.dtype, Elementwise("{0}", [view], view.value.dtype))
 
 
-def row_axes(loop: Sequence[LoopValue], carried: Sequence[LoopValue]) -> SequenceAxes | None:
-    """The row axis of every value in the loop, or None if the rows cannot be parted."""
+def row_axes(
+    loop: Sequence[LoopValue], carried: Sequence[LoopValue], ends: Collection[LoopValue] = ()
+) -> SequenceAxes | None:
+    """The row axis of every value in the loop, or None if the rows cannot be parted. `ends` are what is carried on:
+    into their memory, which threads share and are in different steps of, each writes its own rows only."""
     if not carried or any(not each.shape or each.shape[0] != carried[0].shape[0] for each in carried):
         return None
     rows = carried[0].shape[0]
@@ -322,6 +326,10 @@ def row_axes(loop: Sequence[LoopValue], carried: Sequence[LoopValue]) -> Sequenc
             return None
         if not axes and isinstance(value.made, AxisOp) and value.made.kind.startswith("scatter"):
             return None  # it is built up in memory, which threads that all compute it would share
+        if not axes and value in ends:
+            if not isinstance(value.made, Elementwise) or value.shape[0] != rows:
+                return None
+            axes = {0}
         found[value] = axes.pop() if axes else None
     return found
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.recurrent.recurrent_cases import close
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent
 from weft.recurrent import inductor_backend as module
@@ -55,11 +56,6 @@ def results(net: Recurrent, steps: int = T, all_states: bool = True, **call: Any
     two = torch.autograd.grad(loss, wanted)
     assert all(map(torch.equal, one, two))
     return [*(leaf.detach() for leaf in leaves), *one]
-
-
-def close(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.long
@@ -153,7 +149,6 @@ def test_on_a_gpu_chunks_are_recorded_and_auto_races_the_plans() -> None:
             loss = result.outputs.sin().sum() + result.states.cos().sum()
             found[name] = [result.outputs, *torch.autograd.grad(loss, [x, *net.parameters()])]
     for name in ("inductor", "auto"):
-        for one, other in zip(found[name], found["eager"], strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+        close(found[name], found["eager"], 1e-11)
     assert "a chunk at a time, recorded" in nets["inductor"].explain()
     assert "inductor plan" in nets["auto"].why()[0][2]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from weft.recurrent.backends import Backend
 from weft.recurrent.capture import capture
+from weft.recurrent.cells import LayerNormLSTMCell
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.lowering import decomposition_table
 from weft.recurrent.python_backend import PythonBackend
@@ -33,22 +34,6 @@ class Told(nn.Module):
     def forward(self, x: Tensor, state: Any) -> tuple[Any, Any]:
         after = self.cell(x, state)
         return (after[0] if isinstance(after, tuple) else after), after
-
-
-class NormedLSTM(nn.Module):
-    """Layer norm on the gates and on the cell."""
-
-    def __init__(self, inputs: int, width: int) -> None:
-        super().__init__()
-        self.from_input = nn.Linear(inputs, 4 * width)
-        self.from_hidden = nn.Linear(width, 4 * width, bias=False)
-        self.norm, self.norm_cell = nn.LayerNorm(4 * width), nn.LayerNorm(width)
-
-    def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        i, f, g, o = self.norm(self.from_input(x) + self.from_hidden(state["h"])).chunk(4, 1)
-        c = f.sigmoid() * state["c"] + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * self.norm_cell(c).tanh()
-        return h, {"h": h, "c": c}
 
 
 class SumFirst(nn.Module):
@@ -89,7 +74,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "LSTM": lambda: _case(Told(nn.LSTMCell(5, 4)), (_state(), _state())),
     "GRU": lambda: _case(Told(nn.GRUCell(5, 4)), _state()),
     "RNN": lambda: _case(Told(nn.RNNCell(5, 4)), _state()),
-    "normed LSTM": lambda: _case(NormedLSTM(5, 4), {"h": _state(), "c": _state()}),
+    "normed LSTM": lambda: _case(LayerNormLSTMCell(5, 4), (_state(), _state())),
     "sum first": lambda: _case(SumFirst(5), _state(5)),
     "in place": lambda: _case(Inplace(5), _state(5)),
 }

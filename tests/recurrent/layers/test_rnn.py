@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from tests.recurrent.layers.layer_cases import DROP_INS, HIDDEN, WIDTH, agree, everything, first_state, pair
-from tests.recurrent.recurrent_cases import grid
-from weft.core.errors import UsageError
+from tests.recurrent.layers.layer_cases import DROP_INS, HIDDEN, WIDTH, everything, first_state, pair
+from tests.recurrent.recurrent_cases import at_once, close, grid, told
+from weft.core.errors import SpecError, UsageError
+from weft.recurrent.layers.rnn import LayerInputError, WeightKeyedCache
 
 KINDS = sorted(DROP_INS)
 
@@ -44,7 +45,7 @@ def test_it_gives_the_numbers_and_gradients_of_torch(kind: str, data: st.DataObj
     hx = first_state(theirs, None if form == "one row" else rows) if data.draw(st.booleans()) else None
     wrt = [x, *(hx if isinstance(hx, tuple) else [] if hx is None else [hx])]
     if not form.startswith("packed"):
-        agree(everything(ours, ours(x, hx), wrt), everything(theirs, theirs(x, hx), wrt))
+        close(everything(ours, ours(x, hx), wrt), everything(theirs, theirs(x, hx), wrt))
         return
     lengths = data.draw(st.lists(st.integers(1, steps), min_size=rows, max_size=rows))
     lengths[0] = steps
@@ -54,16 +55,7 @@ def test_it_gives_the_numbers_and_gradients_of_torch(kind: str, data: st.DataObj
     (wanted, wanted_last), (seen, last) = theirs(packed[0], hx), ours(packed[1], hx)
     for one, other in zip(seen[1:], wanted[1:], strict=True):
         assert one is other is None or torch.equal(one, other)
-    agree(everything(ours, (seen.data, last), wrt), everything(theirs, (wanted.data, wanted_last), wrt))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_gives_the_same(kind: str) -> None:
-    theirs, ours = pair(kind, {"backend": "python"}, num_layers=2, bidirectional=True, batch_first=True)
-    x = torch.randn(2, 5, WIDTH).double().requires_grad_()
-    hx = first_state(theirs, 2)
-    agree(everything(ours, ours(x, hx), [x]), everything(theirs, theirs(x, hx), [x]))
-    assert ours.explain().count("loop_back") == 4
+    close(everything(ours, (seen.data, last), wrt), everything(theirs, (wanted.data, wanted_last), wrt))
 
 
 @grid(kind=KINDS, packed=[False, True])
@@ -76,9 +68,9 @@ def test_dropout_between_layers_draws_the_numbers_that_torch_draws(kind: str, pa
         torch.manual_seed(5)
         out = layer(x)[0]
         results.append(everything(layer, out.data if packed else out, []))
-    agree(results[1], results[0])
+    close(results[1], results[0])
     assert not torch.equal(ours(x)[0].data, ours.eval()(x)[0].data)
-    agree([ours(x)[0].data], [theirs.eval()(x)[0].data])
+    close([ours(x)[0].data], [theirs.eval()(x)[0].data])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +128,7 @@ def test_a_copy_computes_with_its_own_weights(way: str, kind_and_backend: tuple[
         for weight in again.parameters():
             weight.mul_(1.5)
     theirs.load_state_dict(again.state_dict())
-    agree(everything(again, again(x), []), everything(theirs, theirs(x), []))
+    close(everything(again, again(x), []), everything(theirs, theirs(x), []))
     if again is not ours:
         assert not {id(p) for p in again.parameters()} & {id(p) for p in ours.parameters()}
         assert not torch.equal(again(x)[0], ours(x)[0])
@@ -152,7 +144,7 @@ def test_weights_that_are_made_anew_for_every_call_work(kind: str) -> None:
         theirs, ours = map(change, pair(kind, {"backend": "python"}))
         for _ in range(2):
             x = torch.randn(4, 2, WIDTH).double().requires_grad_()
-            agree(everything(ours, ours(x), [x]), everything(theirs, theirs(x), [x]))
+            close(everything(ours, ours(x), [x]), everything(theirs, theirs(x), [x]))
         assert "torch's own forward" in ours.explain()
 
 
@@ -163,9 +155,9 @@ def test_a_functional_call_uses_the_weights_that_it_is_given(kind: str) -> None:
     wanted = theirs(x)[0]
     others = {key: 2 * value.detach().requires_grad_() for key, value in ours.named_parameters()}
     seen = torch.func.functional_call(ours, others, (x,))[0]
-    agree([ours(x)[0]], [wanted])
+    close([ours(x)[0]], [wanted])
     theirs.load_state_dict(others)
-    agree([seen], [theirs(x)[0]])
+    close([seen], [theirs(x)[0]])
 
 
 @grid(kind=KINDS, chosen=[{}, {"num_layers": 2, "batch_first": True}, {"bidirectional": True}])
@@ -178,7 +170,8 @@ def test_the_output_and_the_last_state_may_be_written_to(kind: str, chosen: dict
         for each in last if isinstance(last, tuple) else (last,):
             each.mul_(2)
         found.append(everything(layer, (nn.functional.relu_(out), last), [x]))
-    agree(found[1], found[0])
+    close(found[1], found[0])
+    assert "loop_back" in ours.explain()
 
 
 def test_no_steps_give_no_output_and_the_first_state() -> None:
@@ -195,3 +188,62 @@ def test_an_error_of_a_layer_names_it() -> None:
         ours(torch.randn(4, 2, WIDTH).double())
     assert "weft: in layer 1" in caught.value.__notes__
     assert any("backward network" in note for note in caught.value.__notes__)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    _, ours = pair("LSTM", proj_size=2)
+    with pytest.raises(LayerInputError) as caught:
+        ours(torch.zeros(5, 2, 7), (torch.zeros(1, 3, 2), "c"))
+    assert told(caught) == [
+        "input has shape (5, 2, 7), wanted 3 (input_size) as its last size",
+        "input is torch.float32, the weights are torch.float64; convert the input with .to(torch.float64) or the layer "
+        "with .to(torch.float32)",
+        "hx[0] has shape (1, 3, 2), wanted layers * directions x N x H = (1, 2, 2)",
+        "hx[1] is 'c', wanted a tensor",
+    ]
+
+
+@at_once("kind", [SpecError, TypeError, ValueError, RuntimeError])
+def test_the_error_is_what_torch_would_raise(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="wanted T x N x D, or T x D for one row"):
+        pair("GRU")[1](torch.zeros(2, 2, 2, WIDTH).double())
+
+
+def test_the_first_state_is_checked_against_the_form_of_the_input() -> None:
+    _, ours = pair("GRU", batch_first=True)
+    state = torch.zeros(1, 5, HIDDEN).double()
+    with pytest.raises(LayerInputError, match=r"wanted layers \* directions x N x H = \(1, 2, 4\)"):
+        ours(torch.zeros(2, 5, WIDTH).double(), state)
+    with pytest.raises(LayerInputError, match=r"wanted layers \* directions x H = \(1, 4\)"):
+        ours(torch.zeros(5, WIDTH).double(), state)
+    packed = pack_padded_sequence(torch.zeros(5, 3, WIDTH).double(), torch.tensor([5, 2, 1]))
+    with pytest.raises(LayerInputError, match=r"\(1, 3, 4\)"):
+        ours(packed, state)
+
+
+def test_other_objects_are_refused() -> None:
+    with pytest.raises(LayerInputError, match="input is of type list"):
+        pair("GRU")[1]([1.0])
+    with pytest.raises(LayerInputError, match="wanted the pair"):
+        pair("LSTM")[1](torch.zeros(5, 2, WIDTH).double(), torch.zeros(1, 2, HIDDEN).double())
+
+
+def test_under_autocast_dtypes_may_differ() -> None:
+    _, ours = pair("LSTM")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours.float()(torch.randn(3, 2, WIDTH, dtype=torch.bfloat16))[0].shape == (3, 2, HIDDEN)
+
+
+def test_it_is_made_again_only_when_a_tensor_was_replaced() -> None:
+    made, beside = [], WeightKeyedCache[int]()
+    weights = [torch.zeros(1), torch.ones(1)]
+
+    def make() -> int:
+        made.append(1)
+        return len(made)
+
+    assert [beside.get(weights, make), beside.get(list(weights), make)] == [1, 1]
+    weights[1].add_(1)
+    assert beside.get(weights, make) == 1
+    assert beside.get([weights[0], weights[1].clone()], make) == 2
+    assert beside.get(weights[:1], make) == 3

@@ -1,0 +1,303 @@
+"""Streams, torch's own cells as they are, and where a network begins."""
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.recurrent.recurrent_cases import Awkward, at_once, close, eagerly, equal, gradients, grid, random_case, told
+from weft.core.errors import SpecError, UsageError
+from weft.core.pytree import map_leaves
+from weft.recurrent import LSTM, Recurrent
+from weft.recurrent.cells import ElmanCell, GRUCell
+
+
+class Timed(Awkward):
+    def forward(self, x: Any, state: Any, t: int) -> Any:
+        y, (h, more) = super().forward(x, state)
+        return y, (h * (1 + t), more)
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.data())
+def test_steps_and_chunks_give_the_bits_of_the_whole(steps: int, rows: int, data: st.DataObject) -> None:
+    _, x, state = random_case(steps, rows, steps)
+    net = eagerly(Timed(), time_step=True, truncate=data.draw(st.sampled_from([None, 2])))
+    whole = net(x, state)
+    cut = data.draw(st.integers(0, steps))
+    first = net(map_leaves(lambda leaf: leaf[:cut], x), state)
+    second = net(map_leaves(lambda leaf: leaf[cut:], x), first.last, start=cut)
+    for name in ("outputs", "states"):
+        joined = map_leaves(
+            lambda *parts: None if parts[0] is None else torch.cat(parts), getattr(first, name), getattr(second, name)
+        )
+        assert equal(joined, getattr(whole, name))
+    assert equal(second.last, whole.last)
+    now = state
+    for t in range(steps):
+        y, now = net.step(map_leaves(lambda leaf, t=t: leaf[t], x), now, t=t)
+        assert equal(y, map_leaves(lambda leaf, t=t: None if leaf is None else leaf[t], whole.outputs))
+    assert equal(now, whole.last)
+
+
+def test_a_step_begins_where_a_sequence_begins() -> None:
+    net = eagerly(nn.LSTMCell(3, 4), initial=(nn.Parameter(torch.ones(4)), torch.zeros(1, 4)))
+    x = torch.randn(1, 2, 3)
+    y, state = net.step(x[0])
+    assert equal(y, net(x).outputs[0])
+    assert equal(state, net(x).last)
+    assert equal(net.step(x[0], (torch.ones(1, 4), torch.zeros(4)))[0], y)
+
+
+def test_truncation_holds_for_single_steps_too() -> None:
+    net = eagerly(lambda x, s: (s + x, s + x), truncate=2)
+    state = torch.zeros(2, requires_grad=True)
+    x = torch.ones(2)
+    assert net.step(x, state, t=0)[0].requires_grad
+    assert net.step(x, state, t=1)[0].requires_grad
+    assert not net.step(x, state, t=2)[0].requires_grad
+
+
+def test_faults_of_a_single_step_are_told_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        eagerly(nn.LSTMCell(3, 4)).step(torch.ones(2, 3), (torch.ones(3, 4), "c"))
+    assert told(caught) == [
+        "state[0] has shape (3, 4), wanted 2 rows, or 1 for all of them",
+        "state[1] is of type str, wanted a tensor",
+    ]
+
+
+@given(st.integers(0, 4), st.integers(1, 3))
+def test_batch_first_turns_inputs_outputs_and_states_but_not_the_last_one(steps: int, rows: int) -> None:
+    cell, x, state = random_case(steps, rows, 3)
+    wanted = eagerly(cell)(x, state)
+    seen = eagerly(cell, batch_first=True)(map_leaves(lambda leaf: leaf.transpose(0, 1), x), state)
+
+    def turned(leaf: Any) -> Any:
+        return leaf if leaf is None else leaf.transpose(0, 1)
+
+    assert equal(seen.last, wanted.last)
+    assert equal(map_leaves(turned, seen.outputs), wanted.outputs)
+    assert equal(map_leaves(turned, seen.states), wanted.states)
+
+
+KINDS = {"LSTM": (nn.LSTM, nn.LSTMCell), "GRU": (nn.GRU, nn.GRUCell), "RNN": (nn.RNN, nn.RNNCell)}
+
+
+def copied(cell: nn.RNNCellBase, whole: nn.RNNBase) -> nn.RNNCellBase:
+    """The cell in double precision, with the weights of the first layer."""
+    cell.double().load_state_dict({name.removesuffix("_l0"): value for name, value in whole.state_dict().items()})
+    return cell
+
+
+@given(st.sampled_from(sorted(KINDS)), st.integers(1, 5), st.integers(1, 3), st.booleans())
+def test_torchs_cells_give_what_its_networks_give(kind: str, steps: int, rows: int, batch_first: bool) -> None:
+    torch.manual_seed(steps)
+    network, cell = KINDS[kind]
+    whole = network(3, 4, batch_first=batch_first).double()
+    net = eagerly(copied(cell(3, 4), whole), batch_first=batch_first)
+    x = torch.randn(*((rows, steps) if batch_first else (steps, rows)), 3).double().requires_grad_()
+    wanted, last = whole(x)
+    last = (last[0][0], last[1][0]) if kind == "LSTM" else last[0]
+    seen = net(x)
+    close(seen.outputs, wanted)
+    close(seen.last, last)
+    close(gradients(seen[:2], [x, *net.cell.parameters()]), gradients((wanted, last), [x, *whole.parameters()]))
+
+
+def test_the_first_state_has_the_dtype_of_the_weights() -> None:
+    net = eagerly(nn.GRUCell(3, 4).double())
+    assert net(torch.zeros(1, 2, 3).double()).last.dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert eagerly(nn.GRUCell(3, 4))(torch.randn(2, 2, 3)).outputs.shape == (2, 2, 4)
+
+
+@grid(make=[nn.LSTMCell, nn.GRUCell, GRUCell, ElmanCell], backend=["eager", "python"])
+def test_an_input_of_another_width_is_told_with_the_cells(make: Any, backend: str) -> None:
+    net = Recurrent(make(3, 8), backend=backend)
+    words = re.escape(f"x has shape (2, 4), but cell {make.__name__} wants 3 (input_size) as its last size")
+    with pytest.raises(SpecError, match=words):
+        net(torch.randn(5, 2, 4))
+    with pytest.raises(SpecError, match=words):
+        net.step(torch.randn(2, 4))
+
+
+@at_once("layer", [nn.LSTM, nn.GRU, nn.RNN, LSTM])
+def test_a_layer_is_no_cell_and_the_error_names_the_cell(layer: Any) -> None:
+    kind = layer.__name__
+    with pytest.raises(UsageError, match=rf"(?s)runs over time by itself.* nn.{kind}Cell, or weft.recurrent.{kind} in"):
+        Recurrent(layer(3, 8))
+
+
+def test_the_keys_of_a_cell_do_not_depend_on_how_it_is_run() -> None:
+    assert list(eagerly(nn.LSTMCell(3, 4)).state_dict()) == [f"cell.{key}" for key in nn.LSTMCell(3, 4).state_dict()]
+    assert "cell=plus" in repr(eagerly(plus, truncate=3)) and "truncate=3" in repr(eagerly(plus, truncate=3))
+
+
+def plus(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    return s + x, s + x
+
+
+def test_an_initial_state_of_tensors_is_saved_moved_and_learned() -> None:
+    learned = nn.Parameter(torch.ones(2))
+    net = eagerly(lambda x, s: (x + s[0], s), initial=(learned, torch.zeros(1, 2)))
+    assert list(net.state_dict()) == ["initial.0", "initial.1"]
+    assert list(net.parameters()) == [learned]
+    assert net.double()(torch.zeros(3, 5, 2).double()).last[1].dtype == torch.float64
+    net(torch.zeros(3, 5, 2).double()).outputs.sum().backward()
+    assert learned.grad.tolist() == [15, 15]
+
+
+def test_a_network_can_be_copied_and_pickled() -> None:
+    net = eagerly(nn.LSTMCell(3, 4), initial=(torch.ones(4), nn.Parameter(torch.ones(1, 4))))
+    x = torch.randn(2, 3, 3)
+    wanted = net(x).outputs
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert equal(other(x).outputs, wanted)
+        assert other.initial.get_parameter("1") is not net.initial.get_parameter("1")
+
+
+class Begins(nn.Module):
+    def initial_state(self, x: Tensor) -> Tensor:
+        return x * 10
+
+    def forward(self, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        return plus(x, s)
+
+
+def test_who_says_where_a_network_begins() -> None:
+    x = torch.ones(2, 3)
+    assert eagerly(Begins())(x).last.tolist() == [12] * 3
+    assert eagerly(Begins(), initial=lambda first: first * 100)(x).last.tolist() == [102] * 3
+    assert eagerly(Begins(), initial=torch.tensor([1.0]))(x).last.tolist() == [3] * 3
+    assert eagerly(Begins(), initial=torch.tensor([1.0]))(x, torch.zeros(3)).last.tolist() == [2] * 3
+    assert eagerly(plus, initial=nn.Linear(2, 2, bias=False))(torch.ones(1, 3, 2)).last.shape == (3, 2)
+
+
+def test_the_first_input_is_no_padding() -> None:
+    x = torch.tensor([[torch.nan, 1.0], [2.0, 3.0]])
+    mask = ~x.isnan()
+    assert eagerly(Begins())(x, mask=mask).last.tolist() == [22, 14]
+
+
+def test_a_network_that_does_not_know_where_to_begin_says_so() -> None:
+    with pytest.raises(UsageError) as caught:
+        eagerly(plus)(torch.ones(2, 3))
+    assert told(caught) == [
+        "there is no initial state: give state=, or initial= to the network, or give plus a method "
+        "initial_state(first input)"
+    ]
+    with pytest.raises(UsageError, match="give plus a method"):
+        eagerly(plus).step(torch.ones(3))
+
+
+def test_all_faults_of_a_networks_arguments_are_told_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        eagerly(nn.GRUCell(3, 4), links={"h": "y"}, time_step=True, truncate=0, initial=(torch.ones(1), "zeros"))
+    assert told(caught) == [
+        "links want a step net over dicts, but cell is torch's GRUCell",
+        "time_step=True, but torch's GRUCell takes no step number",
+        "truncate is 0, wanted at least 1 step, or None",
+        "initial holds str, wanted nested tensors, or a function of the first input",
+    ]
+
+
+class Concatenating(nn.Module):
+    """A cell whose operators would not broadcast a state by themselves."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width + hidden, hidden).double()
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.mix(torch.cat([x, h], -1)))
+        return h, h
+
+
+@given(st.integers(1, 4), st.integers(2, 4), st.booleans(), st.booleans(), st.booleans())
+def test_one_state_for_all_rows_gets_the_sum_of_their_gradients(
+    rows: int, hidden: int, axis: bool, own: bool, by_row: bool
+) -> None:
+    torch.manual_seed(rows)
+    net = eagerly(Concatenating(3, hidden))
+    x = torch.randn(4, rows, 3).double()
+    one = nn.Parameter(torch.randn(*([1] if axis else []), hidden).double())
+    full = one.detach().expand(rows, hidden).clone().requires_grad_()
+    wanted = net(x, full)
+    more = {"lengths": [4] * rows} if by_row else {}
+    if own:
+        seen = eagerly(net.cell, initial=one)(x, **more)
+    elif not axis and hidden == rows:
+        return  # H numbers for N = H rows: a state given with the call is then taken to have rows
+    else:
+        seen = net(x, one, **more)
+    assert all(equal(a, b) for a, b in zip(seen, wanted, strict=True))
+    close(gradients(tuple(seen), [one])[0].view(hidden), gradients(tuple(wanted), [full])[0].sum(0))
+
+
+def test_tokens_have_one_axis_and_states_more() -> None:
+    table = nn.Embedding(9, 4)
+    net = eagerly(lambda token, h: (None, torch.cat([table(token)[:, :2], h[:, :2]], 1)))
+    tokens = torch.randint(9, (5, 3))
+    assert net(tokens, torch.zeros(1, 4)).last.shape == (3, 4)
+    assert net(tokens, torch.zeros(4), lengths=[5, 4, 0]).last.shape == (3, 4)
+
+
+def test_a_sequence_without_rows_keeps_its_state_as_it_is() -> None:
+    net = eagerly(Concatenating(3, 1))
+    x = torch.randn(4, 3).double()
+    assert net(x, torch.zeros(1).double()).last.shape == (1,)
+    mapped = torch.func.vmap(lambda x, h: tuple(net(x, h)), in_dims=(1, 0), out_dims=(1, 0, 1))
+    batch = torch.randn(4, 5, 3).double()
+    state = torch.randn(5, 1).double()
+    close(mapped(batch, state), tuple(net(batch, state)))
+
+
+def test_the_first_step_may_settle_shape_and_dtype_as_a_plain_loop_would() -> None:
+    net = eagerly(lambda x, s: (s + x, s + x), initial=lambda first: torch.zeros((), dtype=torch.int64))
+    x = torch.ones(3, 2, 2, dtype=torch.float64)
+    assert net(x).last.dtype == torch.float64
+    flags = torch.tensor([[False, True]] * 3)
+    last = net(x, mask=flags).last
+    assert equal(last, torch.tensor([[0.0, 0.0], [3.0, 3.0]], dtype=torch.float64))
+
+
+@at_once(
+    ("returned", "faults"),
+    [
+        (lambda s: (s[0], s[1], s[0]), ["state should be a tuple of 2, but is a tuple of 3"]),
+        (lambda s: [s[0], s[1]], ["state should be a tuple of 2, but is a list of 2"]),
+        (lambda s: (s[0][:1], s[1].long()), [
+            "state[0] has shape (1, 3), wanted (2, 3)",
+            "state[1] has dtype torch.int64, wanted torch.float32; convert it, or begin with torch.int64",
+        ]),
+        (lambda s: (s[0].double(), s[1].bfloat16()), [
+            "state[0] has dtype torch.float64, wanted torch.float32; convert it, or begin with torch.float64",
+            "state[1] has dtype torch.bfloat16, wanted torch.float32; convert it, or begin with torch.bfloat16",
+        ]),
+        (lambda s: (None, s[1]), ["state[0] is of type NoneType, wanted a tensor"]),
+    ],
+)  # fmt: skip
+def test_a_state_that_does_not_fit_is_told_by_path(returned: Any, faults: list[str]) -> None:
+    with pytest.raises(SpecError, match="the state that step 0 returned") as caught:
+        eagerly(lambda x, s: (x, returned(s)))(torch.ones(3, 2, 3), (torch.ones(2, 3), torch.ones(2, 3)))
+    assert told(caught) == faults
+
+
+def test_a_state_may_not_grow() -> None:
+    with pytest.raises(SpecError, match=r"step 1 returned") as caught:
+        eagerly(lambda x, s: (x, torch.stack([s, s]) if s.dim() < 3 else torch.cat([s, s])))(
+            torch.ones(3, 2, 2), torch.ones(2, 2)
+        )
+    assert told(caught) == ["state has shape (4, 2, 2), wanted (2, 2, 2)"]
+
+
+def test_a_state_nested_otherwise_than_the_one_that_a_reset_brings_back_is_refused() -> None:
+    net = eagerly(nn.GRUCell(3, 4))
+    with pytest.raises(SpecError, match="is not nested as its initial state: state should be a leaf"):
+        net(torch.ones(2, 2, 3), (torch.ones(2, 4),), reset=torch.ones(2, 2, dtype=torch.bool))
