@@ -327,7 +327,7 @@ def row_axes(
         if not axes and isinstance(value.made, AxisOp) and value.made.kind.startswith("scatter"):
             return None  # it is built up in memory, which threads that all compute it would share
         if not axes and value in ends:
-            if not isinstance(value.made, Elementwise) or value.shape[0] != rows:
+            if not isinstance(value.made, Elementwise) or tuple(value.shape[:1]) != (rows,):
                 return None
             axes = {0}
         found[value] = axes.pop() if axes else None
