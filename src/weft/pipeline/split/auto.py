@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from weft.core.autograd import quiet_hooks
 from weft.core.errors import PartitionError
 from weft.core.pytree import flatten, unflatten
+from weft.pipeline.config import BatchDims
 from weft.pipeline.partition import own_bytes, partition, synchronize
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import Action
@@ -31,7 +32,9 @@ _PROBE = 1 << 22  # bytes that are copied to see how long that takes
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arguments | None) -> list[str]:
+def automatic_split(
+    model: nn.Module, devices: Sequence[torch.device], call: Arguments | None, dims: BatchDims
+) -> list[str]:
     """Split points that make one stage per device. Without a `call` to measure, by parameters, with a warning.
 
     Raises PartitionError where there are fewer places to cut at than devices need.
@@ -53,7 +56,7 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
     units = [name for _, name in sorted({step: name for name, step in reversed(cuts.items())}.items())]
     if len(units) < len(devices):
         return _cut(units, [], devices)
-    steps = _measured(model, units[1:], here, (args, kwargs))
+    steps = _measured(model, units[1:], here, (args, kwargs), dims)
     measured = zip(*(step.stages for step in steps), strict=True)
     times = [min(each.forward for each in unit) + min(each.backward for each in unit) for unit in measured]
     per_byte = _copy_seconds(here, devices[-1]) / _PROBE
@@ -110,13 +113,16 @@ class _Timer(Recorder):
             synchronize(self._device)
 
 
-def _measured(model: nn.Module, split: list[str], device: torch.device, call: Arguments) -> list[Costs]:
+def _measured(
+    model: nn.Module, split: list[str], device: torch.device, call: Arguments, dims: BatchDims
+) -> list[Costs]:
     """What the units between these split points cost, in each of some steps."""
     args, kwargs = call
     timers = [_Timer(device) for _ in range(ROUNDS)]
     with undisturbed(model, [device]), torch.inference_mode(False), torch.enable_grad():
         devices = [device] * (len(split) + 1)
-        pipe = Pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False)
+        axes: dict[str, Any] = {"batch_dim": dims.arguments, "output_batch_dim": dims.outputs}
+        pipe = Pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False, **axes)
         sizes = Sizes([*model.parameters(), *model.buffers()])
         wanted = [each for each in model.parameters() if each.requires_grad]
         for watcher in (Recorder(), sizes, *timers):  # the first one warms up

@@ -26,13 +26,14 @@ from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, 
 from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.config import BatchDims, check_batch_dims, forbid_lazy, places_of
+from weft.pipeline.config import BatchDims, forbid_lazy, forbid_other_axes, places_of
 from weft.pipeline.engine import PipeCall
 from weft.pipeline.microbatch import NoChunk, micro_sizes, plan_split
 from weft.pipeline.pipe import Pipe, allocate, frozen, map_tensors
 from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import automatic_split
+from weft.pipeline.split.axes import check_axes
 from weft.pipeline.split.program import (
     Choice,
     Copies,
@@ -60,8 +61,8 @@ class SplitPipe(Pipe):
 
     def _lay_out(self, check: Validator, module: Any, dims: BatchDims | None, **given: Any) -> int:
         check.call(_check_model, module, given["split"], given["balance"], given["verify"])
-        if isinstance(module, nn.Module) and dims is not None and dims.assumed:
-            check.call(check_batch_dims, list(module.named_children()), dims)
+        if isinstance(module, nn.Module) and dims is not None:
+            check.call(forbid_other_axes, list(module.named_children()), dims)
         self.split, self.verify = given["split"], given["verify"]
         self.devices = [] if given["devices"] is None else check.call(places_of, given["devices"]) or []
         return 0
@@ -79,12 +80,13 @@ class SplitPipe(Pipe):
             self.devices = [torch.device("cpu")] * (2 if self.split == "auto" else len(self.split) + 1)
         call = None if sample is None else self._without_cache(*_arguments(sample))
         if self.split == "auto":
-            self.split = automatic_split(module, self.devices, call)
+            self.split = automatic_split(module, self.devices, call, self._dims)
         self.split = list(self.split)
         self._made_runtime()  # checks the settings
         self._cut().place()
         if call is not None:
-            self._cut().choose(*call, 1, 0, check=False, graph=False)
+            rows = self._dims.of_call(len(call[0]), call[1].keys(), target=False, nested=True)
+            self._cut().choose(*call, 1, rows, check=False, graph=False)
 
     def _check_layout(self, check: Validator) -> int:
         stages = len(self.split) + 1
@@ -110,7 +112,7 @@ class SplitPipe(Pipe):
     def _cut(self) -> "SplitModel":
         """The model with its split points, as they are now."""
         if self._model is None or self._model.split != list(self.split) or self._model.devices != self.devices:
-            self._model = SplitModel(self.module, self.split, self.devices)
+            self._model = SplitModel(self.module, self.split, self.devices, self._dims)
         return self._model
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,10 +205,13 @@ class SplitPipe(Pipe):
 class SplitModel:
     """A model with split points: its programs, and its stages. Raises SplitError for names that are no modules."""
 
-    def __init__(self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device], dims: BatchDims
+    ) -> None:
         if any(isinstance(each, Skippable) for each in model.modules()):
             raise SplitError("skippable layers say themselves what crosses; leave split= out, and give balance=")
         self.model, self.split, self.devices = model, list(split), list(devices)
+        self._dims = dims
         self.recordings = 0
         self.layout = 0  # changes whenever stages have to be built anew
         self.latest: Program | None = None
@@ -242,7 +247,7 @@ class SplitModel:
                 keys[rows] = (plan.structure, *map(_leaf_key, piece))
             program = self._found((settings, keys[rows]), piece)
             if program is None:
-                program = self._record(unflatten(plan.structure, piece), piece, keys[rows])
+                program = self._record(unflatten(plan.structure, piece), piece, keys[rows], plan.axes)
                 settings = self._settings()  # a first run may set some
                 recorded[program] = i
             chosen.append(program)
@@ -258,9 +263,11 @@ class SplitModel:
             self._programs[key] = self._programs.pop(key)
         return found
 
-    def _record(self, call: Any, piece: Sequence[Any], shape: Hashable) -> Program:
+    def _record(self, call: Any, piece: Sequence[Any], shape: Hashable, axes: Sequence[int | None]) -> Program:
         self.recordings += 1
-        program = Program(self._recorder.record(*call), self.devices)
+        recording = self._recorder.record(*call)
+        check_axes(recording, axes, self._dims)
+        program = Program(recording, self.devices)
         program.anchors = [x for x in piece if not isinstance(x, Tensor)]  # while it lives, their ids stay theirs
         if self._order and program.order != self._order:
             raise SplitError(

@@ -1,0 +1,84 @@
+"""What a pipe with split= refuses, or does not do behind the caller's back."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from tests.pipeline.pipe_cases import assert_close
+from tests.pipeline.split.test_split_pipe import cut
+from weft.core.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Ends(nn.Module):
+    """Linear layers around one of which is known where it has its batch; `pick`: what of its result goes on."""
+
+    def __init__(self, inner: nn.Module, pick: bool = False, outer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.outer = nn.Linear(8, 8), nn.Linear(8, 8), outer or nn.Identity()
+        self.inner, self.pick = inner, pick
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.second(self.first(x)) + x)
+        y = self.inner(x)
+        return self.outer(y[0]) if self.pick else y
+
+
+def _attends(first: bool) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=first)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda first: Ends(nn.LSTM(8, 8, batch_first=first)),
+        lambda first: Ends(nn.GRU(8, 8, batch_first=first), pick=True),
+        lambda first: Ends(weft.LSTM(8, 8, batch_first=first), pick=True),
+        lambda first: Ends(weft.Recurrent(nn.GRUCell(8, 8), batch_first=first), pick=True, outer=nn.Linear(8, 8)),
+        lambda first: Ends(nn.Sequential(nn.Dropout(), _attends(first))),
+        lambda first: nn.Sequential(nn.Linear(8, 8), Ends(nn.Identity()).second, _attends(first)),
+    ],
+)
+def test_modules_whose_batch_is_on_another_axis_are_refused_where_the_rows_reach_them(make: Any) -> None:
+    for axis in (0, 1):
+        model = make(axis == 1)
+        split = "second" if isinstance(model, Ends) else "1"
+        with pytest.raises(UsageError, match=rf"has its batch on axis {1 - axis}, but it gets.* axis {axis}"):
+            cut(model, split, batch_dim=axis)(torch.randn(4, 4, 8))
+    with pytest.raises(UsageError, match="batch_first=True"):  # where nothing is said
+        cut(make(False), split)
+
+
+def test_code_around_a_module_may_swap_axes() -> None:
+    class Swapping(Ends):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x.transpose(0, 1))[0].transpose(0, 1)
+
+    model = Swapping(nn.LSTM(8, 8))
+    assert_close(cut(model, "second", batch_dim=0, chunks=2)(x := torch.randn(4, 3, 8)), model(x))
+
+
+def test_states_with_their_batch_on_another_axis_are_refused_also_where_they_could_be_joined() -> None:
+    states = Ends(nn.LSTM(8, 8, num_layers=2, batch_first=True))
+    with pytest.raises(UsageError, match=r"inner \(LSTM\).*output_batch_dim=\(0, 1\)"):
+        cut(states, "second", chunks=2)(torch.randn(4, 3, 8))
+    for model, settings in ((states, {"output_batch_dim": (0, 1)}), (Ends(states.inner, pick=True), {})):
+        assert_close(cut(model, "second", chunks=2, **settings)(x := torch.randn(4, 3, 8)), model(x))
+
+
+def test_auto_goes_by_the_axes_that_were_said() -> None:
+    model = Ends(nn.LSTM(8, 8), pick=True)
+    pipe = weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, batch_dim=1, sample=torch.randn(3, 2, 8))
+    assert_close(pipe(x := torch.randn(3, 4, 8)), model(x))
