@@ -105,7 +105,7 @@ class Stage:
         if self._copies_input:
             main = map_leaves(_copied, main)
         if _hooks_of_all_modules:
-            main, skips = map_leaves(_no_leaf, main), {skip: _no_leaf(value) for skip, value in skips.items()}
+            main, skips = map_leaves(_no_leaf, main), {skip: map_leaves(_no_leaf, each) for skip, each in skips.items()}
         rng: RngStreams = context.random
         around = None if self.replay.idle else self.replay.around(context)
         if rng.quiet and around is None and not self._deferred:

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 import weft
-from tests.pipeline.pipe_cases import assert_close
-from tests.pipeline.split.test_split_pipe import cut
+from tests.pipeline.pipe_cases import assert_close, rows
+from tests.pipeline.split.test_split_pipe import Chain, cut
+from tests.pipeline.test_pipe_modes import Sees
 from weft.core.errors import UsageError
 
 
@@ -82,3 +85,22 @@ def test_auto_goes_by_the_axes_that_were_said() -> None:
     model = Ends(nn.LSTM(8, 8), pick=True)
     pipe = weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, batch_dim=1, sample=torch.randn(3, 2, 8))
     assert_close(pipe(x := torch.randn(3, 4, 8)), model(x))
+
+
+def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
+    model = Chain()
+    for executor in ("serial", "threads", "auto"):
+        pipe, found = cut(model, chunks=3, executor=executor), list[tuple[int, int, int]]()
+        for call in (pipe, pipe, pipe, lambda x: torch.cat([model(each) for each in x.split(2)])):
+            saved: list[None] = []
+
+            def pack(tensor: Tensor, saved: list[None] = saved) -> Tensor:
+                saved.append(None)
+                return tensor
+
+            with FlopCounterMode(display=False) as counter, Sees() as sees:
+                with saved_tensors_hooks(pack, lambda tensor: tensor):
+                    loss = call(rows(6, 8)).sum()
+                loss.backward()
+            found.append((counter.get_total_flops(), sees.calls, len(saved)))
+        assert len(set(found)) == 1 and all(found[0]), executor

@@ -28,8 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode,
+    _pop_mode_temporarily,
+    _push_mode,
+)
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from weft.core.errors import SplitError, listed
 from weft.core.pytree import flatten, register_dataclasses, structure_paths, unflatten
@@ -61,6 +68,7 @@ PLAIN: tuple[type[Any], ...] = (
 """What a key compares by value, and what a block may return for Python to go by."""
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
+_GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
 _CONTAINERS = (list, tuple, dict)
 _one_at_a_time = threading.RLock()  # what stands in PyTorch's places meanwhile is the process's
 
@@ -415,16 +423,41 @@ def _tags(func: Any) -> tuple[bool, bool]:
 
 
 @contextmanager
+def _unseen() -> Generator[None]:
+    """A run inside is seen by none of the caller's modes but that of a default device, by no hooks on what autograd
+    saves, and by no hooks of all modules, such as those of a FlopCounterMode."""
+    tables = cast("list[dict[int, Any]]", [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS])
+    hooks = [dict(table) for table in tables]
+    modes = [_pop_mode() for _ in range(cast(Any, torch._C)._len_torch_function_stack())]
+    devices = [each for each in reversed(modes) if type(each) is DeviceContext]
+    try:
+        for table in tables:
+            table.clear()
+        for each in devices:
+            _push_mode(each)
+        with _disable_current_modes(), saved_tensors_hooks(_same, _same):
+            yield
+    finally:
+        for _ in devices:
+            _pop_mode()
+        for each in reversed(modes):
+            _push_mode(each)
+        for table, before in zip(tables, hooks, strict=True):
+            table.update(before)
+
+
+@contextmanager
 def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Generator[None]:
     """A run inside leaves the model and PyTorch's generators as they were: buffers are copies meanwhile, and numbers
-    that modules count in are put back."""
+    that modules count in are put back. The caller's modes and hooks do not see it."""
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
     own = [each for *_, held in before for each in held.values() if type(each) is torch.Generator]
     sources = [*generators(devices), *own]
     drawn = states(sources)
     try:
-        map_tensors(model, lambda each: each if isinstance(each, nn.Parameter) else each.detach().clone())
-        yield
+        with _unseen():
+            map_tensors(model, lambda each: each if isinstance(each, nn.Parameter) else each.detach().clone())
+            yield
     finally:
         restore(sources, drawn)
         for module, parameters, buffers, held in before:
@@ -521,6 +554,11 @@ def _in_modes(grad: bool | None, casts: Iterable[Any], call: Callable[..., Any],
         for kind, dtype, enabled in casts:
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
         return call(*args, **kwargs)
+
+
+def _same(value: Any) -> Any:
+    """In the place of the caller's hooks on what autograd saves."""
+    return value
 
 
 def _nothing(_: Any) -> Any:
