@@ -1,5 +1,6 @@
 """What a pipe with split= refuses, or does not do behind the caller's back."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import weft
 from tests.pipeline.pipe_cases import assert_close, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
 from tests.pipeline.test_pipe_modes import Sees
-from weft.core.errors import UsageError
+from weft.core.errors import SplitError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +105,37 @@ def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
                 loss.backward()
             found.append((counter.get_total_flops(), sees.calls, len(saved)))
         assert len(set(found)) == 1 and all(found[0]), executor
+
+
+def test_a_remote_expert_is_not_trained_by_comparing_or_measuring() -> None:
+    class Remote(nn.Module):
+        def __init__(self, backend: weft.ExpertBackend, address: str) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.remote = weft.RemoteExpert("expert", address, accumulate=True)
+            self.scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.remote(self.first(x))) * scale[0]
+
+    inner, scale = nn.Linear(8, 8), [1.0]
+    plain = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(inner), nn.Linear(8, 8))
+    schema = (weft.TensorSpec((None, 8), torch.float64),)
+    backend = weft.ExpertBackend("expert", inner, lambda each: torch.optim.SGD(each, 1.0), args_schema=schema)
+    with weft.Server([backend]) as server:
+        model = Remote(backend, server.address)
+        model.first.load_state_dict(plain[0].state_dict())
+        model.second.load_state_dict(plain[2].state_dict())
+        with pytest.raises(UsageError, match=r"split='auto'.*\n.*remote \(RemoteExpert\)"):
+            weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, sample=rows(2, 8))
+        cut(model, "remote", chunks=2)(rows(4, 8)).square().sum().backward()
+        assert model.remote.commit()
+        plain(rows(4, 8)).square().sum().backward()
+        torch.optim.SGD(plain[1].parameters(), 1.0).step()
+        assert_close(inner.state_dict(), plain[1].state_dict())
+        pipe = cut(model, "second", chunks=1)  # outputs are compared all the same
+        pipe(rows(2, 8))
+        scale[0] = 2.0
+        with pytest.raises(SplitError, match="does not compute"):
+            pipe(rows(2, 8))
+        model.remote.close()

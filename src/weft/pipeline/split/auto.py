@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.autograd import quiet_hooks
-from weft.core.errors import PartitionError
+from weft.core.autograd import StepsInBackward, quiet_hooks
+from weft.core.errors import PartitionError, UsageError, listed
 from weft.core.pytree import flatten, unflatten
 from weft.pipeline.config import BatchDims
 from weft.pipeline.partition import own_bytes, partition, synchronize
@@ -37,7 +37,8 @@ def automatic_split(
 ) -> list[str]:
     """Split points that make one stage per device. Without a `call` to measure, by parameters, with a warning.
 
-    Raises PartitionError where there are fewer places to cut at than devices need.
+    Raises PartitionError where there are fewer places to cut at than devices need, UsageError where measuring would
+    train a remote expert.
     """
     if len(devices) == 1:
         return []
@@ -49,6 +50,9 @@ def automatic_split(
             stacklevel=3,
         )
         return _cut(names, own_bytes(model.get_submodule(name).parameters() for name in names), devices)
+    if found := [f"{k} ({type(m).__name__})" for k, m in model.named_modules() if isinstance(m, StepsInBackward)]:
+        headline = "split='auto' with sample= measures backward, which would train these; leave sample out, or name"
+        raise UsageError(listed(f"{headline} split points:", found))
     here = next((each.device for each in model.parameters()), devices[0])
     leaves, structure = flatten(call)
     args, kwargs = unflatten(structure, [x.to(here) if isinstance(x, Tensor) else x for x in leaves])

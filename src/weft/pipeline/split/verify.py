@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.core.autograd import quiet_hooks
+from weft.core.autograd import StepsInBackward, quiet_hooks
 from weft.core.errors import SplitError
 from weft.core.pytree import flatten, structure_paths, unflatten
 from weft.pipeline.split.program import Owned, Program, perform, tensor_of
@@ -47,7 +47,9 @@ def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Se
     """By name: the leaves of the result, the buffers after it, and the gradients of inputs and parameters for fixed
     ones of the result."""
     given = copies(leaves)
-    model, tracked = recorder.model, torch.is_grad_enabled() and not recorder.mixed
+    model = recorder.model
+    trains = any(isinstance(each, StepsInBackward) for each in model.modules())  # a backward would, elsewhere
+    tracked = torch.is_grad_enabled() and not recorder.mixed and not trains
     with undisturbed(model, recorder.devices), torch.inference_mode(False), torch.set_grad_enabled(tracked):
         result, structure = flatten(call(given))
         found: dict[str, Any] = dict(zip(structure_paths(structure, "output"), result, strict=True))
