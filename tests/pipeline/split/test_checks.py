@@ -82,6 +82,13 @@ def test_states_with_their_batch_on_another_axis_are_refused_also_where_they_cou
         assert_close(cut(model, "second", chunks=2, **settings)(x := torch.randn(4, 3, 8)), model(x))
 
 
+def test_states_of_weft_s_lstm_have_the_batch_where_those_of_pytorch_have_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), weft.LSTM(8, 8))
+    for settings in ({"balance": [1, 1]}, {"split": ["1"]}):
+        pipe = weft.Pipe(model, chunks=2, batch_dim=1, devices=["cpu"] * 2, **settings)
+        assert_close(pipe(x := torch.randn(3, 4, 8)), model(x))
+
+
 def test_auto_goes_by_the_axes_that_were_said() -> None:
     model = Ends(nn.LSTM(8, 8), pick=True)
     pipe = weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, batch_dim=1, sample=torch.randn(3, 2, 8))
@@ -139,3 +146,13 @@ def test_a_remote_expert_is_not_trained_by_comparing_or_measuring() -> None:
         with pytest.raises(SplitError, match="does not compute"):
             pipe(rows(2, 8))
         model.remote.close()
+
+
+def test_a_fault_of_split_is_told_with_all_others() -> None:
+    with pytest.raises(UsageError) as seen:
+        cut(Chain(), "layer.2", loss_reduction="sum", schedule="1f1b", checkpoint=["never"] * 3)
+    for words in ("'layer.2'; near it", "loss_reduction", "'1f1b' begins backward", "3 entries for 2 stages"):
+        assert words in str(seen.value)
+    with pytest.raises(UsageError) as seen:
+        weft.Pipe(Chain(), chunks=2, split=["layers.1", "layers.2"], devices=["cpu"], schedule="1f1b")
+    assert all(words in str(seen.value) for words in ("make 3 stages", "'1f1b' begins backward"))

@@ -47,7 +47,7 @@ from weft.pipeline.pipe import map_tensors
 from weft.pipeline.split.program import HERE, Reads, RecordedValue, Recording, Step, moved
 
 _T = cast(Any, Tensor)
-_functorch = cast(Any, torch._C)._functorch
+_c = cast(Any, torch._C)
 _READS = {
     *(_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.__contains__),
     *(_T.equal, _T.allclose, _T.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
@@ -90,11 +90,8 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _resolve(self) -> None:
         """Find the modules that are named, as they are now."""
+        check_names(self.model, self._split_names)
         modules = dict(named_modules(self.model, again=True))
-        if wrong := [name for name in self._split_names if not name or name not in modules]:
-            known = [name for name in modules if name]
-            near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
-            raise SplitError(listed(f"split names what is no module of {type(self.model).__name__}:", near))
         self.split = {modules[name]: name for name in self._split_names}
         parts = [name.split(".") for name in self._split_names]
         self.open = self.open.intersection(modules.values()) | {
@@ -239,7 +236,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _function(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         step = _step(name, func, args, kwargs, where=_site())
-        if any(_functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
+        if any(_c._functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
             raise _refusal(f"{name} runs under vmap or grad")
         return self._recorded(step, func)
 
@@ -428,14 +425,15 @@ def _unseen() -> Generator[None]:
     saves, and by no hooks of all modules, such as those of a FlopCounterMode."""
     tables = cast("list[dict[int, Any]]", [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS])
     hooks = [dict(table) for table in tables]
-    modes = [_pop_mode() for _ in range(cast(Any, torch._C)._len_torch_function_stack())]
+    modes = [_pop_mode() for _ in range(_c._len_torch_function_stack())]
     devices = [each for each in reversed(modes) if type(each) is DeviceContext]
     try:
         for table in tables:
             table.clear()
         for each in devices:
             _push_mode(each)
-        with _disable_current_modes(), saved_tensors_hooks(_same, _same):
+        hidden = _c._autograd._top_saved_tensors_default_hooks(True) is not None
+        with _disable_current_modes(), saved_tensors_hooks(_same, _same) if hidden else nullcontext():
             yield
     finally:
         for _ in devices:
@@ -563,6 +561,14 @@ def _same(value: Any) -> Any:
 
 def _nothing(_: Any) -> Any:
     """In the place of what autograd saves: a recording has no backward."""
+
+
+def check_names(model: nn.Module, split: Sequence[str]) -> None:
+    """Raise SplitError that lists the split points which are no modules of the model."""
+    known = [name for name, _ in named_modules(model, again=True) if name]
+    if wrong := [name for name in split if name not in known]:
+        near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
+        raise SplitError(listed(f"split names what is no module of {type(model).__name__}:", near))
 
 
 def named_modules(model: nn.Module, *, again: bool = False) -> "Iterable[tuple[str, nn.Module]]":

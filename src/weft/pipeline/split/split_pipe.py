@@ -45,7 +45,7 @@ from weft.pipeline.split.program import (
     bundle,
     tensor_of,
 )
-from weft.pipeline.split.record import PLAIN, ForwardRecorder, named_modules
+from weft.pipeline.split.record import PLAIN, ForwardRecorder, check_names, named_modules
 from weft.pipeline.split.verify import verify
 from weft.pipeline.stage import Stage
 
@@ -60,12 +60,19 @@ class SplitPipe(Pipe):
     """See `Pipe`, which makes one where `split` is given. `module` is the model itself."""
 
     def _lay_out(self, check: Validator, module: Any, dims: BatchDims | None, **given: Any) -> int:
-        check.call(_check_model, module, given["split"], given["balance"], given["verify"])
-        if isinstance(module, nn.Module) and dims is not None:
+        if check.call(_checked_model, module, given["split"], given["balance"], given["verify"]) is None:
+            return 0
+        if dims is not None:
             check.call(forbid_other_axes, list(module.named_children()), dims)
-        self.split, self.verify = given["split"], given["verify"]
-        self.devices = [] if given["devices"] is None else check.call(places_of, given["devices"]) or []
-        return 0
+        self.split, self.verify, devices = given["split"], given["verify"], given["devices"]
+        auto, cuda = self.split == "auto", torch.cuda.device_count() if torch.cuda.is_available() else 0
+        self.devices = [f"cuda:{i}" for i in range(cuda)] or ["cpu"] * (2 if auto else len(self.split) + 1)
+        self.devices = self.devices if devices is None else devices
+        if not auto:
+            check.call(check_names, module, self.split)
+            return self._check_layout(check)
+        self.devices = check.call(places_of, self.devices) or []
+        return len(self.devices)
 
     def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
         if deferred_batch_norm:
@@ -74,10 +81,6 @@ class SplitPipe(Pipe):
         for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(module, table)
         self._model: SplitModel | None = None
-        if not self.devices and torch.cuda.is_available():
-            self.devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        elif not self.devices:
-            self.devices = [torch.device("cpu")] * (2 if self.split == "auto" else len(self.split) + 1)
         call = None if sample is None else self._without_cache(*_arguments(sample))
         if self.split == "auto":
             self.split = automatic_split(module, self.devices, call, self._dims)
@@ -453,8 +456,8 @@ def _broadcast_whole(call: tuple[tuple[Any, ...], dict[str, Any]], axis: Any) ->
     return unflatten(structure, [NoChunk(x) if count == 1 else x for x, count in zip(leaves, rows, strict=True)])
 
 
-def _check_model(module: Any, split: Any, balance: Any, verify: Any) -> None:
-    """Raise SpecError for what is no model, UsageError with all that is wrong among the arguments."""
+def _checked_model(module: Any, split: Any, balance: Any, verify: Any) -> nn.Module:
+    """The model. Raises SpecError for what is none, UsageError with all that is wrong among the arguments."""
     if not isinstance(module, nn.Module):
         raise SpecError(f"Pipe takes a model, an nn.Module, but this is {type(module).__name__}")
     forbid_lazy(module)
@@ -465,6 +468,7 @@ def _check_model(module: Any, split: Any, balance: Any, verify: Any) -> None:
         check.that(not named or len(set(names)) == len(names), f"split is {split!r}, with a name twice")
         check.that(balance is None, "balance is given beside split; it counts the layers of an nn.Sequential")
         check.boolean("verify", verify)
+    return module
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
