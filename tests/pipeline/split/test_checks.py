@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
-from tests.pipeline.pipe_cases import assert_close, rows
+from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
 from tests.pipeline.test_pipe_modes import Sees
-from weft.core.errors import SplitError, UsageError
+from weft.core.errors import BatchError, SplitError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +157,59 @@ def test_a_fault_of_split_is_told_with_all_others() -> None:
     with pytest.raises(UsageError) as seen:
         weft.Pipe(Chain(), chunks=2, split=["layers.1", "layers.2"], devices=["cpu"], schedule="1f1b")
     assert all(words in str(seen.value) for words in ("make 3 stages", "'1f1b' begins backward"))
+
+
+class Tokens(nn.Module):
+    """A model with a loss of its own. `way`: what it does with ``num_items_in_batch``."""
+
+    def __init__(self, way: str = "divides") -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(9, 8), nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 9)
+        self.way = way
+
+    def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> dict[str, Tensor]:
+        logits = self.head(self.layers[0](self.embed(ids)))
+        found = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        count = num_items_in_batch
+        if count is None or self.way == "ignores":
+            count = (labels != -100).sum()
+        loss = found / count
+        return {"loss": loss + logits.square().mean() if self.way == "adds" else loss, "logits": logits}
+
+
+def _tokens(padded: int = 0) -> dict[str, Tensor]:
+    labels = torch.arange(12).reshape(4, 3) % 9
+    labels[0, :padded] = -100
+    return {"ids": torch.arange(12).reshape(4, 3) % 7, "labels": labels}
+
+
+@pytest.mark.parametrize("items", [int, torch.tensor])
+def test_losses_are_summed_only_where_the_model_divides_by_the_number_of_items(items: Any) -> None:
+    for way, padded in (("divides", 0), ("divides", 2), ("ignores", 0)):
+        pipe = cut(model := Tokens(way), "layers.0", chunks=2)
+        plain, batch = copy.deepcopy(model), _tokens(padded)
+        for verify in (True, False):
+            pipe = cut(model, "layers.0", chunks=2, verify=verify)
+            model.zero_grad()
+            plain.zero_grad()
+            loss = pipe(**batch, num_items_in_batch=items(12 - padded))["loss"]
+            wanted = plain(**batch)["loss"]
+            loss.backward()
+            wanted.backward()
+            assert_close(loss, wanted)
+            assert_gradients_equal(pipe, plain, 1e-10)
+    assert_close(pipe(*_tokens().values(), items(12))["loss"], wanted)  # by position
+    for way, padded, words in (
+        ("ignores", 2, "in unequal numbers"),
+        ("adds", 0, r"output\['loss'\] is halved only partly"),
+    ):
+        with pytest.raises(BatchError, match=words):
+            cut(Tokens(way), "layers.0", chunks=2)(**_tokens(padded), num_items_in_batch=items(12 - padded))
+
+
+def test_labels_that_do_not_all_count_are_refused_however_they_are_given() -> None:
+    pipe, batch = cut(Tokens(), "layers.0", chunks=2), _tokens(2)
+    one = {key: value[:, 0] for key, value in batch.items()}
+    for args, kwargs in (((), batch), (batch.values(), {}), ((), one), (one.values(), {})):
+        with pytest.raises(BatchError, match="labels.* -100 in unequal numbers"):
+            pipe(*args, **kwargs)

@@ -99,8 +99,10 @@ class ForwardRecorder(TorchFunctionMode):
         }
         self.names = {id(module): name for name, module in named_modules(self.model)}
 
-    def moving(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The plain forward of a model whose stages have several devices: tensors are moved as in a recording."""
+    def plain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The plain forward; where stages have several devices, tensors are moved as in a recording."""
+        if not self.mixed:
+            return self.model(*args, **kwargs)
         with _one_at_a_time:
             self._begin()
             return self._forward(args, kwargs)

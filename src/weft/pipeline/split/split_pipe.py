@@ -28,7 +28,7 @@ from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, forbid_lazy, forbid_other_axes, places_of
 from weft.pipeline.engine import PipeCall
-from weft.pipeline.microbatch import NoChunk, micro_sizes, plan_split
+from weft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
 from weft.pipeline.pipe import Pipe, allocate, frozen, map_tensors
 from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
@@ -46,13 +46,15 @@ from weft.pipeline.split.program import (
     tensor_of,
 )
 from weft.pipeline.split.record import PLAIN, ForwardRecorder, check_names, named_modules
-from weft.pipeline.split.verify import verify
+from weft.pipeline.split.verify import ITEMS, divides, verify
 from weft.pipeline.stage import Stage
 
 PROGRAMS = 64
 """How many programs a pipe keeps; the least recently used one goes first."""
 
 _TABLES = len(vars(nn.Module()))  # attributes that every module begins with
+_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST = 64  # entries of a list or dict among a module's attributes that are compared
 
 
@@ -89,7 +91,7 @@ class SplitPipe(Pipe):
         self._cut().place()
         if call is not None:
             rows = self._dims.of_call(len(call[0]), call[1].keys(), target=False, nested=True)
-            self._cut().choose(*call, 1, rows, check=False, graph=False)
+            self._cut().choose(*call, 1, rows, check=False, graph=False, joins=False)
 
     def _check_layout(self, check: Validator) -> int:
         stages = len(self.split) + 1
@@ -130,10 +132,10 @@ class SplitPipe(Pipe):
             rows, target = found if targets else (found, None)
             axis = ((None, *rows), target) if targets else (None, *rows)
         model = self._cut()
-        call = model.choose(args, kwargs, self.chunks, rows, check=self.verify, graph=self.executor == "graph")
+        how = {"check": self.verify, "graph": self.executor == "graph", "joins": not targets}
+        call, scalars = model.choose(args, kwargs, self.chunks, rows, **how)
         runtime = self._made_runtime()  # anew if a program was recorded that needs more than the others
         owners = model.lend(runtime.stages, call.choice)
-        scalars = None if targets else model.scalars(call, self.chunks)
         request = PipeCall(
             call, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale, scalars, owners
         )
@@ -227,15 +229,28 @@ class SplitModel:
         self._pairs: set[tuple[int, int]] = set()
         self._away: list[list[nn.Parameter]] = [[] for _ in devices]
         self._owner = partial(tensor_of, model)
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, _EITHER)]
 
     def choose(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, axis: Any, *, check: bool, graph: bool
-    ) -> SplitCall:
-        """The call as the first stage gets it, with a program for each micro-batch; recorded where there is none.
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        chunks: int,
+        axis: Any,
+        *,
+        check: bool,
+        graph: bool,
+        joins: bool,
+    ) -> tuple[SplitCall, str | None]:
+        """The call as the first stage gets it, with a program for each micro-batch; recorded where there is none. And
+        how numbers per micro-batch in the output, such as a loss, are combined where it `joins` them: "mean" by rows,
+        or "sum".
 
         `axis` holds the rows: an int, or nested as ``(args, kwargs)``. `check`: compare new programs with the plain
         forward. `graph`: copies stay connected with their originals.
-        Raises BatchError when the mini-batch cannot be cut, SplitError for what cannot be recorded or differs.
+        Raises BatchError when the mini-batch cannot be cut or its numbers not be combined, SplitError for what cannot be
+        recorded or differs.
         """
         register_dataclasses((args, kwargs))
         args, kwargs = _broadcast_whole((args, kwargs), axis)
@@ -257,8 +272,9 @@ class SplitModel:
         if check and not all(program.verified for program in chosen):
             self._verify(chosen, [unflatten(plan.structure, piece) for piece in pieces], recorded)
         self.latest = chosen[0]
+        scalars = self._scalars(chosen[0], plan, leaves, pieces[0]) if joins else None
         copies = [_copied(away, device, graph) for away, device in zip(self._away, self.devices, strict=True)]
-        return SplitCall(Choice(chosen, copies, chain(*self._away)), args, kwargs)
+        return SplitCall(Choice(chosen, copies, chain(*self._away)), args, kwargs), scalars
 
     def _found(self, key: Hashable, piece: Sequence[Any]) -> Program | None:
         found = next((each for each in self._programs.get(key, ()) if each.fits(piece, self._owner)), None)
@@ -391,30 +407,40 @@ class SplitModel:
             owners.update({id(copies[id(p)]): p for p in away})
         return owners
 
-    def scalars(self, call: SplitCall, chunks: int) -> str:
-        """How numbers per micro-batch in the output, such as a loss, are combined: "mean" by rows, or "sum".
-
-        Raises BatchError where the model's loss is a mean over tokens of which some do not count (-100), so that
-        neither is right.
-        """
-        items, labels = call.kwargs.get("num_items_in_batch"), call.kwargs.get("labels")
-        if (items.value if isinstance(items, NoChunk) else items) is not None:
-            return "sum"
-        if not call.choice.programs[0].recording.has_scalars or not isinstance(labels, Tensor) or labels.dim() < 2:
+    def _scalars(self, program: Program, plan: SplitPlan, leaves: Sequence[Any], piece: Sequence[Any]) -> str:
+        """See `choose`. Where the model is given a number of tokens to divide by, it is run once more to see whether it
+        does. Raises BatchError where neither a mean nor a sum is right."""
+        if not program.recording.has_scalars:
             return "mean"
-        rows, counts = micro_sizes(len(labels), chunks), labels != -100
-        for seen in (counts, counts[:, 1:]) if len(rows) > 1 and not bool(counts.all()) else ():  # as a causal model
-            parts = cast("Sequence[Tensor]", seen.flatten(1).split(rows))  # shifts them, too
-            means = [part.sum().item() / size for part, size in zip(parts, rows, strict=True)]
-            if max(means) - min(means) > 1e-9:
-                raise BatchError(
-                    f"labels have -100 in unequal numbers: {[round(each, 2) for each in means]} tokens a row count in "
-                    "the micro-batches, but the model's loss is a mean over the tokens that it sees, so micro-batches' "
-                    "losses would not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100)"
-                    ".sum() (without [:, 1:] where the model does not shift) if the model takes it; or leave labels "
-                    "out, and compute the loss of the logits"
-                )
+        args, kwargs = unflatten(plan.structure, piece)
+        if {**dict(zip(self._positional, args, strict=False)), **kwargs}.get(ITEMS) is not None:
+            if program.divides is None:
+                program.divides = divides(self._recorder, args, kwargs, self._positional)
+            if program.divides is not False:
+                return "sum"
+        if len(plan.sizes) > 1:
+            names = [value.key for value in program.recording.inputs]
+            for name, leaf, axis in zip(names, leaves, plan.axes, strict=True):
+                if isinstance(leaf, Tensor) and axis is not None and leaf.dtype in _INTEGERS:
+                    _forbid_unequal(name, leaf.movedim(axis, 0) != -100, plan.sizes)
         return "mean"
+
+
+def _forbid_unequal(name: str, counts: Tensor, sizes: Sequence[int]) -> None:
+    """Raise BatchError for labels of which micro-batches have unequal numbers that count: the model's loss is a mean."""
+    if bool(counts.all()):
+        return
+    for seen in (counts, counts[:, 1:]) if counts.dim() > 1 else (counts,):  # as a causal model shifts them, too
+        parts = cast("Sequence[Tensor]", seen.split(list(sizes)))
+        means = [part.sum().item() / size for part, size in zip(parts, sizes, strict=True)]
+        if max(means) - min(means) > 1e-9:
+            raise BatchError(
+                f"labels ({name}) have -100 in unequal numbers: {[round(each, 2) for each in means]} tokens a row count "
+                "in the micro-batches, but the model's loss is a mean over the tokens that it sees, so micro-batches' "
+                "losses would not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100).sum() "
+                "(without [:, 1:] where the model does not shift) if the model takes it, and divides by it; or leave "
+                "labels out, and compute the loss of the logits"
+            )
 
 
 def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int) -> bool:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from weft.core.autograd import StepsInBackward, quiet_hooks
-from weft.core.errors import SplitError
+from weft.core.errors import BatchError, SplitError, listed
 from weft.core.pytree import flatten, structure_paths, unflatten
 from weft.pipeline.split.program import Owned, Program, perform, tensor_of
 from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
 
+ITEMS = "num_items_in_batch"
+"""The argument of Hugging Face's models that says by how many tokens a loss is to be divided."""
 _SEED = 20
 
 
@@ -27,8 +29,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
     owned = partial(tensor_of, recorder.model)
 
     def plain(given: list[Any]) -> Any:
-        args, kwargs = unflatten(structure, given)
-        return recorder.moving(args, kwargs) if recorder.mixed else recorder.model(*args, **kwargs)
+        return recorder.plain(*unflatten(structure, given))
 
     wanted = _run(recorder, plain, leaves)
     seen = _run(recorder, partial(program.replay, owned=owned), leaves)
@@ -41,6 +42,44 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
                 "must be an argument, a tensor, a flag or number of the module or its config; move into a submodule "
                 "what goes by anything else. verify=False switches this comparison off"
             )
+
+
+def divides(
+    recorder: ForwardRecorder, args: Sequence[Any], kwargs: dict[str, Any], positional: Sequence[str]
+) -> bool | None:
+    """Whether the model divides its loss by ``num_items_in_batch``: so it does if twice as many halve it. None where
+    it is zero anyway. `positional` are the names of positional arguments.
+
+    Raises BatchError where that is true of a part of the loss, or of some numbers in the output.
+    """
+    leaves, structure = flatten((list(args), kwargs))
+    found: list[dict[str, Tensor]] = []
+    for factor in (1, 2):
+        given, named = unflatten(structure, copies(leaves))
+        where, at = (named, ITEMS) if ITEMS in named else (given, positional.index(ITEMS))
+        where[at] = where[at] * factor
+        with undisturbed(recorder.model, recorder.devices), torch.inference_mode(False), torch.no_grad():
+            result, nested = flatten(recorder.plain(given, named))
+        pairs = zip(structure_paths(nested, "output"), result, strict=True)
+        found.append({k: x for k, x in pairs if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()})
+    ways: dict[str, str] = {}
+    for name, one in found[0].items():
+        if one.item():
+            is_same, is_half = (_is_near(one, each) for each in (found[1][name], 2 * found[1][name]))
+            ways[name] = "does not change" if is_same else "is halved" if is_half else "is halved only partly"
+    if len(kinds := set(ways.values())) > 1 or kinds == {"is halved only partly"}:
+        headline = (
+            f"{ITEMS} was given, so micro-batches' numbers in the output are to be summed, but not all of them are "
+            f"divided by it. Leave {ITEMS} out if a mean over rows is right, or labels, and compute the loss outside. "
+            "With twice as many items:"
+        )
+        raise BatchError(listed(headline, [f"{name} {way}" for name, way in ways.items()]))
+    return kinds == {"is halved"} if kinds else None
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    eps = torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=min(64 * eps, eps**0.5), atol=0.0, equal_nan=True)
 
 
 def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> dict[str, Any]:
