@@ -1,6 +1,7 @@
 """What a pipe with split= refuses, or does not do behind the caller's back."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
 from tests.pipeline.test_pipe_modes import Sees
 from weft.core.errors import BatchError, SplitError, UsageError
+from weft.pipeline.split import split_pipe
 
 
 @pytest.fixture(autouse=True)
@@ -213,3 +215,21 @@ def test_labels_that_do_not_all_count_are_refused_however_they_are_given() -> No
     for args, kwargs in (((), batch), (batch.values(), {}), ((), one), (one.values(), {})):
         with pytest.raises(BatchError, match="labels.* -100 in unequal numbers"):
             pipe(*args, **kwargs)
+
+
+def test_the_program_that_was_used_least_recently_leaves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deciding(Chain):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x) * int(x[0, 0])
+
+    monkeypatch.setattr(split_pipe, "PROGRAMS", 2)
+    pipe = cut(Deciding(), chunks=1, verify=False)
+
+    def recordings(rows: int, number: int) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pipe(torch.full((rows, 8), float(number)))
+        return pipe.statistics()["recordings"]
+
+    assert [recordings(2, number) for number in (1, 2, 1, 3, 1)] == [1, 2, 2, 3, 3]  # of one key
+    assert [recordings(rows, 1) for rows in (3, 2, 4, 2, 3)] == [4, 4, 5, 5, 6]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from threading import RLock
 from typing import Any, cast
 
@@ -222,7 +222,8 @@ class SplitModel:
         self.latest: Program | None = None
         self.blocks: list[dict[nn.Module, str]] = [{} for _ in devices]
         self._recorder = ForwardRecorder(model, split, devices)
-        self._programs: dict[Hashable, list[Program]] = {}  # the one that was used least recently comes first
+        self._programs: dict[Hashable, list[Program]] = {}
+        self._uses = count()
         self._churns = False
         self._order: list[str] = []
         self._owned: list[set[str]] = [set() for _ in devices]
@@ -278,8 +279,8 @@ class SplitModel:
 
     def _found(self, key: Hashable, piece: Sequence[Any]) -> Program | None:
         found = next((each for each in self._programs.get(key, ()) if each.fits(piece, self._owner)), None)
-        if found is not None and len(self._programs) > 1:
-            self._programs[key] = self._programs.pop(key)
+        if found is not None:
+            found.used = next(self._uses)
         return found
 
     def _record(self, call: Any, piece: Sequence[Any], shape: Hashable, axes: Sequence[int | None]) -> Program:
@@ -287,6 +288,7 @@ class SplitModel:
         recording = self._recorder.record(*call)
         check_axes(recording, axes, self._dims)
         program = Program(recording, self.devices)
+        program.used = next(self._uses)
         program.anchors = [x for x in piece if not isinstance(x, Tensor)]  # while it lives, their ids stay theirs
         if self._order and program.order != self._order:
             raise SplitError(
@@ -297,7 +299,7 @@ class SplitModel:
         self._extend(program)
         self._programs.setdefault((self._settings(), shape), []).append(program)
         if sum(map(len, self._programs.values())) > PROGRAMS:
-            self._drop(next(iter(self._programs.values()))[0])
+            self._drop(min(chain(*self._programs.values()), key=lambda each: each.used))
             if not self._churns:
                 warnings.warn(
                     f"more than {PROGRAMS} programs of {type(self.model).__name__} were recorded, and old ones are "
