@@ -250,7 +250,7 @@ class SplitModel:
 
         `axis` holds the rows: an int, or nested as ``(args, kwargs)``. `check`: compare new programs with the plain
         forward. `graph`: copies stay connected with their originals.
-        Raises BatchError when the mini-batch cannot be cut or its numbers not be combined, SplitError for what cannot be
+        Raises BatchError when the mini-batch cannot be cut or its numbers not combined, SplitError for what cannot be
         recorded or differs.
         """
         register_dataclasses((args, kwargs))
@@ -429,7 +429,7 @@ class SplitModel:
 
 
 def _forbid_unequal(name: str, counts: Tensor, sizes: Sequence[int]) -> None:
-    """Raise BatchError for labels of which micro-batches have unequal numbers that count: the model's loss is a mean."""
+    """Raise BatchError for labels of which unequal numbers count in the micro-batches: the model's loss is a mean."""
     if bool(counts.all()):
         return
     for seen in (counts, counts[:, 1:]) if counts.dim() > 1 else (counts,):  # as a causal model shifts them, too
@@ -437,9 +437,9 @@ def _forbid_unequal(name: str, counts: Tensor, sizes: Sequence[int]) -> None:
         means = [part.sum().item() / size for part, size in zip(parts, sizes, strict=True)]
         if max(means) - min(means) > 1e-9:
             raise BatchError(
-                f"labels ({name}) have -100 in unequal numbers: {[round(each, 2) for each in means]} tokens a row count "
-                "in the micro-batches, but the model's loss is a mean over the tokens that it sees, so micro-batches' "
-                "losses would not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100).sum() "
+                f"labels ({name}) have -100 in unequal numbers: {[round(each, 2) for each in means]} a row count in the "
+                "micro-batches, but the model's loss is a mean over those that count, so micro-batches' losses would "
+                "not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100).sum() "
                 "(without [:, 1:] where the model does not shift) if the model takes it, and divides by it; or leave "
                 "labels out, and compute the loss of the logits"
             )
