@@ -23,7 +23,7 @@ from weft.pipeline.partition import own_bytes, partition, synchronize
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import Action
 from weft.pipeline.simulate import Costs, Sizes, costs_from
-from weft.pipeline.split.record import ForwardRecorder, undisturbed
+from weft.pipeline.split.record import ForwardRecorder, named_modules, undisturbed
 from weft.pipeline.tracing import Recorder
 
 ROUNDS = 6  # the least time of some counts, since others may have the machine meanwhile
@@ -50,7 +50,7 @@ def automatic_split(
             stacklevel=3,
         )
         return _cut(names, own_bytes(model.get_submodule(name).parameters() for name in names), devices)
-    if found := [f"{k} ({type(m).__name__})" for k, m in model.named_modules() if isinstance(m, StepsInBackward)]:
+    if found := [f"{k} ({type(m).__name__})" for k, m in named_modules(model) if isinstance(m, StepsInBackward)]:
         headline = "split='auto' with sample= measures backward, which would train these; leave sample out, or name"
         raise UsageError(listed(f"{headline} split points:", found))
     here = next((each.device for each in model.parameters()), devices[0])

@@ -28,13 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _pop_mode,
-    _pop_mode_temporarily,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -427,21 +421,21 @@ def _unseen() -> Generator[None]:
     saves, and by no hooks of all modules, such as those of a FlopCounterMode."""
     tables = cast("list[dict[int, Any]]", [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS])
     hooks = [dict(table) for table in tables]
-    modes = [_pop_mode() for _ in range(_c._len_torch_function_stack())]
+    modes = [_c._pop_torch_function_stack() for _ in range(_c._len_torch_function_stack())]
     devices = [each for each in reversed(modes) if type(each) is DeviceContext]
+    hidden = _c._autograd._top_saved_tensors_default_hooks(True) is not None
     try:
         for table in tables:
             table.clear()
         for each in devices:
-            _push_mode(each)
-        hidden = _c._autograd._top_saved_tensors_default_hooks(True) is not None
+            _c._push_on_torch_function_stack(each)
         with _disable_current_modes(), saved_tensors_hooks(_same, _same) if hidden else nullcontext():
             yield
     finally:
         for _ in devices:
-            _pop_mode()
+            _c._pop_torch_function_stack()
         for each in reversed(modes):
-            _push_mode(each)
+            _c._push_on_torch_function_stack(each)
         for table, before in zip(tables, hooks, strict=True):
             table.update(before)
 

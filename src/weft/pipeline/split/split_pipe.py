@@ -68,13 +68,14 @@ class SplitPipe(Pipe):
             check.call(forbid_other_axes, list(module.named_children()), dims)
         self.split, self.verify, devices = given["split"], given["verify"], given["devices"]
         auto, cuda = self.split == "auto", torch.cuda.device_count() if torch.cuda.is_available() else 0
-        self.devices = [f"cuda:{i}" for i in range(cuda)] or ["cpu"] * (2 if auto else len(self.split) + 1)
-        self.devices = self.devices if devices is None else devices
-        if not auto:
-            check.call(check_names, module, self.split)
-            return self._check_layout(check)
-        self.devices = check.call(places_of, self.devices) or []
-        return len(self.devices)
+        if devices is None:
+            devices = [f"cuda:{i}" for i in range(cuda)] or ["cpu"] * (2 if auto else len(self.split) + 1)
+        places = check.call(places_of, devices)
+        self.devices = places or []
+        if auto:
+            return len(self.devices)
+        check.call(check_names, module, self.split)
+        return len(self.split) + 1 if places is None else self._check_layout(check)
 
     def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
         if deferred_batch_norm:
@@ -437,9 +438,9 @@ def _forbid_unequal(name: str, counts: Tensor, sizes: Sequence[int]) -> None:
         means = [part.sum().item() / size for part, size in zip(parts, sizes, strict=True)]
         if max(means) - min(means) > 1e-9:
             raise BatchError(
-                f"labels ({name}) have -100 in unequal numbers: {[round(each, 2) for each in means]} a row count in the "
-                "micro-batches, but the model's loss is a mean over those that count, so micro-batches' losses would "
-                "not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100).sum() "
+                f"labels ({name}) have -100 in unequal numbers: {[round(each, 2) for each in means]} a row count in "
+                "the micro-batches, but the model's loss is a mean over those that count, so micro-batches' losses "
+                "would not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100).sum() "
                 "(without [:, 1:] where the model does not shift) if the model takes it, and divides by it; or leave "
                 "labels out, and compute the loss of the logits"
             )
