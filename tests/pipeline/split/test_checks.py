@@ -214,6 +214,25 @@ def test_labels_that_do_not_all_count_are_refused_however_they_are_given() -> No
             pipe(*args, **kwargs)
 
 
+def test_rows_that_come_of_one_row_must_stand_side_by_side() -> None:
+    class Regrouping(Chain):
+        def __init__(self, change: Any) -> None:
+            super().__init__()
+            self.change = change
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+            return {"x": self.change(super().forward(x)), "loss": x.mean()}
+
+    x = torch.randn(6, 3, 8)
+    for change in (lambda x: x.flatten(0, 1), lambda x: x.repeat_interleave(2, 0)):
+        assert_close(cut(model := Regrouping(change), chunks=3)(x), model(x))
+    for change in (lambda x: torch.cat([x, x]), lambda x: x.mean() * torch.arange(12.0)):
+        model = Regrouping(change)
+        for chunks in (3, 6):  # also of one row each
+            with pytest.raises(BatchError, match=r"output\['x'\] has (4|12) rows for 2"):
+                cut(model, chunks=chunks)(x)
+
+
 def test_the_program_that_was_used_least_recently_leaves_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Deciding(Chain):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -46,7 +46,7 @@ from weft.pipeline.split.program import (
     tensor_of,
 )
 from weft.pipeline.split.record import PLAIN, ForwardRecorder, check_names, named_modules
-from weft.pipeline.split.verify import ITEMS, divides, verify
+from weft.pipeline.split.verify import ITEMS, check_order, divides, verify
 from weft.pipeline.stage import Stage
 
 PROGRAMS = 64
@@ -272,7 +272,7 @@ class SplitModel:
                 recorded[program] = i
             chosen.append(program)
         if check and not all(program.verified for program in chosen):
-            self._verify(chosen, [unflatten(plan.structure, piece) for piece in pieces], recorded)
+            self._verify(chosen, recorded, plan, leaves, joins=joins)
         self.latest = chosen[0]
         scalars = self._scalars(chosen[0], plan, leaves, pieces[0]) if joins else None
         copies = [_copied(away, device, graph) for away, device in zip(self._away, self.devices, strict=True)]
@@ -316,15 +316,27 @@ class SplitModel:
         kept = {key: [each for each in programs if each is not program] for key, programs in self._programs.items()}
         self._programs = {key: programs for key, programs in kept.items() if programs}
 
-    def _verify(self, chosen: Sequence[Program], calls: Sequence[Any], recorded: dict[Program, int]) -> None:
+    def _verify(
+        self,
+        chosen: Sequence[Program],
+        recorded: dict[Program, int],
+        plan: SplitPlan,
+        leaves: Sequence[Any],
+        *,
+        joins: bool,
+    ) -> None:
         """Compare new programs with the plain forward: on another micro-batch than the recorded one. If there is
         none, on that one now, and again on the next one that comes."""
+        calls = [unflatten(plan.structure, piece) for piece in plan.split(leaves)]
         for program in dict.fromkeys(each for each in chosen if not each.verified):
             at = [i for i, each in enumerate(chosen) if each is program]
             other = [i for i in at if i != recorded.get(program)]
             try:
                 args, kwargs = calls[(other or at)[-1]]
-                verify(self._recorder, program, args, kwargs)
+                found = verify(self._recorder, program, args, kwargs)
+                tensors = [x for k, x in found.items() if k.startswith("output") and isinstance(x, Tensor) and x.dim()]
+                if joins and len(calls) > 1 and any(len(x) > plan.sizes[at[0]] for x in tensors):
+                    check_order(self._recorder, plan, leaves, self._dims.outputs)
             except BaseException:
                 self._drop(program)
                 raise

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from weft.core.autograd import StepsInBackward, quiet_hooks
 from weft.core.errors import BatchError, SplitError, listed
-from weft.core.pytree import flatten, structure_paths, unflatten
+from weft.core.pytree import flatten, spread, structure_paths, unflatten
+from weft.pipeline.microbatch import SplitPlan
 from weft.pipeline.split.program import Owned, Program, perform, tensor_of
 from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
 
@@ -23,8 +24,9 @@ ITEMS = "num_items_in_batch"
 _SEED = 20
 
 
-def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise SplitError, which names the first value that differs, if the program is not what the model does."""
+def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the model returns, by name, and all that was compared beside it. Raises SplitError, which names the first
+    value that differs, if the program is not what the model does."""
     leaves, structure = flatten((tuple(args), kwargs))
     owned = partial(tensor_of, recorder.model)
 
@@ -42,6 +44,42 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
                 "must be an argument, a tensor, a flag or number of the module or its config; move into a submodule "
                 "what goes by anything else. verify=False switches this comparison off"
             )
+    return wanted
+
+
+def check_order(recorder: ForwardRecorder, plan: SplitPlan, leaves: Sequence[Any], outputs: Any) -> None:
+    """Raise BatchError for outputs with several rows for each that came in, if those do not stand side by side as rows
+    of tokens do: joined, they would be in another order than the model's. Two rows in both orders tell.
+
+    `leaves` are those of a mini-batch, `outputs` the axes of what is returned.
+    """
+    training = [(module, module.training) for module in recorder.model.modules()]
+    found: list[list[Any]] = []
+    names, axes = list[str](), list[Any]()
+    try:
+        for module, _ in training:
+            module.training = False
+        for order in ([0, 1], [1, 0]):
+            pairs = zip(leaves, plan.axes, strict=True)
+            rows = [x if axis is None else x.index_select(axis, torch.tensor(order).to(x.device)) for x, axis in pairs]
+            with undisturbed(recorder.model, recorder.devices), torch.inference_mode(False), torch.no_grad():
+                result, structure = flatten(recorder.plain(*unflatten(plan.structure, copies(rows))))
+            found.append(result)
+            names, axes = structure_paths(structure, "output"), spread(outputs, structure, "output")
+    finally:
+        for module, mode in training:
+            module.training = mode
+    faults: list[str] = []
+    for name, axis, one, other in zip(names, axes, *found, strict=True):
+        several = isinstance(one, Tensor) and one.dim() and not axis and len(one) > 2 and one.shape == other.shape
+        if several and (len(one) % 2 or _difference(one, other.unflatten(0, (2, -1)).flip(0).flatten(0, 1))):
+            faults.append(f"{name} has {len(one)} rows for 2")
+    if faults:
+        headline = (
+            "the results of the micro-batches cannot be joined: rows that come of one row do not stand side by side, "
+            "as those of its tokens would. Let the model return one row for each that came in, and regroup outside:"
+        )
+        raise BatchError(listed(headline, faults))
 
 
 def divides(
