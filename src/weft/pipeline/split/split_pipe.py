@@ -47,12 +47,11 @@ from weft.pipeline.split.program import (
 )
 from weft.pipeline.split.record import PLAIN, ForwardRecorder, check_names, named_modules
 from weft.pipeline.split.verify import ITEMS, check_order, divides, verify
-from weft.pipeline.stage import Stage
+from weft.pipeline.stage import TABLES, Stage
 
 PROGRAMS = 64
 """How many programs a pipe keeps; the least recently used one goes first."""
 
-_TABLES = len(vars(nn.Module()))  # attributes that every module begins with
 _EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST = 64  # entries of a list or dict among a module's attributes that are compared
@@ -351,7 +350,7 @@ class SplitModel:
             seen += [module.training, *map(id, module._modules.values())]
             seen += [*module._forward_hooks, *module._forward_pre_hooks]
             held = vars(module)
-            seen += [(key, _comparable(value)) for key, value in islice(held.items(), _TABLES, None)]
+            seen += [(key, _comparable(value)) for key, value in islice(held.items(), TABLES, None)]
             configs[id(held.get("config"))] = held.get("config")
         return (*seen, *(_comparable(x) for each in configs.values() for x in getattr(each, "__dict__", {}).values()))
 

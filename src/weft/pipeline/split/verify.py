@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.core.autograd import StepsInBackward, quiet_hooks
 from weft.core.errors import BatchError, SplitError, listed
-from weft.core.pytree import flatten, spread, structure_paths, unflatten
+from weft.core.pytree import Structure, flatten, spread, structure_paths, unflatten
 from weft.pipeline.microbatch import SplitPlan
 from weft.pipeline.split.program import Owned, Program, perform, tensor_of
 from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
@@ -29,11 +29,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
     value that differs, if the program is not what the model does."""
     leaves, structure = flatten((tuple(args), kwargs))
     owned = partial(tensor_of, recorder.model)
-
-    def plain(given: list[Any]) -> Any:
-        return recorder.plain(*unflatten(structure, given))
-
-    wanted = _run(recorder, plain, leaves)
+    wanted = _run(recorder, lambda given: recorder.plain(*unflatten(structure, given)), leaves)
     seen = _run(recorder, partial(program.replay, owned=owned), leaves)
     for name, one in wanted.items():
         if (fault := _difference(one, seen.get(name))) is not None:
@@ -54,23 +50,22 @@ def check_order(recorder: ForwardRecorder, plan: SplitPlan, leaves: Sequence[Any
     `leaves` are those of a mini-batch, `outputs` the axes of what is returned.
     """
     training = [(module, module.training) for module in recorder.model.modules()]
-    found: list[list[Any]] = []
-    names, axes = list[str](), list[Any]()
+    found: list[dict[str, Any]] = []
+    axes: Sequence[Any] = ()
     try:
         for module, _ in training:
             module.training = False
         for order in ([0, 1], [1, 0]):
             pairs = zip(leaves, plan.axes, strict=True)
             rows = [x if axis is None else x.index_select(axis, torch.tensor(order).to(x.device)) for x, axis in pairs]
-            with undisturbed(recorder.model, recorder.devices), torch.inference_mode(False), torch.no_grad():
-                result, structure = flatten(recorder.plain(*unflatten(plan.structure, copies(rows))))
+            result, structure = _once(recorder, *unflatten(plan.structure, copies(rows)))
             found.append(result)
-            names, axes = structure_paths(structure, "output"), spread(outputs, structure, "output")
+            axes = spread(outputs, structure, "output")
     finally:
         for module, mode in training:
             module.training = mode
     faults: list[str] = []
-    for name, axis, one, other in zip(names, axes, *found, strict=True):
+    for (name, one), other, axis in zip(found[0].items(), found[1].values(), axes, strict=True):
         several = isinstance(one, Tensor) and one.dim() and not axis and len(one) > 2 and one.shape == other.shape
         if several and (len(one) % 2 or _difference(one, other.unflatten(0, (2, -1)).flip(0).flatten(0, 1))):
             faults.append(f"{name} has {len(one)} rows for 2")
@@ -91,18 +86,16 @@ def divides(
     Raises BatchError where that is true of a part of the loss, or of some numbers in the output.
     """
     leaves, structure = flatten((list(args), kwargs))
-    found: list[dict[str, Tensor]] = []
+    found: list[dict[str, Any]] = []
     for factor in (1, 2):
         given, named = unflatten(structure, copies(leaves))
         where, at = (named, ITEMS) if ITEMS in named else (given, positional.index(ITEMS))
         where[at] = where[at] * factor
-        with undisturbed(recorder.model, recorder.devices), torch.inference_mode(False), torch.no_grad():
-            result, nested = flatten(recorder.plain(given, named))
-        pairs = zip(structure_paths(nested, "output"), result, strict=True)
-        found.append({k: x for k, x in pairs if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()})
+        found.append(_once(recorder, given, named)[0])
     ways: dict[str, str] = {}
     for name, one in found[0].items():
-        if one.item():
+        number = isinstance(one, Tensor) and not one.dim() and one.is_floating_point() and not one.is_meta
+        if number and one.item():
             is_same, is_half = (_is_near(one, each) for each in (found[1][name], 2 * found[1][name]))
             ways[name] = "does not change" if is_same else "is halved" if is_half else "is halved only partly"
     if len(kinds := set(ways.values())) > 1 or kinds == {"is halved only partly"}:
@@ -113,6 +106,13 @@ def divides(
         )
         raise BatchError(listed(headline, [f"{name} {way}" for name, way in ways.items()]))
     return kinds == {"is halved"} if kinds else None
+
+
+def _once(recorder: ForwardRecorder, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Structure]:
+    """What the model returns, by name, without gradients."""
+    with undisturbed(recorder.model, recorder.devices), torch.inference_mode(False), torch.no_grad():
+        result, structure = flatten(recorder.plain(args, kwargs))
+    return dict(zip(structure_paths(structure, "output"), result, strict=True)), structure
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
