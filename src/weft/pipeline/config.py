@@ -29,6 +29,10 @@ Layers = Sequence[tuple[str, nn.Module]]
 
 _ON_AXIS_0 = (_ConvNd, _NormBase, nn.GroupNorm)
 _KEEP_AXES = (nn.Linear, nn.Embedding, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.Dropout)
+OTHER_AXES = (
+    "these modules have their batch on another axis than batch_dim or output_batch_dim says; change one of them, or if "
+    "a module beside them swaps axes, put both into one module:"
+)
 
 
 class BatchDims:
@@ -67,6 +71,11 @@ class BatchDims:
         """The axis of what a loss returns beside its number."""
         return self.outputs if isinstance(self.outputs, int) else 0
 
+    @property
+    def arguments(self) -> Any:
+        """The axes of the arguments, as a Pipe's ``batch_dim``."""
+        return self._by_name if self.whole is None else self.whole
+
     def of_call(self, positional: int, keywords: Collection[str], *, target: bool, nested: bool = False) -> Any:
         """The axes of a call, nested as its mini-batch (with the target) is; a single positional argument stands for
         itself, or `nested` in args and kwargs like others. Raises UsageError for what is missing."""
@@ -101,14 +110,8 @@ def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
     the output comes from, through nothing but layers which are known to leave axes as they are. A last layer that
     returns states with their batch on another axis than its output must have them said.
     """
-    flat = [each for name, layer in layers for each in _opened(name, layer)]
-    if dims.assumed and (found := [each for name, layer in layers for each in _anywhere(name, layer)]):
-        headline = (
-            "these modules have their batch on axis 1, and a Pipe cuts along axis 0 where nothing is said; make "
-            "them with batch_first=True, or give Pipe batch_dim=1 if the rows of the model's input are there, or "
-            "batch_dim=0 if its layers swap axes before and after these:"
-        )
-        raise UsageError(listed(headline, found))
+    forbid_other_axes(layers, dims)
+    flat = [each for name, layer in layers for each in opened(name, layer)]
     faults: list[str] = []
     for value, ordered, words in (
         (dims.first, flat, "gets the input, cut along"),
@@ -117,23 +120,35 @@ def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
         if is_whole(value):
             faults += [f"{fault}, but it {words} axis {value}" for fault in _reached(ordered, value)]
     if faults:
+        raise UsageError(listed(OTHER_AXES, list(dict.fromkeys(faults))))
+    if dims.outputs_assumed and flat:
+        forbid_several_axes(*flat[-1])
+
+
+def forbid_other_axes(layers: Layers, dims: BatchDims) -> None:
+    """Raise UsageError that names every module with its batch on axis 1, if nothing was said of axes."""
+    if dims.assumed and (found := [each for name, layer in layers for each in _anywhere(name, layer)]):
         headline = (
-            "these modules have their batch on another axis than batch_dim or output_batch_dim says; change one of "
-            "them, or if a module beside them swaps axes, put both into one module:"
+            "these modules have their batch on axis 1, and a Pipe cuts along axis 0 where nothing is said; make "
+            "them with batch_first=True, or give Pipe batch_dim=1 if the rows of the model's input are there, or "
+            "batch_dim=0 if its layers swap axes before and after these:"
         )
-        raise UsageError(listed(headline, list(dict.fromkeys(faults))))
-    if dims.outputs_assumed and flat and (axes := _several_axes(flat[-1][1])):
-        name, layer = flat[-1]
+        raise UsageError(listed(headline, found))
+
+
+def forbid_several_axes(name: str, layer: nn.Module) -> None:
+    """Raise UsageError for a layer, whose result is the output, if that has its batch on several axes."""
+    if axes := _several_axes(layer):
         raise UsageError(
             f"{name} ({type(layer).__name__}), the last layer, returns tensors with their batch on different axes; say "
             f"which, as in output_batch_dim={axes}, or let a layer after it return what is wanted"
         )
 
 
-def _batch_axis(module: nn.Module) -> int | None:
+def batch_axis(module: nn.Module) -> int | None:
     """The axis of the module's input and output that holds the rows, if it is known."""
     if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder) and len(module.layers):
-        return _batch_axis(module.layers[0])
+        return batch_axis(module.layers[0])
     first = getattr(module, "batch_first", getattr(getattr(module, "self_attn", None), "batch_first", None))
     if isinstance(first, bool):
         return 0 if first else 1
@@ -142,9 +157,9 @@ def _batch_axis(module: nn.Module) -> int | None:
 
 def _several_axes(module: nn.Module) -> str | None:
     """The axes of what the module returns, where they are known to differ, such as those of outputs and states."""
-    axis = _batch_axis(module)
-    if isinstance(module, nn.RNNBase) and axis == 0:
-        return "(0, 1)"
+    axis = batch_axis(module)
+    if isinstance(module, nn.RNNBase):  # its states have it on axis 1 in any case
+        return "(0, 1)" if axis == 0 else None
     if isinstance(module, nn.MultiheadAttention) and axis == 1:
         return "(1, 0)"
     return "(1, 0, 1)" if axis == 1 and type(module).__module__.startswith("weft.recurrent.") else None
@@ -152,31 +167,38 @@ def _several_axes(module: nn.Module) -> str | None:
 
 def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
     """In words, the outermost modules with their batch on axis 1."""
-    axis = _batch_axis(module)
+    axis = batch_axis(module)
     if axis == 1:
-        yield _words(name, module, axis)
+        yield axis_in_words(name, module, axis)
     elif axis is None:
         for child, each in module.named_children():
             yield from _anywhere(f"{name}.{child}", each)
 
 
-def _opened(name: str, layer: nn.Module) -> Layers:
+def opened(name: str, layer: nn.Module) -> Layers:
+    """A layer as the layers that it is a sequence of."""
     if type(layer) is not nn.Sequential:
         return [(name, layer)]
-    return [each for child, inner in layer.named_children() for each in _opened(f"{name}.{child}", inner)]
+    return [each for child, inner in layer.named_children() for each in opened(f"{name}.{child}", inner)]
 
 
 def _reached(layers: Layers, axis: int) -> Iterator[str]:
     """In words, the modules with their batch on another axis, as far as axes are known to be left as they are."""
     for name, layer in layers:
-        own = _batch_axis(layer)
+        own = batch_axis(layer)
         if own not in (None, axis):
-            yield _words(name, layer, own)
-        if own is None and type(layer) not in _KEEP_AXES and type(layer).__module__ != "torch.nn.modules.activation":
+            yield axis_in_words(name, layer, own)
+        if own is None and not keeps_axes(layer):
             return
 
 
-def _words(name: str, module: nn.Module, axis: int | None) -> str:
+def keeps_axes(module: nn.Module) -> bool:
+    """Whether the module is known to leave all axes but the last one where they are."""
+    return type(module) in _KEEP_AXES or type(module).__module__ == "torch.nn.modules.activation"
+
+
+def axis_in_words(name: str, module: nn.Module, axis: int | None) -> str:
+    """Where a module has its batch."""
     return f"{name} ({type(module).__name__}) has its batch on axis {axis}"
 
 

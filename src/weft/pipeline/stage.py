@@ -45,7 +45,7 @@ class ModuleScan(NamedTuple):
 
 
 _SETTINGS = frozenset((bool, float))
-_TABLES = len(vars(nn.Module()))
+TABLES = len(vars(nn.Module()))
 """How many attributes every module begins with. They are passed over unseen: after a step they are in no cache."""
 _NO_SKIPS: dict[Skip, Any] = {}
 _hooks_of_all_modules = cast("dict[int, Any]", cast(Any, modules.module)._global_forward_pre_hooks)
@@ -105,7 +105,7 @@ class Stage:
         if self._copies_input:
             main = map_leaves(_copied, main)
         if _hooks_of_all_modules:
-            main, skips = map_leaves(_no_leaf, main), {skip: _no_leaf(value) for skip, value in skips.items()}
+            main, skips = map_leaves(_no_leaf, main), {skip: map_leaves(_no_leaf, each) for skip, each in skips.items()}
         rng: RngStreams = context.random
         around = None if self.replay.idle else self.replay.around(context)
         if rng.quiet and around is None and not self._deferred:
@@ -130,7 +130,7 @@ class Stage:
             if module is None:
                 continue
             settings.append(module.training)
-            for each in islice(vars(module).values(), _TABLES, None):
+            for each in islice(vars(module).values(), TABLES, None):
                 if type(each) in _SETTINGS:
                     settings.append(each)
                 elif type(each) is torch.Generator:

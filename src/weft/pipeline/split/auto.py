@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.autograd import quiet_hooks
-from weft.core.errors import PartitionError
+from weft.core.autograd import StepsInBackward, quiet_hooks
+from weft.core.errors import PartitionError, UsageError, listed
 from weft.core.pytree import flatten, unflatten
+from weft.pipeline.config import BatchDims
 from weft.pipeline.partition import own_bytes, partition, synchronize
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import Action
 from weft.pipeline.simulate import Costs, Sizes, costs_from
-from weft.pipeline.split.record import ForwardRecorder, undisturbed
+from weft.pipeline.split.record import ForwardRecorder, named_modules, undisturbed
 from weft.pipeline.tracing import Recorder
 
 ROUNDS = 6  # the least time of some counts, since others may have the machine meanwhile
@@ -31,10 +32,13 @@ _PROBE = 1 << 22  # bytes that are copied to see how long that takes
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arguments | None) -> list[str]:
+def automatic_split(
+    model: nn.Module, devices: Sequence[torch.device], call: Arguments | None, dims: BatchDims
+) -> list[str]:
     """Split points that make one stage per device. Without a `call` to measure, by parameters, with a warning.
 
-    Raises PartitionError where there are fewer places to cut at than devices need.
+    Raises PartitionError where there are fewer places to cut at than devices need, UsageError where measuring would
+    train a remote expert.
     """
     if len(devices) == 1:
         return []
@@ -46,6 +50,9 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
             stacklevel=3,
         )
         return _cut(names, own_bytes(model.get_submodule(name).parameters() for name in names), devices)
+    if found := [f"{k} ({type(m).__name__})" for k, m in named_modules(model) if isinstance(m, StepsInBackward)]:
+        headline = "split='auto' with sample= measures backward, which would train these; leave sample out, or name"
+        raise UsageError(listed(f"{headline} split points:", found))
     here = next((each.device for each in model.parameters()), devices[0])
     leaves, structure = flatten(call)
     args, kwargs = unflatten(structure, [x.to(here) if isinstance(x, Tensor) else x for x in leaves])
@@ -53,7 +60,7 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
     units = [name for _, name in sorted({step: name for name, step in reversed(cuts.items())}.items())]
     if len(units) < len(devices):
         return _cut(units, [], devices)
-    steps = _measured(model, units[1:], here, (args, kwargs))
+    steps = _measured(model, units[1:], here, (args, kwargs), dims)
     measured = zip(*(step.stages for step in steps), strict=True)
     times = [min(each.forward for each in unit) + min(each.backward for each in unit) for unit in measured]
     per_byte = _copy_seconds(here, devices[-1]) / _PROBE
@@ -110,13 +117,16 @@ class _Timer(Recorder):
             synchronize(self._device)
 
 
-def _measured(model: nn.Module, split: list[str], device: torch.device, call: Arguments) -> list[Costs]:
+def _measured(
+    model: nn.Module, split: list[str], device: torch.device, call: Arguments, dims: BatchDims
+) -> list[Costs]:
     """What the units between these split points cost, in each of some steps."""
     args, kwargs = call
     timers = [_Timer(device) for _ in range(ROUNDS)]
     with undisturbed(model, [device]), torch.inference_mode(False), torch.enable_grad():
         devices = [device] * (len(split) + 1)
-        pipe = Pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False)
+        axes: dict[str, Any] = {"batch_dim": dims.arguments, "output_batch_dim": dims.outputs}
+        pipe = Pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False, **axes)
         sizes = Sizes([*model.parameters(), *model.buffers()])
         wanted = [each for each in model.parameters() if each.requires_grad]
         for watcher in (Recorder(), sizes, *timers):  # the first one warms up

@@ -156,6 +156,9 @@ class Program:
     def __init__(self, recording: Recording, devices: Sequence[torch.device]) -> None:
         self.recording = recording
         self.verified = False
+        self.divides: bool | None = None
+        """Whether numbers in the output are divided by ``num_items_in_batch``; None: not known yet."""
+        self.used = 0  # a number that is larger the later it was chosen
         self.anchors: Sequence[Any] = ()
         self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)
         self.parts = [Part() for _ in devices]

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from weft.core.errors import SplitError, listed
 from weft.core.pytree import flatten, register_dataclasses, structure_paths, unflatten
@@ -40,7 +41,7 @@ from weft.pipeline.pipe import map_tensors
 from weft.pipeline.split.program import HERE, Reads, RecordedValue, Recording, Step, moved
 
 _T = cast(Any, Tensor)
-_functorch = cast(Any, torch._C)._functorch
+_c = cast(Any, torch._C)
 _READS = {
     *(_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.__contains__),
     *(_T.equal, _T.allclose, _T.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
@@ -61,6 +62,7 @@ PLAIN: tuple[type[Any], ...] = (
 """What a key compares by value, and what a block may return for Python to go by."""
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
+_GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
 _CONTAINERS = (list, tuple, dict)
 _one_at_a_time = threading.RLock()  # what stands in PyTorch's places meanwhile is the process's
 
@@ -82,11 +84,8 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _resolve(self) -> None:
         """Find the modules that are named, as they are now."""
+        check_names(self.model, self._split_names)
         modules = dict(named_modules(self.model, again=True))
-        if wrong := [name for name in self._split_names if not name or name not in modules]:
-            known = [name for name in modules if name]
-            near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
-            raise SplitError(listed(f"split names what is no module of {type(self.model).__name__}:", near))
         self.split = {modules[name]: name for name in self._split_names}
         parts = [name.split(".") for name in self._split_names]
         self.open = self.open.intersection(modules.values()) | {
@@ -94,8 +93,10 @@ class ForwardRecorder(TorchFunctionMode):
         }
         self.names = {id(module): name for name, module in named_modules(self.model)}
 
-    def moving(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The plain forward of a model whose stages have several devices: tensors are moved as in a recording."""
+    def plain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The plain forward; where stages have several devices, tensors are moved as in a recording."""
+        if not self.mixed:
+            return self.model(*args, **kwargs)
         with _one_at_a_time:
             self._begin()
             return self._forward(args, kwargs)
@@ -231,7 +232,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _function(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         step = _step(name, func, args, kwargs, where=_site())
-        if any(_functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
+        if any(_c._functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
             raise _refusal(f"{name} runs under vmap or grad")
         return self._recorded(step, func)
 
@@ -415,16 +416,42 @@ def _tags(func: Any) -> tuple[bool, bool]:
 
 
 @contextmanager
+def _unseen() -> Generator[None]:
+    """A run inside is seen by none of the caller's modes but that of a default device, by no hooks on what autograd
+    saves, and by no hooks of all modules, such as those of a FlopCounterMode."""
+    tables = cast("list[dict[int, Any]]", [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS])
+    hooks = [dict(table) for table in tables]
+    modes = [_c._pop_torch_function_stack() for _ in range(_c._len_torch_function_stack())]
+    devices = [each for each in reversed(modes) if type(each) is DeviceContext]
+    hidden = _c._autograd._top_saved_tensors_default_hooks(True) is not None
+    try:
+        for table in tables:
+            table.clear()
+        for each in devices:
+            _c._push_on_torch_function_stack(each)
+        with _disable_current_modes(), saved_tensors_hooks(_same, _same) if hidden else nullcontext():
+            yield
+    finally:
+        for _ in devices:
+            _c._pop_torch_function_stack()
+        for each in reversed(modes):
+            _c._push_on_torch_function_stack(each)
+        for table, before in zip(tables, hooks, strict=True):
+            table.update(before)
+
+
+@contextmanager
 def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Generator[None]:
     """A run inside leaves the model and PyTorch's generators as they were: buffers are copies meanwhile, and numbers
-    that modules count in are put back."""
+    that modules count in are put back. The caller's modes and hooks do not see it."""
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
     own = [each for *_, held in before for each in held.values() if type(each) is torch.Generator]
     sources = [*generators(devices), *own]
     drawn = states(sources)
     try:
-        map_tensors(model, lambda each: each if isinstance(each, nn.Parameter) else each.detach().clone())
-        yield
+        with _unseen():
+            map_tensors(model, lambda each: each if isinstance(each, nn.Parameter) else each.detach().clone())
+            yield
     finally:
         restore(sources, drawn)
         for module, parameters, buffers, held in before:
@@ -523,8 +550,21 @@ def _in_modes(grad: bool | None, casts: Iterable[Any], call: Callable[..., Any],
         return call(*args, **kwargs)
 
 
+def _same(value: Any) -> Any:
+    """In the place of the caller's hooks on what autograd saves."""
+    return value
+
+
 def _nothing(_: Any) -> Any:
     """In the place of what autograd saves: a recording has no backward."""
+
+
+def check_names(model: nn.Module, split: Sequence[str]) -> None:
+    """Raise SplitError that lists the split points which are no modules of the model."""
+    known = [name for name, _ in named_modules(model, again=True) if name]
+    if wrong := [name for name in split if name not in known]:
+        near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
+        raise SplitError(listed(f"split names what is no module of {type(model).__name__}:", near))
 
 
 def named_modules(model: nn.Module, *, again: bool = False) -> "Iterable[tuple[str, nn.Module]]":

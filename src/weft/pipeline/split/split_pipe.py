@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from threading import RLock
 from typing import Any, cast
 
@@ -26,13 +26,14 @@ from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, 
 from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.config import BatchDims, check_batch_dims, forbid_lazy, places_of
+from weft.pipeline.config import BatchDims, forbid_lazy, forbid_other_axes, places_of
 from weft.pipeline.engine import PipeCall
-from weft.pipeline.microbatch import NoChunk, micro_sizes, plan_split
+from weft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
 from weft.pipeline.pipe import Pipe, allocate, frozen, map_tensors
 from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import automatic_split
+from weft.pipeline.split.axes import check_axes
 from weft.pipeline.split.program import (
     Choice,
     Copies,
@@ -44,14 +45,15 @@ from weft.pipeline.split.program import (
     bundle,
     tensor_of,
 )
-from weft.pipeline.split.record import PLAIN, ForwardRecorder, named_modules
-from weft.pipeline.split.verify import verify
-from weft.pipeline.stage import Stage
+from weft.pipeline.split.record import PLAIN, ForwardRecorder, check_names, named_modules
+from weft.pipeline.split.verify import ITEMS, check_order, divides, verify
+from weft.pipeline.stage import TABLES, Stage
 
 PROGRAMS = 64
 """How many programs a pipe keeps; the least recently used one goes first."""
 
-_TABLES = len(vars(nn.Module()))  # attributes that every module begins with
+_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST = 64  # entries of a list or dict among a module's attributes that are compared
 
 
@@ -59,12 +61,20 @@ class SplitPipe(Pipe):
     """See `Pipe`, which makes one where `split` is given. `module` is the model itself."""
 
     def _lay_out(self, check: Validator, module: Any, dims: BatchDims | None, **given: Any) -> int:
-        check.call(_check_model, module, given["split"], given["balance"], given["verify"])
-        if isinstance(module, nn.Module) and dims is not None and dims.assumed:
-            check.call(check_batch_dims, list(module.named_children()), dims)
-        self.split, self.verify = given["split"], given["verify"]
-        self.devices = [] if given["devices"] is None else check.call(places_of, given["devices"]) or []
-        return 0
+        if check.call(_checked_model, module, given["split"], given["balance"], given["verify"]) is None:
+            return 0
+        if dims is not None:
+            check.call(forbid_other_axes, list(module.named_children()), dims)
+        self.split, self.verify, devices = given["split"], given["verify"], given["devices"]
+        auto, cuda = self.split == "auto", torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if devices is None:
+            devices = [f"cuda:{i}" for i in range(cuda)] or ["cpu"] * (2 if auto else len(self.split) + 1)
+        places = check.call(places_of, devices)
+        self.devices = places or []
+        if auto:
+            return len(self.devices)
+        check.call(check_names, module, self.split)
+        return len(self.split) + 1 if places is None else self._check_layout(check)
 
     def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
         if deferred_batch_norm:
@@ -73,18 +83,15 @@ class SplitPipe(Pipe):
         for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(module, table)
         self._model: SplitModel | None = None
-        if not self.devices and torch.cuda.is_available():
-            self.devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        elif not self.devices:
-            self.devices = [torch.device("cpu")] * (2 if self.split == "auto" else len(self.split) + 1)
         call = None if sample is None else self._without_cache(*_arguments(sample))
         if self.split == "auto":
-            self.split = automatic_split(module, self.devices, call)
+            self.split = automatic_split(module, self.devices, call, self._dims)
         self.split = list(self.split)
         self._made_runtime()  # checks the settings
         self._cut().place()
         if call is not None:
-            self._cut().choose(*call, 1, 0, check=False, graph=False)
+            rows = self._dims.of_call(len(call[0]), call[1].keys(), target=False, nested=True)
+            self._cut().choose(*call, 1, rows, check=False, graph=False, joins=False)
 
     def _check_layout(self, check: Validator) -> int:
         stages = len(self.split) + 1
@@ -110,7 +117,7 @@ class SplitPipe(Pipe):
     def _cut(self) -> "SplitModel":
         """The model with its split points, as they are now."""
         if self._model is None or self._model.split != list(self.split) or self._model.devices != self.devices:
-            self._model = SplitModel(self.module, self.split, self.devices)
+            self._model = SplitModel(self.module, self.split, self.devices, self._dims)
         return self._model
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,10 +132,10 @@ class SplitPipe(Pipe):
             rows, target = found if targets else (found, None)
             axis = ((None, *rows), target) if targets else (None, *rows)
         model = self._cut()
-        call = model.choose(args, kwargs, self.chunks, rows, check=self.verify, graph=self.executor == "graph")
+        how = {"check": self.verify, "graph": self.executor == "graph", "joins": not targets}
+        call, scalars = model.choose(args, kwargs, self.chunks, rows, **how)
         runtime = self._made_runtime()  # anew if a program was recorded that needs more than the others
         owners = model.lend(runtime.stages, call.choice)
-        scalars = None if targets else model.scalars(call, self.chunks)
         request = PipeCall(
             call, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale, scalars, owners
         )
@@ -203,31 +210,48 @@ class SplitPipe(Pipe):
 class SplitModel:
     """A model with split points: its programs, and its stages. Raises SplitError for names that are no modules."""
 
-    def __init__(self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device], dims: BatchDims
+    ) -> None:
         if any(isinstance(each, Skippable) for each in model.modules()):
             raise SplitError("skippable layers say themselves what crosses; leave split= out, and give balance=")
         self.model, self.split, self.devices = model, list(split), list(devices)
+        self._dims = dims
         self.recordings = 0
         self.layout = 0  # changes whenever stages have to be built anew
         self.latest: Program | None = None
         self.blocks: list[dict[nn.Module, str]] = [{} for _ in devices]
         self._recorder = ForwardRecorder(model, split, devices)
-        self._programs: dict[Hashable, list[Program]] = {}  # the one that was used least recently comes first
+        self._programs: dict[Hashable, list[Program]] = {}
+        self._uses = count()
         self._churns = False
         self._order: list[str] = []
         self._owned: list[set[str]] = [set() for _ in devices]
         self._pairs: set[tuple[int, int]] = set()
         self._away: list[list[nn.Parameter]] = [[] for _ in devices]
         self._owner = partial(tensor_of, model)
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, _EITHER)]
 
     def choose(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, axis: Any, *, check: bool, graph: bool
-    ) -> SplitCall:
-        """The call as the first stage gets it, with a program for each micro-batch; recorded where there is none.
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        chunks: int,
+        axis: Any,
+        *,
+        check: bool,
+        graph: bool,
+        joins: bool,
+    ) -> tuple[SplitCall, str | None]:
+        """The call as the first stage gets it, with a program for each micro-batch; recorded where there is none. And
+        how numbers per micro-batch in the output, such as a loss, are combined where it `joins` them: "mean" by rows,
+        or "sum".
 
         `axis` holds the rows: an int, or nested as ``(args, kwargs)``. `check`: compare new programs with the plain
         forward. `graph`: copies stay connected with their originals.
-        Raises BatchError when the mini-batch cannot be cut, SplitError for what cannot be recorded or differs.
+        Raises BatchError when the mini-batch cannot be cut or its numbers not combined, SplitError for what cannot be
+        recorded or differs.
         """
         register_dataclasses((args, kwargs))
         args, kwargs = _broadcast_whole((args, kwargs), axis)
@@ -242,25 +266,29 @@ class SplitModel:
                 keys[rows] = (plan.structure, *map(_leaf_key, piece))
             program = self._found((settings, keys[rows]), piece)
             if program is None:
-                program = self._record(unflatten(plan.structure, piece), piece, keys[rows])
+                program = self._record(unflatten(plan.structure, piece), piece, keys[rows], plan.axes)
                 settings = self._settings()  # a first run may set some
                 recorded[program] = i
             chosen.append(program)
         if check and not all(program.verified for program in chosen):
-            self._verify(chosen, [unflatten(plan.structure, piece) for piece in pieces], recorded)
+            self._verify(chosen, recorded, plan, leaves, joins=joins)
         self.latest = chosen[0]
+        scalars = self._scalars(chosen[0], plan, leaves, pieces[0]) if joins else None
         copies = [_copied(away, device, graph) for away, device in zip(self._away, self.devices, strict=True)]
-        return SplitCall(Choice(chosen, copies, chain(*self._away)), args, kwargs)
+        return SplitCall(Choice(chosen, copies, chain(*self._away)), args, kwargs), scalars
 
     def _found(self, key: Hashable, piece: Sequence[Any]) -> Program | None:
         found = next((each for each in self._programs.get(key, ()) if each.fits(piece, self._owner)), None)
-        if found is not None and len(self._programs) > 1:
-            self._programs[key] = self._programs.pop(key)
+        if found is not None:
+            found.used = next(self._uses)
         return found
 
-    def _record(self, call: Any, piece: Sequence[Any], shape: Hashable) -> Program:
+    def _record(self, call: Any, piece: Sequence[Any], shape: Hashable, axes: Sequence[int | None]) -> Program:
         self.recordings += 1
-        program = Program(self._recorder.record(*call), self.devices)
+        recording = self._recorder.record(*call)
+        check_axes(recording, axes, self._dims)
+        program = Program(recording, self.devices)
+        program.used = next(self._uses)
         program.anchors = [x for x in piece if not isinstance(x, Tensor)]  # while it lives, their ids stay theirs
         if self._order and program.order != self._order:
             raise SplitError(
@@ -271,7 +299,7 @@ class SplitModel:
         self._extend(program)
         self._programs.setdefault((self._settings(), shape), []).append(program)
         if sum(map(len, self._programs.values())) > PROGRAMS:
-            self._drop(next(iter(self._programs.values()))[0])
+            self._drop(min(chain(*self._programs.values()), key=lambda each: each.used))
             if not self._churns:
                 warnings.warn(
                     f"more than {PROGRAMS} programs of {type(self.model).__name__} were recorded, and old ones are "
@@ -287,15 +315,27 @@ class SplitModel:
         kept = {key: [each for each in programs if each is not program] for key, programs in self._programs.items()}
         self._programs = {key: programs for key, programs in kept.items() if programs}
 
-    def _verify(self, chosen: Sequence[Program], calls: Sequence[Any], recorded: dict[Program, int]) -> None:
+    def _verify(
+        self,
+        chosen: Sequence[Program],
+        recorded: dict[Program, int],
+        plan: SplitPlan,
+        leaves: Sequence[Any],
+        *,
+        joins: bool,
+    ) -> None:
         """Compare new programs with the plain forward: on another micro-batch than the recorded one. If there is
         none, on that one now, and again on the next one that comes."""
+        calls = [unflatten(plan.structure, piece) for piece in plan.split(leaves)]
         for program in dict.fromkeys(each for each in chosen if not each.verified):
             at = [i for i, each in enumerate(chosen) if each is program]
             other = [i for i in at if i != recorded.get(program)]
             try:
                 args, kwargs = calls[(other or at)[-1]]
-                verify(self._recorder, program, args, kwargs)
+                found = verify(self._recorder, program, args, kwargs)
+                tensors = [x for k, x in found.items() if k.startswith("output") and isinstance(x, Tensor) and x.dim()]
+                if joins and len(calls) > 1 and any(len(x) > plan.sizes[at[0]] for x in tensors):
+                    check_order(self._recorder, plan, leaves, self._dims.outputs)
             except BaseException:
                 self._drop(program)
                 raise
@@ -310,7 +350,7 @@ class SplitModel:
             seen += [module.training, *map(id, module._modules.values())]
             seen += [*module._forward_hooks, *module._forward_pre_hooks]
             held = vars(module)
-            seen += [(key, _comparable(value)) for key, value in islice(held.items(), _TABLES, None)]
+            seen += [(key, _comparable(value)) for key, value in islice(held.items(), TABLES, None)]
             configs[id(held.get("config"))] = held.get("config")
         return (*seen, *(_comparable(x) for each in configs.values() for x in getattr(each, "__dict__", {}).values()))
 
@@ -381,30 +421,40 @@ class SplitModel:
             owners.update({id(copies[id(p)]): p for p in away})
         return owners
 
-    def scalars(self, call: SplitCall, chunks: int) -> str:
-        """How numbers per micro-batch in the output, such as a loss, are combined: "mean" by rows, or "sum".
-
-        Raises BatchError where the model's loss is a mean over tokens of which some do not count (-100), so that
-        neither is right.
-        """
-        items, labels = call.kwargs.get("num_items_in_batch"), call.kwargs.get("labels")
-        if (items.value if isinstance(items, NoChunk) else items) is not None:
-            return "sum"
-        if not call.choice.programs[0].recording.has_scalars or not isinstance(labels, Tensor) or labels.dim() < 2:
+    def _scalars(self, program: Program, plan: SplitPlan, leaves: Sequence[Any], piece: Sequence[Any]) -> str:
+        """See `choose`. Where the model is given a number of tokens to divide by, it is run once more to see whether it
+        does. Raises BatchError where neither a mean nor a sum is right."""
+        if not program.recording.has_scalars:
             return "mean"
-        rows, counts = micro_sizes(len(labels), chunks), labels != -100
-        for seen in (counts, counts[:, 1:]) if len(rows) > 1 and not bool(counts.all()) else ():  # as a causal model
-            parts = cast("Sequence[Tensor]", seen.flatten(1).split(rows))  # shifts them, too
-            means = [part.sum().item() / size for part, size in zip(parts, rows, strict=True)]
-            if max(means) - min(means) > 1e-9:
-                raise BatchError(
-                    f"labels have -100 in unequal numbers: {[round(each, 2) for each in means]} tokens a row count in "
-                    "the micro-batches, but the model's loss is a mean over the tokens that it sees, so micro-batches' "
-                    "losses would not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100)"
-                    ".sum() (without [:, 1:] where the model does not shift) if the model takes it; or leave labels "
-                    "out, and compute the loss of the logits"
-                )
+        args, kwargs = unflatten(plan.structure, piece)
+        if {**dict(zip(self._positional, args, strict=False)), **kwargs}.get(ITEMS) is not None:
+            if program.divides is None:
+                program.divides = divides(self._recorder, args, kwargs, self._positional)
+            if program.divides is not False:
+                return "sum"
+        if len(plan.sizes) > 1:
+            names = [value.key for value in program.recording.inputs]
+            for name, leaf, axis in zip(names, leaves, plan.axes, strict=True):
+                if isinstance(leaf, Tensor) and axis is not None and leaf.dtype in _INTEGERS:
+                    _forbid_unequal(name, leaf.movedim(axis, 0) != -100, plan.sizes)
         return "mean"
+
+
+def _forbid_unequal(name: str, counts: Tensor, sizes: Sequence[int]) -> None:
+    """Raise BatchError for labels of which unequal numbers count in the micro-batches: the model's loss is a mean."""
+    if bool(counts.all()):
+        return
+    for seen in (counts, counts[:, 1:]) if counts.dim() > 1 else (counts,):  # as a causal model shifts them, too
+        parts = cast("Sequence[Tensor]", seen.split(list(sizes)))
+        means = [part.sum().item() / size for part, size in zip(parts, sizes, strict=True)]
+        if max(means) - min(means) > 1e-9:
+            raise BatchError(
+                f"labels ({name}) have -100 in unequal numbers: {[round(each, 2) for each in means]} a row count in "
+                "the micro-batches, but the model's loss is a mean over those that count, so micro-batches' losses "
+                "would not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100).sum() "
+                "(without [:, 1:] where the model does not shift) if the model takes it, and divides by it; or leave "
+                "labels out, and compute the loss of the logits"
+            )
 
 
 def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int) -> bool:
@@ -446,8 +496,8 @@ def _broadcast_whole(call: tuple[tuple[Any, ...], dict[str, Any]], axis: Any) ->
     return unflatten(structure, [NoChunk(x) if count == 1 else x for x, count in zip(leaves, rows, strict=True)])
 
 
-def _check_model(module: Any, split: Any, balance: Any, verify: Any) -> None:
-    """Raise SpecError for what is no model, UsageError with all that is wrong among the arguments."""
+def _checked_model(module: Any, split: Any, balance: Any, verify: Any) -> nn.Module:
+    """The model. Raises SpecError for what is none, UsageError with all that is wrong among the arguments."""
     if not isinstance(module, nn.Module):
         raise SpecError(f"Pipe takes a model, an nn.Module, but this is {type(module).__name__}")
     forbid_lazy(module)
@@ -458,6 +508,7 @@ def _check_model(module: Any, split: Any, balance: Any, verify: Any) -> None:
         check.that(not named or len(set(names)) == len(names), f"split is {split!r}, with a name twice")
         check.that(balance is None, "balance is given beside split; it counts the layers of an nn.Sequential")
         check.boolean("verify", verify)
+    return module
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

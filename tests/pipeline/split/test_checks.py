@@ -1,0 +1,251 @@
+"""What a pipe with split= refuses, or does not do behind the caller's back."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+import weft
+from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
+from tests.pipeline.split.test_split_pipe import Chain, cut
+from tests.pipeline.test_pipe_modes import Sees
+from weft.core.errors import BatchError, SplitError, UsageError
+from weft.pipeline.split import split_pipe
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Ends(nn.Module):
+    """Linear layers around one of which is known where it has its batch; `pick`: what of its result goes on."""
+
+    def __init__(self, inner: nn.Module, pick: bool = False, outer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.outer = nn.Linear(8, 8), nn.Linear(8, 8), outer or nn.Identity()
+        self.inner, self.pick = inner, pick
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.second(self.first(x)) + x)
+        y = self.inner(x)
+        return self.outer(y[0]) if self.pick else y
+
+
+def _attends(first: bool) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=first)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda first: Ends(nn.LSTM(8, 8, batch_first=first)),
+        lambda first: Ends(nn.GRU(8, 8, batch_first=first), pick=True),
+        lambda first: Ends(weft.LSTM(8, 8, batch_first=first), pick=True),
+        lambda first: Ends(weft.Recurrent(nn.GRUCell(8, 8), batch_first=first), pick=True, outer=nn.Linear(8, 8)),
+        lambda first: Ends(nn.Sequential(nn.Dropout(), _attends(first))),
+        lambda first: nn.Sequential(nn.Linear(8, 8), Ends(nn.Identity()).second, _attends(first)),
+    ],
+)
+def test_modules_whose_batch_is_on_another_axis_are_refused_where_the_rows_reach_them(make: Any) -> None:
+    for axis in (0, 1):
+        model = make(axis == 1)
+        split = "second" if isinstance(model, Ends) else "1"
+        with pytest.raises(UsageError, match=rf"has its batch on axis {1 - axis}, but it gets.* axis {axis}"):
+            cut(model, split, batch_dim=axis)(torch.randn(4, 4, 8))
+    with pytest.raises(UsageError, match="batch_first=True"):  # where nothing is said
+        cut(make(False), split)
+
+
+def test_code_around_a_module_may_swap_axes() -> None:
+    class Swapping(Ends):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x.transpose(0, 1))[0].transpose(0, 1)
+
+    model = Swapping(nn.LSTM(8, 8))
+    assert_close(cut(model, "second", batch_dim=0, chunks=2)(x := torch.randn(4, 3, 8)), model(x))
+
+
+def test_states_with_their_batch_on_another_axis_are_refused_also_where_they_could_be_joined() -> None:
+    states = Ends(nn.LSTM(8, 8, num_layers=2, batch_first=True))
+    with pytest.raises(UsageError, match=r"inner \(LSTM\).*output_batch_dim=\(0, 1\)"):
+        cut(states, "second", chunks=2)(torch.randn(4, 3, 8))
+    for model, settings in ((states, {"output_batch_dim": (0, 1)}), (Ends(states.inner, pick=True), {})):
+        assert_close(cut(model, "second", chunks=2, **settings)(x := torch.randn(4, 3, 8)), model(x))
+
+
+def test_states_of_weft_s_lstm_have_the_batch_where_those_of_pytorch_have_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), weft.LSTM(8, 8))
+    for settings in ({"balance": [1, 1]}, {"split": ["1"]}):
+        pipe = weft.Pipe(model, chunks=2, batch_dim=1, devices=["cpu"] * 2, **settings)
+        assert_close(pipe(x := torch.randn(3, 4, 8)), model(x))
+
+
+def test_auto_goes_by_the_axes_that_were_said() -> None:
+    model = Ends(nn.LSTM(8, 8), pick=True)
+    pipe = weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, batch_dim=1, sample=torch.randn(3, 2, 8))
+    assert_close(pipe(x := torch.randn(3, 4, 8)), model(x))
+
+
+def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
+    model = Chain()
+    for executor in ("serial", "threads", "auto"):
+        pipe, found = cut(model, chunks=3, executor=executor), list[tuple[int, int, int]]()
+        for call in (pipe, pipe, pipe, lambda x: torch.cat([model(each) for each in x.split(2)])):
+            saved: list[None] = []
+
+            def pack(tensor: Tensor, saved: list[None] = saved) -> Tensor:
+                saved.append(None)
+                return tensor
+
+            with FlopCounterMode(display=False) as counter, Sees() as sees:
+                with saved_tensors_hooks(pack, lambda tensor: tensor):
+                    loss = call(rows(6, 8)).sum()
+                loss.backward()
+            found.append((counter.get_total_flops(), sees.calls, len(saved)))
+        assert len(set(found)) == 1 and all(found[0]), executor
+
+
+def test_a_remote_expert_is_not_trained_by_comparing_or_measuring() -> None:
+    class Remote(nn.Module):
+        def __init__(self, backend: weft.ExpertBackend, address: str) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.remote = weft.RemoteExpert("expert", address, accumulate=True)
+            self.scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.remote(self.first(x))) * scale[0]
+
+    inner, scale = nn.Linear(8, 8), [1.0]
+    plain = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(inner), nn.Linear(8, 8))
+    schema = (weft.TensorSpec((None, 8), torch.float64),)
+    backend = weft.ExpertBackend("expert", inner, lambda each: torch.optim.SGD(each, 1.0), args_schema=schema)
+    with weft.Server([backend]) as server:
+        model = Remote(backend, server.address)
+        model.first.load_state_dict(plain[0].state_dict())
+        model.second.load_state_dict(plain[2].state_dict())
+        with pytest.raises(UsageError, match=r"split='auto'.*\n.*remote \(RemoteExpert\)"):
+            weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, sample=rows(2, 8))
+        cut(model, "remote", chunks=2)(rows(4, 8)).square().sum().backward()
+        assert model.remote.commit()
+        plain(rows(4, 8)).square().sum().backward()
+        torch.optim.SGD(plain[1].parameters(), 1.0).step()
+        assert_close(inner.state_dict(), plain[1].state_dict())
+        pipe = cut(model, "second", chunks=1)  # outputs are compared all the same
+        pipe(rows(2, 8))
+        scale[0] = 2.0
+        with pytest.raises(SplitError, match="does not compute"):
+            pipe(rows(2, 8))
+        model.remote.close()
+
+
+def test_a_fault_of_split_is_told_with_all_others() -> None:
+    with pytest.raises(UsageError) as seen:
+        cut(Chain(), "layer.2", loss_reduction="sum", schedule="1f1b", checkpoint=["never"] * 3)
+    for words in ("'layer.2'; near it", "loss_reduction", "'1f1b' begins backward", "3 entries for 2 stages"):
+        assert words in str(seen.value)
+    with pytest.raises(UsageError) as seen:
+        weft.Pipe(Chain(), chunks=2, split=["layers.1", "layers.2"], devices=["cpu"], schedule="1f1b")
+    assert all(words in str(seen.value) for words in ("make 3 stages", "'1f1b' begins backward"))
+
+
+class Tokens(nn.Module):
+    """A model with a loss of its own. `way`: what it does with ``num_items_in_batch``."""
+
+    def __init__(self, way: str = "divides") -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(9, 8), nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 9)
+        self.way = way
+
+    def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> dict[str, Tensor]:
+        logits = self.head(self.layers[0](self.embed(ids)))
+        found = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        count = num_items_in_batch
+        if count is None or self.way == "ignores":
+            count = (labels != -100).sum()
+        loss = found / count
+        return {"loss": loss + logits.square().mean() if self.way == "adds" else loss, "logits": logits}
+
+
+def _tokens(padded: int = 0) -> dict[str, Tensor]:
+    labels = torch.arange(12).reshape(4, 3) % 9
+    labels[0, :padded] = -100
+    return {"ids": torch.arange(12).reshape(4, 3) % 7, "labels": labels}
+
+
+@pytest.mark.parametrize("items", [int, torch.tensor])
+def test_losses_are_summed_only_where_the_model_divides_by_the_number_of_items(items: Any) -> None:
+    for way, padded in (("divides", 0), ("divides", 2), ("ignores", 0)):
+        pipe = cut(model := Tokens(way), "layers.0", chunks=2)
+        plain, batch = copy.deepcopy(model), _tokens(padded)
+        for verify in (True, False):
+            pipe = cut(model, "layers.0", chunks=2, verify=verify)
+            model.zero_grad()
+            plain.zero_grad()
+            loss = pipe(**batch, num_items_in_batch=items(12 - padded))["loss"]
+            wanted = plain(**batch)["loss"]
+            loss.backward()
+            wanted.backward()
+            assert_close(loss, wanted)
+            assert_gradients_equal(pipe, plain, 1e-10)
+    assert_close(pipe(*_tokens().values(), items(12))["loss"], wanted)  # by position
+    for way, padded, words in (("ignores", 2, "in unequal numbers"), ("adds", 0, r"'loss'\] is halved only partly")):
+        with pytest.raises(BatchError, match=words):
+            cut(Tokens(way), "layers.0", chunks=2)(**_tokens(padded), num_items_in_batch=items(12 - padded))
+
+
+def test_labels_that_do_not_all_count_are_refused_however_they_are_given() -> None:
+    pipe, batch = cut(Tokens(), "layers.0", chunks=2), _tokens(2)
+    one = {key: value[:, 0] for key, value in batch.items()}
+    for args, kwargs in (((), batch), (batch.values(), {}), ((), one), (one.values(), {})):
+        with pytest.raises(BatchError, match=r"labels.* -100 in unequal numbers"):
+            pipe(*args, **kwargs)
+
+
+def test_rows_that_come_of_one_row_must_stand_side_by_side() -> None:
+    class Regrouping(Chain):
+        def __init__(self, change: Any) -> None:
+            super().__init__()
+            self.change = change
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+            return {"x": self.change(super().forward(x)), "loss": x.mean()}
+
+    x = torch.randn(6, 3, 8)
+    for change in (lambda x: x.flatten(0, 1), lambda x: x.repeat_interleave(2, 0)):
+        assert_close(cut(model := Regrouping(change), chunks=3)(x), model(x))
+    for change in (lambda x: torch.cat([x, x]), lambda x: x.mean() * torch.arange(12.0)):
+        model = Regrouping(change)
+        for chunks in (3, 6):  # also of one row each
+            with pytest.raises(BatchError, match=r"output\['x'\] has (4|12) rows for 2"):
+                cut(model, chunks=chunks)(x)
+
+
+def test_the_program_that_was_used_least_recently_leaves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deciding(Chain):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x) * int(x[0, 0])
+
+    monkeypatch.setattr(split_pipe, "PROGRAMS", 2)
+    pipe = cut(Deciding(), chunks=1, verify=False)
+
+    def recordings(rows: int, number: int) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pipe(torch.full((rows, 8), float(number)))
+        return pipe.statistics()["recordings"]
+
+    assert [recordings(2, number) for number in (1, 2, 1, 3, 1)] == [1, 2, 2, 3, 3]  # of one key
+    assert [recordings(rows, 1) for rows in (3, 2, 4, 2, 3)] == [4, 4, 5, 5, 6]
