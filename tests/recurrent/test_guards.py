@@ -414,7 +414,6 @@ def test_a_cell_that_counts_in_a_global_or_a_class_has_no_plan() -> None:
 
 DRAWS: dict[str, Callable[[], float]] = {
     "random": lambda: 1 - random.random(),
-    "a function of random": lambda: random.uniform(0, 1),
     "numpy": lambda: float(np.random.rand()),
 }
 

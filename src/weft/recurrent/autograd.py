@@ -38,7 +38,7 @@ from weft.recurrent.backends import (
     chunk_bounds,
     size_of,
 )
-from weft.recurrent.capture import Cell, present
+from weft.recurrent.capture import Cell, gradients_of, present
 from weft.recurrent.graph import StepGraph
 
 Value = TypeVar("Value")
@@ -98,13 +98,7 @@ class Buffers:
     """
 
     def __init__(
-        self,
-        captured: StepGraph,
-        inputs: list[Tensor],
-        initial: list[Tensor],
-        bounds: Sequence[int],
-        *,
-        whole: bool,
+        self, captured: StepGraph, inputs: list[Tensor], initial: list[Tensor], bounds: Sequence[int], *, whole: bool
     ) -> None:
         self._inputs, self._initial = inputs, initial
         self._invariant, self._aliases = captured.invariant, captured.aliases
@@ -393,22 +387,12 @@ class EagerReplay:
         with torch.enable_grad():
             guarded = [cast(Tensor, _Switch.apply(passing, e)) if e.requires_grad else e for e in (*inputs, *states)]
             ends = self._run(guarded[: len(inputs)], guarded[len(inputs) :])
-            parts = ((ends.outputs, given.outputs), (ends.states, given.states), (ends.last, given.last))
-            pairs = [
-                (end, gradient)
-                for values, gradients in parts
-                for end, gradient in zip(values, gradients, strict=False)  # of the states there may be none at all
-                if gradient is not None and end.requires_grad
-            ]
-            asked = [each for each in (*guarded, *parameters) if each.requires_grad]
-            found: Sequence[Tensor | None] = [None] * len(asked)
-            if pairs and asked:
-                roots, seeds = zip(*pairs, strict=True)
-                with quiet_hooks(parameters):
-                    found = torch.autograd.grad(roots, asked, seeds, create_graph=further, allow_unused=True)
+            states = ends.states if given.states else []  # which may not have been kept
+            roots, seeds = [*ends.outputs, *states, *ends.last], [*given.outputs, *given.states, *given.last]
+            with quiet_hooks(parameters):
+                found = gradients_of([*guarded, *parameters], roots, seeds, create_graph=further)
         passing.append(True)
-        rest = iter(found)
-        return [next(rest) if each.requires_grad else None for each in (*guarded, *parameters)]
+        return found
 
     def _run(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> SequenceLeaves[Tensor]:
         """The sequence in plain autograd; the generators stay as they are."""

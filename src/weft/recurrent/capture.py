@@ -85,7 +85,7 @@ def capture(
         ]
         with torch.set_grad_enabled(grad):
             ends = forward(leaves[: len(xs)], leaves[len(xs) :])
-            return [*ends, *_gradients(ends, [*leaves, *wanted], [*gs, *gy])]
+            return [*ends, *gradients_of([*leaves, *wanted], ends, [*gs, *gy])]
 
     example = (inputs, states, [torch.zeros_like(each) for each in new_states], [torch.zeros_like(o) for o in outputs])
     try:
@@ -174,13 +174,16 @@ def _traced(
     return pure
 
 
-def _gradients(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
-    """The gradients of `wanted`, None for those that have none."""
-    pairs = [(end, seed) for end, seed in zip(ends, seeds, strict=True) if end.requires_grad]
+def gradients_of(
+    wanted: Sequence[Tensor], ends: Sequence[Tensor], seeds: Sequence[Tensor | None], **options: Any
+) -> list[Tensor | None]:
+    """The gradients of `wanted`, None for those that have none; `options` are those of `torch.autograd.grad`."""
+    pairs = [(end, seed) for end, seed in zip(ends, seeds, strict=True) if end.requires_grad and seed is not None]
     asked = [tensor for tensor in wanted if tensor.requires_grad]
     if not pairs or not asked:
         return [None] * len(wanted)
-    found = iter(torch.autograd.grad([e for e, _ in pairs], asked, [s for _, s in pairs], allow_unused=True))
+    roots, given = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(roots, asked, given, allow_unused=True, **options))
     return [next(found) if tensor.requires_grad else None for tensor in wanted]
 
 

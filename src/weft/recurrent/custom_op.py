@@ -36,6 +36,7 @@ from weft.core.errors import BackwardTwiceError, UsageError
 from weft.core.pytree import Structure, flatten, map_leaves, unflatten
 from weft.core.segment import differentiable
 from weft.recurrent import eager
+from weft.recurrent.capture import gradients_of
 from weft.recurrent.guards import CellGuards
 from weft.recurrent.masking import RowMasks
 from weft.recurrent.plan_cache import PlanCache
@@ -265,22 +266,10 @@ def recurrent_backward(
             "the values of a compiled recurrent network's sequence are gone: its token was copied, as offloading saved "
             "tensors does, or the graph was freed; run forward again, or keep the network out of the compiled region"
         )
-    pairs = [
-        (end, gradient)
-        for end, gradient in zip(sequence.ends, gradients, strict=True)
-        if gradient is not None and end.requires_grad
-    ]
-    found: Sequence[Tensor] = [] if pairs else [torch.zeros_like(each) for each in sequence.asked]
-    if pairs:
-        with _outside_operator(), quiet_hooks(each for each in sequence.asked if each.is_leaf):
-            found = torch.autograd.grad(
-                [end for end, _ in pairs],
-                sequence.asked,
-                [gradient for _, gradient in pairs],
-                retain_graph=keeps_graph(),
-                allow_unused=True,
-                materialize_grads=True,
-            )
+    asked = sequence.asked
+    with _outside_operator(), quiet_hooks(each for each in asked if each.is_leaf):
+        made = gradients_of(asked, sequence.ends, gradients, retain_graph=keeps_graph())
+    found = [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(asked, made, strict=True)]
     return _separate(found, [*tensors, *references, *(each for each in gradients if each is not None)])
 
 

@@ -50,13 +50,7 @@ ALL_ROWS = RowMasks()
 
 
 def read_rows(
-    inputs: SequenceInputs | None,
-    lengths: object,
-    mask: object,
-    reset: object,
-    *,
-    batch_first: bool,
-    check: Validator,
+    inputs: SequenceInputs | None, lengths: object, mask: object, reset: object, *, batch_first: bool, check: Validator
 ) -> RowMasks:
     """The two tables, out of whatever was given for them.
 

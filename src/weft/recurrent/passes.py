@@ -254,7 +254,8 @@ def fuse(captured: StepGraph) -> None:
         if node.target in (_aten.sigmoid_backward.default, _aten.tanh_backward.default):
             _factor(node)
     _regroup(captured)
-    for group in (partition(captured).loop, partition(captured).loop_back):
+    parts = partition(captured)
+    for group in (parts.loop, parts.loop_back):
         inside = set(group)
         for node in group:
             if node.target is _ADD and len(node.args) == 2 and not node.kwargs:

@@ -137,7 +137,7 @@ _LINEAR_VIEWS = (
     _aten.neg.default,
 )
 
-_ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
+ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
 
 
 @dataclass
@@ -230,7 +230,7 @@ def summed_at_once(node: fx.Node) -> bool:
     (index, *others), width = indices, _shape(table)[1:]
     whole = index is not None and not others and _shape(rows) == (*_shape(index), *width)
     small = rows.meta["val"].dtype not in (torch.float32, torch.float64)
-    return whole and not small and table.target in _ZEROS
+    return whole and not small and table.target in ZEROS
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

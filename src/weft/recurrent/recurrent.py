@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import difference, flatten, map_leaves, unflatten
@@ -36,7 +36,7 @@ from weft.recurrent.backends import Memory
 from weft.recurrent.cell import Cell, Linked, Links, StepSpec, StoredState, adapt, check_links, spread
 from weft.recurrent.masking import ALL_ROWS, RowMasks, read_rows, replaced, stand_ins
 from weft.recurrent.plan_cache import BackendName, PlanCache, VerifyMode, check_settings
-from weft.recurrent.sequence import Lengths, SequenceInputs, batch_first_again, pack_like, read_inputs, unpack
+from weft.recurrent.sequence import Lengths, SequenceInputs, batch_first_again, pack_like, read_inputs
 
 
 class Result(NamedTuple):
@@ -417,7 +417,7 @@ def _job(
     with Validator(f"the recurrent network of cell {cell.name} cannot run on these arguments") as check:
         if packed is not None:
             check.that(lengths is None, "lengths were given, but the inputs are a PackedSequence, which has its own")
-            inputs, lengths = unpack(packed)
+            inputs, lengths = pad_packed_sequence(packed)
         by_row = not (lengths is mask is reset is None)
         batch_first = settings.batch_first and packed is None
         read = read_inputs(inputs, batch_first=batch_first, certain=batch_first or by_row, check=check)

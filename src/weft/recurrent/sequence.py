@@ -126,13 +126,8 @@ def some(values: Sequence[str], most: int = 5) -> str:
     return ", ".join(values[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def unpack(packed: PackedSequence) -> tuple[Tensor, Tensor]:
-    """T x N x ... in the user's order of rows, and the lengths (on the CPU)."""
-    return pad_packed_sequence(packed)
-
-
 def pack_like(padded: Tensor | None, lengths: Tensor, packed: PackedSequence) -> PackedSequence | None:
-    """The inverse of :func:`unpack`, with the order of rows that ``packed`` has. ``None`` stays ``None``."""
+    """The inverse of ``pad_packed_sequence``, with the order of rows that ``packed`` has. ``None`` stays ``None``."""
     if padded is None:
         return None
     order = packed.sorted_indices
@@ -172,7 +167,7 @@ def unpack_inputs(inputs: Any, lengths: Lengths | None, *, batch_first: bool, wh
         return UnpackedInputs(inputs, lengths)
     if lengths is not None:
         raise UsageError(f"{who}: lengths were given, but the inputs are a PackedSequence, which has its own")
-    padded, lengths = unpack(inputs)
+    padded, lengths = pad_packed_sequence(inputs)
     return UnpackedInputs(_turned(padded, batch_first), lengths, inputs, batch_first)
 
 

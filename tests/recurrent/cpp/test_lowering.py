@@ -83,7 +83,6 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "a permuted sum": lambda x: torch.cat([x.view(2, 2, 2).permute(2, 0, 1).sum(0)] * 2, 1),
     "a transposed product": lambda x: (x.t() @ x)[:2] @ x.t() @ x,
     "a row for all": lambda x: x[:1].expand(2, -1) * x,
-    "heads": lambda x: x.view(2, 2, 2).transpose(1, 2).reshape(2, 4),
     "heads that attend": lambda x: torch.softmax(
         torch.einsum("nhi,nhj->nij", x.view(2, 2, 2), x.view(2, 2, 2)), -1
     ).reshape(2, 4),

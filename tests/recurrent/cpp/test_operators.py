@@ -113,7 +113,7 @@ def table(dtype: torch.dtype) -> tuple[dict[str, Make], Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     low, high = (0, 2) if dtype == torch.bool else (0 if dtype == torch.uint8 else -9, 9)
     x, y = (torch.randint(low, high, (24, 6), generator=draw).to(dtype) for _ in range(2))
-    if dtype == torch.uint8:  # a bound below 0 is refused, see test_lower.py
+    if dtype == torch.uint8:  # a bound below 0 is refused, see test_lowering.py
         return ANY | WHOLE | {"clamp": lambda x, y: x.clamp(1, 4)}, x, y
     return (TRUTH if dtype == torch.bool else ANY | WHOLE), x, y
 

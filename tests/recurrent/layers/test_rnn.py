@@ -133,6 +133,7 @@ def test_a_copy_computes_with_its_own_weights(way: str, kind_and_backend: tuple[
         assert not {id(p) for p in again.parameters()} & {id(p) for p in ours.parameters()}
         assert not torch.equal(again(x)[0], ours(x)[0])
     assert list(again.state_dict()) == list(theirs.state_dict())
+    assert b"Recurrent" not in pickle.dumps(ours), "networks are made anew"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -105,9 +105,7 @@ FILL: dict[Any, float | None] = {
 }
 """The value that they fill with; None if it is an argument."""
 
-NARROWING = {
-    *(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
-}
+NARROWING = {*(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)}
 """Views by which cheap expressions are computed."""
 
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)

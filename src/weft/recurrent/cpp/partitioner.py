@@ -54,7 +54,7 @@ from weft.recurrent.cpp.ir import (
 )
 from weft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, refusal
 from weft.recurrent.graph import StepGraph, alike
-from weft.recurrent.plan import CARRIED, INPUT, STATE, dependences, leading_to
+from weft.recurrent.plan import CARRIED, INPUT, STATE, ZEROS, dependences, leading_to
 
 _TURNED: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
     aten.t.default: lambda at, args: at.t(),
@@ -128,7 +128,6 @@ _FIRST = {
 _REDUCED = (aten.sum.dim_IntList, aten.mean.dim)
 _ALONG = {*_REDUCED, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.select.int, *RESHAPES}
 """They leave the first axis as it is, unless it is among their axes."""
-_ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
 
 class MaskSparsity:
@@ -167,7 +166,7 @@ class MaskSparsity:
         def zero(*which: int) -> bool:
             return all(self._zero_along(args[i], node) for i in which)
 
-        if node.target in _ZEROS:
+        if node.target in ZEROS:
             return True
         if node.target in (aten.full.default, aten.full_like.default):
             return bool(args[1] == 0)
@@ -191,7 +190,7 @@ class MaskSparsity:
         """Whether an operand is zero in those rows of what is made of it."""
         if not isinstance(given, fx.Node) or given not in self._zero:
             return False
-        everywhere = given.target in _ZEROS or meta_value(given).dim() == 0
+        everywhere = given.target in ZEROS or meta_value(given).dim() == 0
         return everywhere or (self._has_rows(given) and _same_axes(given, node))
 
     def _zero_rows(self, given: object) -> bool:

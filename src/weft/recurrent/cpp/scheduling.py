@@ -239,8 +239,8 @@ class LoopFunction:
                 self._allocate_value(phases, value)
         if phases.main.main:
             self.rows = next(iter(carried[0].shape), 1)
-            ends = {value for value, argument in targets.items() if argument.row in ("next", "out")}
-            self.axes = row_axes(phases.main.loop, carried, ends) if self.rows >= ROWS else None
+            alternating = {value for value, argument in targets.items() if argument.row == "out"}
+            self.axes = row_axes(phases.main.loop, carried, alternating) if self.rows >= ROWS else None
         self.phases = [each for each in phases.phases if each.bulk or each.loop or each.main]
         for each in self.phases:
             each.groups = fuse(each.loop, self.axes if each.main else None)
@@ -311,10 +311,13 @@ def _copy(name: str, view: View) -> LoopValue:
 
 
 def row_axes(
-    loop: Sequence[LoopValue], carried: Sequence[LoopValue], ends: Collection[LoopValue] = ()
+    loop: Sequence[LoopValue], carried: Sequence[LoopValue], alternating: Collection[LoopValue] = ()
 ) -> SequenceAxes | None:
-    """The row axis of every value in the loop, or None if the rows cannot be parted. `ends` are what is carried on:
-    into their memory, which threads share and are in different steps of, each writes its own rows only."""
+    """The row axis of every value in the loop, or None if the rows cannot be parted.
+
+    `alternating` have two rows of memory for all steps. Threads share it, and may be in different steps, so each writes only
+    its rows of the batch, even of what it could compute whole.
+    """
     if not carried or any(not each.shape or each.shape[0] != carried[0].shape[0] for each in carried):
         return None
     rows = carried[0].shape[0]
@@ -326,7 +329,7 @@ def row_axes(
             return None
         if not axes and isinstance(value.made, AxisOp) and value.made.kind.startswith("scatter"):
             return None  # it is built up in memory, which threads that all compute it would share
-        if not axes and value in ends:
+        if not axes and value in alternating:
             if not isinstance(value.made, Elementwise) or tuple(value.shape[:1]) != (rows,):
                 return None
             axes = {0}

@@ -20,13 +20,13 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from weft.core.errors import SpecError
 from weft.core.validation import Validator
 from weft.recurrent.layers.composite import Bidirectional, explained
 from weft.recurrent.recurrent import Recurrent
-from weft.recurrent.sequence import pack_like, unpack
+from weft.recurrent.sequence import pack_like
 
 Net = TypeVar("Net")
 
@@ -76,7 +76,7 @@ class LayerInput(NamedTuple):
         """T x N x ... in the form of the input, where that was packed."""
         if self.packed is None:
             return None
-        lengths = unpack(self.packed)[1] if self.lengths is None else self.lengths
+        lengths = pad_packed_sequence(self.packed)[1] if self.lengths is None else self.lengths
         return pack_like(x, lengths, self.packed)
 
 
@@ -274,7 +274,7 @@ class RNNBase(nn.RNNBase):
         batched = packed is not None or data.dim() != 2
         lengths = None
         if packed is not None:
-            x, lengths = unpack(packed)
+            x, lengths = pad_packed_sequence(packed)
             lengths = lengths if int(lengths.min()) < len(x) else None
         elif batched:
             x = data.transpose(0, 1) if self.batch_first else data
@@ -327,7 +327,7 @@ class RNNBase(nn.RNNBase):
         packed = given.repacked(x)
         if packed is None:
             return dropout(x, self.dropout)
-        return unpack(packed._replace(data=dropout(packed.data, self.dropout)))[0]
+        return pad_packed_sequence(packed._replace(data=dropout(packed.data, self.dropout)))[0]
 
     def _output(self, x: Tensor, given: LayerInput) -> Any:
         if given.packed is not None:
