@@ -315,8 +315,8 @@ def row_axes(
 ) -> SequenceAxes | None:
     """The row axis of every value in the loop, or None if the rows cannot be parted.
 
-    `alternating` have two rows of memory for all steps. Threads share it, and may be in different steps, so each writes only
-    its rows of the batch, even of what it could compute whole.
+    Those `alternating` have two places in memory for all steps. Threads share them, and may be in different steps, so
+    each writes only its rows of the batch, even of what it could compute whole.
     """
     if not carried or any(not each.shape or each.shape[0] != carried[0].shape[0] for each in carried):
         return None
