@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.experts.etcd_cases import Member, cluster, wait_for_port
 from tests.experts.server.raw import Authority
 from tests.experts.waiting import until
-from tests.forked import forked
+from tests.processes import forked
 from weft.core.errors import UsageError
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.pipeline.pipe_cases import backward, chain, rows
-from tests.subprocesses import python
+from tests.processes import python
 from weft import Pipe, Recorder
 from weft.core.errors import UsageError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.subprocesses import python
+from tests.processes import python
 
 pytestmark = pytest.mark.timeout(240)
 COMPILED = """

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.experts.waiting import until
-from tests.subprocesses import python
+from tests.processes import python
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
