@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apart import run
+from tests.processes import run
 from weft import cli
 from weft.cli import main
 from weft.pipeline.schedule import Schedule, one_f_one_b

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apart import ROOT, run
+from tests.processes import ROOT, run
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SMALL = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from tests.apart import SOURCE, python
+from tests.processes import SOURCE, python
 from weft.core.errors import WeftError
 
 LAZY = ("weft", "weft.errors")

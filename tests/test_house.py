@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.apart import ROOT, SOURCE, python, run
+from tests.processes import ROOT, SOURCE, python, run
 
 FILES = sorted(SOURCE.rglob("*.py"))
 LONGEST = 600  # lines of a file; deep modules are welcome to be long

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.forked import forked, only_with_fork
+from tests.processes import forked, only_with_fork
 from weft.core import rng as turns
 from weft.core.rng import GeneratorWatch, carry_lock, lock_generators, seeded, waiting
 

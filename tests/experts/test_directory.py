@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.experts.certificates import Authority
+from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import Member, cluster, wait_for_port
-from tests.experts.server.raw import Authority
-from tests.experts.waiting import until
-from tests.forked import forked
+from tests.processes import forked
 from weft.core.errors import UsageError
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError
@@ -178,14 +178,14 @@ def test_a_watch_follows_every_change_and_keeps_the_last_snapshot_when_it_or_the
     watch, other = real.watch("a"), real.watch()
     assert len(watch.snapshot()) == 0
     lease = real.declare(["a1", "b1"], "x:1", FOREVER)
-    until(lambda: watch.snapshot().addresses("a1") == ("x:1",))
+    wait_until(lambda: watch.snapshot().addresses("a1") == ("x:1",))
     ownership = real.claim("a1", lease)
-    until(lambda: watch.snapshot().owner("a1") == ownership)
+    wait_until(lambda: watch.snapshot().owner("a1") == ownership)
     assert watch.snapshot().uids == ("a1",) and watch.away_seconds == 0
     real.withdraw(lease)
-    until(lambda: not watch.snapshot().experts and not watch.snapshot().owners and not len(other.snapshot()))
+    wait_until(lambda: not watch.snapshot().experts and not watch.snapshot().owners and not len(other.snapshot()))
     real.declare("a2", "x:1", FOREVER)
-    until(lambda: watch.snapshot().uids == other.snapshot().uids == ("a2",))
+    wait_until(lambda: watch.snapshot().uids == other.snapshot().uids == ("a2",))
     watch.close()
     watch.close()
     real.close()
@@ -394,7 +394,7 @@ def test_snapshots_are_as_they_should_be_and_events_lead_from_one_to_the_next(
             apply(step, Case(directory, time.sleep), model, leases, tokens)
             model.check(directory.get())
         now = directory.get(prefix)
-        until(lambda: (watch.snapshot().experts, watch.snapshot().owners) == (now.experts, now.owners))
+        wait_until(lambda: (watch.snapshot().experts, watch.snapshot().owners) == (now.experts, now.owners))
 
 
 def test_a_change_is_seen_within_100_ms(etcd: EtcdDirectory) -> None:
@@ -403,10 +403,10 @@ def test_a_change_is_seen_within_100_ms(etcd: EtcdDirectory) -> None:
         for i in range(3):
             lease = etcd.declare(f"e{i}", "x:1", 60.0)
             start = time.monotonic()
-            until(lambda: len(watch.snapshot()))
+            wait_until(lambda: len(watch.snapshot()))
             late.append(time.monotonic() - start)
             etcd.withdraw(lease)
-            until(lambda: not len(watch.snapshot()))
+            wait_until(lambda: not len(watch.snapshot()))
     assert min(late) < SOON  # the best of three: a busy machine only ever adds
 
 
@@ -435,7 +435,7 @@ def test_closing_a_directory_ends_its_watches_and_leaves_no_thread(member: Membe
     directory = fresh(member)
     watches = [directory.watch(), directory.watch("a")]
     directory.close()
-    until(lambda: not [each for each in threading.enumerate() if each.name.startswith("weft-etcd")])
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith("weft-etcd")])
     assert all(len(each.snapshot()) == 0 for each in watches)
     directory.close()
 
@@ -445,7 +445,7 @@ def test_closing_a_directory_ends_its_watches_and_leaves_no_thread(member: Membe
 def test_a_fork_of_the_process_leaves_the_directory_to_its_parent(member: Member) -> None:
     with fresh(member) as directory, directory.watch() as watch:
         directory.declare("a", "here:1", 60.0)
-        until(lambda: watch.snapshot().uids == ("a",))
+        wait_until(lambda: watch.snapshot().uids == ("a",))
 
         def child() -> bool:
             with pytest.raises(UsageError, match="was forked from one that uses gRPC"):
@@ -493,7 +493,7 @@ def test_a_cluster_goes_on_without_any_one_member_and_watches_miss_nothing(tmp_p
                 newer = directory.claim("a", lease)
                 assert newer.token > mine.token
                 changed.set()
-                until(lambda: watch.snapshot().uids == ("a", "b") and watch.snapshot().owner("a") == newer)
+                wait_until(lambda: watch.snapshot().uids == ("a", "b") and watch.snapshot().owner("a") == newer)
 
 
 def test_a_watch_serves_while_etcd_is_away_and_catches_up_after(tmp_path: Path) -> None:
@@ -503,16 +503,16 @@ def test_a_watch_serves_while_etcd_is_away_and_catches_up_after(tmp_path: Path) 
             lease = directory.declare("a", "x:1", 60.0)
             with directory.watch() as watch:
                 member.kill()
-                until(lambda: watch.away_seconds)
+                wait_until(lambda: watch.away_seconds)
                 with pytest.raises(AwayError):
                     directory.renew(lease)
                 assert watch.snapshot().uids == ("a",) and watch.away_seconds > 0
                 member.start()
                 wait_for_port(member.endpoint)
-                until(lambda: not watch.away_seconds)
+                wait_until(lambda: not watch.away_seconds)
                 directory.renew(lease)
                 directory.declare("b", "x:1", 60.0)
-                until(lambda: watch.snapshot().uids == ("a", "b"))
+                wait_until(lambda: watch.snapshot().uids == ("a", "b"))
 
 
 @pytest.mark.parametrize(("before", "since"), [(20, 0), (0, 20)], ids=["smaller", "larger"])
@@ -528,7 +528,7 @@ def test_an_etcd_that_was_emptied_has_another_epoch_and_watches_see_what_it_hold
         with EtcdDirectory(member.endpoint) as directory, directory.watch() as watch:
             pass_by(directory, before)
             old = directory.claim("a", directory.declare("a", "x:1", 60.0))
-            until(lambda: watch.snapshot().owner("a") == old)
+            wait_until(lambda: watch.snapshot().owner("a") == old)
             member.kill()
             shutil.rmtree(tmp_path / "m0")
             member.start()
@@ -538,7 +538,7 @@ def test_an_etcd_that_was_emptied_has_another_epoch_and_watches_see_what_it_hold
                 lease = other.declare("b", "y:1", 60.0)
                 new = other.claim("b", lease)
                 assert epoch_of(new.token) != epoch_of(old.token)
-                until(lambda: watch.snapshot().uids == ("b",) and watch.snapshot().owner("b") == new)
+                wait_until(lambda: watch.snapshot().uids == ("b",) and watch.snapshot().owner("b") == new)
                 again = directory.claim("b", Lease(lease.number, ("b",), "y:1", 60.0))
                 assert later(again.token, new.token)
                 assert directory.get().owner("b") == again
@@ -556,7 +556,7 @@ def test_etcd_is_reached_with_certificates_and_only_with_the_right_ones(tmp_path
         at = member.endpoint.replace("127.0.0.1", "localhost")
         with EtcdDirectory(at, tls=EtcdTls(authority.pem, key, certificate)) as directory, directory.watch() as watch:
             directory.declare("a", "x:1", 60.0)
-            until(lambda: watch.snapshot().addresses("a") == ("x:1",))
+            wait_until(lambda: watch.snapshot().addresses("a") == ("x:1",))
         for wrong in (EtcdTls(authority.pem), EtcdTls(), None):
             with EtcdDirectory(at, tls=wrong, timeout=1.0) as directory, pytest.raises(AwayError):
                 directory.get()

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import WIDTH, Fussy, X, close, fussy_backend, rows, seeded
-from tests.experts.waiting import until
 from weft import Pipe
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
@@ -163,7 +163,7 @@ def test_clients_share_batches_and_every_backward_steps_once(server: Server) -> 
     seen = server.statistics().experts["fussy"]
     backward = seen.pools["fussy.backward"]
     assert backward.answered == 24 and seen.steps == backward.batches <= 24
-    until(lambda: not server.statistics().calls)  # the last answers may still be on their way out
+    wait_until(lambda: not server.statistics().calls)  # the last answers may still be on their way out
 
 
 def test_experts_of_a_directory_are_found_and_found_elsewhere() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.apart import python
+from tests.processes import python
 
 PARTS = ("client", "server", "checkpoint", "mixture", "replication", "wire", "discovery.etcd")
 HIDDEN = ("google", "grpc", "grpc_health", "grpc_reflection", "numpy", "prometheus_client", "safetensors")

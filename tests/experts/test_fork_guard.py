@@ -2,7 +2,7 @@
 
 import gc
 
-from tests.forked import forked, only_with_fork
+from tests.processes import forked, only_with_fork
 from weft.experts.fork_guard import ForkGuard, finalizer
 
 pytestmark = only_with_fork

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.experts.concurrency import FakeClock
 from tests.experts.expert_cases import fussy_backend, good, rows, spoiled_gradient, weights, work
-from tests.experts.waiting import Clock
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, IdempotencyOptions, Runtime, SumsOptions, idempotency
 from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
@@ -127,7 +127,7 @@ def recorded(table: IdempotencyTable, principal: str, key: str, size: int = 0, s
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.floats(0, 3)), max_size=60))
 def test_bytes_keys_and_ages_stay_within_their_bounds(history: list[tuple[str, int, float]]) -> None:
-    clock = Clock()
+    clock = FakeClock()
     bounds = IdempotencyOptions(max_result_bytes=100, max_keys=8, max_age=10.0, max_result_age=0.01)
     table = IdempotencyTable(bounds, clock.monotonic)
     born: dict[tuple[str, str], float] = {}
@@ -153,7 +153,7 @@ def test_a_client_beyond_its_share_replaces_its_own_oldest_key_only() -> None:
 
 
 def test_a_full_table_refuses_a_newcomer_while_retries_may_come_and_then_forgets_of_its_largest_holder() -> None:
-    clock = Clock()
+    clock = FakeClock()
     table = IdempotencyTable(IdempotencyOptions(max_keys=10, max_client_keys=6), clock.monotonic)
     for number in range(6):
         recorded(table, "eve", str(number))
@@ -171,7 +171,7 @@ def test_a_full_table_refuses_a_newcomer_while_retries_may_come_and_then_forgets
 
 @pytest.mark.parametrize("max_result_bytes", [0, 100])
 def test_a_key_is_protected_until_the_deadline_of_its_request(max_result_bytes: int) -> None:
-    clock = Clock()
+    clock = FakeClock()
     bounds = IdempotencyOptions(max_result_bytes, max_keys=2, max_client_keys=2, max_result_age=1.0)
     table = IdempotencyTable(bounds, clock.monotonic)
     recorded(table, "bob", "patient", size=1, deadline=100.0)
@@ -235,7 +235,7 @@ def test_the_state_of_a_table_goes_into_another() -> None:
 
 
 def test_ages_go_on_in_another_process() -> None:
-    clock, later = Clock(), Clock()
+    clock, later = FakeClock(), FakeClock()
     clock.now, later.now = 5000.0, 7.0
     bounds = IdempotencyOptions(max_age=100.0)
     table, other = IdempotencyTable(bounds, clock.monotonic), IdempotencyTable(bounds, later.monotonic)

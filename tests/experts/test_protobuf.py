@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apart import SOURCE
+from tests.processes import SOURCE
 from weft.experts.protobuf import load_messages
 
 PROTOS = sorted(SOURCE.rglob("*.proto"))

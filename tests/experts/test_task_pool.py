@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.apart import python
+from tests.processes import python
 from weft.core.errors import SpecError, UsageError
 from weft.core.spec import TensorSpec
 from weft.experts.errors import ClosedError, ExpiredError, OverloadError, QuotaError, RefusedError, TooManyRowsError

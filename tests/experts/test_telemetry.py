@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.experts.concurrency import wait_until
 from tests.experts.status_page.panel_cases import layer, train
-from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts import telemetry as adapter
 from weft.experts.client import GrpcTransport, RemoteExpert
@@ -80,10 +80,10 @@ def test_a_batch_of_several_tasks_names_them_all() -> None:
         with backend.executor.lock:  # the first is being worked on, and the others wait
             threads = [threading.Thread(target=train, args=(server, "a")) for _ in range(4)]
             threads[0].start()
-            until(lambda: backend.forward_pool.statistics().running_tasks == 1)
+            wait_until(lambda: backend.forward_pool.statistics().running_tasks == 1)
             for each in threads[1:]:
                 each.start()
-            until(lambda: backend.forward_pool.statistics().waiting_tasks == 3)
+            wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 3)
         for each in threads:
             each.join()
     merged = next(one for one in notes.called("batch") if one["weft.tasks"] > 1)

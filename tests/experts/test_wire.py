@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.apart import python
 from tests.experts.wire_cases import calls, formed, frames, random_tensor, same_bytes
+from tests.processes import python
 from weft.core.errors import UsageError
 from weft.experts.compression import Compression
 from weft.experts.protobuf import load_messages

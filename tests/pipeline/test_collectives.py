@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.apart import python
 from tests.pipeline.pipe_cases import backward, chain, rows
+from tests.processes import python
 from weft import Pipe, Recorder
 from weft.core.errors import UsageError
 

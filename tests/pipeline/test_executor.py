@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from tests.forked import forked, only_with_fork
+from tests.processes import forked, only_with_fork
 from tests.strategies import any_schedules
 from weft.core.context import ExecutionContext
 from weft.core.rng import RngVote, lock_generators

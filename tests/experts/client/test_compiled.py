@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.apart import python
+from tests.processes import python
 
 pytestmark = pytest.mark.timeout(240)
 COMPILED = """

@@ -5,9 +5,8 @@ import gc
 import pytest
 import torch
 
-from tests.apart import python
 from tests.experts.expert_cases import fussy_backend, rows
-from tests.forked import forked, only_with_fork
+from tests.processes import forked, only_with_fork, python
 from weft.core.errors import UsageError
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery import LocalDirectory

@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
+from tests.experts.concurrency import FakeClock, wait_until
 from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, close, fussy_backend, rows, seeded
-from tests.experts.waiting import Clock, until
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError, SpecError, UsageError
 from weft.experts import ExpertBackend, GraphBudget, SumsOptions, TensorSpec
 from weft.experts.client import GrpcTransport, RemoteExpert, Retry, Transport
@@ -363,7 +363,7 @@ def test_a_discarded_mini_batch_makes_room_at_the_server() -> None:
             remote(rows(2, 0)).sum().backward()
             assert backend.statistics().open_mini_batches == 1
             remote.discard()
-            until(lambda: backend.statistics().open_mini_batches == 0)
+            wait_until(lambda: backend.statistics().open_mini_batches == 0)
 
 
 def test_discarding_while_the_server_is_away_is_no_error() -> None:
@@ -453,7 +453,7 @@ class SlowToTell:
     """Answers what an expert takes when two seconds of this clock have passed, never without one; and notes what time
     each call was given."""
 
-    def __init__(self, within: Transport, clock: Clock | None) -> None:
+    def __init__(self, within: Transport, clock: FakeClock | None) -> None:
         self.within, self.clock = within, clock
         self.address, self.close, self.statistics = within.address, within.close, within.statistics
         self.given: list[tuple[Kind, float]] = []
@@ -470,7 +470,7 @@ class SlowToTell:
 def test_the_first_call_has_one_deadline_with_the_question_before_it(
     fake: FakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock().rules(
+    clock = FakeClock().install(
         monkeypatch, "weft.experts.client.remote", "weft.experts.client.stub", "weft.experts.client.retry"
     )
     slow = SlowToTell(fake, clock)

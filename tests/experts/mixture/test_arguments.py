@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.apart import python
+from tests.processes import python
 from weft.core.validation import Validator
 from weft.experts.mixture.fanout import MixtureOptions
 from weft.experts.mixture.routing import check_grid

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from tests.experts.concurrency import FakeClock, wait_until
 from tests.experts.mixture.mixture_cases import (
     GRID,
     WIDTH,
@@ -31,7 +32,6 @@ from tests.experts.mixture.mixture_cases import (
     only,
     routed,
 )
-from tests.experts.waiting import Clock, until
 from weft import Pipe, Recurrent
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
 from weft.experts import ExpertBackend, TensorSpec
@@ -165,7 +165,7 @@ def test_who_does_not_answer_well_in_forward_has_no_weight_and_is_not_called_in_
         assert_same(world, mixture, x, frozenset([bad]))
         assert world.servers.called(Kind.BACKWARD) == [uid for uid in world.servers.called(Kind.FORWARD) if uid != bad]
         assert sum(mixture.statistics().failed.values()) == 1
-        until(lambda: not any(each.waiting for each in world.connections.statistics().values()))
+        wait_until(lambda: not any(each.waiting for each in world.connections.statistics().values()))
 
 
 def test_only_the_rows_that_are_not_finite_have_no_weight() -> None:
@@ -255,7 +255,7 @@ def test_nobody_is_waited_for_longer_than_was_said() -> None:
 
 def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [f"weft.experts.mixture.{name}" for name in ("mixture", "fanout")]
-    clock = Clock().rules(monkeypatch, *modules)
+    clock = FakeClock().install(monkeypatch, *modules)
 
     def slowly(header: Header, answer: list[Tensor]) -> list[Tensor]:
         clock.now = 2.0

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.experts.certificates import Authority
+from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import WHERE, free_ports, wait_for_port
 from tests.experts.expert_cases import fussy_backend, weights
-from tests.experts.server.raw import Authority
 from tests.experts.server.replica_cases import expert, make
-from tests.experts.waiting import until
 from tests.unchecked import unchecked
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, RemoteExpert
@@ -108,14 +108,14 @@ def test_a_follower_does_not_load_the_weights_of_whoever_claimed_first(authority
 
     options = {"tls": tls, "access": access, "address": "localhost:0"}
     with make(directory, expert(), replicas=replicas("localhost"), **options) as thief:
-        until(lambda: thief.statistics().replicas["fussy"].role == "owner")
+        wait_until(lambda: thief.statistics().replicas["fussy"].role == "owner")
         fresh = expert()
         with torch.no_grad():
             for parameter in fresh.module.parameters():
                 parameter.add_(1.0)
         before = weights(fresh)
         with make(directory, fresh, replicas=replicas("weft-*"), **options) as victim:
-            until(lambda: "none of servers=" in victim.statistics().replicas["fussy"].failure)
+            wait_until(lambda: "none of servers=" in victim.statistics().replicas["fussy"].failure)
             assert weights(fresh) == before
             assert victim.statistics().replicas["fussy"].received == 0
 
@@ -249,7 +249,7 @@ def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str,
                     forbidden()
             assert clients.get().owner("ffn.0") == owned
             servers.declare(["ffn.1"], "weft-1.weft:7070", ttl=30.0)
-            until(lambda: watch.snapshot().addresses("ffn.1") == ("weft-1.weft:7070",))
+            wait_until(lambda: watch.snapshot().addresses("ffn.1") == ("weft-1.weft:7070",))
         with EtcdDirectory(at, tls=certificates.tls("weft-server"), namespace="elsewhere") as other:
             for outside in (lambda: other.declare(["x"], "a:1", ttl=30.0), other.get):
                 with pytest.raises(RefusedByEtcdError, match="PERMISSION_DENIED"):

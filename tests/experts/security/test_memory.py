@@ -13,11 +13,11 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.security.raw_http2 import RawHttp2, framed
-from tests.experts.security.served import ADMITTED, Served, served
-from tests.experts.server.raw import raw
-from tests.experts.waiting import until
+from tests.experts.security.serve_process import ADMITTED, Served, served
+from tests.experts.server.raw_stream import raw_stream
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import QuotaError
@@ -131,7 +131,7 @@ def test_checks_of_its_health_whose_answer_is_not_read_are_bounded() -> None:
         assert client.status(streams[8]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
         client.close()
         with RawHttp2Closing(server.address) as other:
-            until(lambda: other.status(other.open(f"{HEALTH}/Check")) == 0)
+            wait_until(lambda: other.status(other.open(f"{HEALTH}/Check")) == 0)
 
 
 def test_reflection_is_for_those_who_are_admitted() -> None:
@@ -152,7 +152,7 @@ def test_a_frame_of_several_messages_is_one_call() -> None:
         whole = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x]), 10.0).result(10.0)
         half = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x[:100]]), 10.0).result(10.0)
         assert torch.equal(whole.tensors()[0][:100], half.tensors()[0])
-        until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: server._grpc_server.budget.held == 0)
 
 
 def long_frame() -> list[bytes]:
@@ -174,7 +174,7 @@ FIRST, SECOND, LAST = long_frame()
     ],
 )
 def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: list[bytes | None], words: str) -> None:
-    with Server([fussy_backend()]) as server, raw(server.address) as stream:
+    with Server([fussy_backend()]) as server, raw_stream(server.address) as stream:
         for part in parts:
             if part is None:
                 stream.finish()
@@ -183,37 +183,41 @@ def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: li
         (answer,) = stream.receive()
         error = read_fault(answer.header.data)
         assert isinstance(error, TruncatedError) and words in str(error) and answer.header.call_id == 0
-        until(lambda: (server._grpc_server.budget.held, server._grpc_server.budget.streams) == (0, 0))
+        wait_until(lambda: (server._grpc_server.budget.held, server._grpc_server.budget.streams) == (0, 0))
 
 
 def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.server.grpc_server._PART_SECONDS", 0.05)
-    with Server([fussy_backend()]) as server, raw(server.address) as stream:
+    with Server([fussy_backend()]) as server, raw_stream(server.address) as stream:
         stream.send(FIRST)
         (answer,) = stream.receive()
         assert "not sent to its end in time" in str(read_fault(answer.header.data))
-        until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: server._grpc_server.budget.held == 0)
 
 
 def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.server.grpc_server._ROOM_SECONDS", 0.05)
     with Server([fussy_backend()], options=ServerOptions(total_bytes=13 * MB)) as server, ExitStack() as stack:
-        streams = [stack.enter_context(raw(server.address)) for _ in range(8)]
+        streams = [stack.enter_context(raw_stream(server.address)) for _ in range(8)]
         for stream in streams[:7]:
             stream.send(FIRST)
-        until(lambda: server._grpc_server.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
+        wait_until(lambda: server._grpc_server.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
         streams[7].send(FIRST)
         (answer,) = streams[7].receive()
         assert isinstance(read_fault(answer.header.data), QuotaError)
-    until(lambda: server._grpc_server.budget.held == 0)
+    wait_until(lambda: server._grpc_server.budget.held == 0)
 
 
 def test_a_stream_too_many_for_the_budget_is_turned_away() -> None:
     options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + 1000, limits=Limits(frame_bytes=MESSAGE_BYTES))
-    with Server([fussy_backend()], options=options) as server, raw(server.address) as one, raw(server.address) as two:
+    with (
+        Server([fussy_backend()], options=options) as server,
+        raw_stream(server.address) as one,
+        raw_stream(server.address) as two,
+    ):
         for stream in (one, two):
             stream.send(Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(1, 0)]))
             assert stream.receive()[0].header.kind is Kind.RESULT
-        with raw(server.address) as three:
+        with raw_stream(server.address) as three:
             assert three.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert server.statistics().turned_away == 1

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experts.client.test_transport import gated
+from tests.experts.concurrency import blocking_expert
 from tests.experts.expert_cases import WIDTH, fussy_backend, rows
 from tests.experts.security.raw_http2 import raw_http2
 from weft.experts.checkpoint import CheckpointStore
@@ -69,7 +69,7 @@ def test_what_fails_on_the_way_does_not_keep_the_rest_from_being_saved(
 
 
 def test_beside_a_module_that_does_not_end_the_other_experts_are_saved(tmp_path: Path) -> None:
-    (gate, hung), store = gated(), CheckpointStore(tmp_path)
+    (gate, hung), store = blocking_expert(), CheckpointStore(tmp_path)
     steady = fussy_backend("steady")
     server = Server([hung, steady], checkpoints=store, options=ServerOptions(drain_seconds=0.1))
     server.start()
@@ -81,6 +81,6 @@ def test_beside_a_module_that_does_not_end_the_other_experts_are_saved(tmp_path:
         assert not server.shutdown()
         assert store.steps("steady")[0] == 1
     finally:
-        gate.let.set()
+        gate.go.set()
         transport.close()
         server._runtimes["cpu"].shutdown(timeout=PATIENCE)

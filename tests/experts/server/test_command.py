@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.apart import python
-from tests.experts.waiting import until
+from tests.experts.concurrency import wait_until
+from tests.processes import python
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
@@ -235,7 +235,7 @@ def test_a_terminated_server_answers_what_it_accepted_saves_and_ends(process: An
 def test_ctrl_c_ends_a_server_and_leaves_the_signal_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt() -> None:
         try:
-            until(lambda: gc.get_freeze_count() > frozen)
+            wait_until(lambda: gc.get_freeze_count() > frozen)
         finally:
             os.kill(os.getpid(), signal.SIGINT)
         seen.append(True)

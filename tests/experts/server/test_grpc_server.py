@@ -12,10 +12,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.experts.client.test_transport import gated
+from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows, weights
-from tests.experts.server.raw import PATIENCE, Raw, raw
-from tests.experts.waiting import until
+from tests.experts.server.raw_stream import PATIENCE, RawStream, raw_stream
 from tests.experts.wire_cases import frames
 from weft.core.errors import SpecError
 from weft.experts.client import GrpcTransport
@@ -60,8 +59,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def stream(server: Server) -> Iterator[Raw]:
-    with raw(server.address) as stream:
+def stream(server: Server) -> Iterator[RawStream]:
+    with raw_stream(server.address) as stream:
         yield stream
 
 
@@ -78,9 +77,9 @@ def stream(server: Server) -> Iterator[Raw]:
     ],
 )
 def test_a_broken_frame_ends_its_stream_with_an_error_of_call_0_and_no_other(
-    server: Server, stream: Raw, bad: bytes, error: type[Exception]
+    server: Server, stream: RawStream, bad: bytes, error: type[Exception]
 ) -> None:
-    with raw(server.address) as other:
+    with raw_stream(server.address) as other:
         other.send(forward(1))
         assert other.receive()[0].header.kind is Kind.RESULT
         stream.send(GOOD, bad, GOOD)
@@ -99,21 +98,21 @@ def test_whatever_is_sent_the_server_goes_on(server: Server, frame: bytes, place
     spoiled = bytearray(frame)
     if spoiled:
         spoiled[place % len(spoiled)] = byte
-    with raw(server.address) as stream:
+    with raw_stream(server.address) as stream:
         stream.send(bytes(spoiled))
         stream.finish()
         assert stream.ended() is grpc.StatusCode.OK
-    with raw(server.address) as stream:
+    with raw_stream(server.address) as stream:
         stream.send(forward(1))
         assert stream.receive()[0].header.kind is Kind.RESULT
 
 
-def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server: Server, stream: Raw) -> None:
+def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server: Server, stream: RawStream) -> None:
     stream.send(bytes(2 << 20))
     assert stream.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: Raw) -> None:
+def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: RawStream) -> None:
     backend = server._dispatcher.experts()["fussy"].backend
     before = weights(backend)
     nan = torch.full((2, WIDTH), float("nan"), dtype=torch.float64)
@@ -140,14 +139,14 @@ def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: Raw)
 
 
 @pytest.mark.long
-def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: Raw) -> None:
+def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: RawStream) -> None:
     count, size = 4000, 200
     for start in range(0, count, size):
         stream.send(message(*[forward(1 + start + i, rows(1, 0, 3)) for i in range(size)]))
     seen = 0
     while seen < count:
         seen += len(stream.receive())
-    until(lambda: (server.statistics().calls, server.statistics().nbytes) == (0, 0))
+    wait_until(lambda: (server.statistics().calls, server.statistics().nbytes) == (0, 0))
     found = server.statistics()
     assert all(pool.waiting_tasks == 0 for pool in found.experts["fussy"].pools.values())
 
@@ -183,35 +182,35 @@ def test_health_and_reflection_answer_as_usual() -> None:
 
 def test_a_client_too_many_is_turned_away() -> None:
     with Server([fussy_backend()], options=ServerOptions(connections=2)) as server:
-        with raw(server.address) as a, raw(server.address) as b:
+        with raw_stream(server.address) as a, raw_stream(server.address) as b:
             for one in (a, b):
                 one.send(forward(1))
                 one.receive()
-            with raw(server.address) as c:
+            with raw_stream(server.address) as c:
                 assert c.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
             a.send(forward(2))
             assert a.receive()[0].header.kind is Kind.RESULT
         deadline = time.monotonic() + PATIENCE
         while server.statistics().connections and time.monotonic() < deadline:
             time.sleep(0.01)
-        with raw(server.address) as d:
+        with raw_stream(server.address) as d:
             d.send(forward(1))
             assert d.receive()[0].header.kind is Kind.RESULT
         assert server.statistics().turned_away == 1
 
 
 def test_a_client_that_vanishes_takes_its_waiting_calls_along() -> None:
-    gate, backend = gated()
+    gate, backend = blocking_expert()
     with Server([backend]) as server:
         try:
-            with raw(server.address) as stream:
+            with raw_stream(server.address) as stream:
                 stream.send(forward(1, rows(1, 0), "gate"))
                 assert gate.entered.wait(PATIENCE)
                 stream.send(*[forward(number, rows(1, 0), "gate") for number in range(2, 8)])
-                until(lambda: backend.forward_pool.statistics().waiting_tasks == 6)
-            until(lambda: backend.forward_pool.statistics().waiting_tasks == 0)
+                wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 6)
+            wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 0)
         finally:
-            gate.let.set()
+            gate.go.set()
         assert backend.forward_pool.statistics().cancelled == 6
 
 
@@ -219,7 +218,7 @@ def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None
     options = ServerOptions(connection_calls=8, connection_bytes=1 << 20)
     with (
         Server([fussy_backend()], options=options) as server,
-        raw(server.address) as slow,
+        raw_stream(server.address) as slow,
         GrpcTransport(server.address) as quick,
     ):
         for number in range(1, 200):
@@ -234,14 +233,14 @@ def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None
 
 
 def test_draining_answers_what_was_accepted_and_refuses_the_rest() -> None:
-    gate, backend = gated()
+    gate, backend = blocking_expert()
     server = Server([backend, fussy_backend()])
     server.start()
     try:
-        with raw(server.address) as stream:
+        with raw_stream(server.address) as stream:
             stream.send(forward(1, rows(1, 0), "gate"))
             assert gate.entered.wait(PATIENCE)
-            threading.Timer(0.3, gate.let.set).start()
+            threading.Timer(0.3, gate.go.set).start()
             ending = threading.Thread(target=server.shutdown)
             ending.start()
             assert stream.receive()[0].header.kind is Kind.GOAWAY
@@ -254,7 +253,7 @@ def test_draining_answers_what_was_accepted_and_refuses_the_rest() -> None:
             assert stream.ended() is grpc.StatusCode.OK
             ending.join()
     finally:
-        gate.let.set()
+        gate.go.set()
         server.shutdown()
 
 

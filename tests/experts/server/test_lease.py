@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.server.replica_cases import expert, make
-from tests.experts.waiting import until
 from weft.experts.client.status import shown
 from weft.experts.discovery import Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
@@ -42,7 +42,7 @@ def test_a_renewal_does_not_wait_behind_a_look_at_the_directory() -> None:
         with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.6)):
             directory.slow = True
             before = directory.renewals
-            until(lambda: directory.renewals >= before + 4)
+            wait_until(lambda: directory.renewals >= before + 4)
             directory.gate.set()
     finally:
         directory.gate.set()

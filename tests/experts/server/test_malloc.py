@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apart import python
+from tests.processes import python
 
 _PROGRAM = """
 import json, resource, threading

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experts.client.test_transport import gated
+from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.expert_cases import adam, rows, weights
 from tests.experts.server.replica_cases import (
     CLOSELY,
@@ -24,7 +24,6 @@ from tests.experts.server.replica_cases import (
     same,
     step,
 )
-from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import NEVER, Connections, LocalTransport, RemoteExpert
@@ -53,13 +52,13 @@ def test_a_follower_becomes_equal_to_its_owner_and_never_steps() -> None:
         remote = RemoteExpert("fussy", connections)
         for seed in range(5):
             step(remote, seed)
-        until(lambda: same(owner, follower))
+        wait_until(lambda: same(owner, follower))
         assert backend_of(owner).steps == 5 and weights(backend_of(owner)) == weights(backend_of(follower))
         with LocalTransport(follower.handler()) as transport:
             for call in (backward("k"), Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])):
                 error = transport.submit(call, PATIENCE).exception(PATIENCE)
                 assert isinstance(error, NotOwnerError) and error.details["address"] == owner.address
-        until(lambda: owner.statistics().replicas["fussy"].followers == {follower.address: 0})  # it asks once more
+        wait_until(lambda: owner.statistics().replicas["fussy"].followers == {follower.address: 0})  # it asks once more
         assert owner.statistics().replicas["fussy"].token > 0
         assert follower.statistics().replicas["fussy"].behind == 0
         assert f"follows {owner.address}" in shown(follower.status()) and "owner" in shown(owner.status())
@@ -108,7 +107,7 @@ def test_when_the_owner_dies_a_follower_takes_over_and_steps_no_key_twice() -> N
         remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
         for seed in range(2):
             step(remote, seed)
-        until(lambda: same(first, second))
+        wait_until(lambda: same(first, second))
         before, token = weights(backend_of(second)), first.statistics().replicas["fussy"].token
         die(first)
         assert weights(backend_of(second)) == before
@@ -145,12 +144,12 @@ def test_a_rolling_restart_fails_no_call() -> None:
     with Connections(directory) as connections, calling(connections, uids) as done:
         for number, place in enumerate(places):
             before = dict(done)
-            until(lambda before=before: all(done[uid] > before[uid] + 5 for uid in uids))
+            wait_until(lambda before=before: all(done[uid] > before[uid] + 5 for uid in uids))
             servers[number].shutdown()
             servers[number] = make(directory, *[expert(uid) for uid in place])
             servers[number].start()
         before = dict(done)
-        until(lambda before=before: all(done[uid] > before[uid] + 5 for uid in uids))
+        wait_until(lambda before=before: all(done[uid] > before[uid] + 5 for uid in uids))
     steps = {uid: max(backend_of(s, uid).steps for s in servers if uid in s.experts) for uid in uids}
     assert steps == done  # nothing was lost, and nothing was stepped twice
     for server in servers:
@@ -164,13 +163,13 @@ def test_an_owner_whose_lease_lapsed_refuses_to_step_and_answers_forwards() -> N
         step(remote)
         directory.away = True
         step(remote)  # the lease still lasts
-        until(lambda: not owner.statistics().replicas["fussy"].lasts)
+        wait_until(lambda: not owner.statistics().replicas["fussy"].lasts)
         y = remote(rows(2, 0))
         with pytest.raises(NotOwnerError, match="lapsed"):
             y.sum().backward()
         assert backend_of(owner).steps == 2
         directory.away = False
-        until(lambda: owner.statistics().replicas["fussy"].lasts)
+        wait_until(lambda: owner.statistics().replicas["fussy"].lasts)
         step(remote)
         assert backend_of(owner).steps == 3
 
@@ -185,9 +184,9 @@ def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows() 
         LocalTransport(old.handler()) as transport,
     ):
         transport.submit(backward("a"), PATIENCE).result(PATIENCE)
-        until(lambda: same(old, new))
+        wait_until(lambda: same(old, new))
         cut.cut = True
-        until(lambda: role(new) == "owner")
+        wait_until(lambda: role(new) == "owner")
         assert role(old) == "owner"  # it cannot know
         error = transport.submit(backward("b", seed=3), PATIENCE).exception(PATIENCE)
         assert isinstance(error, NotOwnerError) and backend_of(old).steps == 1
@@ -195,7 +194,7 @@ def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows() 
         step(remote, 5)
         assert remote.steps == 2
         cut.cut = False
-        until(lambda: role(old) == "follower" and same(old, new))
+        wait_until(lambda: role(old) == "follower" and same(old, new))
         assert weights(backend_of(old)) == weights(backend_of(new))
 
 
@@ -235,7 +234,7 @@ def test_who_takes_over_goes_on_from_a_checkpoint_that_is_newer(tmp_path: Path) 
         saved = weights(backend_of(first))
         assert backend_of(second).steps == 0 and not second.checkpoint()
         die(first)
-        until(lambda: role(second) == "owner")
+        wait_until(lambda: role(second) == "owner")
         assert weights(backend_of(second)) == saved
 
 
@@ -243,7 +242,7 @@ def test_a_checkpoint_that_was_made_by_hand_is_led_from(tmp_path: Path) -> None:
     store, made = CheckpointStore(tmp_path), expert()
     store.save("fussy", made.state_dict(), 0)
     with make(LocalDirectory(), expert(), checkpoints=store) as server:
-        until(lambda: role(server) == "owner")
+        wait_until(lambda: role(server) == "owner")
         assert weights(backend_of(server)) == weights(made)
         assert server.statistics().replicas["fussy"].failure == ""
 
@@ -255,10 +254,10 @@ def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed
     with make(directory, expert()) as second:
         with LocalTransport(first.handler()) as transport:
             transport.submit(backward("a"), PATIENCE).result(PATIENCE)
-        until(lambda: same(first, second))
+        wait_until(lambda: same(first, second))
         die(first)
         with make(directory, expert(), address=first.address) as again:  # before its old lease ends
-            until(lambda: "owner" in (role(again), role(second)) and same(again, second))
+            wait_until(lambda: "owner" in (role(again), role(second)) and same(again, second))
             assert backend_of(again).steps == 1
 
 
@@ -268,7 +267,7 @@ def test_a_state_of_another_kind_of_expert_is_told_and_nobody_owns_by_it() -> No
     first = make(directory)
     first.start()
     with make(directory, expert(optimizer=None), replicas=quick) as other:
-        until(lambda: "UsageError" in other.statistics().replicas["fussy"].failure)
+        wait_until(lambda: "UsageError" in other.statistics().replicas["fussy"].failure)
         die(first)
         time.sleep(2 * LEASE)
         assert role(other) == "follower" and "fussy" not in directory.get().owners
@@ -278,7 +277,7 @@ def test_a_state_beyond_the_limit_is_refused_before_it_is_held() -> None:
     directory = LocalDirectory()
     small = ReplicaOptions(state_bytes=100, first_seconds=0.3)
     with make(directory), make(directory, expert(), replicas=small) as follower:
-        until(lambda: "state_bytes" in follower.statistics().replicas["fussy"].failure)
+        wait_until(lambda: "state_bytes" in follower.statistics().replicas["fussy"].failure)
 
 
 def test_a_state_is_for_those_with_role_admin() -> None:
@@ -289,7 +288,7 @@ def test_a_state_is_for_those_with_role_admin() -> None:
             mine = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=1.0, token=token)
             with make(directory, expert(optimizer=adam), replicas=mine) as follower:
                 found = partial(lambda follower: follower.statistics().replicas["fussy"], follower)
-                until(lambda found=found: found().received > 0 or "ForbiddenError" in found().failure)
+                wait_until(lambda found=found: found().received > 0 or "ForbiddenError" in found().failure)
                 assert (found().received > 0) is fine and ("ForbiddenError" in found().failure) is not fine
         assert owner.audit.counts()["STATE"] > 0
 
@@ -319,7 +318,7 @@ def test_a_file_says_which_experts_are_replicas() -> None:
 
 
 def test_a_module_that_does_not_end_holds_the_handing_over_up_no_longer_than_it_may() -> None:
-    directory, (gate, backend) = LocalDirectory(), gated()
+    directory, (gate, backend) = LocalDirectory(), blocking_expert()
     options = ServerOptions(lease_seconds=LEASE, drain_seconds=0.3)
     server = make(directory, backend, options=options)
     server.start()
@@ -330,6 +329,6 @@ def test_a_module_that_does_not_end_holds_the_handing_over_up_no_longer_than_it_
         assert not server.shutdown()  # while the module runs on
         assert "gate" not in directory.get().owners
     finally:
-        gate.let.set()
+        gate.go.set()
         transport.close()
         server._runtimes["cpu"].shutdown(timeout=PATIENCE)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import cluster, free_ports, wait_for_port
 from tests.experts.server.replica_cases import expert, make, role, same, step
-from tests.experts.waiting import until
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery.etcd import EtcdDirectory
 
@@ -103,7 +103,7 @@ def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
         remote(x).sum().backward()
         assert remote.steps == 5
         assert served[second].wait(50) == 0
-        until(lambda: owner() == first)
+        wait_until(lambda: owner() == first)
 
 
 @pytest.mark.long
@@ -124,8 +124,8 @@ def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) 
         member.start()
         wait_for_port(member.endpoint)
         step(remote, 3)
-        until(lambda: connections.snapshot().owner("fussy") not in (None, before))
+        wait_until(lambda: connections.snapshot().owner("fussy") not in (None, before))
         assert connections.snapshot().revision < 50
         step(remote, 4)
-        until(lambda: sorted((role(one), role(other))) == ["follower", "owner"] and same(one, other))
+        wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"] and same(one, other))
         assert remote.steps == 5

@@ -8,8 +8,9 @@ import grpc
 import pytest
 import torch
 
+from tests.experts.certificates import Authority
 from tests.experts.expert_cases import fussy_backend, rows
-from tests.experts.server.raw import Authority, raw
+from tests.experts.server.raw_stream import raw_stream
 from tests.unchecked import unchecked
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, GrpcTransport, RemoteExpert
@@ -139,7 +140,7 @@ def test_a_missing_or_wrong_token_is_refused_before_a_frame_is_read(by_token: Se
     with expert(by_token, token=token) as remote, pytest.raises(ForbiddenError):
         remote.describe()
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-    with raw(by_token.address, metadata) as stream:
+    with raw_stream(by_token.address, metadata) as stream:
         stream.send(Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(1, 0)]))
         assert stream.ended() is grpc.StatusCode.UNAUTHENTICATED
     after = by_token.statistics()

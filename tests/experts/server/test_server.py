@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.experts.client.test_transport import gated
+from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.expert_cases import X, fussy_backend, rows, weights
-from tests.experts.server.test_parts import Silent
-from tests.experts.waiting import until
+from tests.experts.server.test_units import Silent
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
@@ -68,7 +67,7 @@ def test_it_saves_now_and_then_what_has_stepped(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         trained(server, 2)
-        until(lambda: server.statistics().keeping["fussy"].durable == 2)
+        wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
         saved = sorted(tmp_path.rglob("*.safetensors"))  # names have the number of what was saved
         time.sleep(0.2)
         assert sorted(tmp_path.rglob("*.safetensors")) == saved
@@ -81,10 +80,10 @@ def test_a_disk_that_is_full_is_told_and_stops_nothing(tmp_path: Path, monkeypat
         full = OSError("no space left")
         monkeypatch.setattr(store._disk, "write", lambda *_: (_ for _ in ()).throw(full))
         trained(server, 1)
-        until(lambda: "no space left" in server.statistics().failures.get("checkpoints", ""))
+        wait_until(lambda: "no space left" in server.statistics().failures.get("checkpoints", ""))
         trained(server, 1)
         monkeypatch.undo()
-        until(lambda: server.statistics().keeping["fussy"].durable == 2)
+        wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
 
 
 def test_it_is_listed_as_long_as_it_takes_work() -> None:
@@ -98,8 +97,8 @@ def test_it_is_listed_as_long_as_it_takes_work() -> None:
     directory = Counting()
     with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.5)) as server:
         assert directory.get().addresses("fussy") == (server.address,)
-        until(lambda: len(renewals) >= 4)  # for longer than the lease
-        until(lambda: server.statistics().listed == ("fussy",) and "fussy" in directory.get())
+        wait_until(lambda: len(renewals) >= 4)  # for longer than the lease
+        wait_until(lambda: server.statistics().listed == ("fussy",) and "fussy" in directory.get())
         server.drain()
         assert "fussy" not in directory.get()
 
@@ -215,7 +214,7 @@ def test_it_is_started_once() -> None:
 
 
 def test_a_module_that_does_not_end_does_not_hold_the_end_up_for_ever() -> None:
-    gate, backend = gated()
+    gate, backend = blocking_expert()
     server = Server([backend], options=ServerOptions(drain_seconds=0.3))
     server.start()
     transport = LocalTransport(server.handler())
@@ -227,7 +226,7 @@ def test_a_module_that_does_not_end_does_not_hold_the_end_up_for_ever() -> None:
         assert not server.shutdown()  # while the module runs on
         assert isinstance(waiting.exception(PATIENCE), ClosedError) and not future.done()
     finally:
-        gate.let.set()
+        gate.go.set()
         transport.close()
         server._runtimes["cpu"].shutdown(timeout=PATIENCE)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experts.waiting import until
+from tests.experts.concurrency import wait_until
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
@@ -49,7 +49,7 @@ def signalled(capsys: pytest.CaptureFixture[str], send: Callable[[], None]) -> t
 
     def run() -> None:
         said: list[str] = []
-        until(lambda: "serving" in (said.append(capsys.readouterr().out) or "".join(said)))
+        wait_until(lambda: "serving" in (said.append(capsys.readouterr().out) or "".join(said)))
         send()
 
     thread = threading.Thread(target=run)

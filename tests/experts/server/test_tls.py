@@ -8,8 +8,8 @@ import pytest
 import torch
 from cryptography.hazmat.primitives import serialization
 
+from tests.experts.certificates import Authority
 from tests.experts.expert_cases import fussy_backend, rows
-from tests.experts.server.raw import Authority
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, RemoteExpert
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls

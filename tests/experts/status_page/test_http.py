@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.experts.concurrency import wait_until
 from tests.experts.status_page.panel_cases import PATIENCE, address, exchange, get, status
-from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.status_page import http
 from weft.experts.status_page.http import Panel, PanelOptions
@@ -158,4 +158,4 @@ def test_a_port_that_is_taken_is_misuse(listening: Listening) -> None:
     taken = listening().removeprefix("http://").rstrip("/")
     with pytest.raises(UsageError, match=f"{taken}.*taken"):
         Panel(taken, status).start()
-    until(lambda: get(f"http://{taken}/")[0] == 200)
+    wait_until(lambda: get(f"http://{taken}/")[0] == 200)

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experts.client.test_transport import gated
+from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.status_page.panel_cases import NASTY, PATIENCE, address, get, layer, train
-from tests.experts.waiting import until
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.address import split
@@ -87,7 +86,7 @@ def test_on_loopback_it_answers_to_names_of_this_machine_only(host: str, code: i
 
 
 def test_a_module_that_hangs_hides_nothing() -> None:
-    gate, backend = gated()
+    gate, backend = blocking_expert()
     with Server([backend, layer("a")], panel=LOCAL) as server, LocalTransport(server.handler()) as transport:
         train(server, "a", 2)
         x = torch.ones(1, 4, dtype=torch.float64)
@@ -96,7 +95,7 @@ def test_a_module_that_hangs_hides_nothing() -> None:
         calls += [transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [x]), 20.0) for _ in range(3)]
         try:
             start = time.monotonic()
-            until(lambda: seen(server)["experts"]["gate"]["pools"]["gate.forward"]["oldest_age"] > 0.2)
+            wait_until(lambda: seen(server)["experts"]["gate"]["pools"]["gate.forward"]["oldest_age"] > 0.2)
             found = seen(server)
             assert get(url(server))[0] == 200
             metrics = get(url(server), "/metrics")[2]
@@ -108,10 +107,10 @@ def test_a_module_that_hangs_hides_nothing() -> None:
             assert 'weft_queue_tasks{direction="forward",expert="gate"} 3.0' in metrics
             assert told.splitlines()[3].split() == ["gate", "0", "-", "0", "3", "0"]
         finally:
-            gate.let.set()
+            gate.go.set()
         for call in calls:
             assert call.result(PATIENCE) is not None
-        until(lambda: seen(server)["experts"]["gate"]["forward_batches"] == 2)
+        wait_until(lambda: seen(server)["experts"]["gate"]["forward_batches"] == 2)
 
 
 def test_any_name_may_be_shown() -> None:
@@ -124,11 +123,11 @@ def test_the_directory_says_who_else_is_alive() -> None:
     options = ServerOptions(lease_seconds=0.3)
     with Server([layer("a")], directory=directory, panel=LOCAL, options=options) as server:
         with Server([layer("b"), layer("c")], directory=directory, options=options) as other:
-            until(lambda: other.address in seen(server)["directory"]["servers"])
+            wait_until(lambda: other.address in seen(server)["directory"]["servers"])
             servers = seen(server)["directory"]["servers"]
             assert servers == {server.address: {"experts": 1, "owns": 0}, other.address: {"experts": 2, "owns": 0}}
             assert f"alive: {other.address}, 2 experts" in status(server.address)
-        until(lambda: other.address not in seen(server)["directory"]["servers"])
+        wait_until(lambda: other.address not in seen(server)["directory"]["servers"])
     directory.close()
 
 
@@ -136,7 +135,7 @@ def test_a_directory_that_is_away_is_told_and_who_was_there_is_still_shown() -> 
     directory = LocalDirectory()
     with Server([layer("a")], directory=directory, options=ServerOptions(lease_seconds=0.3), panel=LOCAL) as server:
         directory.close()
-        until(lambda: seen(server)["directory"]["away_seconds"])
+        wait_until(lambda: seen(server)["directory"]["away_seconds"])
         found = seen(server)["directory"]
         assert list(found["servers"]) == [server.address]
 
@@ -172,7 +171,7 @@ def test_bad_clients_of_the_panel_do_not_hold_up_the_experts() -> None:
                 return get(url(server))[0] == 200
             return False
 
-        until(answered)
+        wait_until(answered)
         assert server.statistics().experts["a"].steps == 40
 
 
@@ -182,7 +181,7 @@ def test_who_serves_says_where_the_page_is(capsys: pytest.CaptureFixture[str]) -
 
     def look() -> None:
         try:
-            until(lambda: "page at" in (said.append(capsys.readouterr().out) or "".join(said)))
+            wait_until(lambda: "page at" in (said.append(capsys.readouterr().out) or "".join(said)))
             pages.append(get("".join(said).split()[-1])[2])
         finally:
             os.kill(os.getpid(), signal.SIGTERM)

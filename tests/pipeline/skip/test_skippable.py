@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.apart import python
+from tests.processes import python
 from weft.core.errors import SkipError, SkipWiringError
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, pop, skippable, stash, use_skip_tracker
 

@@ -5,7 +5,7 @@ The run-time checks of types would be compiled as well, so each program runs in 
 
 import pytest
 
-from tests.apart import python
+from tests.processes import python
 
 NETWORKS = """
 import torch

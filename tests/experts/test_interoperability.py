@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.apart import ROOT, python, run
+from tests.processes import ROOT, python, run
 from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.server import Server
 

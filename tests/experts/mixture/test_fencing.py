@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import WIDTH, rows
 from tests.experts.mixture.commit_cases import UIDS, Experts
 from tests.experts.mixture.mixture_cases import WIDTH as GRID_WIDTH
 from tests.experts.mixture.mixture_cases import numbers
 from tests.experts.server.replica_cases import PATIENCE, backend_of, die, expert, make, role
-from tests.experts.waiting import until
 from weft.experts.client import NEVER, Connections, RemoteExpert, Retry
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, TooFewAnswersError
@@ -76,10 +76,10 @@ def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_
         mixture = mixture_of(connections, accumulate=True)
         step(mixture, 0)
         assert mixture.commit() == {UID: True} and backend_of(old, UID).steps == 1
-        until(lambda: backend_of(new, UID).steps == 1)
+        wait_until(lambda: backend_of(new, UID).steps == 1)
         y = mixture(rows(2, 1))
         die(old)
-        y.sum().backward()  # the new one says that it follows, until the lease of the old one has ended
+        y.sum().backward()  # the new one says that it follows, wait_until the lease of the old one has ended
         assert role(new, UID) == "owner"
         assert mixture.commit() == {UID: True} and backend_of(new, UID).steps == 2 == mixture.steps[UID]
 

@@ -22,7 +22,7 @@ _AHEAD = 64  # pieces that one direction may have under way
 
 
 @dataclass(frozen=True)
-class Weather:
+class NetworkFaults:
     """What happens to each piece of bytes.
 
     ``late``: the mean of its delay in seconds, drawn from an exponential distribution. ``cut``, ``silent``: how likely
@@ -45,19 +45,19 @@ class Weather:
         return late + self.stall_seconds * (draw.random() < self.stall)
 
 
-CALM = Weather()
+NO_FAULTS = NetworkFaults()
 
 
-class BadNetwork:
-    """A proxy to ``address`` (host:port). A context manager; ``weather`` may be set at any time.
+class FaultyProxy:
+    """A proxy to ``address`` (host:port). A context manager; ``network_faults`` may be set at any time.
 
     ``connections``, ``cuts`` and ``silences`` count what has happened; ``asked`` the pieces that clients sent, and
     ``lost`` those of either direction that never arrived.
     """
 
-    def __init__(self, address: str, weather: Weather = CALM, seed: int = 0) -> None:
+    def __init__(self, address: str, network_faults: NetworkFaults = NO_FAULTS, seed: int = 0) -> None:
         host, _, port = address.rpartition(":")
-        self.weather = weather
+        self.network_faults = network_faults
         self.connections = self.cuts = self.silences = self.asked = self.lost = 0
         self._server, self._seed = (host, int(port)), seed
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -126,7 +126,7 @@ class _Piece:
 class _Link:
     """One connection, to both sides."""
 
-    def __init__(self, network: BadNetwork, *ends: asyncio.StreamWriter) -> None:
+    def __init__(self, network: FaultyProxy, *ends: asyncio.StreamWriter) -> None:
         self._network, self._ends, self._silent = network, ends, False
         self._over = asyncio.Event()
 
@@ -148,26 +148,26 @@ class _Link:
         clock = asyncio.get_running_loop().time
         with suppress(OSError):
             while data := await reader.read(_PIECE):
-                weather = self._network.weather
-                self._network.asked += asks and len(data) >= weather.least
-                await under_way.put(_Piece(data, clock() + weather.delay(draw), draw.random(), draw.random()))
+                network_faults = self._network.network_faults
+                self._network.asked += asks and len(data) >= network_faults.least
+                await under_way.put(_Piece(data, clock() + network_faults.delay(draw), draw.random(), draw.random()))
         await under_way.put(None)
 
     async def _give(self, under_way: "asyncio.Queue[_Piece | None]", writer: asyncio.StreamWriter) -> None:
         clock, network = asyncio.get_running_loop().time, self._network
         while piece := await under_way.get():
             await asyncio.sleep(piece.due - clock())
-            weather = network.weather
-            counts = len(piece.data) >= weather.least
+            network_faults = network.network_faults
+            counts = len(piece.data) >= network_faults.least
             if self._silent:
                 network.lost += counts
-            elif counts and piece.fate < weather.cut:
+            elif counts and piece.fate < network_faults.cut:
                 network.cuts, network.lost = network.cuts + 1, network.lost + 1
                 writer.write(piece.data[: int(piece.where * len(piece.data))])
                 return
-            elif counts and piece.fate < weather.cut + weather.silent:
+            elif counts and piece.fate < network_faults.cut + network_faults.silent:
                 network.lost += 1
-                self._fall_silent(weather.silent_seconds)
+                self._fall_silent(network_faults.silent_seconds)
             else:
                 writer.write(piece.data)
                 await writer.drain()

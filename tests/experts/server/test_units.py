@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import Away
-from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import LocalDirectory
@@ -55,7 +55,7 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
     assert entered.wait(5.0)
     assert not repeat.stop(0.01) and not repeat.stop(1000.0)
     gate.set()
-    until(lambda: repeat.stop(1000.0))
+    wait_until(lambda: repeat.stop(1000.0))
 
 
 def test_a_repeat_that_never_started_stops() -> None:
@@ -135,7 +135,7 @@ def test_whoever_ends_does_not_wait_for_a_directory_that_is_silent() -> None:
     presence.withdraw()
     assert directory.asked.wait(5.0) and presence.listed == ()  # both came back, though nothing was answered
     directory.gate.set()
-    until(lambda: directory.get().uids == ())
+    wait_until(lambda: directory.get().uids == ())
 
 
 def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
@@ -148,7 +148,7 @@ def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
     presence.withdraw(patience=0.01)
     directory.gate.set()
     turn.join(5.0)
-    until(lambda: directory.get().uids == () == presence.listed)
+    wait_until(lambda: directory.get().uids == () == presence.listed)
     presence.turn()
     assert directory.get().uids == ()
 

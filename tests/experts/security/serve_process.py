@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.apart import SOURCE
+from tests.processes import SOURCE
 
 CONFIG = """
 address = "127.0.0.1:0"

@@ -1,13 +1,21 @@
-"""Programs in a process of their own, for what run-time type checks, threads or memory of this one would disturb."""
+"""Child processes: programs that the type checks, threads or memory of this one would disturb, and forks."""
 
+import gc
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
+only_with_fork = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
 
 
 def run(argv: Sequence[str], **variables: str | None) -> "subprocess.CompletedProcess[str]":
@@ -21,3 +29,17 @@ def run(argv: Sequence[str], **variables: str | None) -> "subprocess.CompletedPr
 def python(program: str, *words: str, **variables: str | None) -> "subprocess.CompletedProcess[str]":
     """Run a program of Python likewise. It may import tests, too."""
     return run([sys.executable, "-c", program, *words], **variables)
+
+
+def forked(work: Callable[[], object]) -> bool:
+    """Whether ``work`` returned something true in a child. A child that hangs is ended after 20 s, and is false."""
+    gc.collect()  # what earlier tests left must not be collected in the child, where their threads are gone
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1] == 0

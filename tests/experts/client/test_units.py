@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.experts.client.test_retry import ANSWER, CALL, Scripted
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import rows
-from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.client import Connections, create_remote_experts
 from weft.experts.client.autograd import RecomputeCache
@@ -44,12 +44,12 @@ def test_the_clock_ends_and_is_started_again(pending: PendingCalls, monkeypatch:
     monkeypatch.setattr("weft.experts.client.stream._IDLE", 1)
     for _ in range(2):
         assert isinstance(pending.open(CALL, 0.03).future.exception(2.0), DeadlineError)
-        until(lambda: pending._clock is None)
+        wait_until(lambda: pending._clock is None)
 
 
 def test_a_cancelled_call_is_forgotten(pending: PendingCalls) -> None:
     pending.open(CALL, 10.0).future.cancel()
-    until(lambda: pending.counts()[2] == 0)
+    wait_until(lambda: pending.counts()[2] == 0)
 
 
 def test_only_the_calls_of_an_owner_fail_with_it(pending: PendingCalls) -> None:

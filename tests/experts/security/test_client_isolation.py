@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.experts.concurrency import BlockingProcess, FakeClock, wait_until
 from tests.experts.expert_cases import fussy_backend, rows, work
-from tests.experts.gate import Gate
-from tests.experts.waiting import Clock, until
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, SumsOptions, TaskPool
 from weft.experts.client import GrpcTransport, RemoteExpert
@@ -87,7 +86,7 @@ def test_quotas_go_by_what_is_proven_else_by_the_host(peer: str, principal: str)
 
 
 def test_made_up_names_share_one_quota_and_leave_that_of_a_proven_name() -> None:
-    gate = Gate(lambda tasks: [list(task.tensors[:1]) for task in tasks])
+    gate = BlockingProcess(lambda tasks: [list(task.tensors[:1]) for task in tasks])
     with (
         served(max_client_tasks=4, max_batch_size=2) as (server, backend),
         GrpcTransport(server.address, token="t-token") as trainer,
@@ -100,7 +99,7 @@ def test_made_up_names_share_one_quota_and_leave_that_of_a_proven_name() -> None
                 Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", client=f"made up {number}") for number in range(40)
             )
         ]
-        until(lambda: sum(call.done() for call in calls) == 36)
+        wait_until(lambda: sum(call.done() for call in calls) == 36)
         assert all(isinstance(call.exception(), QuotaError) for call in calls if call.done())
         mine = trainer.submit(Call(Header(kind=Kind.BACKWARD, call_id=0, uid="fussy"), [rows(2, 0), rows(2, 1)]), 20.0)
         gate.go.release(5)
@@ -152,7 +151,7 @@ def test_one_client_leaves_connections_and_places_in_queues_to_others(monkeypatc
             else:
                 with pytest.raises(OverloadError, match="client 'other' has 2 connections, and one client may have"):
                     ask(transport, Kind.PING, "me")
-    gate, x = Gate(), rows(1, 0)
+    gate, x = BlockingProcess(), rows(1, 0)
     pool = TaskPool("p", gate, backend.forward_pool.columns, PoolOptions(max_tasks=4))
     for _ in range(2):
         pool.submit_task(x, client="eve")
@@ -207,7 +206,7 @@ def test_a_discard_reaches_gradients_that_still_wait_in_the_queue() -> None:
 
 
 def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock().rules(monkeypatch, "weft.experts.gradients")
+    clock = FakeClock().install(monkeypatch, "weft.experts.gradients")
     backend = fussy_backend(mini_batches=SumsOptions(mini_batches=2, orphan_seconds=30.0))
     backend.executor.mini_batches._clock = clock.monotonic
     gone, back = CallerStream(), CallerStream()
@@ -239,7 +238,7 @@ def test_the_end_of_a_stream_is_seen_by_the_mini_batches_that_came_by_it() -> No
         with GrpcTransport(server.address) as transport:
             ask(transport, Kind.BACKWARD, "me", "m")
             assert backend.statistics().open_mini_batches == 1
-        until(lambda: backend.statistics().open_mini_batches == 0)
+        wait_until(lambda: backend.statistics().open_mini_batches == 0)
 
 
 def test_closing_an_expert_discards_its_open_mini_batch() -> None:
@@ -248,7 +247,7 @@ def test_closing_an_expert_discards_its_open_mini_batch() -> None:
             with RemoteExpert("fussy", where, accumulate=True) as remote:
                 remote(rows(2, 0)).sum().backward()
                 assert backend.statistics().open_mini_batches == 1
-            until(lambda: backend.statistics().open_mini_batches == 0, 5.0)
+            wait_until(lambda: backend.statistics().open_mini_batches == 0, 5.0)
 
 
 @contextmanager

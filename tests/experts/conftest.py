@@ -1,8 +1,8 @@
-"""What several test modules of servers ask for by name."""
+"""What several test modules ask for by name."""
 
 import pytest
 
-from tests.experts.server.raw import Authority
+from tests.experts.certificates import Authority
 
 
 @pytest.fixture(scope="session")
