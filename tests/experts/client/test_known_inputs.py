@@ -94,25 +94,19 @@ def test_inputs_that_are_gone_are_sent(served: Served, accumulate: bool) -> None
     assert backend.steps == 1
 
 
-def test_a_lost_reply_is_no_second_step(served: Served) -> None:
+@pytest.mark.parametrize(("lose", "last"), [("reply", 2), ("request", 1)])
+def test_a_lost_message_is_no_second_step_and_inputs_are_sent_again_only_where_they_are_gone(
+    served: Served, lose: str, last: int
+) -> None:
     _, transport, backend = served
     remote = RemoteExpert("fussy", transport, keep_graph=True, retry=Retry(first=0.001))
     x, y = rows(2, 0).requires_grad_(), rows(2, 0).requires_grad_()
     loss = remote(x).sum()
-    transport.lose = ["reply", "reply", "reply"]
+    transport.lose = [lose, lose, lose]
     loss.backward()
     fussy_backend().module(y).sum().backward()
     assert agree([x.grad], [y.grad]) and backend.steps == 1
-    assert sent(transport)[0] == 1 and sent(transport)[-1] == 2
-
-
-def test_a_lost_request_is_sent_again_without_them(served: Served) -> None:
-    _, transport, backend = served
-    remote = RemoteExpert("fussy", transport, keep_graph=True, retry=Retry(first=0.001))
-    loss = remote(rows(2, 0)).sum()
-    transport.lose = ["request", "request"]
-    loss.backward()
-    assert sent(transport) == [1, 1, 1] and backend.steps == 1
+    assert sent(transport)[0] == 1 and sent(transport)[-1] == last
 
 
 def test_a_second_walk_over_the_same_graph_sends_all(served: Served) -> None:
@@ -124,21 +118,14 @@ def test_a_second_walk_over_the_same_graph_sends_all(served: Served) -> None:
 
 
 def test_compressed_inputs_are_those_of_the_forward(served: Served) -> None:
-    _, transport, _ = served
-    policy = Policy(inputs=Compression.INT8)
-    kept, plain = (RemoteExpert("fussy", transport, compression=policy, keep_graph=keep) for keep in (True, False))
+    _, transport, backend = served
     gradients: list[Tensor | None] = []
-    for remote in (kept, plain):
-        x = rows(2, 0).requires_grad_()
-        loss = remote(x).sum()
-        gradients += torch.autograd.grad(loss, x)
-        server_state(served)
+    for keep in (True, False):
+        remote = RemoteExpert("fussy", transport, compression=Policy(inputs=Compression.INT8), keep_graph=keep)
+        x = rows(2, 0)
+        gradients += torch.autograd.grad(remote(x.requires_grad_()).sum(), x)
+        backend.load_state_dict(fussy_backend(optimizer=sgd).state_dict())  # back to the first weights
     assert sent(transport) == [1, 2] and agree(gradients[:1], gradients[1:])
-
-
-def server_state(served: Served) -> None:
-    """Back to the first weights."""
-    served[2].load_state_dict(fussy_backend(optimizer=sgd).state_dict())
 
 
 @pytest.mark.parametrize(("client", "key"), [("ann", "other"), ("bob", "mine"), ("ann", "")])

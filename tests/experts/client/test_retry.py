@@ -34,15 +34,11 @@ CALL = Call(Header(kind=Kind.PING, call_id=1))
 
 
 class Scripted:
-    """A transport whose calls end as they are told to; None: never."""
+    """A transport whose calls end as they are told to; "never": not at all."""
 
-    def __init__(self, *fates: Exception | str) -> None:
+    def __init__(self, *fates: Exception | str, address: str = "script") -> None:
         self.fates = list(fates)
-        self.calls = 0
-
-    @property
-    def address(self) -> str:
-        return "script"
+        self.address, self.calls = address, 0
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         self.calls += 1
@@ -57,7 +53,7 @@ class Scripted:
     def close(self) -> None: ...
 
     def statistics(self) -> TransportStatistics:
-        return TransportStatistics("script", self.calls, 0, 0, {}, 0)
+        return TransportStatistics(self.address, self.calls, 0, 0, {}, 0)
 
 
 def line(transport: Scripted, **options: float | int | None) -> RetryingCaller:
@@ -69,31 +65,12 @@ UNSURE = [LostError("x"), DeadlineError("x")]
 FINAL = [SpecError("x"), GradientError("x"), ResultEvictedError("x"), ForbiddenError("x")]
 
 
-@pytest.mark.parametrize("error", SURE, ids=lambda e: type(e).__name__)
-def test_what_was_surely_not_executed_is_sent_again(error: Exception) -> None:
-    transport = Scripted(error, error)
-    assert line(transport).call(CALL, 5.0) is ANSWER and transport.calls == 3
-
-
-@pytest.mark.parametrize("error", UNSURE, ids=lambda e: type(e).__name__)
-def test_what_may_have_been_executed_is_sent_again(error: Exception) -> None:
-    assert line(Scripted(error)).call(CALL, 5.0) is ANSWER
-
-
 @pytest.mark.parametrize("error", FINAL, ids=lambda e: type(e).__name__)
 def test_what_would_fail_again_is_not_asked_again(error: Exception) -> None:
     transport = Scripted(error)
     with pytest.raises(type(error)):
         line(transport).call(CALL, 5.0)
     assert transport.calls == 1
-
-
-def test_attempts_are_counted() -> None:
-    transport = Scripted(*[LostError("x") for _ in range(9)])
-    with pytest.raises(LostError):
-        line(transport, attempts=4).call(CALL, 5.0)
-    assert transport.calls == 4
-    assert not NEVER.again(OverloadError("x"), 1)
 
 
 def test_all_attempts_end_with_the_deadline() -> None:
@@ -104,16 +81,14 @@ def test_all_attempts_end_with_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
-def test_unless_told_otherwise_only_the_deadline_ends_the_attempts(error: Exception) -> None:
+def test_attempts_end_with_the_deadline_or_as_many_as_was_said(error: Exception) -> None:
     transport = Scripted(*[error for _ in range(100)])
-    assert line(transport, first=0.0, longest=0.0).call(CALL, 15.0) is ANSWER
-    assert transport.calls == 101
-
-
-def test_an_error_tells_how_long_it_was_tried() -> None:
-    with pytest.raises(UnreachableError) as caught:
-        line(Scripted(*[UnreachableError("x") for _ in range(9)]), attempts=9).call(CALL, 5.0)
-    assert re.search(r"this was attempt 9 in [\d.]+ s; the one before it ended", caught.value.__notes__[0])
+    assert line(transport, first=0.0, longest=0.0).call(CALL, 15.0) is ANSWER and transport.calls == 101
+    transport = Scripted(*[type(error)("x") for _ in range(9)])
+    with pytest.raises(type(error)) as caught:
+        line(transport, attempts=4).call(CALL, 15.0)
+    assert transport.calls == 4 and not NEVER.again(error, 1)
+    assert re.search(r"this was attempt 4 in [\d.]+ s; the one before it ended", caught.value.__notes__[0])
 
 
 class Slow(threading.Event):
@@ -220,37 +195,3 @@ def test_closing_wakes_who_pauses() -> None:
 def test_pauses_are_within_their_bound(attempt: int, first: float, growth: float, longest: float) -> None:
     pause = Retry(first=first, growth=growth, longest=longest).pause(attempt)
     assert 0 <= pause <= min(longest, first * growth ** (attempt - 1) * (1 + 1e-9))
-
-
-def test_rules_that_make_no_sense_are_misuse(subtests: pytest.Subtests) -> None:
-    for options in [
-        {"attempts": 0},
-        {"attempts": 2.5},
-        {"attempts": True},
-        {"growth": 0.5},
-        {"growth": float("inf")},
-        {"growth": "2"},
-        {"growth": None},
-        {"first": 3.0},
-        {"first": -1.0},
-        {"first": "a"},
-        {"first": float("nan")},
-        {"longest": None},
-        {"longest": float("nan")},
-        {"attempt_seconds": 0.0},
-        {"attempts": 0, "growth": None, "first": "a", "longest": None, "attempt_seconds": "b"},
-    ]:
-        with subtests.test(options=options):
-            rule = object.__new__(Retry)  # past the checks of types that this suite adds
-            for name, value in {
-                "attempts": 1,
-                "first": 0.0,
-                "growth": 1.0,
-                "longest": 1.0,
-                "attempt_seconds": None,
-                **options,
-            }.items():
-                object.__setattr__(rule, name, value)
-            with pytest.raises(UsageError) as caught:
-                rule.__post_init__()
-            assert all(f"{name} is {options[name]!r}" in str(caught.value) for name in options)

@@ -168,3 +168,12 @@ def only(mixture: RemoteMixtureOfExperts, *numbers: int) -> RemoteMixtureOfExper
         mixture.proj.weight.zero_()
         mixture.proj.bias.copy_(torch.tensor([float(n in numbers) for n in range(len(UIDS))]))
     return mixture
+
+
+def assert_commit_is_a_step_here(
+    experts: Experts, mixture: RemoteMixtureOfExperts, model: nn.Module, *batches: Tensor
+) -> None:
+    """All commit, and are then as those that are here after a step on these batches together."""
+    assert mixture.commit() == ALL
+    step_here(experts, model, *batches)
+    assert_same_weights(experts)

@@ -14,6 +14,7 @@ from tests.experts.mixture.commit_cases import (
     UIDS,
     Experts,
     LocalMixture,
+    assert_commit_is_a_step_here,
     assert_same_weights,
     only,
     run,
@@ -38,9 +39,7 @@ def test_micro_batches_are_one_step_of_each_expert(switch: bool) -> None:
             for part in x.split(5):
                 run(mixture, part)
             assert experts.steps() == (dict.fromkeys(UIDS, turn) if turn else {})
-            assert mixture.commit() == ALL
-            step_here(experts, twin, x)
-            assert_same_weights(experts)
+            assert_commit_is_a_step_here(experts, mixture, twin, x)
             assert experts.steps() == dict.fromkeys(UIDS, turn + 1) == mixture.steps
         assert mixture.statistics().commits == 2 and not mixture.statistics().failed
         torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-10)
@@ -71,9 +70,7 @@ def test_micro_batches_of_several_threads_are_one_step() -> None:
         mixture = experts.mixture()
         batches = [numbers(4, WIDTH, seed=seed) for seed in range(8)]
         list(pool.map(lambda x: run(mixture, x), batches))
-        assert mixture.commit() == ALL
-        step_here(experts, LocalMixture(experts, mixture), *batches)
-        assert_same_weights(experts)
+        assert_commit_is_a_step_here(experts, mixture, LocalMixture(experts, mixture), *batches)
 
 
 def test_experts_that_were_not_touched_are_not_called_and_a_second_commit_calls_nobody() -> None:
@@ -114,9 +111,7 @@ def test_a_lost_message_is_neither_a_second_step_nor_none(lost: str) -> None:
         experts.lose(Kind.COMMIT, "ffn.2", lost, lost)
         for part in x.split(8):
             run(mixture, part)
-        assert mixture.commit() == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
+        assert_commit_is_a_step_here(experts, mixture, twin, x)
         keys = [header.key for header in experts.headers if header.kind is Kind.COMMIT and header.uid == "ffn.2"]
         assert len(keys) == 3 and len(set(keys)) == 1 and experts.steps() == dict.fromkeys(UIDS, 1)
 
@@ -129,9 +124,7 @@ def test_discarded_gradients_are_not_applied() -> None:
         mixture.discard()
         assert mixture.commit() == {} and experts.steps() == {}
         run(mixture, x)
-        assert mixture.commit() == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
+        assert_commit_is_a_step_here(experts, mixture, twin, x)
 
 
 @pytest.mark.parametrize("how", ["two", "of one name", "copy"])
@@ -144,9 +137,7 @@ def test_two_mixtures_do_not_mix_their_sums(how: str) -> None:
         run(one, x[:8])
         run(other, numbers(16, WIDTH, seed=7))
         run(one, x[8:])
-        assert one.commit() == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
+        assert_commit_is_a_step_here(experts, one, twin, x)
         other.discard()
         assert other.commit() == one.commit() == {}
 

@@ -1,5 +1,6 @@
 """What of a mini-batch is torn, or not committed: who is left out and what is told; nothing is applied by half."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,10 +10,9 @@ from tests.experts.mixture.commit_cases import (
     UIDS,
     Experts,
     LocalMixture,
-    assert_same_weights,
+    assert_commit_is_a_step_here,
     only,
     run,
-    step_here,
 )
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft.experts.client import NEVER
@@ -24,6 +24,7 @@ from weft.experts.errors import (
     TooFewAnswersError,
 )
 from weft.experts.mixture.fanout import MixtureSignature
+from weft.experts.mixture.mixture_function import MixtureMiniBatch
 from weft.experts.wire import Kind
 
 # Torn: a part of an expert's gradients is missing.
@@ -153,9 +154,7 @@ def test_who_does_not_commit_in_time_is_left_out_and_its_sum_is_given_up() -> No
             module = experts.backends[uid].module
             experts.module_here(uid).load_state_dict(module.state_dict())
         run(mixture, x)
-        assert mixture.commit() == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
+        assert_commit_is_a_step_here(experts, mixture, twin, x)
 
 
 def test_where_all_must_step_a_commit_is_called_again_for_those_that_did_not() -> None:
@@ -206,3 +205,29 @@ def test_an_interrupted_commit_may_be_called_again() -> None:
             with pytest.raises(KeyboardInterrupt):
                 mixture.commit()
         assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 1)
+
+
+# The sums of a mini-batch by themselves.
+
+
+def test_an_error_breaks_it_until_it_is_discarded_and_nothing_without_accumulation() -> None:
+    batch, error = MixtureMiniBatch(True), ValueError()
+    for each in (error, KeyError()):
+        batch.fail(each)
+    assert batch.broken is error  # the first
+    batch.discard()
+    assert batch.broken is None and batch.touched() == {}
+    single = MixtureMiniBatch(False)
+    single.fail(error)
+    assert single.touched() == {} and single.broken is None
+
+
+def test_what_is_ended_is_forgotten_but_not_what_was_opened_since_and_a_copy_begins_with_none() -> None:
+    batch = MixtureMiniBatch(True)
+    first, other = batch.open("a"), batch.open("b")
+    batch.end({"a": first})
+    again = batch.open("a")
+    batch.end({"a": first})
+    assert again is not first and again.name != first.name and batch.touched() == {"a": again, "b": other}
+    copied = copy.deepcopy(batch)
+    assert copied.accumulates and copied.touched() == {} and sorted(batch.touched()) == ["a", "b"]

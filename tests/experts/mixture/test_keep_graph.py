@@ -14,6 +14,7 @@ from tests.experts.mixture.commit_cases import (
     UIDS,
     Experts,
     LocalMixture,
+    assert_commit_is_a_step_here,
     assert_same_weights,
     run,
     step_here,
@@ -107,9 +108,7 @@ def test_graphs_last_until_the_commit_of_their_mini_batch() -> None:
             losses = [mixture(part).square().sum() for part in x[4:].split(6)]
             for loss in reversed(losses):
                 loss.backward()
-            assert mixture.commit() == ALL
-            step_here(experts, twin, x)
-            assert_same_weights(experts)
+            assert_commit_is_a_step_here(experts, mixture, twin, x)
         assert graphs(experts) == (0, len(experts.called(Kind.BACKWARD))) and experts.steps() == dict.fromkeys(UIDS, 2)
         torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-12)
 
@@ -134,15 +133,13 @@ def test_a_stage_that_is_recomputed_asks_for_no_graph(checkpoint: Any) -> None:
         twin = nn.Sequential(copy.deepcopy(model[0]), LocalMixture(experts, mixture))
         pipe, x = Pipe(model, chunks=4, balance=[1, 1], checkpoint=checkpoint), numbers(16, WIDTH)
         pipe(x).square().sum().backward()
-        assert mixture.commit() == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
+        assert_commit_is_a_step_here(experts, mixture, twin, x)
         torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad, rtol=0, atol=1e-12)
         asked = [header for header in headers(experts, Kind.FORWARD) if header.keep]
         calls = len(experts.called(Kind.BACKWARD))
         assert graphs(experts) == (0, len(asked)) and len(experts.called(Kind.FORWARD)) == calls
         least, most = {"always": (0, 0), "except_last": (1, calls - 1), "never": (calls, calls)}[checkpoint]
-        assert least <= len(asked) <= most
+        assert least <= len(asked) <= most and len(mixture._client.cache) == 0
 
 
 def test_a_recomputation_that_remembers_nothing_asks_again_and_for_its_graph() -> None:

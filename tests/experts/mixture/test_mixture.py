@@ -5,7 +5,6 @@ import itertools
 import math
 import pickle
 import socket
-import threading
 import time
 import warnings
 from functools import partial
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from tests.experts.concurrency import FakeClock, wait_until
+from tests.experts.concurrency import FakeClock, in_threads, wait_until
 from tests.experts.mixture.mixture_cases import (
     GRID,
     WIDTH,
@@ -32,7 +31,7 @@ from tests.experts.mixture.mixture_cases import (
     only,
     routed,
 )
-from weft import Pipe, Recurrent
+from weft import Recurrent
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
 from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.client import Connections, RemoteExpert, StepsLostWarning
@@ -123,10 +122,10 @@ def make(world: World, **more: Any) -> RemoteMixtureOfExperts:
 
 
 def chosen_uids(world: World, mixture: RemoteMixtureOfExperts, x: Tensor) -> list[str]:
-    """Who is called for these samples."""
+    """Who is called for these samples, without grad mode; and then nobody is called in backward."""
     world.servers.headers.clear()
     with torch.no_grad():
-        mixture(x)
+        assert not mixture(x).requires_grad
     return world.servers.called(Kind.FORWARD)
 
 
@@ -143,15 +142,6 @@ def test_each_expert_is_called_once_in_each_direction_and_routing_calls_nobody()
         assert world.servers.called(Kind.INFO) == []
         seen = mixture.statistics()
         assert (seen.forwards, seen.backwards, seen.living, seen.zeroed) == (2, 1, 4, 0) and not seen.failed
-
-
-def test_a_group_beyond_the_largest_batch_goes_in_several_calls() -> None:
-    with World([(0, 0)], most=3) as world:
-        mixture = RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], k_best=1))
-        assert_same(world, mixture, numbers(8, WIDTH).requires_grad_())
-        assert world.servers.rows == [3, 3, 2] * 2
-        keys = [header.key for header in world.servers.headers if header.kind is Kind.BACKWARD]
-        assert len(set(keys)) == 3 and all(keys)
 
 
 @pytest.mark.parametrize("fault", [fails, hangs, lacks_a_row, first_row_is_nan])
@@ -222,14 +212,8 @@ def test_where_nobody_is_reached_the_error_names_the_retry_that_waits_for_a_rest
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         for retry, told in ((None, True), (Retry(), False)):
             with Connections({"m.0": address}) as connections:
-                mixture = RemoteMixtureOfExperts(
-                    in_features=WIDTH,
-                    grid_size=[1],
-                    uid_prefix="m",
-                    connections=connections,
-                    forward_timeout=1.0,
-                    retry=retry,
-                )
+                options: dict[str, Any] = {"grid_size": [1], "uid_prefix": "m", "forward_timeout": 1.0, "retry": retry}
+                mixture = RemoteMixtureOfExperts(in_features=WIDTH, connections=connections, **options)
                 with pytest.raises(TooFewAnswersError, match=r"m\.0: UnreachableError") as caught:
                     mixture(torch.zeros(2, WIDTH))
                 assert ("retry=Retry() waits for them" in str(caught.value)) is told
@@ -359,16 +343,6 @@ def test_where_fewer_experts_live_than_must_answer_this_is_told_and_nobody_is_as
         assert not mixture(x).any()
 
 
-def test_experts_are_trained_although_no_input_wants_a_gradient_but_not_without_grad_mode() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        mixture.proj.requires_grad_(False)
-        mixture(numbers(3, WIDTH)).sum().backward()
-        assert world.servers.called(Kind.BACKWARD)
-        with torch.no_grad():
-            assert not mixture(numbers(3, WIDTH)).requires_grad
-
-
 class Awkward(nn.Module):
     """Several nested inputs and outputs, of free length; one input has no gradient."""
 
@@ -438,6 +412,7 @@ def test_numbers_that_are_not_finite_are_told_where_that_was_asked_for() -> None
         with pytest.raises(AnomalyError, match=r"inputs of a mixture are not finite(.|\n)*1 of 3 rows"):
             mixture(x)
         y = mixture(numbers(3, WIDTH))
+        assert issubclass(AnomalyError, ValueError)
         with pytest.raises(AnomalyError, match="gradients of outputs"):
             (y * math.nan).sum().backward()
         assert world.servers.called(Kind.BACKWARD) == []
@@ -474,62 +449,19 @@ def test_a_tangent_is_refused(grad: bool) -> None:
             make(world)(x)
 
 
-def test_what_happens_to_the_input_after_the_call_does_not_matter() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        x = numbers(3, WIDTH).requires_grad_()
-        wanted = torch.autograd.grad(mixture(x).sum(), x)[0]
-        hidden = x * 1.0
-        copied = hidden.clone()
-        y = mixture(copied)
-        loss = y.sum()
-        assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
-
-
-def test_a_recomputed_stage_asks_nobody_twice_and_has_the_same_gradients() -> None:
-    with World(GRID) as world:
-        mixture = make(world, accumulate=True)
-        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), mixture, nn.Tanh())
-        x = numbers(8, WIDTH).requires_grad_()
-        layers(x).sum().backward()
-        names = [name for name, _ in layers.named_parameters()]
-        wanted = [p.grad for p in layers.parameters()]
-        calls = len(world.servers.called(Kind.FORWARD))
-        for parameter in layers.parameters():
-            parameter.grad = None
-        with_pipe = Pipe(layers, balance=[1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
-        world.servers.headers.clear()
-        with_pipe(x).sum().backward()
-        for name, parameter, gradient in zip(names, layers.parameters(), wanted, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12, msg=name)
-        assert len(world.servers.called(Kind.FORWARD)) <= 2 * calls
-        assert world.servers.called(Kind.FORWARD) == world.servers.called(Kind.BACKWARD)
-        assert len(mixture._client.cache) == 0
-
-
 def test_many_threads_may_call_one_mixture() -> None:
     with World(GRID) as world:
         mixture = make(world)
         inputs = [numbers(9, WIDTH, seed=i) for i in range(6)]
-        wanted = [computed_here(world, mixture, x) for x in inputs]
-        seen: dict[int, Tensor] = {}
-        threads = [threading.Thread(target=lambda i=i: seen.update({i: mixture(inputs[i])})) for i in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        for i, expected in enumerate(wanted):
-            torch.testing.assert_close(seen[i], expected)
+        for x, seen in zip(inputs, in_threads(mixture, inputs), strict=True):
+            torch.testing.assert_close(seen, computed_here(world, mixture, x))
 
 
 def test_a_copy_shares_the_connections_and_a_pickle_says_what_to_do() -> None:
     with World(GRID) as world:
         mixture = make(world)
         twin = copy.deepcopy(mixture)
-        assert twin.proj.weight is not mixture.proj.weight and list(mixture.state_dict()) == [
-            "proj.weight",
-            "proj.bias",
-        ]
+        assert twin.proj.weight is not mixture.proj.weight
         x = numbers(3, WIDTH)
         assert torch.equal(twin(x), mixture(x))
         with pytest.raises(UsageError, match=r"save its state_dict\(\)"):
@@ -554,26 +486,6 @@ def test_what_travels_may_be_compressed() -> None:
         assert 0 < float((half(x) - plain(x)).detach().abs().max()) < 1e-2
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"k_best": 0, "k_min": -1}, r"k_best is 0(.|\n)*k_min is -1"),
-        (
-            {"k_min": 3, "backward_k_min": -1},
-            r"k_min is 3, wanted an int from 0 to k_best \(2\)(.|\n)*backward_k_min is -1",
-        ),
-        (
-            {"forward_timeout": 0.0, "backward_timeout": math.inf},
-            r"forward_timeout is 0.0(.|\n)*backward_timeout is inf",
-        ),
-        ({"timeout_after_k_min": -1.0}, "timeout_after_k_min is -1.0"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused_all_at_once(wrong: dict[str, Any], told: str) -> None:
-    with World(GRID) as world, pytest.raises(UsageError, match=told):
-        RemoteMixtureOfExperts(**{**world.options(grid_size=[2, 2], k_best=2), **wrong})
-
-
 def test_outputs_without_a_mean_are_refused() -> None:
     class Best(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -584,33 +496,27 @@ def test_outputs_without_a_mean_are_refused() -> None:
 
 
 def test_fresh_weights_in_place_of_trained_ones_are_told_and_may_be_an_error() -> None:
-    def served() -> Server:
-        rows = (TensorSpec((None, 4), torch.float32),)
-        server = Server([ExpertBackend("f.0", nn.Linear(4, 4), sgd, args_schema=rows)], directory=directory)
-        server.start()
-        return server
-
     directory = LocalDirectory()
+
+    def step() -> None:
+        mixture(torch.ones(2, 4)).sum().backward()
+
     with Connections(directory) as connections:
         mixture = RemoteMixtureOfExperts(in_features=4, grid_size=[1], uid_prefix="f", connections=connections)
-        server = served()
-        try:
+        with Server([linear()], directory=directory):
             for _ in range(2):
-                mixture(torch.ones(2, 4)).sum().backward()
-            server.shutdown()
-            server = served()
-            with warnings.catch_warnings(), pytest.raises(StepsLostWarning, match=r"'f\.0' went back from step 2 to"):
-                warnings.simplefilter("error", StepsLostWarning)
-                mixture(torch.ones(2, 4))
-            mixture(torch.ones(2, 4)).sum().backward()
+                step()
+        with Server([linear()], directory=directory), warnings.catch_warnings():
+            warnings.simplefilter("error", StepsLostWarning)
+            with pytest.raises(StepsLostWarning, match=r"'f\.0' went back from step 2 to"):
+                step()
+            step()
             assert mixture.steps == {"f.0": 1} and mixture.steps_lost == {"f.0": 2}
-        finally:
-            server.shutdown()
-            directory.close()
+    directory.close()
 
 
-def test_numbers_that_are_not_finite_are_a_value_error_as_elsewhere() -> None:
-    assert issubclass(AnomalyError, ValueError)
+def linear() -> ExpertBackend:
+    return ExpertBackend("f.0", nn.Linear(4, 4), sgd, args_schema=(TensorSpec((None, 4), torch.float32),))
 
 
 @pytest.mark.parametrize("kind", [RemoteExpert, RemoteMixtureOfExperts])
@@ -625,9 +531,7 @@ def test_a_cell_that_calls_servers_says_so(kind: type) -> None:
             return h, h
 
     directory = LocalDirectory()
-    rows = (TensorSpec((None, 4), torch.float32),)
-    backend = ExpertBackend("f.0", nn.Linear(4, 4), sgd, args_schema=rows)
-    with Server([backend], directory=directory) as server, Connections(directory) as connections:
+    with Server([linear()], directory=directory) as server, Connections(directory) as connections:
         if kind is RemoteExpert:
             inner: nn.Module = RemoteExpert("f.0", server.address)
         else:

@@ -1,6 +1,5 @@
 """The switch mixture weighs by probability, drops beyond its capacity, and teaches its router balance."""
 
-import math
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 
 from tests.experts.mixture.mixture_cases import GRID, WIDTH, World, fails, hangs, numbers, routed
 from weft import Pipe
-from weft.core.errors import UsageError
 from weft.experts.mixture import RemoteSwitchMixtureOfExperts, load_balancing_loss
 from weft.experts.wire import Kind
 
@@ -133,11 +131,3 @@ def test_a_recomputed_stage_with_jitter_has_the_gradients_of_its_forward() -> No
             found[checkpoint] = [p.grad.clone() for p in layers.parameters()]
         for a, b in zip(*found.values(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-def test_arguments_that_make_no_sense_are_refused_all_at_once() -> None:
-    with World(GRID) as world:
-        with pytest.raises(UsageError, match=r"jitter_eps is 1.0(.|\n)*capacity_factor is 0"):
-            make(world, jitter_eps=1.0, capacity_factor=0.0)
-        with pytest.raises(UsageError, match="capacity_factor is inf"):
-            make(world, capacity_factor=math.inf)

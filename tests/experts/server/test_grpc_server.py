@@ -1,14 +1,11 @@
 """What strangers can send over gRPC, and what it does to everybody else: nothing."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import grpc
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,7 +33,7 @@ from weft.experts.wire import (
     encode_parts,
     read_fault,
 )
-from weft.experts.wire.service import INFO, SERVICE
+from weft.experts.wire.service import INFO
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,11 +42,7 @@ def forward(number: int, x: torch.Tensor | None = None, uid: str = "fussy") -> C
     return Call(Header(kind=Kind.FORWARD, call_id=number, uid=uid), [rows(2, 0) if x is None else x])
 
 
-def message(*calls: Call) -> bytes:
-    return encode(calls)
-
-
-GOOD = message(forward(1))
+GOOD = encode([forward(1)])
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +121,7 @@ def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: RawS
         (Call(Header(Kind.FORWARD, 18, "fussy", deadline_ms=0), [rows(2, 0)]), ExpiredError),
     ]
     calls = [forward(number) for number in range(1, 6)]
-    stream.send(message(*calls[:3], *(call for call, _ in bad), *calls[3:]))
+    stream.send(encode([*calls[:3], *(call for call, _ in bad), *calls[3:]]))
     answers = {}
     while len(answers) < len(calls) + len(bad):
         answers |= {answer.header.call_id: answer for answer in stream.receive()}
@@ -142,7 +135,7 @@ def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: RawS
 def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: RawStream) -> None:
     count, size = 4000, 200
     for start in range(0, count, size):
-        stream.send(message(*[forward(1 + start + i, rows(1, 0, 3)) for i in range(size)]))
+        stream.send(encode([forward(1 + start + i, rows(1, 0, 3)) for i in range(size)]))
     seen = 0
     while seen < count:
         seen += len(stream.receive())
@@ -152,32 +145,14 @@ def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: Raw
 
 
 def test_info_is_a_unary_call_too(server: Server) -> None:
-    ask = message(
-        Call(Header(kind=Kind.INFO, call_id=1, uid="fussy")), Call(Header(kind=Kind.INFO, call_id=2, uid="no"))
-    )
+    ask = encode([Call(Header(kind=Kind.INFO, call_id=i, uid=uid)) for i, uid in ((1, "fussy"), (2, "no"))])
     with grpc.insecure_channel(server.address) as channel:
         good, bad = decode(channel.unary_unary(INFO)(ask, timeout=PATIENCE))
         assert b'"fussy"' in good.header.data and isinstance(read_fault(bad.header.data), UnknownExpertError)
-        (wrong,) = decode(channel.unary_unary(INFO)(message(forward(3)), timeout=PATIENCE))
+        (wrong,) = decode(channel.unary_unary(INFO)(encode([forward(3)]), timeout=PATIENCE))
         assert isinstance(read_fault(wrong.header.data), MalformedError)
         (broken,) = decode(channel.unary_unary(INFO)(b"nonsense", timeout=PATIENCE))
         assert broken.header.call_id == 0 and isinstance(read_fault(broken.header.data), MalformedError)
-
-
-def test_health_and_reflection_answer_as_usual() -> None:
-    with Server([fussy_backend()]) as server, grpc.insecure_channel(server.address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        for name in ("", SERVICE):
-            request = health_pb2.HealthCheckRequest(service=name)
-            assert health.Check(request, timeout=PATIENCE).status == health_pb2.HealthCheckResponse.SERVING
-        listed = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=PATIENCE
-        )
-        names = {each.name for each in next(iter(listed)).list_services_response.service}
-        assert {SERVICE, "grpc.health.v1.Health"} <= names
-        server.drain()
-        status = health.Check(health_pb2.HealthCheckRequest(service=""), timeout=PATIENCE).status
-        assert status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_a_client_too_many_is_turned_away() -> None:
@@ -190,9 +165,7 @@ def test_a_client_too_many_is_turned_away() -> None:
                 assert c.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
             a.send(forward(2))
             assert a.receive()[0].header.kind is Kind.RESULT
-        deadline = time.monotonic() + PATIENCE
-        while server.statistics().connections and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not server.statistics().connections)
         with raw_stream(server.address) as d:
             d.send(forward(1))
             assert d.receive()[0].header.kind is Kind.RESULT
@@ -201,16 +174,13 @@ def test_a_client_too_many_is_turned_away() -> None:
 
 def test_a_client_that_vanishes_takes_its_waiting_calls_along() -> None:
     gate, backend = blocking_expert()
-    with Server([backend]) as server:
-        try:
-            with raw_stream(server.address) as stream:
-                stream.send(forward(1, rows(1, 0), "gate"))
-                assert gate.entered.wait(PATIENCE)
-                stream.send(*[forward(number, rows(1, 0), "gate") for number in range(2, 8)])
-                wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 6)
-            wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 0)
-        finally:
-            gate.go.set()
+    with Server([backend]) as server, gate:
+        with raw_stream(server.address) as stream:
+            stream.send(forward(1, rows(1, 0), "gate"))
+            assert gate.entered.wait(PATIENCE)
+            stream.send(*[forward(number, rows(1, 0), "gate") for number in range(2, 8)])
+            wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 6)
+        wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 0)
         assert backend.forward_pool.statistics().cancelled == 6
 
 
@@ -234,27 +204,21 @@ def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None
 
 def test_draining_answers_what_was_accepted_and_refuses_the_rest() -> None:
     gate, backend = blocking_expert()
-    server = Server([backend, fussy_backend()])
-    server.start()
-    try:
-        with raw_stream(server.address) as stream:
-            stream.send(forward(1, rows(1, 0), "gate"))
-            assert gate.entered.wait(PATIENCE)
-            threading.Timer(0.3, gate.go.set).start()
-            ending = threading.Thread(target=server.shutdown)
-            ending.start()
-            assert stream.receive()[0].header.kind is Kind.GOAWAY
-            stream.send(forward(2))
-            answers = {}
-            while len(answers) < 2:
-                answers |= {answer.header.call_id: answer for answer in stream.receive()}
-            assert answers[1].header.kind is Kind.RESULT
-            assert isinstance(read_fault(answers[2].header.data), DrainingError)
-            assert stream.ended() is grpc.StatusCode.OK
-            ending.join()
-    finally:
+    with Server([backend, fussy_backend()]) as server, raw_stream(server.address) as stream, gate:
+        stream.send(forward(1, rows(1, 0), "gate"))
+        assert gate.entered.wait(PATIENCE)
+        ending = threading.Thread(target=server.shutdown)
+        ending.start()
+        assert stream.receive()[0].header.kind is Kind.GOAWAY
+        stream.send(forward(2))
+        answers = {answer.header.call_id: answer for answer in stream.receive()}
         gate.go.set()
-        server.shutdown()
+        while len(answers) < 2:
+            answers |= {answer.header.call_id: answer for answer in stream.receive()}
+        assert answers[1].header.kind is Kind.RESULT
+        assert isinstance(read_fault(answers[2].header.data), DrainingError)
+        assert stream.ended() is grpc.StatusCode.OK
+        ending.join()
 
 
 def test_an_event_for_a_server_that_has_ended_is_dropped() -> None:

@@ -17,7 +17,6 @@ from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.status_page.panel_cases import NASTY, PATIENCE, address, get, layer, train
 from weft.cli import main
 from weft.core.errors import UsageError
-from weft.experts.address import split
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import status
 from weft.experts.discovery import LocalDirectory
@@ -212,13 +211,6 @@ def test_it_ends_with_its_server_and_a_port_that_is_taken_starts_nothing() -> No
             second.start()
     with pytest.raises(OSError, match="refused"):
         get(url(server))
-
-
-@pytest.mark.parametrize("where", ["9090", ":9090", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:99999"])
-def test_an_address_that_is_none_is_misuse(where: str) -> None:
-    with pytest.raises(UsageError, match="wanted host:port"):
-        Server([layer("a")], panel=where)
-    assert split("[::1]:80") == ("::1", 80)
 
 
 def test_a_file_and_the_command_line_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
