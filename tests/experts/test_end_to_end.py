@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.experts.concurrency import wait_until
+from tests.experts.concurrency import in_threads, wait_until
 from tests.experts.expert_cases import WIDTH, Fussy, X, close, fussy_backend, rows, seeded
 from weft import Pipe
 from weft.core.errors import UsageError
@@ -27,7 +26,6 @@ from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert,
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, StepsLostWarning
 from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
 
@@ -155,11 +153,7 @@ def test_clients_share_batches_and_every_backward_steps_once(server: Server) -> 
             for turn in range(4):
                 remote(rows(2, seed + turn)).sum().backward()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(6))
     seen = server.statistics().experts["fussy"]
     backward = seen.pools["fussy.backward"]
     assert backward.answered == 24 and seen.steps == backward.batches <= 24
@@ -185,80 +179,20 @@ def test_experts_of_a_directory_are_found_and_found_elsewhere() -> None:
             other.shutdown()
 
 
-def test_bare_directories_do_as_well(server: Server) -> None:
-    with directory_of(server) as directory:
-        (remote,) = create_remote_experts(["fussy"], directory)
-        assert remote is not None
-        remote(rows(2, 0)).sum().backward()
-        assert remote.steps == 1
-
-
-def test_addresses_that_never_change_need_no_directory(server: Server) -> None:
-    addresses = {"fussy": server.address}
+def test_bare_directories_and_addresses_that_never_change_do_as_well(server: Server) -> None:
+    addresses, directory = {"fussy": server.address}, LocalDirectory()
+    directory.declare(server.experts, server.address, 60.0)
     with Connections(addresses) as connections:
-        for remote, missing in (create_remote_experts(["fussy", "else"], each) for each in (addresses, connections)):
+        for steps, source in enumerate((addresses, connections, directory), 1):
+            remote, missing = create_remote_experts(["fussy", "else"], source)
             assert remote is not None and missing is None
             remote(rows(2, 0)).sum().backward()
-    assert remote is not None and remote.steps == 2
-
-
-def test_an_expert_without_an_address_is_told_at_once_where_addresses_never_change(server: Server) -> None:
-    for addresses, known in (({"fussy": server.address}, "fussy"), ({}, "no expert")):
-        with (
-            Connections(addresses) as connections,
-            RemoteExpert("fusy", connections, timeout=2.0) as remote,
-            pytest.raises(UsageError, match=f"no address of expert 'fusy', but addresses of {known}$"),
-        ):
-            remote(rows(1, 0))
-
-
-@contextmanager
-def directory_of(server: Server) -> Iterator[LocalDirectory]:
-    directory = LocalDirectory()
-    directory.declare(server.experts, server.address, 60.0)
-    yield directory
+            assert remote.steps == steps
     directory.close()
-
-
-def test_no_call_fails_while_two_servers_are_restarted_in_turn() -> None:
-    directory, stop = LocalDirectory(), threading.Event()
-    faults: list[BaseException] = []
-    done = [0]
-
-    def served() -> Server:
-        server = Server([fussy_backend(optimizer=sgd)], directory=directory, replicas=ReplicaOptions())
-        server.start()
-        return server
-
-    def work(remote: RemoteExpert) -> None:
-        try:
-            while not stop.is_set():
-                with torch.no_grad():
-                    remote(rows(2, 0))
-                done[0] += 1
-        except BaseException as error:
-            faults.append(error)
-
-    with Connections(directory) as connections:
-        servers = [served(), served()]
-        (remote,) = create_remote_experts(["fussy"], connections)
-        assert remote is not None
-        threads = [threading.Thread(target=work, args=(remote,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        try:
-            for turn in range(2):
-                time.sleep(0.1)
-                servers[turn].shutdown()
-                servers[turn] = served()
-            time.sleep(0.1)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-            for server in servers:
-                server.shutdown()
-    assert not faults and done[0] > 10
+    for known, words in ((addresses, "fussy"), ({}, "no expert")):
+        told = pytest.raises(UsageError, match=f"no address of expert 'fusy', but addresses of {words}$")
+        with Connections(known) as connections, RemoteExpert("fusy", connections, timeout=2.0) as wrong, told:
+            wrong(rows(1, 0))
 
 
 # A server in a process of its own.
@@ -374,22 +308,16 @@ def test_a_server_that_is_killed_and_restarted_neither_loses_a_durable_step_nor_
 
 
 def test_a_mini_batch_that_a_restart_has_torn_is_not_applied_by_half() -> None:
-    def served(address: str) -> Server:
-        server = Server([fussy_backend(optimizer=sgd)], address=address)
-        server.start()
-        return server
-
-    server = served("127.0.0.1:0")
-    try:
-        with RemoteExpert("fussy", server.address, accumulate=True) as remote:
-            remote(rows(2, 0)).sum().backward()
-            server.shutdown()  # nothing of an open mini-batch is saved
-            server = served(server.address)
+    with (
+        Server([fussy_backend(optimizer=sgd)]) as server,
+        RemoteExpert("fussy", server.address, accumulate=True) as remote,
+    ):
+        remote(rows(2, 0)).sum().backward()
+        server.shutdown()  # nothing of an open mini-batch is saved
+        with Server([fussy_backend(optimizer=sgd)], address=server.address):
             remote(rows(2, 1)).sum().backward()
             with pytest.raises(CommitError, match="not whole"):
                 remote.commit()
             remote.discard()
             remote(rows(2, 0)).sum().backward()
             assert remote.commit() and remote.steps == 1
-    finally:
-        server.shutdown()

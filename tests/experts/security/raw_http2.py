@@ -2,9 +2,8 @@
 
 import socket
 import ssl
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import h2.config
 import h2.connection
@@ -122,15 +121,11 @@ class RawHttp2:
         """Hang up, without a word."""
         self.socket.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-@contextmanager
-def raw_http2(address: str, *, window: int = 65_535, tls: ssl.SSLContext | None = None) -> Generator[RawHttp2]:
-    """See `RawHttp2`; closed afterwards."""
-    client = RawHttp2(address, window=window, tls=tls)
-    try:
-        yield client
-    finally:
-        client.close()
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def framed(message: bytes, length: int | None = None) -> bytes:

@@ -10,7 +10,7 @@ import torch
 
 from tests.experts.certificates import Authority
 from tests.experts.concurrency import wait_until
-from tests.experts.security.raw_http2 import raw_http2
+from tests.experts.security.raw_http2 import RawHttp2
 from tests.experts.security.serve_process import served
 from weft.experts.client import RemoteExpert
 from weft.experts.server import Server, ServerTls
@@ -58,7 +58,7 @@ def test_who_opens_no_stream_is_hung_up_on(encrypted: bool, monkeypatch: pytest.
                 pass
         if encrypted:
             return
-        with raw_http2(server.address) as idle, pytest.raises(ConnectionError):
+        with RawHttp2(server.address) as idle, pytest.raises(ConnectionError):
             idle.ping()
             while True:
                 idle.receive()

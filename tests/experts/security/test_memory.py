@@ -24,7 +24,7 @@ from weft.experts.errors import QuotaError
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Server, ServerOptions
 from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode_parts, read_fault
-from weft.experts.wire.service import INFO, MESSAGE_BYTES, STATE, STATUS, STREAM
+from weft.experts.wire.service import INFO, MESSAGE_BYTES, SERVICE, STATE, STATUS, STREAM
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -59,7 +59,7 @@ def pour(
 @pytest.mark.parametrize("paths", [OPEN_TO_ALL, CLOSED], ids=["health", "refused"])
 def test_a_stranger_makes_at_most_64_mib_resident(paths: list[str], window: int, tmp_path: Path) -> None:
     with served(tmp_path) as server, ExitStack() as stack:
-        with RawHttp2Closing(server.address) as client:  # what a first connection allocates
+        with RawHttp2(server.address) as client:  # what a first connection allocates
             client.ping()
         before = server.resident
         for client in pour(server, paths, UNFINISHED, 4, 80 // len(paths), window):
@@ -74,18 +74,10 @@ def test_a_stranger_is_refused_before_a_message_of_it_is_read() -> None:
     access, directory = Access([Grant("trainer")], {"s3cret": "trainer"}), LocalDirectory()
     with (
         Server([], access=access, directory=directory, replicas=ReplicaOptions()) as server,
-        RawHttp2Closing(server.address) as client,
+        RawHttp2(server.address) as client,
     ):
         for path in (STREAM, INFO, STATUS, STATE, REFLECTION):  # no message is ever sent
             assert client.status(client.open(path)) == grpc.StatusCode.UNAUTHENTICATED.value[0], path
-
-
-class RawHttp2Closing(RawHttp2):
-    def __enter__(self) -> "RawHttp2Closing":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 @pytest.mark.long
@@ -104,7 +96,7 @@ def test_half_sent_frames_of_clients_stay_within_total_bytes(tmp_path: Path) -> 
 
 
 def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
-    with Server([fussy_backend()]) as server, RawHttp2Closing(server.address) as client:
+    with Server([fussy_backend()]) as server, RawHttp2(server.address) as client:
         check = client.open(f"{HEALTH}/Check")  # no message is ever sent
         assert client.status(check) == 0
         with grpc.insecure_channel(server.address) as channel:
@@ -119,18 +111,18 @@ def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
 
 
 def test_the_streams_of_one_connection_are_bounded() -> None:
-    with Server([]) as server, RawHttp2Closing(server.address) as client:
+    with Server([]) as server, RawHttp2(server.address) as client:
         client.ping()
         told = next(each for each in client.events if isinstance(each, h2.events.RemoteSettingsChanged))
         assert told.changed_settings[h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS].new_value == 128
 
 
 def test_checks_of_its_health_whose_answer_is_not_read_are_bounded() -> None:
-    with Server([]) as server, RawHttp2Closing(server.address, window=0) as client:
+    with Server([]) as server, RawHttp2(server.address, window=0) as client:
         streams = [client.open(f"{HEALTH}/Check") for _ in range(9)]
         assert client.status(streams[8]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
         client.close()
-        with RawHttp2Closing(server.address) as other:
+        with RawHttp2(server.address) as other:
             wait_until(lambda: other.status(other.open(f"{HEALTH}/Check")) == 0)
 
 
@@ -143,7 +135,7 @@ def test_reflection_is_for_those_who_are_admitted() -> None:
             list(ask(iter([request]), timeout=10.0))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         (answer,) = ask(iter([request]), timeout=10.0, metadata=ADMITTED)
-        assert any(each.name == "weft.Experts" for each in answer.list_services_response.service)
+        assert {SERVICE, "grpc.health.v1.Health"} <= {each.name for each in answer.list_services_response.service}
 
 
 def test_a_frame_of_several_messages_is_one_call() -> None:
@@ -155,11 +147,7 @@ def test_a_frame_of_several_messages_is_one_call() -> None:
         wait_until(lambda: server._grpc_server.budget.held == 0)
 
 
-def long_frame() -> list[bytes]:
-    return list(encode_parts([Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(40_000, 0)])]))
-
-
-FIRST, SECOND, LAST = long_frame()
+FIRST, SECOND, _ = encode_parts([Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(40_000, 0)])])
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,15 @@
 """Several servers with one expert: one owns it and steps, the others follow, take over, and never step."""
 
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.experts.concurrency import blocking_expert, wait_until
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import adam, rows, weights
 from tests.experts.server.replica_cases import (
     CLOSELY,
-    LEASE,
     PATIENCE,
     Away,
     Cut,
@@ -31,7 +29,7 @@ from weft.experts.client.status import shown
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.replication import ReplicaOptions
-from weft.experts.server import Access, Grant, Role, Server, ServerOptions
+from weft.experts.server import Access, Grant, Role, Server
 from weft.experts.server.config import build
 from weft.experts.wire import Call, Header, Kind, NotOwnerError
 from weft.experts.wire.service import Receipt
@@ -99,9 +97,7 @@ def test_a_replica_of_an_expert_that_another_server_lists_alone_is_refused(repli
 
 def test_when_the_owner_dies_a_follower_takes_over_and_steps_no_key_twice() -> None:
     directory = LocalDirectory()
-    first = make(directory)
-    first.start()
-    with make(directory, expert()) as second, Connections(directory) as connections:
+    with make(directory) as first, make(directory, expert()) as second, Connections(directory) as connections:
         with LocalTransport(first.handler()) as transport:
             answer = transport.submit(backward("once"), PATIENCE).result(PATIENCE).tensors()
         remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
@@ -120,9 +116,11 @@ def test_when_the_owner_dies_a_follower_takes_over_and_steps_no_key_twice() -> N
 
 def test_an_owner_that_ends_hands_everything_over() -> None:
     directory, seldom = LocalDirectory(), ReplicaOptions(follow_seconds=600.0, follow_steps=10**6)
-    first = make(directory, replicas=seldom)
-    first.start()
-    with make(directory, expert(), replicas=seldom) as second, Connections(directory) as connections:
+    with (
+        make(directory, replicas=seldom) as first,
+        make(directory, expert(), replicas=seldom) as second,
+        Connections(directory) as connections,
+    ):
         remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
         for seed in range(4):
             step(remote, seed)
@@ -134,7 +132,6 @@ def test_an_owner_that_ends_hands_everything_over() -> None:
         assert backend_of(second).steps == 5
 
 
-@pytest.mark.long
 def test_a_rolling_restart_fails_no_call() -> None:
     directory, uids = LocalDirectory(), ["a", "b", "c"]
     places = [("a", "b"), ("b", "c"), ("c", "a")]
@@ -210,9 +207,7 @@ def test_a_call_that_knows_of_a_newer_owner_is_refused_and_hurts_nobody_else() -
 
 def test_an_open_mini_batch_does_not_survive_its_owner_by_half() -> None:
     directory = LocalDirectory()
-    first = make(directory)
-    first.start()
-    with make(directory, expert()) as second, Connections(directory) as connections:
+    with make(directory) as first, make(directory, expert()) as second, Connections(directory) as connections:
         remote = RemoteExpert("fussy", connections, accumulate=True, timeout=PATIENCE)
         step(remote, 0)
         first.shutdown()
@@ -224,9 +219,10 @@ def test_an_open_mini_batch_does_not_survive_its_owner_by_half() -> None:
 
 def test_who_takes_over_goes_on_from_a_checkpoint_that_is_newer(tmp_path: Path) -> None:
     directory, seldom = LocalDirectory(), ReplicaOptions(follow_seconds=600.0, follow_steps=10**6)
-    first = make(directory, replicas=seldom, checkpoints=CheckpointStore(tmp_path))
-    first.start()
-    with make(directory, expert(), replicas=seldom, checkpoints=CheckpointStore(tmp_path)) as second:
+    with (
+        make(directory, replicas=seldom, checkpoints=CheckpointStore(tmp_path)) as first,
+        make(directory, expert(), replicas=seldom, checkpoints=CheckpointStore(tmp_path)) as second,
+    ):
         with LocalTransport(first.handler()) as transport:
             for turn in range(3):
                 transport.submit(backward(str(turn), seed=turn), PATIENCE).result(PATIENCE)
@@ -249,9 +245,7 @@ def test_a_checkpoint_that_was_made_by_hand_is_led_from(tmp_path: Path) -> None:
 
 def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed() -> None:
     directory = LocalDirectory()
-    first = make(directory)
-    first.start()
-    with make(directory, expert()) as second:
+    with make(directory) as first, make(directory, expert()) as second:
         with LocalTransport(first.handler()) as transport:
             transport.submit(backward("a"), PATIENCE).result(PATIENCE)
         wait_until(lambda: same(first, second))
@@ -264,12 +258,14 @@ def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed
 def test_a_state_of_another_kind_of_expert_is_told_and_nobody_owns_by_it() -> None:
     directory = LocalDirectory()
     quick = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=0.3)
-    first = make(directory)
-    first.start()
-    with make(directory, expert(optimizer=None), replicas=quick) as other:
+    with make(directory) as first, make(directory, expert(optimizer=None), replicas=quick) as other:
         wait_until(lambda: "UsageError" in other.statistics().replicas["fussy"].failure)
         die(first)
-        time.sleep(2 * LEASE)
+        wait_until(lambda: first.address not in directory.get().addresses("fussy"))
+        keeper, turns = other._replication, list[int]()
+        turn = keeper._turn
+        keeper._turn = lambda: (turns.append(1), turn())  # type: ignore[method-assign]
+        wait_until(lambda: len(turns) > 2)
         assert role(other) == "follower" and "fussy" not in directory.get().owners
 
 
@@ -315,20 +311,3 @@ def test_a_file_says_which_experts_are_replicas() -> None:
     assert all(word in str(caught.value) for word in ("'follow'", "token", "directory"))
     with pytest.raises(UsageError, match="'autority'"):
         build({"directory": "local", "experts": [expert_table], "replicas": {"tls": {"autority": "x"}}})
-
-
-def test_a_module_that_does_not_end_holds_the_handing_over_up_no_longer_than_it_may() -> None:
-    directory, (gate, backend) = LocalDirectory(), blocking_expert()
-    options = ServerOptions(lease_seconds=LEASE, drain_seconds=0.3)
-    server = make(directory, backend, options=options)
-    server.start()
-    transport = LocalTransport(server.handler())
-    try:
-        transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [rows(1, 0)]), PATIENCE)
-        assert gate.entered.wait(PATIENCE)
-        assert not server.shutdown()  # while the module runs on
-        assert "gate" not in directory.get().owners
-    finally:
-        gate.go.set()
-        transport.close()
-        server._runtimes["cpu"].shutdown(timeout=PATIENCE)

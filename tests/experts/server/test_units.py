@@ -14,9 +14,8 @@ from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import AwayError
-from weft.experts.server import HostedExpert, ServerOptions
+from weft.experts.server import HostedExpert
 from weft.experts.server.server import PeriodicTask
-from weft.experts.wire import Limits
 from weft.experts.wire.service import read_receipt
 
 pytestmark = pytest.mark.timeout(20)
@@ -56,10 +55,7 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
     assert not repeat.stop(0.01) and not repeat.stop(1000.0)
     gate.set()
     wait_until(lambda: repeat.stop(1000.0))
-
-
-def test_a_repeat_that_never_started_stops() -> None:
-    assert PeriodicTask("test", 60.0, 60.0, lambda: None).stop(1.0)
+    assert PeriodicTask("never started", 60.0, 60.0, act).stop(1.0)
 
 
 def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> None:
@@ -163,6 +159,9 @@ def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Pat
     assert read_receipt(served.receipt()).durable == 0
     assert served.save() and read_receipt(served.receipt()).durable == 1
     served.close()
+    forgetful = HostedExpert(fussy_backend(), None, 5)
+    forgetful.restore()
+    assert not forgetful.save() and read_receipt(forgetful.receipt()).durable is None
     second = fussy_backend()
     again = HostedExpert(second, CheckpointStore(tmp_path), 6)
     again.restore()
@@ -170,12 +169,6 @@ def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Pat
     assert weights(second) == weights(first) and again.restored == again.durable == 1
     repeated = second.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
     assert torch.equal(repeated.result(0)[0], answer.result(0)[0]) and second.steps == 1
-
-
-def test_without_a_store_nothing_is_durable() -> None:
-    served = HostedExpert(fussy_backend(), None, 5)
-    served.restore()
-    assert not served.save() and read_receipt(served.receipt()).durable is None
 
 
 def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(tmp_path: Path) -> None:
@@ -186,9 +179,3 @@ def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(tmp_path: 
     with pytest.raises(UsageError) as caught:
         HostedExpert(fussy_backend(optimizer=None), store, 1).restore()
     assert str(tmp_path) in str(caught.value)
-
-
-def test_options_that_make_no_sense_are_listed() -> None:
-    with pytest.raises(UsageError) as caught:
-        ServerOptions(connections=0, lease_seconds=-1.0, limits=Limits())
-    assert "connections" in str(caught.value) and "lease_seconds" in str(caught.value)
