@@ -1,13 +1,14 @@
 """Modules with awkward habits, and what several tests of experts need."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.task import Answer, Task
+from weft.experts.task import Answer, Results, Task
 
 WIDTH = 4
 X = TensorSpec((None, WIDTH), torch.float64)
@@ -147,3 +148,14 @@ def work(backend: ExpertBackend) -> None:
             return
         pool = min(ready, key=lambda each: each[0])[1]
         pool.work(pool.take())
+
+
+def backward(backend: ExpertBackend, seed: int = 0, size: int = 2, **more: Any) -> "Future[Results]":
+    """A task of so many rows, which waits."""
+    return backend.backward_pool.submit_task(rows(size, seed), rows(size, seed + 50), **more)
+
+
+def answered(backend: ExpertBackend, *futures: "Future[Results]") -> list[Any]:
+    """The results or errors of these, once all that waits is done."""
+    work(backend)
+    return [future.exception(0) or future.result(0) for future in futures]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.concurrency import FakeClock
-from tests.experts.expert_cases import fussy_backend, good, rows, spoiled_gradient, weights, work
+from tests.experts.expert_cases import answered, backward, fussy_backend, rows, spoiled_gradient, weights, work
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, IdempotencyOptions, Runtime, SumsOptions, idempotency
 from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
@@ -19,12 +19,8 @@ from weft.experts.serialization import deserialize, serialize
 from weft.experts.task import Results, Task
 
 
-def send(
-    backend: ExpertBackend, key: str, client: str | None = "ann", seed: int = 0, principal: str | None = None
-) -> "Future[Results]":
-    return backend.backward_pool.submit_task(
-        rows(2, seed), rows(2, seed + 1), client=client, key=key, principal=principal
-    )
+def send(backend: ExpertBackend, key: str, client: str | None = "ann", seed: int = 0, **more: str) -> "Future[Results]":
+    return backward(backend, seed, client=client, key=key, **more)
 
 
 def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again() -> None:
@@ -44,10 +40,8 @@ def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again() -> No
 def test_a_key_belongs_to_its_client() -> None:
     backend = fussy_backend()
     futures = [send(backend, "k", client) for client in ("ann", "bob", None)]
-    work(backend)
-    assert len({id(future) for future in futures}) == 3
-    assert backend.records.statistics().keys == 3
-    assert backend.backward_pool.statistics().joined == 0
+    assert len(answered(backend, *futures)) == len({id(future) for future in futures}) == 3
+    assert (backend.records.statistics().keys, backend.backward_pool.statistics().joined) == (3, 0)
 
 
 def test_those_who_joined_may_give_up_without_hurting_each_other() -> None:
@@ -67,25 +61,21 @@ def test_those_who_joined_may_give_up_without_hurting_each_other() -> None:
 def test_a_task_that_failed_may_be_sent_again_under_its_key() -> None:
     backend = fussy_backend()
     bad = backend.backward_pool.submit_task(*spoiled_gradient(), client="ann", key="k")
-    work(backend)
-    assert isinstance(bad.exception(0), GradientError)
-    again = send(backend, "k")
-    work(backend)
-    assert again.result(0) and backend.steps == 1
+    assert isinstance(*answered(backend, bad), GradientError)
+    assert isinstance(*answered(backend, send(backend, "k")), list) and backend.steps == 1
 
 
 def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_afterwards() -> None:
     backend = fussy_backend()
-    pool = backend.backward_pool
     send(backend, "k")
     for _ in range(2):
         after = weights(backend)
         with pytest.raises(KeyReusedError, match="shapes; use a new key for every new request"):
-            pool.submit_task(rows(3, 0), rows(3, 1), client="ann", key="k")
+            backward(backend, size=3, client="ann", key="k")
         with pytest.raises(KeyReusedError, match="another payload"):
-            pool.submit_task(rows(2, 0), rows(2, 2), client="ann", key="k")
+            backend.backward_pool.submit_task(rows(2, 0), rows(2, 2), client="ann", key="k")
         with pytest.raises(KeyReusedError, match="another mini-batch, mode"):
-            pool.submit_task(rows(2, 0), rows(2, 1), client="ann", key="k", mini_batch="m")
+            backward(backend, client="ann", key="k", mini_batch="m")
         assert weights(backend) == after
         work(backend)
     assert backend.steps == 1 and send(backend, "k").result(0)
@@ -218,13 +208,9 @@ def test_the_state_of_a_table_goes_into_another() -> None:
     backend = fussy_backend()
     sent = [send(backend, f"k{i}", seed=i) for i in range(3)]
     work(backend)
-    open_one = backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="ann", key="o", mini_batch="m")
-    work(backend)
-    assert open_one.result(0)
+    assert isinstance(*answered(backend, send(backend, "o", mini_batch="m")), list)
     restarted = fussy_backend(mini_batches=SumsOptions(mini_batches=1))
-    lost = restarted.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="bob", key="o", mini_batch="gone")
-    work(restarted)
-    assert lost.result(0)
+    assert isinstance(*answered(restarted, send(restarted, "o", "bob", mini_batch="gone")), list)
     restarted.load_state_dict(backend.state_dict())
     restarted.records.load_state_dict(backend.records.state_dict())
     for i, future in enumerate(sent):
@@ -309,4 +295,3 @@ def test_under_lost_replies_every_step_is_taken_exactly_once() -> None:
         send(plain, str(number), seed=number)
         work(plain)
     assert weights(plain) == weights(backend)
-    assert good([]) == []
