@@ -20,7 +20,6 @@ UNIT = DEPLOY / "systemd" / "weft-experts.service"
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """What a manifest says; the test is skipped without PyYAML."""
     yaml = pytest.importorskip("yaml", reason="there is no PyYAML here, which reads the manifests")
     return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text("utf-8")))
 
@@ -133,7 +132,6 @@ def test_the_configuration_of_a_pod_names_what_there_is() -> None:
 
 
 def found_members() -> list[str]:
-    """The names of the members that the manifest of etcd starts."""
     workload = next(each for each in documents("etcd.yaml") if each["kind"] == "StatefulSet")
     return [f"{workload['metadata']['name']}-{i}" for i in range(workload["spec"]["replicas"])]
 

@@ -36,14 +36,11 @@ STRETCH = 2.0
 
 @dataclass
 class Case:
-    """A fresh directory, and how its time goes on."""
-
     directory: Directory
     advance: Callable[[float], None]
 
 
 def local_case() -> Case:
-    """A directory in this process, with a clock of its own."""
     now = [0.0]
 
     def advance(seconds: float) -> None:
@@ -67,7 +64,6 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
 
 
 def fresh(member: Member, kind: type[EtcdDirectory] = EtcdDirectory, **more: Any) -> EtcdDirectory:
-    """A directory that nobody else sees."""
     return kind(member.endpoint, namespace=uuid.uuid4().hex, **more)
 
 
@@ -83,7 +79,6 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @pytest.fixture(params=["local", "etcd"])
 def real(request: pytest.FixtureRequest) -> Iterator[Directory]:
-    """In real time."""
     directory = LocalDirectory() if request.param == "local" else fresh(request.getfixturevalue("member"))
     yield directory
     directory.close()
@@ -198,8 +193,6 @@ def test_a_watch_follows_every_change_and_keeps_the_last_snapshot_when_it_or_the
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that happens: `what`, to a server, an expert, or the time."""
-
     what: str
     server: int
     uid: str
@@ -217,8 +210,6 @@ STEPS = st.builds(
 
 @dataclass
 class Model:
-    """What a directory should hold, told in the plainest way."""
-
     now: float = 0.0
 
     def __post_init__(self) -> None:

@@ -29,7 +29,6 @@ from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
 
-pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -41,7 +40,6 @@ def server() -> Iterator[Server]:
 
 
 def around(middle: nn.Module) -> nn.Sequential:
-    """Layers of this process before and after one of another."""
     first, last = (seeded(lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.float64), seed) for seed in (1, 2))
     return nn.Sequential(first, middle, last)
 
@@ -260,7 +258,6 @@ class Child:
 
 
 def asking_until_it_fails(transport: GrpcTransport) -> "Future[BaseException]":
-    """Calls one after the other, in a thread; the future gets the first error."""
     heard: Future[BaseException] = Future()
     call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(512, 0)])
 

@@ -18,8 +18,6 @@ BUDGET = GraphBudget(1 << 20)
 
 
 class Counts(nn.Module):
-    """Counts its forwards."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -122,8 +120,6 @@ def test_dropout_uses_the_numbers_of_its_forward() -> None:
 
 
 class Formula(nn.Module):
-    """A function of a layer and an input."""
-
     def __init__(self, formula: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -243,7 +239,6 @@ BYTES = 2 * WIDTH * 8
 
 
 def backends() -> tuple[ExpertBackend, ExpertBackend]:
-    """One that keeps, and one that does not."""
     return fussy_backend(keep_graphs=BUDGET), fussy_backend()
 
 

@@ -32,8 +32,6 @@ from weft.experts.task import Task
 
 
 class Store:
-    """Remembers the tensors of every task that counted."""
-
     def __init__(self) -> None:
         self.tensors: dict[int, Sequence[Tensor]] = {}
 
@@ -88,7 +86,6 @@ def test_a_replay_gives_the_same_bytes(history: list[tuple[str, int]], dropout: 
 
 
 def logged(tmp_path: Path) -> tuple[Path, Store]:
-    """The file of two steps."""
     store = Store()
     with Journal(tmp_path / "log", listener=store) as journal:
         backend = fussy_backend(journal=journal)
@@ -194,8 +191,6 @@ def test_what_is_no_journal_is_not_written_to(tmp_path: Path, content: bytes) ->
 
 
 class Full:
-    """A file with room for so many bytes more."""
-
     def __init__(self, file: Any, room: int) -> None:
         self.file, self.room = file, room
 

@@ -35,7 +35,6 @@ def noting(order: list[str], name: str) -> Callable[[Sequence[Task]], list[Answe
 
 @contextmanager
 def held() -> Iterator[tuple[BlockingProcess, TaskPool, Runtime]]:
-    """A runtime that is in the middle of a batch."""
     gate = BlockingProcess()
     pool = TaskPool("gate", gate, X)
     with Runtime([pool]) as runtime:
@@ -64,14 +63,13 @@ def test_shutdown_does_what_was_accepted_and_refuses_the_rest() -> None:
         ended: list[bool] = []
         closing = threading.Thread(target=lambda: ended.append(runtime.shutdown(timeout=30.0)))
         closing.start()
-        while pool._closed is None:
-            time.sleep(0.001)
+        wait_until(lambda: pool._closed is not None)
         with pytest.raises(ClosedError, match="shuts down"):
             pool.submit_task(ROW)
         gate.go.release(100)
         closing.join(30)
         assert ended == [True]
-        assert all(future.dROW and future.result(0) for future in accepted)
+        assert all(future.done() and future.result(0) for future in accepted)
 
 
 def test_shutdown_without_drain_fails_what_waits_but_ends_the_batch_that_runs() -> None:
@@ -86,10 +84,14 @@ def test_shutdown_without_drain_fails_what_waits_but_ends_the_batch_that_runs() 
 
 
 def test_pools_come_and_go_while_it_runs() -> None:
-    order: list[str] = []
-    with Runtime(name="coming") as runtime:
-        pool = TaskPool("a", noting(order, "a"), X)
+    held = TaskPool("held", echo, X)
+    with Runtime([held]), Runtime(name="coming") as runtime:
+        pool = TaskPool("a", echo, X)
         waited = pool.submit_task(ROW)  # before anybody works on it
+        for pools in ((pool, held), (pool, pool)):  # as a whole, or not at all
+            with pytest.raises(UsageError):
+                runtime.add(*pools)
+        assert runtime.statistics().pools == 0
         runtime.add(pool)
         assert waited.result(30)
         with pytest.raises(UsageError, match="is in runtime 'coming' already"):
@@ -104,20 +106,8 @@ def test_pools_come_and_go_while_it_runs() -> None:
         assert runtime.statistics().pools == 0
         runtime.add(pool)
         assert pool.submit_task(ROW).result(30)
-
-
-def test_it_runs_again_after_a_shutdown_but_not_twice_at_once() -> None:
-    order: list[str] = []
-    pool = TaskPool("a", noting(order, "a"), X)
-    runtime = Runtime([pool])
-    for _ in range(2):
-        with runtime:
-            assert pool.submit_task(ROW).result(30)
-            with pytest.raises(UsageError, match="started already"):
-                runtime.start()
-        assert runtime.shutdown()
-    with pytest.raises(ClosedError):
-        pool.submit_task(ROW)
+        with pytest.raises(UsageError, match="started already"):
+            runtime.start()
 
 
 def test_a_deadline_and_a_short_wait_wake_the_thread_by_themselves() -> None:
@@ -194,15 +184,6 @@ def test_what_a_callback_raises_ends_nothing_and_keeps_no_other_from_its_answer(
     assert {*called} == {*futures}
     expired = pool.statistics()
     assert expired.waiting_tasks == expired.running_tasks == 0
-
-
-def test_a_callback_of_an_answer_that_is_there_is_no_other() -> None:
-    pool = TaskPool("p", echo, X)
-    future = pool.submit_task(ROW)
-    pool.work(pool.take())
-    seen: list[object] = []
-    future.add_done_callback(seen.append)
-    assert seen == [future]
 
 
 SHORT: dict[str, Callable[[Sequence[Task]], Any]] = {
@@ -315,17 +296,6 @@ def test_a_pool_is_worked_on_by_one_runtime_which_no_other_disturbs() -> None:
             assert pool.submit_task(ROW).result(30)
 
 
-def test_what_cannot_be_added_as_a_whole_is_not_added_in_part() -> None:
-    pool, held = TaskPool("p", echo, X), TaskPool("held", echo, X)
-    with Runtime([held]), Runtime() as runtime:
-        for pools in ((pool, held), (pool, pool)):
-            with pytest.raises(UsageError):
-                runtime.add(*pools)
-        assert runtime.statistics().pools == 0
-        runtime.add(pool)
-        assert pool.submit_task(ROW).result(30)
-
-
 def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
     gate = BlockingProcess()
     pool = TaskPool("p", gate, X)
@@ -347,14 +317,11 @@ def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
         assert runtime.remove(pool)
 
 
-@pytest.mark.parametrize("deadline", ["soon", True, float("nan"), [1.0], torch.tensor(1e18)])
-def test_a_deadline_that_is_no_time_is_refused(deadline: Any) -> None:
-    with pytest.raises(UsageError, match=r"pool 'p':\n  - deadline is .*, wanted None or a time"):
-        validate_metadata("p", None, None, None, deadline, splits=False)
-
-
 def test_a_deadline_may_be_any_number_and_all_wrong_words_are_told_at_once() -> None:
     for deadline in (None, 1, 1.5, float("inf"), 10**400):
         validate_metadata("p", "ann", "k", None, deadline, splits=False)
-    with pytest.raises(UsageError, match=r"(?s)client is '', .*\n  - key is 5, .*\n  - deadline is 'soon', "):
-        validate_metadata("p", "", 5, None, "soon", splits=False)
+    for wrong in ("soon", True, float("nan"), [1.0], torch.tensor(1e18)):
+        with pytest.raises(
+            UsageError, match=r"(?s)client is '', .*- key is 5, .*- deadline is .*, wanted None or a time"
+        ):
+            validate_metadata("p", "", 5, None, wrong, splits=False)  # type: ignore[arg-type]

@@ -85,8 +85,6 @@ IMAGES = TensorSpec((None, 3, None, None), torch.float32)
 
 
 class Folds(nn.Module):
-    """Wants a batch of a multiple of so many rows."""
-
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count
@@ -229,8 +227,6 @@ ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
 
 
 class Gives(nn.Module):
-    """Returns something odd where its input is not all zeros, or always."""
-
     def __init__(self, odd: Tensor, *, always: bool) -> None:
         super().__init__()
         self.odd, self.always = [odd], always
@@ -248,8 +244,6 @@ def test_a_task_of_an_odd_tensor_is_refused_with_all_its_faults(kind: str) -> No
 
 
 class Pair(nn.Module):
-    """Takes two."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 

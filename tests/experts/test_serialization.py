@@ -96,7 +96,6 @@ def test_the_versions_that_modules_keep_are_kept() -> None:
 
 
 def trained(steps: int, resume_at: int | None, kind: str) -> list[torch.Tensor]:
-    """The weights after so many steps, with or without a stop in between."""
     torch.manual_seed(0)
     data = torch.randn(20, 4, 6)
 

@@ -32,8 +32,6 @@ THREE = TensorSpec((None, 3), torch.float64)
 
 
 class Replaces(nn.Module):
-    """Puts a new tensor in the place of its buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(1))
@@ -45,8 +43,6 @@ class Replaces(nn.Module):
 
 
 class Renorms(nn.Module):
-    """Rescales its own weight in forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 3, max_norm=0.1)
@@ -110,8 +106,6 @@ BUDGET = GraphBudget(1 << 20)
 
 
 class Mask(nn.Module):
-    """Dropout, and a weight of 1 that is there to be trained."""
-
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.5)
@@ -190,7 +184,6 @@ def test_whoever_else_waits(sizes: list[int], draw: random.Random) -> None:
     given = {i: rows(20 * size, i) for i, size in enumerate(sizes)}
 
     def asked(submit: Callable[[int], Any]) -> dict[int, Tensor]:
-        """Some at once, the others later, in any order."""
         order, found = draw.sample(numbers, len(numbers)), dict[int, Any]()
         for part in (order[: draw.randint(0, len(order))], order):
             found |= {i: submit(i) for i in part if i not in found}
@@ -311,8 +304,6 @@ def test_numbers_that_are_drawn_later_are_its_own_and_a_replay_draws_them_again(
 
 
 class Mean(nn.Module):
-    """Keeps a running mean, which zeros do not move."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)

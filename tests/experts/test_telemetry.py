@@ -18,7 +18,6 @@ from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.server import Server
 from weft.experts.telemetry import Attributes, Observer, OpenTelemetryObserver, SafeObserver
 
-pytestmark = pytest.mark.timeout(40)
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 X = torch.ones(3, 4, dtype=torch.float64)
 
@@ -124,8 +123,6 @@ def test_nothing_is_left_on_the_experts_and_nothing_is_there_without_an_observer
 
 
 class Faulty:
-    """Raises wherever it can."""
-
     def __init__(self, place: str) -> None:
         self.place = place
 

@@ -19,7 +19,6 @@ from weft.experts.client import GrpcTransport, LocalTransport, RemoteExpert, Ret
 from weft.experts.server import Server
 from weft.experts.wire import DeadlineError
 
-pytestmark = pytest.mark.timeout(120)
 ROUGH = NetworkFaults(late=0.003, cut=0.03, silent=0.02, silent_seconds=0.3, stall=0.02, stall_seconds=0.2)
 PATIENT = Retry(attempts=100_000, first=0.005, longest=0.1, attempt_seconds=2.0)
 STEPS = 25
@@ -130,7 +129,6 @@ def test_a_training_over_a_bad_network_is_the_training_without_it(seed: int) -> 
 
 
 def train(transport: Transport, uid: str) -> list[torch.Tensor]:
-    """The outputs of every step, and the gradients of its input."""
     draw, seen = torch.Generator().manual_seed(0), list[torch.Tensor]()
     expert = RemoteExpert(uid, transport, timeout=LONG, retry=PATIENT)
     for _ in range(STEPS):

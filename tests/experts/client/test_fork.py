@@ -12,7 +12,7 @@ from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.server import Server
 
-pytestmark = [pytest.mark.timeout(120), *only_with_fork]
+pytestmark = only_with_fork
 TRAINER = """
 import sys
 import torch

@@ -29,7 +29,6 @@ def served() -> Iterator[Served]:
 
 
 def sent(transport: FakeTransport, kind: Kind = Kind.BACKWARD) -> list[int]:
-    """How many tensors every call of this kind had."""
     return [len(call.tensors) for call in transport.seen if call.header.kind is kind]
 
 

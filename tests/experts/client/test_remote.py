@@ -34,7 +34,6 @@ from weft.experts.wire import (
     UnreachableError,
 )
 
-pytestmark = pytest.mark.timeout(30)
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -43,14 +42,12 @@ def nested_backend() -> ExpertBackend:
 
 
 def called(module: nn.Module, x: Tensor, pair: Tensor | None = None, scale: Tensor | None = None) -> Any:
-    """A nested module, with these tensors or others."""
     count = len(x)
     options = {"scale": rows(count, 2, 1) if scale is None else scale, "mode": "plain"}
     return module(x, [torch.arange(count) % 5, rows(count, 1, 2) if pair is None else pair], options=options)
 
 
 def trains_as_here(remote: RemoteExpert, x: Tensor | None = None) -> bool:
-    """Whether a backward gives the gradient of the same module here."""
     x = rows(2, 0) if x is None else x
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     for layer, leaf in zip((remote, fussy_backend().module), leaves, strict=True):
@@ -148,8 +145,6 @@ def test_it_is_trained_where_no_input_wants_a_gradient_but_not_without_grad_mode
 
 
 class Calibrated(RemoteExpert):
-    """A subclass with numbers of its own, a child and a forward."""
-
     def __init__(self, uid: str, where: str | Transport) -> None:
         super().__init__(uid, where)
         self.scale = nn.Parameter(torch.full((1,), 2.0, dtype=torch.float64))

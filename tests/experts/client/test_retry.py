@@ -28,7 +28,6 @@ from weft.experts.wire import (
     encode,
 )
 
-pytestmark = pytest.mark.timeout(20)
 CALL = Call(Header(kind=Kind.PING, call_id=1))
 (ANSWER,) = decode(encode([CALL]))
 
@@ -114,8 +113,6 @@ def test_a_pause_that_took_all_the_time_left_does_not_hide_what_was_before_it(
 
 
 class ClosedAfter(Scripted):
-    """Closed, once all its fates have come: by who calls, or under who calls."""
-
     def __init__(self, close: bool, *fates: Exception | str) -> None:
         super().__init__(*fates)
         self._close, self.line = close, RetryingCaller(FixedResolver(self), Retry(first=0.0, longest=0.0))
@@ -154,8 +151,6 @@ def test_the_last_attempts_do_not_hide_that_an_earlier_one_may_have_been_done(su
 
 
 class Interrupted(Future[Received]):
-    """Who waits for it is interrupted, as by Ctrl-C."""
-
     def result(self, timeout: float | None = None) -> Received:
         raise KeyboardInterrupt
 

@@ -22,7 +22,6 @@ from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
 from weft.experts.wire.service import read_description, read_receipt
 
-pytestmark = pytest.mark.timeout(30)
 PATIENCE = 10.0
 
 

@@ -18,8 +18,6 @@ from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.wire import DeadlineError, LostError, NotOwnerError, UnreachableError
 
-pytestmark = pytest.mark.timeout(20)
-
 
 @pytest.fixture
 def pending() -> Iterator[PendingCalls]:

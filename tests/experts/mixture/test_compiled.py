@@ -18,8 +18,6 @@ KINDS = [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts]
 
 
 class Around(nn.Module):
-    """Layers before and behind a mixture; of a switch, the loss is added too."""
-
     def __init__(self, mixture: nn.Module) -> None:
         super().__init__()
         self.before = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -32,7 +30,6 @@ class Around(nn.Module):
 
 
 def left(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The gradients, which then are cleared."""
     leaves = [x, *model.parameters()]
     found = [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
     for each in leaves:

@@ -35,17 +35,16 @@ def step(mixture: RemoteMixtureOfExperts, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.BACKWARD, Kind.COMMIT])
-def test_calls_that_step_tell_the_largest_token_that_the_directory_has(kind: Kind) -> None:
-    with Experts() as experts:
-        mixture = experts.mixture(retry=NEVER)
-        y = mixture(numbers(16, GRID_WIDTH))
-        if kind is Kind.COMMIT:
-            y.sum().backward()
-        tokens = {uid: experts.directory.claim(uid, experts.leases[uid]).token for uid in UIDS}
-        with pytest.raises((TooFewAnswersError, CommitError), match="fencing token 0"):  # who has none is no owner
-            mixture.commit() if kind is Kind.COMMIT else y.sum().backward()
-        seen = {header.uid: read_receipt(header.data).token for header in experts.headers if header.kind is kind}
-        assert seen == tokens and min(tokens.values()) > 0
+def test_calls_that_step_tell_the_largest_token_that_the_directory_has(experts: Experts, kind: Kind) -> None:
+    mixture = experts.mixture(retry=NEVER)
+    y = mixture(numbers(16, GRID_WIDTH))
+    if kind is Kind.COMMIT:
+        y.sum().backward()
+    tokens = {uid: experts.directory.claim(uid, experts.leases[uid]).token for uid in UIDS}
+    with pytest.raises((TooFewAnswersError, CommitError), match="fencing token 0"):  # who has none is no owner
+        mixture.commit() if kind is Kind.COMMIT else y.sum().backward()
+    seen = {header.uid: read_receipt(header.data).token for header in experts.headers if header.kind is kind}
+    assert seen == tokens and min(tokens.values()) > 0
 
 
 def test_an_answer_under_a_stale_fence_is_not_taken() -> None:
@@ -100,21 +99,19 @@ def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch() -> None:
         assert mixture.commit() == {UID: True} and backend_of(second, UID).steps == 1
 
 
-def test_who_says_that_it_is_not_the_owner_is_not_counted_as_an_attempt() -> None:
-    with Experts() as experts:
-        mixture = experts.mixture(retry=Retry(attempts=2, first=0.001))
-        for kind in (Kind.BACKWARD, Kind.COMMIT):
-            experts.lose(kind, "ffn.1", *(NotOwnerError("follows", {"address": "ffn.1"}) for _ in range(5)))
-        mixture(numbers(16, GRID_WIDTH)).sum().backward()
-        assert mixture.commit() == dict.fromkeys(UIDS, True)
+def test_who_says_that_it_is_not_the_owner_is_not_counted_as_an_attempt(experts: Experts) -> None:
+    mixture = experts.mixture(retry=Retry(attempts=2, first=0.001))
+    for kind in (Kind.BACKWARD, Kind.COMMIT):
+        experts.lose(kind, "ffn.1", *(NotOwnerError("follows", {"address": "ffn.1"}) for _ in range(5)))
+    mixture(numbers(16, GRID_WIDTH)).sum().backward()
+    assert mixture.commit() == dict.fromkeys(UIDS, True)
 
 
-def test_what_is_durable_is_told_by_expert() -> None:
-    with Experts() as experts:
-        mixture = experts.mixture()
-        assert mixture.steps == mixture.durable_steps == {}
-        mixture(numbers(16, GRID_WIDTH)).sum().backward()
-        assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
-        receipt = partial(Receipt, incarnation=9)
-        mixture._client.progress["ffn.1"].update(7, receipt(5))
-        assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7
+def test_what_is_durable_is_told_by_expert(experts: Experts) -> None:
+    mixture = experts.mixture()
+    assert mixture.steps == mixture.durable_steps == {}
+    mixture(numbers(16, GRID_WIDTH)).sum().backward()
+    assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
+    receipt = partial(Receipt, incarnation=9)
+    mixture._client.progress["ffn.1"].update(7, receipt(5))
+    assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7

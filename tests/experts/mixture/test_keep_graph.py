@@ -41,15 +41,14 @@ def test_outputs_gradients_and_steps_are_those_without_and_every_backward_saves_
     assert len(set(keys(experts, Kind.FORWARD))) == len(forward)
 
 
-def test_it_is_not_asked_for_by_itself_and_a_server_that_keeps_none_does_not_mind() -> None:
-    with Experts() as experts:
-        assert not experts.mixture().keep_graph
-        mixture = experts.mixture(accumulate=False, keep_graph=True)
-        twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
-        run(mixture, x)
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
-        assert graphs(experts) == (0, 0)
+def test_it_is_not_asked_for_by_itself_and_a_server_that_keeps_none_does_not_mind(experts: Experts) -> None:
+    assert not experts.mixture().keep_graph
+    mixture = experts.mixture(accumulate=False, keep_graph=True)
+    twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
+    run(mixture, x)
+    step_here(experts, twin, x)
+    assert_same_weights(experts)
+    assert graphs(experts) == (0, 0)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

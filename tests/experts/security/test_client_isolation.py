@@ -26,7 +26,6 @@ from weft.experts.task import CallerStream
 from weft.experts.wire import Call, ForbiddenError, Header, Kind, Received
 from weft.experts.wire.service import STATE
 
-pytestmark = pytest.mark.timeout(30)
 MIXED = Access(
     [Grant("*", "*", Role.TRAIN), Grant("boss", "*", Role.ADMIN)],
     {"t-token": "trainer", "o-token": "other", "b-token": "boss"},
@@ -252,7 +251,6 @@ def test_closing_an_expert_discards_its_open_mini_batch() -> None:
 
 @contextmanager
 def states(server: Server, token: str) -> Iterator[Callable[[], Any]]:
-    """A stream of states that asks nothing; what it ends with."""
     questions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     with grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         method, metadata = channel.stream_stream(STATE), [("authorization", f"Bearer {token}")]

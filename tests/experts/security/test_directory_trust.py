@@ -28,7 +28,6 @@ from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
 from weft.experts.wire import UnreachableError
 
-pytestmark = pytest.mark.timeout(90)
 DEPLOY = Path(__file__).parents[3] / "deploy"
 
 
@@ -124,8 +123,6 @@ def test_a_follower_does_not_load_the_weights_of_whoever_claimed_first(authority
 
 
 class Certificates:
-    """Of etcd's own authority, as files."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.authority = folder, Authority("etcd-ca")
         (folder / "ca.crt").write_bytes(self.authority.pem)

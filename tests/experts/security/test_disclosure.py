@@ -16,7 +16,6 @@ from weft.experts.server import Access, Audit, Caller, Grant, Role, Server
 from weft.experts.server.config import build, parse_expert, read_config
 from weft.experts.wire import Call, ForbiddenError, Header, Kind, UnknownExpertError
 
-pytestmark = pytest.mark.timeout(30)
 HOSTILE = "\x1b]0;owned\x07\n\u202e2026-01-01 accepted: client='root'"
 
 

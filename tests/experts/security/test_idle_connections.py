@@ -18,7 +18,6 @@ from weft.experts.wire import Limits
 from weft.experts.wire.service import Options, server_options
 
 pytestmark = [
-    pytest.mark.timeout(90),
     pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc"),
 ]
 LIMIT = 200

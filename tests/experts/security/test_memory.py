@@ -27,7 +27,6 @@ from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode
 from weft.experts.wire.service import INFO, MESSAGE_BYTES, SERVICE, STATE, STATUS, STREAM
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc"),
 ]
 MB = 1 << 20

@@ -18,7 +18,6 @@ from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, Header, Kind
 
-pytestmark = pytest.mark.timeout(60)
 PATIENCE = 10.0
 
 

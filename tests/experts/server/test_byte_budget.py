@@ -2,7 +2,6 @@
 
 import threading
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from weft.experts.server.server_stream import ByteBudget
 from weft.experts.wire import Kind
 from weft.experts.wire.frame import MESSAGE_BYTES
 
-pytestmark = pytest.mark.timeout(30)
 BYTES = rows(2, 0).nbytes
 
 

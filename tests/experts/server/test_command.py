@@ -30,7 +30,6 @@ from weft.experts.server.command import serve
 from weft.experts.server.config import build, parse_expert, read_config
 from weft.experts.wire import RemoteError
 
-pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[3]
 CONFIG = """
 address = "127.0.0.1:0"
@@ -133,10 +132,7 @@ def test_status_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (
-            "[experts]\nname = 'f'",
-            "experts is {'name': 'f'}, wanted a valid list, which [[experts]] begins",
-        ),
+        ("[experts]\nname = 'f'", "experts is {'name': 'f'}, wanted a valid list, which [[experts]] begins"),
         ("experts = 5", "experts is 5, wanted a valid list"),
         ("imports = 'json'", "imports is 'json', wanted a valid list"),
         ("imports = 5", "imports is 5, wanted a valid list"),

@@ -20,7 +20,6 @@ from weft.experts.replication import ReplicaOptions
 from weft.experts.server.auth import Grant, Role
 from weft.experts.server.config import ExpertTable, JournalTable, PanelTable, ServeConfig, build
 
-pytestmark = pytest.mark.timeout(60)
 EXPERT: dict[str, Any] = {"name": "a", "kind": "ffn", "arguments": {"hidden": 8}}
 GOOD: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [EXPERT]}
 TABLES = ["options", "limits", "tls", "directory_tls", "replicas", "tokens"]

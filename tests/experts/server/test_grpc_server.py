@@ -35,8 +35,6 @@ from weft.experts.wire import (
 )
 from weft.experts.wire.service import INFO
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def forward(number: int, x: torch.Tensor | None = None, uid: str = "fussy") -> Call:
     return Call(Header(kind=Kind.FORWARD, call_id=number, uid=uid), [rows(2, 0) if x is None else x])

@@ -16,8 +16,6 @@ from weft.experts.errors import AwayError
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.server import PeriodicTask
 
-pytestmark = pytest.mark.timeout(30)
-
 
 class Slow(LocalDirectory):
     """``get`` does not come back before ``gate`` is set, once it is ``slow``; renewals are counted."""

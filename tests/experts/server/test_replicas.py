@@ -34,8 +34,6 @@ from weft.experts.server.config import build
 from weft.experts.wire import Call, Header, Kind, NotOwnerError
 from weft.experts.wire.service import Receipt
 
-pytestmark = pytest.mark.timeout(40)
-
 
 def backward(key: str, token: int = 0, seed: int = 0) -> Call:
     data = Receipt(None, 0, token).to_bytes() if token else b""

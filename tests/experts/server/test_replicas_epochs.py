@@ -32,7 +32,6 @@ from weft.experts.replication import Leadership, Replica
 from weft.experts.replication.replica import StateVersion, newer
 from weft.experts.wire import NotOwnerError
 
-pytestmark = pytest.mark.timeout(60)
 MANY = 60  # more revisions than a test needs: tokens of an epoch that begins there are larger than any of another
 NOW, BEFORE = 5, 9  # lives of the directory
 small = st.integers(1, 6)

@@ -19,7 +19,6 @@ from tests.experts.server.replica_cases import expert, make, role, same, step
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery.etcd import EtcdDirectory
 
-pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[3]
 CONFIG = """
 address = "127.0.0.1:{port}"

@@ -14,7 +14,6 @@ from weft.experts.discovery import LocalDirectory
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
 
-pytestmark = pytest.mark.timeout(60)
 ACCESS = Access([Grant("server", "*", Role.ADMIN), Grant("trainer", "*", Role.TRAIN)])
 
 
@@ -27,7 +26,6 @@ def secured(directory: LocalDirectory, authority: Authority, own: ClientTls | No
 
 @pytest.fixture
 def owner(authority: Authority) -> Iterator[tuple[Server, LocalDirectory]]:
-    """A server that owns the expert, after one step."""
     directory = LocalDirectory()
     with secured(directory, authority, authority.client("server")) as server:
         wait_until(lambda: role(server) == "owner")

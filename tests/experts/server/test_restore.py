@@ -31,8 +31,6 @@ from weft.experts.errors import CheckpointError
 from weft.experts.registry import make_expert
 from weft.experts.server import Server
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def expert(optimizer: Any = Adam, hidden: int = 4, name: str = "f", **more: Any) -> ExpertBackend:
     return make_expert("ffn", hidden=hidden).backend(name, optimizer, **more)
@@ -44,7 +42,6 @@ def step(backend: ExpertBackend) -> None:
 
 
 def saved(folder: Path, *steps: int, optimizer: Any = Adam, **more: Any) -> CheckpointStore:
-    """A folder in which there are checkpoints of these steps."""
     store, backend = CheckpointStore(folder, keep=9), expert(optimizer, **more)
     with Server([backend], checkpoints=store) as server:
         for wanted in steps or (1,):

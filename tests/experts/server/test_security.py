@@ -20,7 +20,6 @@ from weft.experts.server import Access, Grant, Role, Server, ServerTls
 from weft.experts.wire import Call, CertificateError, ForbiddenError, Header, Kind, Received, UnreachableError
 from weft.experts.wire import frame as frame_module
 
-pytestmark = pytest.mark.timeout(30)
 ACCESS = Access(
     [Grant("reader", "*", Role.FORWARD), Grant("trainer", "*", Role.TRAIN), Grant("boss", "*", Role.ADMIN)],
     {"r-token": "reader", "t-token": "trainer", "b-token": "boss"},

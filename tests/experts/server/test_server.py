@@ -23,7 +23,6 @@ from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
 from weft.experts.wire.service import Receipt
 
-pytestmark = pytest.mark.timeout(30)
 sgd = partial(torch.optim.SGD, lr=0.1)
 PATIENCE = 10.0
 

@@ -3,14 +3,11 @@
 import asyncio
 import threading
 
-import pytest
-
 from tests.experts.expert_cases import rows
 from weft.experts.server import Caller, RequestDispatcher, ServerOptions
 from weft.experts.server.server_stream import ByteBudget, ServerStream
 from weft.experts.wire import Call, Header, Kind, LimitError, Limits, decode, encode, read_fault
 
-pytestmark = pytest.mark.timeout(20)
 WIDE = Limits(frame_bytes=64 << 20, decoded_bytes=64 << 20)
 
 

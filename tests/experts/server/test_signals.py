@@ -25,7 +25,6 @@ from weft.experts.server.command import serve
 from weft.experts.server.config import parse_expert
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the signals of POSIX"),
 ]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -45,8 +44,6 @@ def handlers() -> list[Any]:
 
 
 def signalled(capsys: pytest.CaptureFixture[str], send: Callable[[], None]) -> threading.Thread:
-    """A thread that sends a signal when the server says that it serves."""
-
     def run() -> None:
         said: list[str] = []
         wait_until(lambda: "serving" in (said.append(capsys.readouterr().out) or "".join(said)))

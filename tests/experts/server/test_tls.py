@@ -16,7 +16,6 @@ from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls
 from weft.experts.server import Server, ServerTls
 from weft.experts.wire import UnreachableError
 
-pytestmark = pytest.mark.timeout(60)
 LOCAL = "localhost:0"
 
 

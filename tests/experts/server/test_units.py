@@ -18,8 +18,6 @@ from weft.experts.server import HostedExpert
 from weft.experts.server.server import PeriodicTask
 from weft.experts.wire.service import read_receipt
 
-pytestmark = pytest.mark.timeout(20)
-
 
 def test_a_repeat_goes_on_after_failures_tells_of_the_first_and_stops_at_once(caplog: pytest.LogCaptureFixture) -> None:
     turns: list[int] = []

@@ -13,13 +13,8 @@ from weft.experts.client.retry import FixedResolver, RetryingCaller
 from weft.experts.server import Server
 from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
 from weft.experts.wire.frame import MESSAGE_BYTES
-from weft.experts.wire.service import (
-    Options,
-    client_options,
-    server_options,
-)
+from weft.experts.wire.service import Options, client_options, server_options
 
-pytestmark = pytest.mark.timeout(60)
 PING = Call(Header(kind=Kind.PING, call_id=0))
 CLIENT = dict(client_options(LIMITS))
 SOON = Retry(attempts=100_000, first=0.01, longest=0.05)

@@ -14,7 +14,6 @@ from weft.core.errors import UsageError
 from weft.experts.status_page import http
 from weft.experts.status_page.http import Panel, PanelOptions
 
-pytestmark = pytest.mark.timeout(30)
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 TOKEN = "a-token-of-20-characters"
 Listening = Callable[..., str]

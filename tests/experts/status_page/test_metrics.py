@@ -15,8 +15,6 @@ LABELS = {"expert", "direction", "reason", "kind", "device", "what", "le"}
 
 
 class Samples(dict[tuple[str, frozenset[str]], float]):
-    """Numbers by name and values of labels, in any order."""
-
     def __getitem__(self, key: Any) -> float:
         return super().__getitem__((key[0], frozenset(key[1:])))
 

@@ -25,7 +25,6 @@ from weft.experts.server.config import build, parse_expert
 from weft.experts.status_page import http
 from weft.experts.wire import Call, Header, Kind
 
-pytestmark = pytest.mark.timeout(40)
 LOCAL = "127.0.0.1:0"
 
 
