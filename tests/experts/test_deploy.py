@@ -102,17 +102,11 @@ def test_the_pods_of_a_manifest_are_confined(name: str) -> None:
     assert policy["podSelector"]["matchLabels"] == template["metadata"]["labels"]
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
     assert all(rule.get("from") for rule in policy["ingress"]), "a rule without `from` lets everybody in"
-
-
-@pytest.mark.parametrize("name", ["etcd.yaml", "experts.yaml"])
-def test_a_manifest_fits_together(name: str) -> None:
-    found = {document["kind"]: document for document in documents(name)}
+    # and all its parts fit together
     assert all({"apiVersion", "kind", "metadata"} <= document.keys() for document in found.values())
-    workload, service = found["StatefulSet"]["spec"], found["Service"]
-    labels = workload["template"]["metadata"]["labels"]
+    workload, service, labels = found["StatefulSet"]["spec"], found["Service"], template["metadata"]["labels"]
     assert workload["serviceName"] == service["metadata"]["name"]
     assert labels == workload["selector"]["matchLabels"] == service["spec"]["selector"]
-    pod = workload["template"]["spec"]
     volumes = {each["name"] for each in pod["volumes"]}
     volumes |= {each["metadata"]["name"] for each in workload["volumeClaimTemplates"]}
     ports = {each["name"]: each["containerPort"] for each in pod["containers"][0]["ports"]}

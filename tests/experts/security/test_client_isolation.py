@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.concurrency import BlockingProcess, FakeClock, wait_until
-from tests.experts.expert_cases import fussy_backend, rows, work
+from tests.experts.expert_cases import answered, backward, fussy_backend, rows, work
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, SumsOptions, TaskPool
 from weft.experts.client import GrpcTransport, RemoteExpert
@@ -176,32 +176,26 @@ def test_graphs_that_one_client_has_kept_push_out_none_of_others() -> None:
 
 def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
     backend = fussy_backend(records=IdempotencyOptions(max_keys=100))
-    pool = backend.backward_pool
-    first = pool.submit_task(rows(2, 0), rows(2, 1), client="ann", key="a", mini_batch="m")
-    work(backend)
-    assert first.result(0)
+    assert isinstance(*answered(backend, backward(backend, client="ann", key="a", mini_batch="m")), list)
     backend.discard("m", client="ann")
     assert backend.statistics().open_mini_batches == 0
     for number in range(10_000):
         backend.discard(f"made up {number}", client="eve")
     assert not backend.executor.mini_batches.discarded and backend.records.statistics().keys == 1
     for number in range(100):
-        assert pool.submit_task(rows(2, 0), rows(2, 1), client="eve", mini_batch=str(number))
-        work(backend)
+        assert answered(backend, backward(backend, client="eve", mini_batch=str(number)))
         backend.discard(str(number), client="eve")
     work(backend)
     assert backend.records.statistics().keys <= 51
-    late = pool.submit_task(rows(2, 2), rows(2, 3), client="ann", key="b", mini_batch="m")
-    work(backend)
-    assert isinstance(late.exception(0), CommitError), "else a commit would apply a part of the mini-batch"
+    (late,) = answered(backend, backward(backend, 2, client="ann", key="b", mini_batch="m"))
+    assert isinstance(late, CommitError), "else a commit would apply a part of the mini-batch"
 
 
 def test_a_discard_reaches_gradients_that_still_wait_in_the_queue() -> None:
     backend = fussy_backend()
-    waiting = backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="ann", mini_batch="m")
+    waiting = backward(backend, client="ann", mini_batch="m")
     backend.discard("m", client="ann")
-    work(backend)
-    assert isinstance(waiting.exception(0), CommitError) and backend.statistics().open_mini_batches == 0
+    assert isinstance(*answered(backend, waiting), CommitError) and backend.statistics().open_mini_batches == 0
 
 
 def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +205,8 @@ def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypa
     gone, back = CallerStream(), CallerStream()
 
     def add(client: str, stream: CallerStream, seed: int = 0) -> Any:
-        future = backend.backward_pool.submit_task(
-            rows(2, seed), rows(2, seed + 1), client=client, mini_batch="m", stream=stream
-        )
-        work(backend)
-        return future.exception(0)
+        (answer,) = answered(backend, backward(backend, seed, client=client, mini_batch="m", stream=stream))
+        return answer if isinstance(answer, Exception) else None
 
     assert add("ann", gone) is None and add("bob", gone) is None
     gone.ended_at = clock.now
@@ -224,12 +215,9 @@ def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypa
     assert isinstance(add("eve", back), OverloadError)
     clock.now += 1.0
     assert add("eve", back) is None
-    committed = [backend.commit("m", client=client) for client in ("ann", "bob")]
-    work(backend)
-    assert isinstance(committed[0].exception(0), CommitError) and "connection had ended" in str(
-        committed[0].exception()
-    )
-    assert committed[1].result(0) and backend.steps == 1
+    lost, done = answered(backend, *[backend.commit("m", client=client) for client in ("ann", "bob")])
+    assert isinstance(lost, CommitError) and "connection had ended" in str(lost)
+    assert isinstance(done, list) and backend.steps == 1
 
 
 def test_the_end_of_a_stream_is_seen_by_the_mini_batches_that_came_by_it() -> None:

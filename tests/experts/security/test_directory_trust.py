@@ -199,26 +199,15 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         wait_for_port(f"127.0.0.1:{client}")
         root_key, root = certificates.issue("root")
         shim = folder / "etcdctl"
-        shim.write_text(
-            ETCDCTL.format(
-                python=sys.executable,
-                authority=str(folder / "ca.crt"),
-                certificate=root,
-                key=root_key,
-                host="localhost",
-                port=client,
-            )
-        )
+        words_of_shim = {"python": sys.executable, "authority": str(folder / "ca.crt"), "certificate": root}
+        shim.write_text(ETCDCTL.format(**words_of_shim, key=root_key, host="localhost", port=client))
         shim.chmod(0o700)
         real = shutil.which("etcdctl")
         options = f"--endpoints=https://localhost:{client} --cacert={folder}/ca.crt --cert={root} --key={root_key}"
         ran = subprocess.run(
             ["sh", str(DEPLOY / "etcd-users.sh")],
             env={"ETCDCTL": f"{real} {options}" if real else str(shim), "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            **{"capture_output": True, "text": True, "timeout": 60, "check": False},
         )
         assert ran.returncode == 0, ran.stderr
         yield f"localhost:{client}", f"localhost:{peer}", certificates
@@ -259,8 +248,11 @@ def test_nobody_else_reads_or_writes(secured: tuple[str, str, Certificates], aut
         with EtcdDirectory(at, tls=certificates.tls(name), timeout=2.0) as directory, pytest.raises(AwayError):
             directory.get()
     mine = EtcdTls(certificates.authority.pem, *authority.issue("weft-server"))  # of the servers' authority
-    with EtcdDirectory(at, tls=mine, timeout=1.0) as directory, pytest.raises(AwayError):
-        directory.get()
+    for wrong in (mine, EtcdTls(certificates.authority.pem), EtcdTls(), None):
+        with EtcdDirectory(at, tls=wrong, timeout=1.0) as directory, pytest.raises(AwayError):
+            directory.get()
+    with pytest.raises(UsageError, match="give both"):
+        EtcdTls(key=b"x")
 
 
 def test_a_users_certificate_makes_no_member(secured: tuple[str, str, Certificates]) -> None:

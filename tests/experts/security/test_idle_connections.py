@@ -17,9 +17,7 @@ from weft.experts.server import Server, ServerTls
 from weft.experts.wire import Limits
 from weft.experts.wire.service import Options, server_options
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
 LIMIT = 200
 
 

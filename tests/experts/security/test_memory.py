@@ -26,9 +26,7 @@ from weft.experts.server import Access, Grant, Server, ServerOptions
 from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode_parts, read_fault
 from weft.experts.wire.service import INFO, MESSAGE_BYTES, SERVICE, STATE, STATUS, STREAM
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc")
 MB = 1 << 20
 PROMISED = 64 * MB
 UNFINISHED = framed(bytes(4 * MB), length=60 * MB)

@@ -24,9 +24,7 @@ from weft.experts.server import Server, command
 from weft.experts.server.command import serve
 from weft.experts.server.config import parse_expert
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the signals of POSIX"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the signals of POSIX")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 CONFIG: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [parse_expert("f=ffn:hidden=8")]}
 

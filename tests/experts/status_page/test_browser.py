@@ -17,9 +17,7 @@ from weft.experts.server import Server
 from weft.experts.status_page import http
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="test_browser: needs Chromium, and there is no chromium on the PATH"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, and there is no chromium on the PATH")
 QUIET = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"),
     *("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"),
