@@ -50,8 +50,7 @@ def test_one_step_per_mini_batch_with_the_gradients_of_all_its_tasks(tasks: list
     assert backend.statistics().open_mini_batches == 0
 
 
-def test_a_commit_is_applied_once_and_closes_its_mini_batch() -> None:
-    backend = fussy_backend()
+def test_a_commit_is_applied_once_and_closes_its_mini_batch(backend: ExpertBackend) -> None:
     answered(backend, added := add(backend, "m", 0, key="k"))
     assert backend.records.step_of("backward", "ann", "k") == 0
     first, joined = backend.commit("m", client="ann"), backend.commit("m", client="ann")
@@ -63,8 +62,7 @@ def test_a_commit_is_applied_once_and_closes_its_mini_batch() -> None:
     assert torch.equal(add(backend, "m", 0, key="k").result(0)[0], added.result(0)[0])
 
 
-def test_a_mini_batch_belongs_to_its_client() -> None:
-    backend = fussy_backend()
+def test_a_mini_batch_belongs_to_its_client(backend: ExpertBackend) -> None:
     for seed, client in enumerate(("ann", "bob")):
         add(backend, "m", seed, client=client)
     assert is_commit_error(*answered(backend, backend.commit("m", client="eve")))
@@ -110,8 +108,7 @@ def test_open_mini_batches_are_few_and_what_is_given_up_makes_room_and_takes_not
     assert backend.records.step_of("backward", "ann", "k") is None
 
 
-def test_a_sum_does_not_go_on_after_other_weights_were_loaded_or_layers_frozen() -> None:
-    backend = fussy_backend()
+def test_a_sum_does_not_go_on_after_other_weights_were_loaded_or_layers_frozen(backend: ExpertBackend) -> None:
     answered(backend, add(backend, "m", 0))
     backend.load_state_dict(backend.state_dict())
     assert is_commit_error(*answered(backend, add(backend, "m", 1)))

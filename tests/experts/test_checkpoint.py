@@ -191,8 +191,7 @@ def test_a_damaged_file_is_passed_over_and_told(tmp_path: Path) -> None:
     assert str(caught.value).count("\n") == 2
 
 
-def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_a_folder_that_cannot_be_looked_into_is_told(store: CheckpointStore, tmp_path: Path) -> None:
     save(store, 1)
     (folder,) = tmp_path.iterdir()
     folder.rename(tmp_path / "elsewhere")
@@ -202,8 +201,7 @@ def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path) -> None:
     assert str(folder) in str(caught.value)
 
 
-def test_a_file_of_another_expert_is_not_encoded_for_ones_own(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_a_file_of_another_expert_is_not_encoded_for_ones_own(store: CheckpointStore, tmp_path: Path) -> None:
     path = store.save("a", state(1), 1)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
@@ -236,8 +234,7 @@ def test_experts_of_any_name_keep_apart_and_below_the_root(uids: list[str]) -> N
 @pytest.mark.parametrize(
     "uid", ["..", ".", "../../etc/passwd", "a/b", "A", "a", "ä", "\udc80", "x" * 900, "CON", "a\0b"]
 )
-def test_no_name_leads_out_of_the_root(tmp_path: Path, uid: str) -> None:
-    store = CheckpointStore(tmp_path)
+def test_no_name_leads_out_of_the_root(store: CheckpointStore, tmp_path: Path, uid: str) -> None:
     path = store.save(uid, {}, 0)
     assert path.parent.parent == tmp_path and path.exists()
     assert not path.parent.name.startswith(".") and len(os.fsencode(path.parent.name)) <= 200

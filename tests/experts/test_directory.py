@@ -340,8 +340,7 @@ def test_a_snapshot_is_made_once_for_each_revision_and_lasts_while_the_directory
     assert watch.snapshot() is first and watch.away_seconds > 0
 
 
-def test_a_thousand_experts_are_found_in_a_millisecond_or_so() -> None:
-    directory = LocalDirectory()
+def test_a_thousand_experts_are_found_in_a_millisecond_or_so(directory: LocalDirectory) -> None:
     directory.declare([f"ffn.{i}.{j}" for i in range(32) for j in range(32)], "x:1", 60.0)
     snapshot = directory.get("ffn.")
     start = time.thread_time()

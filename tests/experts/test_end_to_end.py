@@ -158,8 +158,7 @@ def test_clients_share_batches_and_every_backward_steps_once(server: Server) -> 
     wait_until(lambda: not server.statistics().calls)  # the last answers may still be on their way out
 
 
-def test_experts_of_a_directory_are_found_and_found_elsewhere() -> None:
-    directory = LocalDirectory()
+def test_experts_of_a_directory_are_found_and_found_elsewhere(directory: LocalDirectory) -> None:
     options = ServerOptions(lease_seconds=0.6)
     with Connections(directory) as connections:
         with Server([fussy_backend(optimizer=sgd)], directory=directory, options=options):

@@ -138,8 +138,7 @@ def test_a_forward_leaves_no_trace_and_others_get_their_own_rows(
     assert weights(one) == before
 
 
-def test_the_error_says_whose_task_it_was_and_where_but_holds_nothing_of_the_batch() -> None:
-    backend = fussy_backend()
+def test_the_error_says_whose_task_it_was_and_where_but_holds_nothing_of_the_batch(backend: ExpertBackend) -> None:
     x, _ = spoiled("forward", 2, 0)
     answers = backend.executor.forward([task(rows(1, 0)), task(x, client="ann")])
     error = answers[1]
@@ -150,8 +149,7 @@ def test_the_error_says_whose_task_it_was_and_where_but_holds_nothing_of_the_bat
     assert error.__traceback__ is None and error.__context__ is None
 
 
-def test_failures_leave_no_cycles_behind() -> None:
-    backend = fussy_backend()
+def test_failures_leave_no_cycles_behind(backend: ExpertBackend) -> None:
     good_x, g = rows(1, 0), rows(1, 1)
     bad_x, _ = spoiled("forward", 1, 0)
 

@@ -23,8 +23,7 @@ def send(backend: ExpertBackend, key: str, client: str | None = "ann", seed: int
     return backward(backend, seed, client=client, key=key, **more)
 
 
-def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again() -> None:
-    backend = fussy_backend()
+def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again(backend: ExpertBackend) -> None:
     first, joined = send(backend, "k"), send(backend, "k")
     work(backend)
     after = weights(backend)
@@ -37,15 +36,13 @@ def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again() -> No
     assert backend.backward_pool.statistics().joined == 3
 
 
-def test_a_key_belongs_to_its_client() -> None:
-    backend = fussy_backend()
+def test_a_key_belongs_to_its_client(backend: ExpertBackend) -> None:
     futures = [send(backend, "k", client) for client in ("ann", "bob", None)]
     assert len(answered(backend, *futures)) == len({id(future) for future in futures}) == 3
     assert (backend.records.statistics().keys, backend.backward_pool.statistics().joined) == (3, 0)
 
 
-def test_those_who_joined_may_give_up_without_hurting_each_other() -> None:
-    backend = fussy_backend()
+def test_those_who_joined_may_give_up_without_hurting_each_other(backend: ExpertBackend) -> None:
     first, joined = send(backend, "k"), send(backend, "k")
     assert first.cancel()
     work(backend)
@@ -58,15 +55,13 @@ def test_those_who_joined_may_give_up_without_hurting_each_other() -> None:
     assert backend.steps == 2
 
 
-def test_a_task_that_failed_may_be_sent_again_under_its_key() -> None:
-    backend = fussy_backend()
+def test_a_task_that_failed_may_be_sent_again_under_its_key(backend: ExpertBackend) -> None:
     bad = backend.backward_pool.submit_task(*spoiled_gradient(), client="ann", key="k")
     assert isinstance(*answered(backend, bad), GradientError)
     assert isinstance(*answered(backend, send(backend, "k")), list) and backend.steps == 1
 
 
-def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_afterwards() -> None:
-    backend = fussy_backend()
+def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_afterwards(backend: ExpertBackend) -> None:
     send(backend, "k")
     for _ in range(2):
         after = weights(backend)
@@ -204,8 +199,7 @@ def test_names_of_open_mini_batches_do_not_outlive_their_keys() -> None:
     assert [table.step_of("backward", "ann", key) for key in ("992", "999", "998")] == [None, 3, 1]
 
 
-def test_the_state_of_a_table_goes_into_another() -> None:
-    backend = fussy_backend()
+def test_the_state_of_a_table_goes_into_another(backend: ExpertBackend) -> None:
     sent = [send(backend, f"k{i}", seed=i) for i in range(3)]
     work(backend)
     assert isinstance(*answered(backend, send(backend, "o", mini_batch="m")), list)
@@ -277,8 +271,7 @@ def test_of_the_results_the_newest_are_saved_up_to_a_bound(size: int, monkeypatc
                 other.begin("backward", task)
 
 
-def test_under_lost_replies_every_step_is_taken_exactly_once() -> None:
-    backend = fussy_backend()
+def test_under_lost_replies_every_step_is_taken_exactly_once(backend: ExpertBackend) -> None:
     dice = random.Random(0)
     with Runtime([backend]):
         for number in range(60):

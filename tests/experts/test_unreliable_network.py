@@ -15,6 +15,7 @@ from torch import nn
 from benchmarks.experts.survive_steps import Trainers, counted, marks
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.faulty_proxy import FaultyProxy, NetworkFaults
+from weft.experts import ExpertBackend
 from weft.experts.client import GrpcTransport, LocalTransport, RemoteExpert, Retry, Transport
 from weft.experts.server import Server
 from weft.experts.wire import DeadlineError
@@ -159,8 +160,7 @@ def test_of_many_at_once_every_key_steps_once(seed: int) -> None:
     assert backend.steps == 120 and counted(weight, backend.steps).good and bool((weight == -1).all())
 
 
-def test_on_a_connection_that_fell_silent_a_call_ends_at_its_deadline() -> None:
-    backend = fussy_backend()
+def test_on_a_connection_that_fell_silent_a_call_ends_at_its_deadline(backend: ExpertBackend) -> None:
     with (
         Server([backend]) as server,
         FaultyProxy(server.address) as network,

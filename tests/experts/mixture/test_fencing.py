@@ -47,8 +47,7 @@ def test_calls_that_step_tell_the_largest_token_that_the_directory_has(experts: 
     assert seen == tokens and min(tokens.values()) > 0
 
 
-def test_an_answer_under_a_stale_fence_is_not_taken() -> None:
-    directory = LocalDirectory()
+def test_an_answer_under_a_stale_fence_is_not_taken(directory: LocalDirectory) -> None:
     lease = directory.declare(UID, "elsewhere:1", 60.0)
     with Server([expert(UID)]) as stale, Connections(directory) as connections:
         mixture = mixture_of(connections, retry=NEVER, accumulate=True)
@@ -65,8 +64,7 @@ def test_an_answer_under_a_stale_fence_is_not_taken() -> None:
             RemoteExpert(UID, connections, retry=NEVER)(rows(2, 0))
 
 
-def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_no() -> None:
-    directory = LocalDirectory()
+def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_no(directory: LocalDirectory) -> None:
     with (
         make(directory, expert(UID)) as old,
         make(directory, expert(UID)) as new,
@@ -83,8 +81,7 @@ def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_
         assert mixture.commit() == {UID: True} and backend_of(new, UID).steps == 2 == mixture.steps[UID]
 
 
-def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch() -> None:
-    directory = LocalDirectory()
+def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch(directory: LocalDirectory) -> None:
     first = make(directory, expert(UID))
     first.start()
     with make(directory, expert(UID)) as second, Connections(directory) as connections:

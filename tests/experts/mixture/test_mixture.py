@@ -472,8 +472,7 @@ def test_outputs_without_a_mean_are_refused() -> None:
         make(world)(numbers(2, WIDTH))
 
 
-def test_fresh_weights_in_place_of_trained_ones_are_told_and_may_be_an_error() -> None:
-    directory = LocalDirectory()
+def test_fresh_weights_in_place_of_trained_ones_are_told_and_may_be_an_error(directory: LocalDirectory) -> None:
 
     def step() -> None:
         mixture(torch.ones(2, 4)).sum().backward()

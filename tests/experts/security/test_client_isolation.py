@@ -191,8 +191,7 @@ def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
     assert isinstance(late, CommitError), "else a commit would apply a part of the mini-batch"
 
 
-def test_a_discard_reaches_gradients_that_still_wait_in_the_queue() -> None:
-    backend = fussy_backend()
+def test_a_discard_reaches_gradients_that_still_wait_in_the_queue(backend: ExpertBackend) -> None:
     waiting = backward(backend, client="ann", mini_batch="m")
     backend.discard("m", client="ann")
     assert isinstance(*answered(backend, waiting), CommitError) and backend.statistics().open_mini_batches == 0

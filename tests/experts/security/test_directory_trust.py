@@ -40,8 +40,7 @@ def test_no_token_leaves_without_tls_but_to_this_machine(address: str) -> None:
     GrpcTransport(address).close()  # there is none
 
 
-def test_no_token_goes_in_plain_text_to_an_address_of_the_directory() -> None:
-    directory = LocalDirectory()
+def test_no_token_goes_in_plain_text_to_an_address_of_the_directory(directory: LocalDirectory) -> None:
     directory.declare("fussy", "10.255.0.1:7070", ttl=60.0)
     with Connections(directory, token="s3cret") as connections:
         remote = RemoteExpert("fussy", connections, retry=NEVER, timeout=5.0)
@@ -204,11 +203,9 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         shim.chmod(0o700)
         real = shutil.which("etcdctl")
         options = f"--endpoints=https://localhost:{client} --cacert={folder}/ca.crt --cert={root} --key={root_key}"
-        ran = subprocess.run(
-            ["sh", str(DEPLOY / "etcd-users.sh")],
-            env={"ETCDCTL": f"{real} {options}" if real else str(shim), "PATH": "/usr/bin:/bin"},
-            **{"capture_output": True, "text": True, "timeout": 60, "check": False},
-        )
+        env = {"ETCDCTL": f"{real} {options}" if real else str(shim), "PATH": "/usr/bin:/bin"}
+        script = ["sh", str(DEPLOY / "etcd-users.sh")]
+        ran = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert ran.returncode == 0, ran.stderr
         yield f"localhost:{client}", f"localhost:{peer}", certificates
     finally:

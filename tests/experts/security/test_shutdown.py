@@ -25,8 +25,7 @@ def step(backend: ExpertBackend) -> None:
     backend.backward_pool.submit_task(rows(2, 0), rows(2, 1)).result(PATIENCE)
 
 
-def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(store: CheckpointStore) -> None:
     server = Server([fussy_backend()], checkpoints=store)
     with server, RawHttp2(server.address, window=0) as watcher, RemoteExpert("fussy", server.address) as remote:
         for _ in range(2):

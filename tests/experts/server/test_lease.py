@@ -69,8 +69,7 @@ def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginni
     assert task.last_failure is None
 
 
-def test_an_owner_stops_before_its_lease_ends_and_tells_how_late_renewals_were() -> None:
-    directory = LocalDirectory()
+def test_an_owner_stops_before_its_lease_ends_and_tells_how_late_renewals_were(directory: LocalDirectory) -> None:
     presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     assert presence.statistics() is None
     start = time.monotonic()

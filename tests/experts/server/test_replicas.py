@@ -41,8 +41,7 @@ def backward(key: str, token: int = 0, seed: int = 0) -> Call:
     return Call(header, [rows(2, seed), rows(2, seed + 1)])
 
 
-def test_a_follower_becomes_equal_to_its_owner_and_never_steps() -> None:
-    directory = LocalDirectory()
+def test_a_follower_becomes_equal_to_its_owner_and_never_steps(directory: LocalDirectory) -> None:
     with make(directory) as owner, make(directory, expert()) as follower, Connections(directory) as connections:
         assert (role(owner), role(follower)) == ("owner", "follower")
         remote = RemoteExpert("fussy", connections)
@@ -93,8 +92,7 @@ def test_a_replica_of_an_expert_that_another_server_lists_alone_is_refused(repli
         assert role(second) == "owner"
 
 
-def test_when_the_owner_dies_a_follower_takes_over_and_steps_no_key_twice() -> None:
-    directory = LocalDirectory()
+def test_when_the_owner_dies_a_follower_takes_over_and_steps_no_key_twice(directory: LocalDirectory) -> None:
     with make(directory) as first, make(directory, expert()) as second, Connections(directory) as connections:
         with LocalTransport(first.handler()) as transport:
             answer = transport.submit(backward("once"), PATIENCE).result(PATIENCE).tensors()
@@ -169,8 +167,7 @@ def test_an_owner_whose_lease_lapsed_refuses_to_step_and_answers_forwards() -> N
         assert backend_of(owner).steps == 3
 
 
-def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows() -> None:
-    directory = LocalDirectory()
+def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows(directory: LocalDirectory) -> None:
     cut = Cut(directory)
     with (
         make(cut) as old,
@@ -193,8 +190,7 @@ def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows() 
         assert weights(backend_of(old)) == weights(backend_of(new))
 
 
-def test_a_call_that_knows_of_a_newer_owner_is_refused_and_hurts_nobody_else() -> None:
-    directory = LocalDirectory()
+def test_a_call_that_knows_of_a_newer_owner_is_refused_and_hurts_nobody_else(directory: LocalDirectory) -> None:
     with make(directory) as server, LocalTransport(server.handler()) as transport:
         token = server.statistics().replicas["fussy"].token
         error = transport.submit(backward("x", token + 1), PATIENCE).exception(PATIENCE)
@@ -203,8 +199,7 @@ def test_a_call_that_knows_of_a_newer_owner_is_refused_and_hurts_nobody_else() -
         assert backend_of(server).steps == 1 and role(server) == "owner"
 
 
-def test_an_open_mini_batch_does_not_survive_its_owner_by_half() -> None:
-    directory = LocalDirectory()
+def test_an_open_mini_batch_does_not_survive_its_owner_by_half(directory: LocalDirectory) -> None:
     with make(directory) as first, make(directory, expert()) as second, Connections(directory) as connections:
         remote = RemoteExpert("fussy", connections, accumulate=True, timeout=PATIENCE)
         step(remote, 0)
@@ -241,8 +236,7 @@ def test_a_checkpoint_that_was_made_by_hand_is_led_from(tmp_path: Path) -> None:
         assert server.statistics().replicas["fussy"].failure == ""
 
 
-def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed() -> None:
-    directory = LocalDirectory()
+def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed(directory: LocalDirectory) -> None:
     with make(directory) as first, make(directory, expert()) as second:
         with LocalTransport(first.handler()) as transport:
             transport.submit(backward("a"), PATIENCE).result(PATIENCE)
@@ -253,8 +247,7 @@ def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed
             assert backend_of(again).steps == 1
 
 
-def test_a_state_of_another_kind_of_expert_is_told_and_nobody_owns_by_it() -> None:
-    directory = LocalDirectory()
+def test_a_state_of_another_kind_of_expert_is_told_and_nobody_owns_by_it(directory: LocalDirectory) -> None:
     quick = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=0.3)
     with make(directory) as first, make(directory, expert(optimizer=None), replicas=quick) as other:
         wait_until(lambda: "UsageError" in other.statistics().replicas["fussy"].failure)
@@ -267,15 +260,13 @@ def test_a_state_of_another_kind_of_expert_is_told_and_nobody_owns_by_it() -> No
         assert role(other) == "follower" and "fussy" not in directory.get().owners
 
 
-def test_a_state_beyond_the_limit_is_refused_before_it_is_held() -> None:
-    directory = LocalDirectory()
+def test_a_state_beyond_the_limit_is_refused_before_it_is_held(directory: LocalDirectory) -> None:
     small = ReplicaOptions(state_bytes=100, first_seconds=0.3)
     with make(directory), make(directory, expert(), replicas=small) as follower:
         wait_until(lambda: "state_bytes" in follower.statistics().replicas["fussy"].failure)
 
 
-def test_a_state_is_for_those_with_role_admin() -> None:
-    directory = LocalDirectory()
+def test_a_state_is_for_those_with_role_admin(directory: LocalDirectory) -> None:
     access = Access([Grant("peer", "*", Role.ADMIN), Grant("thief", "*", Role.TRAIN)], {"s": "peer", "t": "thief"})
     with make(directory, access=access) as owner:
         for token, fine in (("t", False), ("s", True)):

@@ -202,8 +202,7 @@ def test_an_expert_is_led_a_lease_after_its_directory_began_anew_and_says_so_til
         assert server.statistics().replicas["fussy"].failure == ""
 
 
-def test_a_link_that_is_closed_on_purpose_has_not_failed() -> None:
-    directory = LocalDirectory()
+def test_a_link_that_is_closed_on_purpose_has_not_failed(directory: LocalDirectory) -> None:
     with make(directory) as owner, make(directory, expert()) as follower:
         wait_until(lambda: follower.statistics().replicas["fussy"].behind == 0)
         keeper = follower._replication

@@ -34,8 +34,7 @@ def trained(server: Server, steps: int) -> None:
             remote(rows(3, step)).square().sum().backward()
 
 
-def test_it_goes_on_from_its_checkpoint_by_itself(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_it_goes_on_from_its_checkpoint_by_itself(store: CheckpointStore) -> None:
     first = fussy_backend()
     with Server([first], checkpoints=store) as server:
         trained(server, 3)
@@ -56,8 +55,7 @@ def test_even_the_first_weights_survive(tmp_path: Path) -> None:
     assert weights(first) == weights(second)
 
 
-def test_it_saves_now_and_then_what_has_stepped(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_it_saves_now_and_then_what_has_stepped(store: CheckpointStore, tmp_path: Path) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         trained(server, 2)
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
@@ -67,8 +65,7 @@ def test_it_saves_now_and_then_what_has_stepped(tmp_path: Path) -> None:
         assert server.checkpoint() == 0
 
 
-def test_a_disk_that_is_full_is_told_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path)
+def test_a_disk_that_is_full_is_told_and_stops_nothing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         full = OSError("no space left")
         monkeypatch.setattr(store._disk, "write", lambda *_: (_ for _ in ()).throw(full))
@@ -110,8 +107,7 @@ def test_an_expert_that_another_server_lists_is_refused_at_the_second_and_stays_
     directory.close()
 
 
-def test_a_server_in_the_place_of_one_that_died_waits_for_the_end_of_its_lease() -> None:
-    directory = LocalDirectory()
+def test_a_server_in_the_place_of_one_that_died_waits_for_the_end_of_its_lease(directory: LocalDirectory) -> None:
     directory.declare("fussy", "dead:1", 0.2)
     with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.5)) as server:
         assert directory.get().addresses("fussy") == (server.address,)
@@ -131,8 +127,7 @@ def test_of_two_servers_that_look_before_either_declares_none_stays_listed(monke
     directory.close()
 
 
-def test_experts_come_and_go_while_it_runs(tmp_path: Path) -> None:
-    directory = LocalDirectory()
+def test_experts_come_and_go_while_it_runs(directory: LocalDirectory, tmp_path: Path) -> None:
     with (
         Server([], directory=directory, checkpoints=CheckpointStore(tmp_path)) as server,
         LocalTransport(server.handler()) as transport,

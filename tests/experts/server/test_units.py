@@ -169,8 +169,7 @@ def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Pat
     assert torch.equal(repeated.result(0)[0], answer.result(0)[0]) and second.steps == 1
 
 
-def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(store: CheckpointStore, tmp_path: Path) -> None:
     first = HostedExpert(fussy_backend(), store, 1)
     first.restore()
     first.close()

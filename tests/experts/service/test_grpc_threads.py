@@ -24,8 +24,7 @@ def trained(remote: RemoteExpert) -> None:
 
 
 @pytest.mark.parametrize("how", ["address", "connections", "describe"])
-def test_a_closed_connection_leaves_no_thread(how: str) -> None:
-    directory = LocalDirectory()
+def test_a_closed_connection_leaves_no_thread(directory: LocalDirectory, how: str) -> None:
     with Server([fussy_backend()], directory=directory) as server:
         for _ in range(10):  # without waiting for them, one is left every other time
             before = set(threading.enumerate())

@@ -99,8 +99,7 @@ def test_a_module_that_hangs_hides_nothing() -> None:
         wait_until(lambda: seen(server)["experts"]["gate"]["forward_batches"] == 2)
 
 
-def test_the_directory_says_who_else_is_alive() -> None:
-    directory = LocalDirectory()
+def test_the_directory_says_who_else_is_alive(directory: LocalDirectory) -> None:
     options = ServerOptions(lease_seconds=0.3)
     with Server([layer("a")], directory=directory, panel=LOCAL, options=options) as server:
         with Server([layer("b"), layer("c")], directory=directory, options=options) as other:
@@ -112,8 +111,7 @@ def test_the_directory_says_who_else_is_alive() -> None:
     directory.close()
 
 
-def test_a_directory_that_is_away_is_told_and_who_was_there_is_still_shown() -> None:
-    directory = LocalDirectory()
+def test_a_directory_that_is_away_is_told_and_who_was_there_is_still_shown(directory: LocalDirectory) -> None:
     with Server([layer("a")], directory=directory, options=ServerOptions(lease_seconds=0.3), panel=LOCAL) as server:
         directory.close()
         wait_until(lambda: seen(server)["directory"]["away_seconds"])
