@@ -1,11 +1,7 @@
-"""A TCP proxy that behaves as bad networks do: it delays, stalls, cuts connections, and swallows what they carry.
+"""A TCP proxy that delays, stalls and cuts connections, or lets them go silent, by a seed.
 
-    client ──> proxy ──> server       every piece of bytes, in either direction, draws its fate:
-           <──       <──              late by a while    cut, perhaps in the middle    silent from now on
-
-Pieces are late each by itself, counted from when it came; but none overtakes another, as in any stream. A silent
-connection is half open: what is sent on it vanishes, and neither side is told, until ``silent_seconds`` are
-over. What befalls a connection depends on the seed, its number and how its bytes came in pieces.
+Pieces of bytes are late each by itself, but none overtakes another. A silent connection is half open: what is sent on
+it vanishes, and neither side is told, until ``silent_seconds`` are over.
 """
 
 import asyncio
@@ -14,7 +10,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 _PIECE = 1 << 16
 _FOR_EVER = float("inf")
@@ -23,12 +19,9 @@ _AHEAD = 64  # pieces that one direction may have under way
 
 @dataclass(frozen=True)
 class NetworkFaults:
-    """What happens to each piece of bytes.
-
-    ``late``: the mean of its delay in seconds, drawn from an exponential distribution. ``cut``, ``silent``: how likely
-    it is that its connection ends there, or goes silent. ``stall``: how likely it waits ``stall_seconds`` more.
-    ``least``: bytes that a piece must have to be counted, and to be what a connection ends or goes silent by. So calls
-    can be told from what HTTP/2 says to itself, and be lost as often as is wanted.
+    """``late``: the mean of a piece's delay in seconds, drawn from an exponential distribution. ``cut``, ``silent``: how
+    likely its connection ends there, or goes silent. ``stall``: how likely it waits ``stall_seconds`` more. ``least``:
+    bytes of a piece that is counted and may be lost, so that calls can be told from what HTTP/2 says to itself.
     """
 
     late: float = 0.0
@@ -49,10 +42,8 @@ NO_FAULTS = NetworkFaults()
 
 
 class FaultyProxy:
-    """A proxy to ``address`` (host:port). A context manager; ``network_faults`` may be set at any time.
-
-    ``connections``, ``cuts`` and ``silences`` count what has happened; ``asked`` the pieces that clients sent, and
-    ``lost`` those of either direction that never arrived.
+    """A proxy to ``address``; ``network_faults`` may be set at any time. It counts ``connections``, ``cuts``,
+    ``silences``, the pieces that clients sent (``asked``), and those of either direction that never arrived (``lost``).
     """
 
     def __init__(self, address: str, network_faults: NetworkFaults = NO_FAULTS, seed: int = 0) -> None:
@@ -101,10 +92,8 @@ class FaultyProxy:
             return
         link = _Link(self, writer, there)
         to = link.carry(reader, there, Random(f"{self._seed}/{number}/to"), asks=True)
-        ways = [
-            asyncio.create_task(to),
-            asyncio.create_task(link.carry(back, writer, Random(f"{self._seed}/{number}"))),
-        ]
+        back_again = link.carry(back, writer, Random(f"{self._seed}/{number}"))
+        ways = [asyncio.create_task(to), asyncio.create_task(back_again)]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -113,8 +102,7 @@ class FaultyProxy:
                 each.cancel()
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Bytes, and what was drawn for them when they came. ``due``: time of the loop."""
 
     data: bytes

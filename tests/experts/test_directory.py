@@ -327,9 +327,6 @@ def test_a_declaration_that_makes_no_sense_is_refused(
     assert len(case.directory.get()) == 0
 
 
-# Of the directory in this process: no thread, and snapshots that cost nothing twice.
-
-
 def test_a_snapshot_is_made_once_for_each_revision_and_lasts_while_the_directory_is_away() -> None:
     directory, threads = LocalDirectory(), threading.active_count()
     lease, watch = directory.declare("a", "x:1", 60.0), directory.watch()
@@ -348,9 +345,6 @@ def test_a_thousand_experts_are_found_in_a_millisecond_or_so(directory: LocalDir
         assert len(snapshot.search(f"ffn.{i}.")) == 32
     assert time.thread_time() - start < 0.1  # the type checks of the tests are in it
     directory.close()
-
-
-# Of etcd: time, other keys, members that are lost, certificates.
 
 
 WITHOUT_TIME = STEPS.filter(lambda step: step.what != "advance").map(

@@ -192,8 +192,6 @@ def test_bare_directories_and_addresses_that_never_change_do_as_well(server: Ser
             wrong(rows(1, 0))
 
 
-# A server in a process of its own.
-
 SERVE = """
 import sys, threading, torch
 torch.set_num_threads(1)

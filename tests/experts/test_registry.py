@@ -56,11 +56,7 @@ def test_the_bundled_layers_are_trained_like_any_other() -> None:
         ("ffn", {"hidden": -4, "inner": 0}, ["hidden", "inner"]),
         ("ffn", {"hidden": True}, ["hidden"]),
         ("transformer", {"hidden": 8, "heads": 0}, ["heads"]),
-        (
-            "transformer",
-            {"hidden": 0, "heads": -2, "inner": 0, "dropout": 2.0},
-            ["hidden", "heads", "inner", "dropout"],
-        ),
+        ("transformer", dict(hidden=0, heads=-2, inner=0, dropout=2.0), ["hidden", "heads", "inner", "dropout"]),
         ("transformer", {"hidden": 8, "dropout": float("nan")}, ["dropout"]),
     ],
 )

@@ -214,9 +214,6 @@ def test_who_wants_larger_batches_gets_them_and_equal_ones_agree() -> None:
     assert backend.statistics().forward_batches == 1
 
 
-# Evaluation.
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("budget", [None, BUDGET])
 @pytest.mark.parametrize("around", [lambda remote: remote, lambda remote: nn.Sequential(nn.Identity(), remote)])
@@ -253,9 +250,6 @@ def test_modes_share_no_batch_and_what_a_server_has_frozen_stays_so(dropout: flo
     (one, _, other) = [future.result(0)[0] for future in futures]
     assert backend.statistics().forward_batches == 2 and torch.equal(one, other)
     assert not norm.training and backend.module.get_submodule("dropout").training
-
-
-# Modules that draw where it is not to be seen at first.
 
 
 class Late(nn.Module):

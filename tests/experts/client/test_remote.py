@@ -303,9 +303,6 @@ def test_a_refused_gradient_is_an_error_and_no_step(fake: FakeTransport) -> None
     assert remote.describe().steps == 0
 
 
-# One step for many backwards.
-
-
 def test_accumulated_micro_batches_are_one_step(there: tuple[Server, Transport]) -> None:
     remote, twin = RemoteExpert("fussy", there[1], accumulate=True), fussy_backend().module
     optimizer = sgd(twin.parameters())
@@ -357,9 +354,6 @@ def test_a_mini_batch_with_a_failed_backward_is_not_committed(fake: FakeTranspor
     remote.discard()
     remote(rows(2, 0)).sum().backward()
     assert remote.commit() and remote.steps == 1
-
-
-# What is lost on the way.
 
 
 @pytest.mark.parametrize("lose", [["reply"], ["request"], ["reply", "request", "reply"]])
@@ -449,9 +443,6 @@ def test_an_exception_of_the_module_names_its_type(fake: FakeTransport) -> None:
     with pytest.raises(ExpertFailedError, match="in forward") as caught:
         RemoteExpert("fussy", fake)(x)
     assert caught.value.details["type"] == "Troubled"
-
-
-# Copies, and the end.
 
 
 def doubled(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.experts.concurrency import wait_until
 from weft.core.errors import SpecError, UsageError
 from weft.experts.client.retry import NEVER, FixedResolver, Retry, RetryingCaller
 from weft.experts.client.transport import TransportStatistics
@@ -164,26 +165,21 @@ def test_who_is_interrupted_has_the_call_cancelled() -> None:
     assert future.cancelled()
 
 
-def test_a_transport_that_never_answers_is_not_waited_for_longer() -> None:
-    start = time.monotonic()
+def test_a_transport_that_never_answers_is_waited_for_until_the_call_or_the_attempt_has_no_more_time() -> None:
     with pytest.raises(DeadlineError, match="script"):
         line(Scripted("never")).call(CALL, 0.1)
-    assert time.monotonic() - start < 20.0
-
-
-def test_an_attempt_may_be_given_less_time_than_the_call() -> None:
     transport = Scripted("never", "never")
-    assert line(transport, attempt_seconds=0.05).call(CALL, 5.0) is ANSWER and transport.calls == 3
+    assert line(transport, attempt_seconds=0.05).call(CALL, 60.0) is ANSWER and transport.calls == 3
 
 
 def test_closing_wakes_who_pauses() -> None:
     transport = Scripted(*[OverloadError("x") for _ in range(100)])
-    mine = RetryingCaller(FixedResolver(transport), Retry(first=60.0, longest=60.0))
-    threading.Timer(0.1, mine.closed.set).start()
-    start = time.monotonic()
+    mine = RetryingCaller(FixedResolver(transport), Retry(first=600.0, longest=600.0))
+    closing = threading.Thread(target=lambda: wait_until(lambda: transport.calls) or mine.closed.set())
+    closing.start()
     with pytest.raises((UsageError, OverloadError)):
-        mine.call(CALL, 90.0)
-    assert time.monotonic() - start < 30.0
+        mine.call(CALL, 900.0)
+    closing.join()
 
 
 @given(st.integers(1, 100), st.floats(0, 1), st.floats(1, 4), st.floats(1, 3))

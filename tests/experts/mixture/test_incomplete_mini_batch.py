@@ -119,9 +119,6 @@ def test_somebody_must_step_unless_zeros_are_allowed(experts: Experts) -> None:
         assert experts.steps() == {}
 
 
-# A commit that fails.
-
-
 def test_who_does_not_commit_in_time_is_left_out_and_its_sum_is_given_up(experts: Experts) -> None:
     mixture = experts.mixture(backward_timeout=1.0)
     twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
@@ -180,9 +177,6 @@ def test_an_interrupted_commit_may_be_called_again(experts: Experts) -> None:
         with pytest.raises(KeyboardInterrupt):
             mixture.commit()
     assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 1)
-
-
-# The sums of a mini-batch by themselves.
 
 
 def test_an_error_breaks_it_until_it_is_discarded_and_nothing_without_accumulation() -> None:

@@ -118,9 +118,6 @@ def test_a_follower_does_not_load_the_weights_of_whoever_claimed_first(authority
             assert victim.statistics().replicas["fussy"].received == 0
 
 
-# A real etcd with the manifests' settings.
-
-
 class Certificates:
     def __init__(self, folder: Path) -> None:
         self.folder, self.authority = folder, Authority("etcd-ca")

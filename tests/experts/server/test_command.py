@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.experts.concurrency import wait_until
-from tests.processes import python
+from tests.processes import SOURCE, python
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
@@ -30,7 +30,6 @@ from weft.experts.server.command import serve
 from weft.experts.server.config import build, parse_expert, read_config
 from weft.experts.wire import RemoteError
 
-ROOT = Path(__file__).parents[3]
 CONFIG = """
 address = "127.0.0.1:0"
 checkpoints = "{folder}"
@@ -94,12 +93,8 @@ def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered
     wrong = {"records": {"keys": 1}, "mini_batches": {"seconds": "x"}, "journal": {"max_files": 2}}
     with pytest.raises(UsageError) as caught:
         build({"experts": [{**table, **wrong}]})
-    told = (
-        "experts[0].records has 'keys'",
-        "experts[0].mini_batches.seconds is 'x'",
-        "experts[0].journal has no folder",
-    )
-    assert all(word in str(caught.value) for word in told), caught.value
+    told = ("records has 'keys'", "mini_batches.seconds is 'x'", "journal has no folder")
+    assert all(f"experts[0].{word}" in str(caught.value) for word in told), caught.value
 
 
 def test_an_expert_in_one_word() -> None:
@@ -152,13 +147,9 @@ def test_a_file_without_a_list_where_one_is_wanted_is_told_so_whatever_the_flags
 @pytest.fixture
 def process(tmp_path: Path) -> Any:
     words = ["--address", "127.0.0.1:0", "--checkpoints", str(tmp_path), "--optimizer", "SGD", "--lr", "1e-6"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "weft", "serve", "--expert", "f=ffn:hidden=8", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
+    words = [sys.executable, "-m", "weft", "serve", "--expert", "f=ffn:hidden=8", *words]
+    env, pipe = {**os.environ, "PYTHONPATH": str(SOURCE)}, subprocess.PIPE
+    child = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=env)
     yield child
     child.kill()
     child.communicate(timeout=20)

