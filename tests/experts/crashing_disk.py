@@ -1,5 +1,5 @@
-"""A disk in memory that forgets, at a crash, what was not synced: any subset of such names survives, in any order, and a
-file whose content was not synced holds any part of it, or rubbish of that length.
+"""A disk in memory that forgets, at a crash, what was not synced: any subset of such names survives, in any order, and
+a file whose content was not synced holds any part of it, or rubbish of that length.
 """
 
 import random

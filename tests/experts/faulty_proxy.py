@@ -19,8 +19,8 @@ _AHEAD = 64  # pieces that one direction may have under way
 
 @dataclass(frozen=True)
 class NetworkFaults:
-    """``late``: the mean of a piece's delay in seconds, drawn from an exponential distribution. ``cut``, ``silent``: how
-    likely its connection ends there, or goes silent. ``stall``: how likely it waits ``stall_seconds`` more. ``least``:
+    """``late``: the mean of a piece's delay in seconds, of an exponential distribution. ``cut``, ``silent``: how likely
+    its connection ends there, or goes silent. ``stall``: how likely it waits ``stall_seconds`` more. ``least``:
     bytes of a piece that is counted and may be lost, so that calls can be told from what HTTP/2 says to itself.
     """
 

@@ -21,7 +21,6 @@ from tests.experts.mixture.commit_cases import (
     step_here,
 )
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
-from weft import Pipe
 from weft.core.errors import UsageError
 from weft.experts.client import RemoteExpert, commit, discard
 from weft.experts.errors import MixtureCommitError, StepError, TooFewAnswersError
@@ -42,26 +41,6 @@ def test_micro_batches_are_one_step_of_each_expert(experts: Experts, switch: boo
         assert experts.steps() == dict.fromkeys(UIDS, turn + 1) == mixture.steps
     assert mixture.statistics().commits == 2 and not mixture.statistics().failed
     torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("executor", ["threads", "serial"])
-def test_a_stage_of_a_pipe_steps_once(checkpoint: Any, executor: Any) -> None:
-    with Experts() as experts, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        first, last = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
-        mixture = experts.mixture()
-        twin = nn.Sequential(copy.deepcopy(first), LocalMixture(experts, mixture), copy.deepcopy(last))
-        model = nn.Sequential(first, mixture, last)
-        pipe = Pipe(model, chunks=4, balance=[1, 1, 1], checkpoint=checkpoint, executor=executor)
-        x = numbers(16, WIDTH)
-        pipe(x).square().sum().backward()
-        assert len(experts.called(Kind.BACKWARD)) > len(UIDS)  # of several micro-batches
-        assert commit(pipe) == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
-        for mine, theirs in ((first, twin[0]), (last, twin[2]), (mixture.proj, twin[1].proj)):
-            torch.testing.assert_close(mine.weight.grad, theirs.weight.grad, rtol=0, atol=1e-10)
 
 
 def test_micro_batches_of_several_threads_are_one_step() -> None:

@@ -58,7 +58,7 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
 
 def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> None:
     now = [0.0]
-    directory = LocalDirectory(clock=lambda: now[0])
+    directory = Away(clock=lambda: now[0])
     presence = LeaseHeartbeat(directory, lambda: ["a", "b"], "here:1", 5.0)
     for _ in range(3):
         presence.turn()
@@ -66,9 +66,16 @@ def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> 
         assert directory.get().uids == ("a", "b")
     now[0] += 10.0
     assert directory.get().uids == ()
+    directory.away = True
+    with pytest.raises(AwayError):
+        presence.turn()
+    directory.away = False
     presence.turn()
     assert directory.get().uids == ("a", "b") == presence.listed
-    presence.withdraw()
+    for away in (False, True):
+        directory.away = away
+        presence.withdraw()
+    directory.away = False
     assert directory.get().uids == () == presence.listed
     presence.turn()
     assert directory.get().uids == ()
@@ -90,20 +97,6 @@ def test_heartbeat_follows_the_experts_without_a_gap() -> None:
         presence.turn()
         assert directory.get().uids == tuple(now)
     assert all("b" in each for each in seen[1:-1])  # at no moment is it not listed
-
-
-def test_heartbeat_survives_a_directory_that_is_away() -> None:
-    directory = Away()
-    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 5.0)
-    presence.turn()
-    directory.away = True
-    with pytest.raises(AwayError):
-        presence.turn()
-    directory.away = False
-    presence.turn()
-    assert directory.get().uids == ("a",)
-    directory.away = True
-    presence.withdraw()
 
 
 class Silent(LocalDirectory):
