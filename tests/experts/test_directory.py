@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.experts.concurrency import in_threads, wait_until
-from tests.experts.etcd_cases import Member, cluster, wait_for_port
+from tests.experts.etcd_cases import Member, cluster
 from tests.processes import forked
 from weft.core.errors import UsageError
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Snapshot
@@ -58,7 +58,6 @@ class Stretched(EtcdDirectory):
 @pytest.fixture(scope="module")
 def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
     with cluster(tmp_path_factory.mktemp("etcd")) as members:
-        wait_for_port(members[0].endpoint)
         yield members[0]
 
 
@@ -433,8 +432,6 @@ def test_a_member_that_accepts_and_is_silent_costs_its_share_of_the_timeout(memb
 
 def test_a_cluster_goes_on_without_any_one_member_and_watches_miss_nothing(tmp_path: Path) -> None:
     with cluster(tmp_path, members=3) as members:
-        for each in members:
-            wait_for_port(each.endpoint)
         with EtcdDirectory([each.endpoint for each in members], timeout=10.0) as directory:
             lease = directory.declare("a", "x:1", 60.0)
             mine = directory.claim("a", lease)
@@ -456,22 +453,19 @@ def test_a_cluster_goes_on_without_any_one_member_and_watches_miss_nothing(tmp_p
 
 
 def test_a_watch_serves_while_etcd_is_away_and_catches_up_after(tmp_path: Path) -> None:
-    with cluster(tmp_path) as (member,):
-        wait_for_port(member.endpoint)
-        with EtcdDirectory(member.endpoint, timeout=2.0) as directory:
-            lease = directory.declare("a", "x:1", 60.0)
-            with directory.watch() as watch:
-                member.kill()
-                wait_until(lambda: watch.away_seconds)
-                with pytest.raises(AwayError):
-                    directory.renew(lease)
-                assert watch.snapshot().uids == ("a",) and watch.away_seconds > 0
-                member.start()
-                wait_for_port(member.endpoint)
-                wait_until(lambda: not watch.away_seconds)
+    with cluster(tmp_path) as (member,), EtcdDirectory(member.endpoint, timeout=2.0) as directory:
+        lease = directory.declare("a", "x:1", 60.0)
+        with directory.watch() as watch:
+            member.kill()
+            wait_until(lambda: watch.away_seconds)
+            with pytest.raises(AwayError):
                 directory.renew(lease)
-                directory.declare("b", "x:1", 60.0)
-                wait_until(lambda: watch.snapshot().uids == ("a", "b"))
+            assert watch.snapshot().uids == ("a",) and watch.away_seconds > 0
+            member.start()
+            wait_until(lambda: not watch.away_seconds)
+            directory.renew(lease)
+            directory.declare("b", "x:1", 60.0)
+            wait_until(lambda: watch.snapshot().uids == ("a", "b"))
 
 
 @pytest.mark.parametrize(("before", "since"), [(20, 0), (0, 20)], ids=["smaller", "larger"])
@@ -482,22 +476,19 @@ def test_an_etcd_that_was_emptied_has_another_epoch_and_watches_see_what_it_hold
         for _ in range(count):
             directory.withdraw(directory.declare("else", "elsewhere:1", 60.0))
 
-    with cluster(tmp_path) as (member,):
-        wait_for_port(member.endpoint)
-        with EtcdDirectory(member.endpoint) as directory, directory.watch() as watch:
-            pass_by(directory, before)
-            old = directory.claim("a", directory.declare("a", "x:1", 60.0))
-            wait_until(lambda: watch.snapshot().owner("a") == old)
-            member.kill()
-            shutil.rmtree(tmp_path / "m0")
-            member.start()
-            wait_for_port(member.endpoint)
-            with EtcdDirectory(member.endpoint) as other:
-                pass_by(other, since)
-                lease = other.declare("b", "y:1", 60.0)
-                new = other.claim("b", lease)
-                assert epoch_of(new.token) != epoch_of(old.token)
-                wait_until(lambda: watch.snapshot().uids == ("b",) and watch.snapshot().owner("b") == new)
-                again = directory.claim("b", Lease(lease.number, ("b",), "y:1", 60.0))
-                assert later(again.token, new.token)
-                assert directory.get().owner("b") == again
+    with cluster(tmp_path) as (member,), EtcdDirectory(member.endpoint) as directory, directory.watch() as watch:
+        pass_by(directory, before)
+        old = directory.claim("a", directory.declare("a", "x:1", 60.0))
+        wait_until(lambda: watch.snapshot().owner("a") == old)
+        member.kill()
+        shutil.rmtree(tmp_path / "m0")
+        member.start()
+        with EtcdDirectory(member.endpoint) as other:
+            pass_by(other, since)
+            lease = other.declare("b", "y:1", 60.0)
+            new = other.claim("b", lease)
+            assert epoch_of(new.token) != epoch_of(old.token)
+            wait_until(lambda: watch.snapshot().uids == ("b",) and watch.snapshot().owner("b") == new)
+            again = directory.claim("b", Lease(lease.number, ("b",), "y:1", 60.0))
+            assert later(again.token, new.token)
+            assert directory.get().owner("b") == again

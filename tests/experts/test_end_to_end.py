@@ -1,7 +1,6 @@
 """Server and client together over gRPC: as a layer among others, under load, and when one of them dies."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.experts.concurrency import in_threads, wait_until
 from tests.experts.expert_cases import WIDTH, Fussy, X, close, fussy_backend, rows, seeded
+from tests.processes import ROOT, SOURCE
 from weft import Pipe
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
@@ -29,7 +29,6 @@ from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
 
-ROOT = Path(__file__).parents[2]
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -214,44 +213,23 @@ server.shutdown()
 
 
 class Child:
-    """A server process with one expert and checkpoints that are made when it is told to."""
-
     def __init__(self, folder: Path, address: str = "127.0.0.1:0") -> None:
         text = SERVE.format(root=str(ROOT), address=address, root_of_checkpoints=str(folder))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", text],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        )
-        self.address = self._line()
+        env, pipe = {**os.environ, "PYTHONPATH": str(SOURCE)}, subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-c", text], stdin=pipe, stdout=pipe, text=True, env=env)
+        assert self.process.stdout is not None and self.process.stdin is not None
+        self._input, self._output = self.process.stdin, self.process.stdout
+        self.address = self._output.readline().strip()
 
     def save(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("save\n")
-        self.process.stdin.flush()
-        assert self._line() == "1"
+        self._input.write("save\n")
+        self._input.flush()
+        assert self._output.readline().strip() == "1"
 
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(20)
-        self._close()
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(20)
-        self._close()
-
-    def _close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+    def end(self, kill: bool = False) -> None:
+        if kill:
+            self.process.kill()
+        self.process.communicate(timeout=60)
 
 
 def asking_until_it_fails(transport: GrpcTransport) -> "Future[BaseException]":
@@ -281,7 +259,7 @@ def test_a_server_that_is_killed_and_restarted_neither_loses_a_durable_step_nor_
         remote(x).sum().backward()
         assert (remote.steps, remote.durable_step) == (2, 1)  # the second step is not safe yet
         heard = asking_until_it_fails(transport)
-        child.kill()
+        child.end(kill=True)
         start = time.monotonic()
         assert isinstance(heard.result(20.0), LostError | UnreachableError)  # at once, and not at its deadline of 25 s
         assert isinstance(transport.submit(backward, 1.0).exception(20.0), UnreachableError)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.experts.concurrency import wait_until
-from tests.experts.etcd_cases import cluster, free_ports, wait_for_port
+from tests.experts.etcd_cases import cluster, free_ports
 from tests.experts.server.replica_cases import expert, make, role, same, step
 from tests.processes import SOURCE
 from weft.experts.client import Connections, RemoteExpert
@@ -40,10 +40,8 @@ optimizer = "Adam"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[tuple[str, EtcdDirectory]]:
-    with cluster(tmp_path / "etcd") as members:
-        wait_for_port(members[0].endpoint)
-        with EtcdDirectory(members[0].endpoint) as made:
-            yield members[0].endpoint, made
+    with cluster(tmp_path / "etcd") as members, EtcdDirectory(members[0].endpoint) as made:
+        yield members[0].endpoint, made
 
 
 def serving(folder: Path, etcd: str, ports: list[int], stack: ExitStack) -> "dict[str, subprocess.Popen[str]]":
@@ -102,7 +100,6 @@ def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
 @pytest.mark.long
 def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) -> None:
     with cluster(tmp_path) as (member,), ExitStack() as stack:
-        wait_for_port(member.endpoint)
         made = [stack.enter_context(EtcdDirectory(member.endpoint)) for _ in range(3)]
         for _ in range(50):  # so that tokens were larger before
             made[0].withdraw(made[0].declare("else", "elsewhere:1", 60.0))
@@ -115,7 +112,6 @@ def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) 
         member.kill()
         shutil.rmtree(tmp_path / "m0")
         member.start()
-        wait_for_port(member.endpoint)
         step(remote, 3)
         wait_until(lambda: connections.snapshot().owner("fussy") not in (None, before))
         assert connections.snapshot().revision < 50
