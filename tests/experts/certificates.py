@@ -12,8 +12,6 @@ from weft.experts.client import ClientTls
 
 
 class Authority:
-    """Signs certificates. ``pem`` is its own."""
-
     def __init__(self, name: str = "authority") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

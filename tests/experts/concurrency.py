@@ -46,7 +46,6 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
 
 
 def echo(tasks: Sequence[Task]) -> list[list[Tensor]]:
-    """Every task gets back what it brought."""
     return [list(task.tensors) for task in tasks]
 
 

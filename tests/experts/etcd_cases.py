@@ -16,8 +16,6 @@ WHERE = shutil.which("etcd")
 
 @dataclass
 class Member:
-    """One process."""
-
     endpoint: str
     command: list[str]
     process: "subprocess.Popen[bytes]"
@@ -66,7 +64,6 @@ def cluster(folder: Path, members: int = 1, client: Sequence[str] = (), scheme: 
 
 
 def wait_for_port(endpoint: str, seconds: float = 20.0) -> None:
-    """Until somebody listens there."""
     host, port = endpoint.split(":")
     end = time.monotonic() + seconds
     while True:

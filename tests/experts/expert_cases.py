@@ -80,7 +80,6 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer with a state that shows every step."""
     return torch.optim.Adam(parameters, lr=0.05)
 
 
@@ -98,7 +97,6 @@ def task(*tensors: Tensor, **more: Any) -> Task:
 
 
 def rows(count: int, seed: int, width: int = WIDTH) -> Tensor:
-    """Normal numbers."""
     return torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -119,7 +117,6 @@ def fingerprint(value: Any) -> list[Any]:
 
 
 def weights(backend: ExpertBackend) -> list[Any]:
-    """The bytes of all that training has made."""
     state = backend.state_dict()
     return fingerprint([state["module"], state["optimizer"], state["schedule"], state["steps"]])
 
@@ -133,7 +130,6 @@ def good(answers: Sequence[Answer]) -> list[list[Tensor]]:
 
 
 def spoiled_gradient() -> tuple[Tensor, Tensor]:
-    """A backward task whose gradient holds a NaN."""
     gradient = rows(2, 1)
     gradient[1, 2] = float("nan")
     return rows(2, 0), gradient
@@ -151,7 +147,6 @@ def work(backend: ExpertBackend) -> None:
 
 
 def backward(backend: ExpertBackend, seed: int = 0, size: int = 2, **more: Any) -> "Future[Results]":
-    """A task of so many rows, which waits."""
     return backend.backward_pool.submit_task(rows(size, seed), rows(size, seed + 50), **more)
 
 

@@ -33,7 +33,6 @@ class NetworkFaults:
     least: int = 0
 
     def delay(self, draw: Random) -> float:
-        """Seconds for one piece."""
         late = draw.expovariate(1 / self.late) if self.late else 0.0
         return late + self.stall_seconds * (draw.random() < self.stall)
 
@@ -112,8 +111,6 @@ class _Piece(NamedTuple):
 
 
 class _Link:
-    """One connection, to both sides."""
-
     def __init__(self, network: FaultyProxy, *ends: asyncio.StreamWriter) -> None:
         self._network, self._ends, self._silent = network, ends, False
         self._over = asyncio.Event()
@@ -169,7 +166,6 @@ class _Link:
             asyncio.get_running_loop().call_later(seconds, self.end)
 
     def end(self) -> None:
-        """Both sides hear of it."""
         self._over.set()
         for each in self._ends:
             each.transport.abort()

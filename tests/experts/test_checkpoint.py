@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.experts.concurrency import in_threads
 from tests.experts.crashing_disk import Crash, CrashingDisk
+from tests.processes import forked
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore, Disk, EncodedCheckpoint
 from weft.experts.errors import CheckpointError, DamagedError
@@ -356,11 +357,7 @@ def test_a_lock_ends_with_its_process_and_is_not_held_by_a_forked_child(tmp_path
     for handle in (writer, reader, began, begin):
         os.close(handle)
     os.waitpid(child, 0)
-    child = os.fork()
-    if child == 0:
-        CheckpointStore(tmp_path).lock(UID)
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert forked(lambda: CheckpointStore(tmp_path).lock(UID))
     CheckpointStore(tmp_path).lock(UID).release()
 
 

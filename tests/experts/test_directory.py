@@ -431,25 +431,28 @@ def test_a_member_that_accepts_and_is_silent_costs_its_share_of_the_timeout(memb
 
 
 def test_a_cluster_goes_on_without_any_one_member_and_watches_miss_nothing(tmp_path: Path) -> None:
-    with cluster(tmp_path, members=3) as members:
-        with EtcdDirectory([each.endpoint for each in members], timeout=10.0) as directory:
-            lease = directory.declare("a", "x:1", 60.0)
-            mine = directory.claim("a", lease)
-            with directory.watch() as watch:
-                begin, changed = directory._client.watch, threading.Event()
+    with (
+        cluster(tmp_path, members=3) as members,
+        EtcdDirectory([each.endpoint for each in members], timeout=10.0) as directory,
+        directory.watch() as watch,
+    ):
+        lease = directory.declare("a", "x:1", 60.0)
+        mine = directory.claim("a", lease)
+        wait_until(lambda: watch.snapshot().owner("a") == mine)
+        begin, changed = directory._client.watch, threading.Event()
 
-                def slowly(index: int, requests: Any) -> Any:
-                    changed.wait(20)  # what happens meanwhile must be seen as well
-                    return begin(index, requests)
+        def slowly(index: int, requests: Any) -> Any:
+            changed.wait(20)  # what happens meanwhile must be seen as well
+            return begin(index, requests)
 
-                directory._client.watch = slowly
-                members[directory._client.order()[0]].kill()
-                directory.declare("b", "x:1", 60.0)
-                directory.renew(lease)
-                newer = directory.claim("a", lease)
-                assert newer.token > mine.token
-                changed.set()
-                wait_until(lambda: watch.snapshot().uids == ("a", "b") and watch.snapshot().owner("a") == newer)
+        directory._client.watch = slowly
+        members[directory._client.order()[0]].kill()
+        directory.declare("b", "x:1", 60.0)
+        directory.renew(lease)
+        newer = directory.claim("a", lease)
+        assert newer.token > mine.token
+        changed.set()
+        wait_until(lambda: watch.snapshot().uids == ("a", "b") and watch.snapshot().owner("a") == newer)
 
 
 def test_a_watch_serves_while_etcd_is_away_and_catches_up_after(tmp_path: Path) -> None:

@@ -162,18 +162,12 @@ def test_both_sides_refuse_what_is_larger_than_the_limits(limits: Limits, told: 
         Limits(calls=0, axes=65)
 
 
-@pytest.mark.parametrize(
-    ("kind", "uid", "told"),
-    [
-        (Kind.FORWARD, "ffn.0", "the forward of expert 'ffn.0'"),
-        (Kind.BACKWARD, "ffn.0", "the backward of expert 'ffn.0'"),
-        (Kind.RESULT, "ffn.0", "the answer of expert 'ffn.0'"),
-        (Kind.RESULT, "", "one answer"),
-    ],
-)
-def test_who_sends_too_much_hears_whose_call_it_was_and_what_to_do(kind: Kind, uid: str, told: str) -> None:
-    with pytest.raises(LimitError, match=f"frame_bytes of {told}: .*, at most 100 are allowed; send fewer rows"):
-        encode([Call(Header(kind=kind, call_id=1, uid=uid), [torch.ones(30)])], Limits(frame_bytes=100))
+def test_who_sends_too_much_hears_whose_call_it_was_and_what_to_do() -> None:
+    names = {Kind.FORWARD: "the forward of", Kind.BACKWARD: "the backward of", Kind.RESULT: "the answer of"}
+    for kind, uid in [*((kind, "ffn.0") for kind in names), (Kind.RESULT, "")]:
+        told = f"{names[kind]} expert 'ffn.0'" if uid else "one answer"
+        with pytest.raises(LimitError, match=f"frame_bytes of {told}: .*, at most 100 are allowed; send fewer rows"):
+            encode([Call(Header(kind=kind, call_id=1, uid=uid), [torch.ones(30)])], Limits(frame_bytes=100))
 
 
 def test_a_frame_in_parts_is_the_frame() -> None:

@@ -179,6 +179,10 @@ def test_what_a_subclass_adds_is_state_as_of_any_module(fake: FakeTransport) -> 
         other.load_state_dict({name: each for name, each in one.state_dict().items() if name != "0.scale"})
 
 
+def scaled(by: float, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return by * output
+
+
 OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
     partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1, amsgrad=True),
@@ -445,15 +449,7 @@ def test_an_exception_of_the_module_names_its_type(fake: FakeTransport) -> None:
     assert caught.value.details["type"] == "Troubled"
 
 
-def doubled(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return 2 * output
-
-
-def pickled(module: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(module))
-
-
-COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, pickled]
+COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
 CONVERSIONS: list[Callable[[nn.Module], nn.Module]] = [
     *(lambda m, d=dtype: m.to(d) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
     lambda m: m.to("meta"),
@@ -472,15 +468,14 @@ def test_a_copy_is_as_its_original_was_made_and_converted(
     for mine, other in zip(model.modules(), again.modules(), strict=True):
         assert mine is not other and type(mine) is type(other) and mine.training == other.training
     for mine, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert mine is not other and (mine.dtype, mine.device, mine.requires_grad, mine.shape) == (
-            (other.dtype, other.device, other.requires_grad, other.shape)
-        )
+        found = [(each.dtype, each.device, each.requires_grad, each.shape) for each in (mine, other)]
+        assert mine is not other and found[0] == found[1]
 
 
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_computes_what_its_original_does(copied: Callable[[nn.Module], nn.Module]) -> None:
     with Server([fussy_backend(optimizer=sgd)]) as server, Calibrated("fussy", server.address) as remote:
-        remote.register_forward_hook(doubled)
+        remote.register_forward_hook(partial(scaled, 2.0))
         remote.note = ["mine"]
         again = copied(remote)
         assert isinstance(again, Calibrated) and again.note == remote.note and again.note is not remote.note

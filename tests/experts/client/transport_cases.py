@@ -72,7 +72,6 @@ def reached(way: str, *backends: ExpertBackend, **options: Any) -> Generator[tup
 
 
 def way_to(way: str, server: Server) -> Transport:
-    """One more transport to a server."""
     if way == "grpc":
         return GrpcTransport(server.address)
     return LocalTransport(server.handler()) if way == "local" else FakeTransport(server)

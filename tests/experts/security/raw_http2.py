@@ -16,8 +16,8 @@ Metadata = Sequence[tuple[str, str]]
 
 
 class RawHttp2:
-    """One connection. All waits end after `PATIENCE` seconds with ``TimeoutError``. ``window``: of flow control for what
-    the server sends, in bytes; with 0 no message of it ever leaves.
+    """One connection, whose waits end after `PATIENCE` seconds with ``TimeoutError``. ``window``: of flow control for
+    what the server sends, in bytes; with 0 no message of it ever leaves.
     """
 
     def __init__(self, address: str, *, window: int = 65_535, tls: ssl.SSLContext | None = None) -> None:
@@ -107,7 +107,6 @@ class RawHttp2:
         self.socket.sendall(self._h2.data_to_send())
 
     def close(self) -> None:
-        """Hang up, without a word."""
         self.socket.close()
 
     def __enter__(self) -> Self:

@@ -14,8 +14,6 @@ PATIENCE = 10.0
 
 
 class RawStream:
-    """One stream, spoken to in bytes."""
-
     def __init__(self, channel: Any, metadata: Sequence[tuple[str, str]] = ()) -> None:
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._call = channel.stream_stream(STREAM)(iter(self._queue.get, None), timeout=PATIENCE, metadata=metadata)
@@ -25,7 +23,6 @@ class RawStream:
             self._queue.put(message if isinstance(message, bytes) else encode([message]))
 
     def receive(self) -> list[Received]:
-        """The answers of the next frame."""
         return decode(next(self._call))
 
     def ended(self) -> Any:
@@ -38,7 +35,6 @@ class RawStream:
         return self._call.code()
 
     def finish(self) -> None:
-        """End this side."""
         self._queue.put(None)
 
     def close(self) -> None:
