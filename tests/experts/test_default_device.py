@@ -1,7 +1,4 @@
-"""A default device is where users' own tensors are made; what experts make for themselves lies where it always does.
-
-The meta device stands for any other: what wrongly lies there has no numbers, and says so.
-"""
+"""What experts make for themselves lies where it always does, whatever the default device; meta stands for any."""
 
 from collections.abc import Callable
 from typing import Any

@@ -37,10 +37,6 @@ def check_configuration(text: str) -> None:
         make_expert(entry["kind"], **entry["arguments"])
 
 
-def test_the_configuration_names_what_there_is() -> None:
-    check_configuration((DEPLOY / "experts.toml").read_text("utf-8"))
-
-
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     unit = ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
@@ -70,7 +66,9 @@ def test_systemd_rates_the_unit_as_well_confined() -> None:
 
 
 def test_the_configuration_reads_keys_as_credentials_that_the_unit_loads() -> None:
-    table = tomllib.loads((DEPLOY / "experts.toml").read_text("utf-8"))
+    text = (DEPLOY / "experts.toml").read_text("utf-8")
+    check_configuration(text)
+    table = tomllib.loads(text)
     where = f"/run/credentials/{UNIT.name}"
     loaded = re.findall(r"^LoadCredential=([^:]+):", UNIT.read_text("utf-8"), re.MULTILINE)
     read = {*table["tls"].values(), *table["directory_tls"].values()}

@@ -1,7 +1,4 @@
-"""What every directory does, whoever implements it: in this process, and in a real etcd; and what each does beyond.
-
-An etcd that is not installed is skipped. Its time is stretched, since its leases last whole seconds.
-"""
+"""What every directory does, in this process and in a real etcd, whose leases of whole seconds are stretched."""
 
 import os
 import random
@@ -165,9 +162,7 @@ def test_a_server_that_comes_back_replaces_its_own_claim_with_a_larger_token(cas
     assert case.directory.get().owner("a") == new
 
 
-def test_a_watch_follows_every_change_and_keeps_the_last_snapshot_when_it_or_the_directory_is_closed(
-    real: Directory,
-) -> None:
+def test_a_watch_follows_every_change_and_keeps_the_last_snapshot_when_it_is_closed(real: Directory) -> None:
     watch, other = real.watch("a"), real.watch()
     assert len(watch.snapshot()) == 0
     lease = real.declare(["a1", "b1"], "x:1", FOREVER)
@@ -318,7 +313,7 @@ def test_of_many_who_claim_at_once_one_wins_and_every_token_is_larger_than_the_l
         ("a", "x:1", float("inf"), "ttl is inf"),
     ],
 )
-def test_a_declaration_that_makes_no_sense_is_refused(
+def test_a_senseless_declaration_is_refused(
     case: Case, uids: str | list[str], address: str, ttl: float, told: str
 ) -> None:
     with pytest.raises(UsageError, match=told):
@@ -353,9 +348,7 @@ WITHOUT_TIME = STEPS.filter(lambda step: step.what != "advance").map(
 
 @settings(max_examples=10)
 @given(steps=st.lists(WITHOUT_TIME, min_size=5, max_size=30), prefix=st.sampled_from(["", "a"]))
-def test_snapshots_are_as_they_should_be_and_events_lead_from_one_to_the_next(
-    member: Member, steps: list[Step], prefix: str
-) -> None:
+def test_events_lead_from_one_right_snapshot_to_the_next(member: Member, steps: list[Step], prefix: str) -> None:
     model, leases, tokens = Model(), dict[int, Lease](), list[int]()
     with fresh(member) as directory, directory.watch(prefix) as watch:
         for step in steps:
@@ -378,9 +371,7 @@ def test_a_change_is_seen_within_100_ms(etcd: EtcdDirectory) -> None:
     assert min(late) < SOON  # the best of three: a busy machine only ever adds
 
 
-def test_more_experts_than_a_transaction_takes_are_declared_under_one_lease_of_whole_seconds(
-    etcd: EtcdDirectory,
-) -> None:
+def test_more_experts_than_a_transaction_takes_have_one_lease_of_whole_seconds(etcd: EtcdDirectory) -> None:
     lease = etcd.declare([f"e.{i}" for i in range(250)], "x:1", 59.2)
     assert lease.ttl == 60.0 and len(etcd.get("e.")) == 250
     etcd.withdraw(lease)
@@ -472,7 +463,7 @@ def test_a_watch_serves_while_etcd_is_away_and_catches_up_after(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("before", "since"), [(20, 0), (0, 20)], ids=["smaller", "larger"])
-def test_an_etcd_that_was_emptied_has_another_epoch_and_watches_see_what_it_holds_now(
+def test_an_emptied_etcd_has_another_epoch_and_watches_see_what_it_holds(
     before: int, since: int, tmp_path: Path
 ) -> None:
     def pass_by(directory: EtcdDirectory, count: int) -> None:

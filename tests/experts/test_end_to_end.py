@@ -75,9 +75,7 @@ class Calling(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_another_expert_answers_to_a_module_is_an_error_of_the_module_and_not_repeated(
-    server: Server, backward: bool
-) -> None:
+def test_what_another_expert_answers_to_a_module_is_an_error_of_the_module(server: Server, backward: bool) -> None:
     module = Calling()
     with (
         Server([ExpertBackend("outer", module, sgd, args_schema=(X,))]) as outer,
@@ -97,9 +95,7 @@ def test_what_another_expert_answers_to_a_module_is_an_error_of_the_module_and_n
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("executor", ["threads", "serial"])
-def test_a_stage_of_a_pipe_that_steps_once_and_is_not_asked_twice(
-    server: Server, checkpoint: Any, executor: Any
-) -> None:
+def test_a_stage_of_a_pipe_steps_once_and_is_not_asked_twice(server: Server, checkpoint: Any, executor: Any) -> None:
     with GrpcTransport(server.address) as transport:
         remote, local = RemoteExpert("fussy", transport, accumulate=True), seeded(Fussy)
         optimizer = sgd(local.parameters())

@@ -119,9 +119,7 @@ def test_others_and_the_expert_are_as_if_the_offender_had_never_come(
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(2, 4)), min_size=1, max_size=5), st.booleans(), st.booleans())
-def test_a_forward_leaves_no_trace_and_others_get_their_own_rows(
-    batch: list[tuple[bool, int]], dropout: bool, norm: bool
-) -> None:
+def test_a_forward_leaves_no_trace_in_others_rows(batch: list[tuple[bool, int]], dropout: bool, norm: bool) -> None:
     one, other = (fussy_backend(dropout=0.5 * dropout, norm=norm) for _ in range(2))
     before = weights(one)
     tasks = [task(spoiled("forward" if bad else "none", n, i)[0]) for i, (bad, n) in enumerate(batch)]

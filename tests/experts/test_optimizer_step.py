@@ -50,9 +50,7 @@ def scales(parameter: Tensor) -> None:
 
 @pytest.mark.parametrize("mini_batch", [False, True])
 @pytest.mark.parametrize("hooks", [[steps_itself], [scales, scales], [scales, steps_itself]])
-def test_hooks_of_parameters_are_called_once_a_step_with_their_whole_gradient(
-    hooks: list[Any], mini_batch: bool
-) -> None:
+def test_hooks_of_parameters_are_called_once_a_step_with_the_whole_gradient(hooks: list[Any], mini_batch: bool) -> None:
     backend = fussy_backend(optimizer=sgd)
     plain = copy.deepcopy(backend.module)
     for module in (backend.module, plain):
@@ -127,7 +125,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_
         (MOMENTUM, ["none", "dense", "dense"]),
     ],
 )
-def test_where_gradients_are_sparse_or_come_later_for_some_the_step_is_fused_no_more_and_right(
+def test_where_gradients_are_sparse_or_come_later_the_step_is_right_and_not_fused(
     factory: Any, steps: list[str]
 ) -> None:
     dense = torch.tensor([[0.0, 3.0], [0.0, -1.0]], dtype=torch.float64)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.experts.mixture.test_arguments import GOOD
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
 from weft.core.validation import LONGEST, Validator
@@ -28,16 +29,6 @@ from weft.experts.task_pool import PoolOptions, TaskPool
 from weft.experts.wire import Call, Header, Kind
 
 CALL = Call(Header(kind=Kind.FORWARD, call_id=1, uid="a"))
-TERMS: dict[str, Any] = {
-    "k_best": 2,
-    "k_min": 1,
-    "backward_k_min": 1,
-    "forward_timeout": 1.0,
-    "backward_timeout": 1.0,
-    "timeout_after_k_min": None,
-    "detect_anomalies": False,
-    "allow_zero_outputs": False,
-}
 
 
 def answers(tasks: Sequence[Task]) -> Sequence[Answer]:
@@ -56,12 +47,9 @@ def call(timeout: float) -> None:
         pending.close()
 
 
-MIXTURE_SECONDS = ("forward_timeout", "backward_timeout", "timeout_after_k_min")
-
-
 def mixture(name: str, seconds: Any) -> None:
     with Validator("invalid mixture options") as check:
-        MixtureOptions(**{**TERMS, name: seconds}).check(check)
+        MixtureOptions(**{**GOOD, name: seconds}).check(check)
 
 
 TIMES: dict[Callable[..., object], str] = {
@@ -81,7 +69,10 @@ def option(kind: Callable[..., object], name: str) -> Callable[[Any], object]:
 SECONDS: dict[str, Callable[[Any], object]] = {
     **{f"{kind.__name__}.{name}": option(kind, name) for kind, names in TIMES.items() for name in names.split()},
     "RemoteExpert.timeout": lambda s: RemoteExpert("a", "b:1", timeout=s).close(),
-    **{f"MixtureOptions.{name}": partial(mixture, name) for name in MIXTURE_SECONDS},
+    **{
+        f"MixtureOptions.{name}": partial(mixture, name)
+        for name in ("forward_timeout", "backward_timeout", "timeout_after_k_min")
+    },
     "GraphBudget.seconds": lambda s: GraphBudget(1, seconds=s),
     "declare.ttl": lambda s: LocalDirectory().declare("a", "b:1", s),
     "EtcdDirectory.timeout": etcd,
@@ -129,9 +120,7 @@ def test_options_of_another_type_are_refused_by_name(subtests: pytest.Subtests) 
                     options.__post_init__()
 
 
-def test_seconds_that_no_thread_can_wait_for_are_refused_by_name_and_the_longest_taken(
-    subtests: pytest.Subtests,
-) -> None:
+def test_seconds_that_no_thread_can_wait_are_refused_by_name_and_the_longest_taken(subtests: pytest.Subtests) -> None:
     for option, wait in SECONDS.items():
         with subtests.test(option=option):
             for seconds in (-1.0, float("inf"), float("nan"), 1e300):

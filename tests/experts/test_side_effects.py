@@ -1,7 +1,4 @@
-"""What a module changes besides its outputs can be undone, and a gradient is that of the forward that was seen.
-
-Also of modules that draw random numbers: of ``y = mask * x`` the gradient of the sum is the mask, which is ``y / x``.
-"""
+"""Effects of a forward can be undone, and a gradient is that of the forward that was seen: of a mask, ``y / x``."""
 
 import random
 import threading
@@ -142,9 +139,7 @@ def test_of_a_remote_expert(way: str, budget: GraphBudget | None, options: dict[
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_of_a_stage_of_a_pipe_which_lets_go_of_the_generator_while_it_waits(
-    way: str, checkpoint: Any, executor: Any
-) -> None:
+def test_of_a_stage_of_a_pipe_that_frees_the_generator_as_it_waits(way: str, checkpoint: Any, executor: Any) -> None:
     with reached(way, masking()) as (_, transport):
 
         def pipe(middle: nn.Module) -> Pipe:

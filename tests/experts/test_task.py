@@ -276,9 +276,7 @@ def test_after_each_wait_in_vain_twice_as_many_batches_do_not_wait(waits: int) -
     st.lists(st.floats(0.0, 3.0), min_size=1, max_size=6),
     st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.01, 0.05, 0.3])), min_size=1, max_size=2),
 )
-def test_whoever_calls_waiting_costs_little_where_it_does_not_pay(
-    pauses: list[float], stages: list[tuple[float, float]]
-) -> None:
+def test_waiting_costs_little_where_it_does_not_pay(pauses: list[float], stages: list[tuple[float, float]]) -> None:
     without, delayed = (simulated(pauses, stages, most, laps=400) for most in (0.0, 10.0))
     assert delayed.lap <= 1.5 * without.lap  # of 400 at random, 20 took more than 1.08 of it, and none 1.3
 

@@ -1,7 +1,4 @@
-"""Over a network that delays, cuts and swallows, every step happens once, and no call outlives its deadline.
-
-The proxy itself is tested first, for a proxy that passes everything would let every law hold.
-"""
+"""Over a network that delays, cuts and swallows, every step happens once, and no call outlives its deadline."""
 
 import socket
 import threading

@@ -1,7 +1,4 @@
-"""Frames: what goes in comes out, to the bit; and of what anybody may send, a frame or a WireError, nothing else.
-
-The fuzzing tries 10000 mutated frames, 100000 where CI is set, and as many as `WEFT_FUZZ=1000000` says.
-"""
+"""What goes in comes out, to the bit; of what anybody may send, a frame or a WireError. `WEFT_FUZZ=1000000` fuzzes."""
 
 import math
 import os

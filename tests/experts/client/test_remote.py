@@ -416,7 +416,7 @@ class SlowToTell:
         return self.within.submit(call, timeout)
 
 
-def test_the_first_call_has_one_deadline_with_the_question_before_it(
+def test_the_first_call_and_its_question_have_one_deadline(
     fake: FakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock().install(

@@ -102,9 +102,7 @@ class Slow(threading.Event):
 
 
 @pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
-def test_a_pause_that_took_all_the_time_left_does_not_hide_what_was_before_it(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pause_that_took_all_the_time_hides_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow()
     monkeypatch.setattr("weft.experts.client.retry.time", SimpleNamespace(monotonic=lambda: slow.now))
     mine = RetryingCaller(FixedResolver(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)

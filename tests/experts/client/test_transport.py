@@ -30,13 +30,8 @@ def forward(x: torch.Tensor, uid: str = "fussy") -> Call:
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def there(way: str) -> Iterator[tuple[Server, Transport]]:
-    with reached(way, fussy_backend()) as found:
+def there(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Transport]]:
+    with reached(request.param, fussy_backend()) as found:
         yield found
 
 
@@ -71,7 +66,7 @@ def test_every_caller_gets_its_own_answer(there: tuple[Server, Transport]) -> No
         (Call(Header(kind=Kind.COMMIT, call_id=0, uid="fussy")), UsageError),
     ],
 )
-def test_an_error_comes_as_itself_and_to_nobody_else(
+def test_an_error_comes_to_its_caller_alone(
     there: tuple[Server, Transport], call: Call, error: type[Exception]
 ) -> None:
     good = [there[1].submit(forward(rows(2, 0)), PATIENCE) for _ in range(2)]
@@ -123,7 +118,7 @@ def test_a_transport_that_nobody_holds_ends_its_threads(way: str) -> None:
         del transport  # the fixture that looks for threads does the rest
 
 
-@pytest.mark.parametrize("way", ["grpc", "local"])
+@pytest.mark.parametrize("there", ["grpc", "local"], indirect=True)
 def test_statistics_count_calls_and_errors(there: tuple[Server, Transport]) -> None:
     there[1].submit(forward(rows(2, 0)), PATIENCE).result(PATIENCE)
     there[1].submit(forward(rows(2, 0), "nobody"), PATIENCE).exception(PATIENCE)
@@ -131,9 +126,7 @@ def test_statistics_count_calls_and_errors(there: tuple[Server, Transport]) -> N
     assert (seen.calls, seen.answered, seen.waiting, dict(seen.failed)) == (2, 1, 0, {"UnknownExpertError": 1})
 
 
-def test_a_stream_that_is_never_opened_is_given_up_and_its_calls_were_not_executed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stream_that_never_opens_is_given_up_and_its_calls_were_not_executed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.client.stream.OPENING", 0.2)
     opened = threading.Event()
 

@@ -165,9 +165,7 @@ def only(mixture: RemoteMixtureOfExperts, *numbers: int) -> RemoteMixtureOfExper
     return mixture
 
 
-def assert_commit_is_a_step_here(
-    experts: Experts, mixture: RemoteMixtureOfExperts, model: nn.Module, *batches: Tensor
-) -> None:
+def assert_commit_steps(experts: Experts, mixture: RemoteMixtureOfExperts, model: nn.Module, *batches: Tensor) -> None:
     """All commit, and are then as those that are here after a step on these batches together."""
     assert mixture.commit() == ALL
     step_here(experts, model, *batches)

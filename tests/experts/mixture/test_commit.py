@@ -14,7 +14,7 @@ from tests.experts.mixture.commit_cases import (
     UIDS,
     Experts,
     LocalMixture,
-    assert_commit_is_a_step_here,
+    assert_commit_steps,
     assert_same_weights,
     only,
     run,
@@ -37,7 +37,7 @@ def test_micro_batches_are_one_step_of_each_expert(experts: Experts, switch: boo
         for part in x.split(5):
             run(mixture, part)
         assert experts.steps() == (dict.fromkeys(UIDS, turn) if turn else {})
-        assert_commit_is_a_step_here(experts, mixture, twin, x)
+        assert_commit_steps(experts, mixture, twin, x)
         assert experts.steps() == dict.fromkeys(UIDS, turn + 1) == mixture.steps
     assert mixture.statistics().commits == 2 and not mixture.statistics().failed
     torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-10)
@@ -48,7 +48,7 @@ def test_micro_batches_of_several_threads_are_one_step() -> None:
         mixture = experts.mixture()
         batches = [numbers(4, WIDTH, seed=seed) for seed in range(8)]
         list(pool.map(lambda x: run(mixture, x), batches))
-        assert_commit_is_a_step_here(experts, mixture, LocalMixture(experts, mixture), *batches)
+        assert_commit_steps(experts, mixture, LocalMixture(experts, mixture), *batches)
 
 
 def test_experts_that_were_not_touched_are_not_called_and_a_second_commit_calls_nobody(experts: Experts) -> None:
@@ -86,7 +86,7 @@ def test_a_lost_message_is_neither_a_second_step_nor_none(experts: Experts, lost
     experts.lose(Kind.COMMIT, "ffn.2", lost, lost)
     for part in x.split(8):
         run(mixture, part)
-    assert_commit_is_a_step_here(experts, mixture, twin, x)
+    assert_commit_steps(experts, mixture, twin, x)
     keys = [header.key for header in experts.headers if header.kind is Kind.COMMIT and header.uid == "ffn.2"]
     assert len(keys) == 3 and len(set(keys)) == 1 and experts.steps() == dict.fromkeys(UIDS, 1)
 
@@ -98,7 +98,7 @@ def test_discarded_gradients_are_not_applied(experts: Experts) -> None:
     mixture.discard()
     assert mixture.commit() == {} and experts.steps() == {}
     run(mixture, x)
-    assert_commit_is_a_step_here(experts, mixture, twin, x)
+    assert_commit_steps(experts, mixture, twin, x)
 
 
 @pytest.mark.parametrize("how", ["two", "of one name", "copy"])
@@ -110,7 +110,7 @@ def test_two_mixtures_do_not_mix_their_sums(experts: Experts, how: str) -> None:
     run(one, x[:8])
     run(other, numbers(16, WIDTH, seed=7))
     run(one, x[8:])
-    assert_commit_is_a_step_here(experts, one, twin, x)
+    assert_commit_steps(experts, one, twin, x)
     other.discard()
     assert other.commit() == one.commit() == {}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.experts.mixture.commit_cases import ALL, UIDS, Experts, LocalMixture, assert_commit_is_a_step_here, only, run
+from tests.experts.mixture.commit_cases import ALL, UIDS, Experts, LocalMixture, assert_commit_steps, only, run
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft.experts.client import NEVER
 from weft.experts.errors import CommitError, GradientError, MalformedError, MixtureCommitError, TooFewAnswersError
@@ -129,7 +129,7 @@ def test_who_does_not_commit_in_time_is_left_out_and_its_sum_is_given_up(experts
         module = experts.backends[uid].module
         experts.module_here(uid).load_state_dict(module.state_dict())
     run(mixture, x)
-    assert_commit_is_a_step_here(experts, mixture, twin, x)
+    assert_commit_steps(experts, mixture, twin, x)
 
 
 def test_where_all_must_step_a_commit_is_called_again_for_those_that_did_not(experts: Experts) -> None:

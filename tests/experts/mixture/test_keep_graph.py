@@ -14,7 +14,7 @@ from tests.experts.mixture.commit_cases import (
     UIDS,
     Experts,
     LocalMixture,
-    assert_commit_is_a_step_here,
+    assert_commit_steps,
     assert_same_weights,
     run,
     step_here,
@@ -107,7 +107,7 @@ def test_graphs_last_until_the_commit_of_their_mini_batch() -> None:
             losses = [mixture(part).square().sum() for part in x[4:].split(6)]
             for loss in reversed(losses):
                 loss.backward()
-            assert_commit_is_a_step_here(experts, mixture, twin, x)
+            assert_commit_steps(experts, mixture, twin, x)
         assert graphs(experts) == (0, len(experts.called(Kind.BACKWARD))) and experts.steps() == dict.fromkeys(UIDS, 2)
         torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-12)
 
@@ -126,9 +126,7 @@ def test_a_graph_that_is_older_than_a_step_is_made_again() -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("executor", ["threads", "serial"])
-def test_a_stage_of_a_pipe_steps_once_and_where_it_is_recomputed_asks_for_no_graph(
-    keep: bool, checkpoint: Any, executor: Any
-) -> None:
+def test_a_stage_of_a_pipe_steps_once_and_asks_for_no_useless_graph(keep: bool, checkpoint: Any, executor: Any) -> None:
     with Experts(keep_graphs=BUDGET) as experts, torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         first, last = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))

@@ -68,9 +68,7 @@ def test_what_fails_on_the_way_does_not_keep_the_rest_from_being_saved(
 
 
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
-def test_a_module_that_does_not_end_holds_up_neither_the_end_nor_the_others(
-    replicas: ReplicaOptions | None, tmp_path: Path
-) -> None:
+def test_a_module_that_does_not_end_holds_up_nothing_else(replicas: ReplicaOptions | None, tmp_path: Path) -> None:
     (gate, hung), store, directory = blocking_expert(), CheckpointStore(tmp_path), LocalDirectory()
     steady, options = fussy_backend("steady"), ServerOptions(drain_seconds=0.3)
     server = Server([hung, steady], checkpoints=store, directory=directory, replicas=replicas, options=options)

@@ -207,9 +207,7 @@ def test_faults_of_several_entries_are_told_together() -> None:
         ("import no_such_thing", "no_such_thing"),
     ],
 )
-def test_a_module_that_cannot_be_imported_says_why(
-    source: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_fails_says_why(source: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spoiled_kinds.py").write_text(source, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     text = refused({**GOOD, "imports": ["spoiled_kinds", "no.such.module"]})
@@ -244,9 +242,7 @@ def test_who_may_do_what_is_open_only_where_nothing_is_said_of_it() -> None:
         (["--expert", "a=ffn:hidden=8", "--address", "127.0.0.1:70000"], "address is '127.0.0.1:70000'"),
     ],
 )
-def test_misuse_of_the_command_line_ends_with_2(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misuse_of_the_command_ends_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["serve", *words])
     assert stop.value.code == 2 and said in capsys.readouterr().err

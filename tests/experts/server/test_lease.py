@@ -29,9 +29,7 @@ def test_a_renewal_does_not_wait_behind_a_look_at_the_directory(monkeypatch: pyt
         gate.set()
 
 
-def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now, pauses = [0.0], list[float]()
 
     class Waits(threading.Event):

@@ -59,9 +59,7 @@ def test_a_follower_becomes_equal_to_its_owner_and_never_steps(directory: LocalD
         assert f"follows {owner.address}" in shown(follower.status()) and "owner" in shown(owner.status())
 
 
-def test_only_what_the_patterns_name_is_a_replica_and_one_that_fits_nobody_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_only_what_the_patterns_name_is_a_replica_and_one_for_nobody_is_told(caplog: pytest.LogCaptureFixture) -> None:
     directory = LocalDirectory()
     with make(directory, expert(), expert("other"), replicas=ReplicaOptions(["oth*", "fnn.*"])) as server:
         assert list(server.statistics().replicas) == ["other"] and list(directory.get().owners) == ["other"]

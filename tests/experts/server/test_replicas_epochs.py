@@ -39,9 +39,7 @@ versions = st.builds(StateVersion, st.builds(token_of, st.sampled_from([NOW, BEF
 
 
 @given(st.lists(versions, min_size=1, max_size=4), small)
-def test_the_newest_state_is_the_same_one_in_whatever_order_they_are_looked_at(
-    found: list[StateVersion], now: int
-) -> None:
+def test_the_newest_state_is_the_same_one_in_whatever_order_one_looks(found: list[StateVersion], now: int) -> None:
     token, newest = token_of(NOW, 6 + now), set[StateVersion]()
     for order in permutations(found):
         best = order[0]

@@ -62,7 +62,7 @@ def serving(folder: Path, etcd: str, ports: list[int], stack: ExitStack) -> "dic
 
 
 @pytest.mark.long
-def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
+def test_training_goes_on_after_sigkill_and_sigterm_of_owners(
     tmp_path: Path, directory: tuple[str, EtcdDirectory]
 ) -> None:
     etcd, there = directory

@@ -138,9 +138,7 @@ def test_damaged_checkpoints_that_were_passed_over_are_told(tmp_path: Path, capl
         assert server.status()["failures"] == {} and caplog.text == ""
 
 
-def test_another_learning_rate_than_that_of_the_checkpoint_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_learning_rate_than_the_checkpoint_s_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = saved(tmp_path, optimizer=partial(Adam, lr=0.01, betas=(0.5, 0.9)))
     backend = expert(partial(Adam, lr=0.5))
     with caplog.at_level(logging.WARNING), Server([backend], checkpoints=store) as server:

@@ -138,9 +138,7 @@ def test_a_missing_or_wrong_token_is_refused_before_a_frame_is_read(by_token: Se
     assert by_token.audit.last()[-1].what == "STREAM"
 
 
-def test_a_forbidden_call_is_refused_before_its_tensors_are_made(
-    by_token: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forbidden_call_is_refused_before_tensors_are_made(by_token: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     original = frame_module.Received.tensors
 

@@ -58,11 +58,6 @@ def test_what_is_none_is_refused_by_all_who_take_addresses(subtests: pytest.Subt
             assert repr(address) in str(caught.value)
 
 
-def test_what_no_directory_would_list_is_not_advertised() -> None:
-    with pytest.raises(UsageError, match="advertise= and no directory"):
-        Server([], advertise="gpu-7:1")
-
-
 @pytest.mark.parametrize("host", WILD)
 def test_a_directory_lists_no_address_that_nobody_can_call(host: str) -> None:
     address = f"{host}:0"
@@ -74,6 +69,8 @@ def test_a_directory_lists_no_address_that_nobody_can_call(host: str) -> None:
     directory = LocalDirectory()
     with pytest.raises(UsageError, match="no address that others could call"):
         Server([], address=address, directory=directory)
+    with pytest.raises(UsageError, match="advertise= and no directory"):
+        Server([], advertise="gpu-7:1")
     if host in ("0.0.0.0", "[::]"):
         with Server(
             [make_expert("ffn", hidden=4).backend("f")], address=address, advertise="gpu-7:1", directory=directory

@@ -135,9 +135,7 @@ def test_a_bad_request_gets_its_status_and_harms_nobody(
     assert capfd.readouterr().err == ""  # a stranger cannot fill the log
 
 
-def test_an_error_is_told_by_its_kind_alone_and_hurts_nobody(
-    listening: Listening, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_is_told_by_kind_and_hurts_nobody(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)
     failures = [RuntimeError("secret")]
 
