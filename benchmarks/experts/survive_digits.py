@@ -7,7 +7,7 @@ As Ryabinin and Gusev tried hivemind's mixture ("Towards Crowdsourced Training .
 in either direction, is late by a time drawn from an exponential distribution.
 
 What a *loss* is: TCP loses nothing, it only delivers later, or never again. So one call in ten loses its request or its
-answer, as `BadNetwork` falls silent: that message vanishes, and all that its connection carries in the next seconds, in
+answer, as in `FaultyProxy`: that message vanishes, and all that its connection carries in the next seconds, in
 both directions; nobody is told. Then the connection ends, and the client has to find its way back over the slow
 network, which takes it two round trips. Messages that carry no tensors (pings, credit) are late but not lost: their
 number is not that of calls. How many were lost is counted, and said in the table.

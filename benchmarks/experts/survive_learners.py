@@ -23,7 +23,7 @@ from typing import TypeVar, cast
 import torch
 
 from benchmarks.experts.survive_model import GRID, WIDTH, Classifier, Labelled, accuracy, digit_expert, loss_of
-from tests.experts.bad_network import BadNetwork, Weather
+from tests.experts.faulty_proxy import FaultyProxy, NetworkFaults
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery import LocalDirectory
@@ -65,9 +65,9 @@ class Setting:
     after: float = 3.0
 
     @property
-    def weather(self) -> Weather:
+    def network_faults(self) -> NetworkFaults:
         """Of the network."""
-        return Weather(late=self.mean, silent=self.loss, silent_seconds=3 * self.mean, least=_LEAST)
+        return NetworkFaults(late=self.mean, silent=self.loss, silent_seconds=3 * self.mean, least=_LEAST)
 
 
 @dataclass
@@ -156,7 +156,9 @@ def _trained(setting: Setting, data: Sequence[Labelled], folder: str, *, bad: bo
         for journal in journals.values():
             stack.enter_context(journal)
         straight = [stack.enter_context(Server(each)).address for each in experts]
-        networks = [BadNetwork(each, setting.weather, seed=10 * seed + n) for n, each in enumerate(straight) if bad]
+        networks = [
+            FaultyProxy(each, setting.network_faults, seed=10 * seed + n) for n, each in enumerate(straight) if bad
+        ]
         ways = [stack.enter_context(each).address for each in networks] or straight
         found = Trained()
         learning = _Learning(found, setting, data, _directory(stack, uids, ways), seed)

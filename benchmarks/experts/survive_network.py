@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from benchmarks.experts.sleeper import Sleeper
 from benchmarks.experts.survive_common import Verdict, until
 from benchmarks.experts.survive_steps import UID, Applied, counted, marks, step_call
-from tests.experts.bad_network import CALM, BadNetwork, Weather
+from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
 from weft.experts import ExpertBackend
 from weft.experts.client import GrpcTransport, Retry
 from weft.experts.client.retry import FixedResolver, RetryingCaller
@@ -21,8 +21,8 @@ from weft.experts.server import Server
 from weft.experts.wire import Call, DeadlineError, Header, Kind, LostError, UnreachableError
 from weft.experts.wire.service import read_receipt
 
-ROUGH = Weather(late=0.005, cut=0.01, silent=0.005, silent_seconds=1.0, stall=0.01, stall_seconds=0.3)
-HURRY = Weather(late=0.05, cut=0.01, silent=0.01, silent_seconds=3.0, stall=0.05, stall_seconds=0.4)
+ROUGH = NetworkFaults(late=0.005, cut=0.01, silent=0.005, silent_seconds=1.0, stall=0.01, stall_seconds=0.3)
+HURRY = NetworkFaults(late=0.05, cut=0.01, silent=0.01, silent_seconds=3.0, stall=0.05, stall_seconds=0.4)
 RETRY = Retry(attempts=100_000, first=0.005, longest=0.1, attempt_seconds=2.0)
 LATE = 0.1
 """Seconds that a call may end after its deadline."""
@@ -102,11 +102,11 @@ def in_a_hurry(times: int) -> Verdict:
     )
 
 
-def _trained(weather: Weather, times: int, seconds: float) -> tuple[ExpertBackend, BadNetwork, _Trainers]:
+def _trained(network_faults: NetworkFaults, times: int, seconds: float) -> tuple[ExpertBackend, FaultyProxy, _Trainers]:
     backend = marks(times)
     with (
         Server([backend]) as server,
-        BadNetwork(server.address, weather, seed=13) as network,
+        FaultyProxy(server.address, network_faults, seed=13) as network,
         GrpcTransport(network.address) as transport,
     ):
         trainers = _Trainers(RetryingCaller(FixedResolver(transport), RETRY), times, seconds)
@@ -132,13 +132,13 @@ def silent(times: int) -> Verdict:
     failed = 0
     with Server([marks(8)]) as server:
         for _ in range(times):
-            with BadNetwork(server.address) as network, GrpcTransport(network.address) as transport:
+            with FaultyProxy(server.address) as network, GrpcTransport(network.address) as transport:
                 line, ask = (
                     RetryingCaller(FixedResolver(transport), RETRY),
                     Call(Header(kind=Kind.PING, call_id=0, uid=UID)),
                 )
                 line.call(ask, 30.0)
-                network.weather = Weather(silent=1.0)
+                network.network_faults = NetworkFaults(silent=1.0)
                 calming = threading.Thread(target=_calm_once_silent, args=(network,))
                 calming.start()
                 start = time.monotonic()
@@ -157,7 +157,7 @@ def silent(times: int) -> Verdict:
     )
 
 
-def _calm_once_silent(network: BadNetwork) -> None:
+def _calm_once_silent(network: FaultyProxy) -> None:
     """The next connection is to be a good one; the silent one stays silent."""
     until(lambda: network.silences > 0)
-    network.weather = CALM
+    network.network_faults = NO_FAULTS

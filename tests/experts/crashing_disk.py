@@ -1,8 +1,5 @@
-"""A disk in memory that forgets, at a crash, what was not synced.
-
-Two views of it: what a running program sees, and what a crash leaves. Between the two lie the changes that were
-not synced yet. At a crash any subset of the names survives, as real file systems may write them back in any order,
-and a file whose content was not synced holds any part of it, or rubbish of that length.
+"""A disk in memory that forgets, at a crash, what was not synced: any subset of such names survives, in any order, and
+a file whose content was not synced holds any part of it, or rubbish of that length.
 """
 
 import random

@@ -16,8 +16,6 @@ WHERE = shutil.which("etcd")
 
 @dataclass
 class Member:
-    """One process."""
-
     endpoint: str
     command: list[str]
     process: "subprocess.Popen[bytes]"
@@ -28,6 +26,7 @@ class Member:
 
     def start(self) -> None:
         self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for_port(self.endpoint)
 
 
 def free_ports(count: int) -> list[int]:
@@ -56,6 +55,8 @@ def cluster(folder: Path, members: int = 1, client: Sequence[str] = (), scheme: 
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         made.append(Member(f"127.0.0.1:{ports[i]}", command, process))
     try:
+        for member in made:
+            wait_for_port(member.endpoint)
         yield made
     finally:
         for member in made:
@@ -63,7 +64,6 @@ def cluster(folder: Path, members: int = 1, client: Sequence[str] = (), scheme: 
 
 
 def wait_for_port(endpoint: str, seconds: float = 20.0) -> None:
-    """Until somebody listens there."""
     host, port = endpoint.split(":")
     end = time.monotonic() + seconds
     while True:

@@ -1,13 +1,14 @@
 """Modules with awkward habits, and what several tests of experts need."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.task import Answer, Task
+from weft.experts.task import Answer, Results, Task
 
 WIDTH = 4
 X = TensorSpec((None, WIDTH), torch.float64)
@@ -79,7 +80,6 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer with a state that shows every step."""
     return torch.optim.Adam(parameters, lr=0.05)
 
 
@@ -97,7 +97,6 @@ def task(*tensors: Tensor, **more: Any) -> Task:
 
 
 def rows(count: int, seed: int, width: int = WIDTH) -> Tensor:
-    """Normal numbers."""
     return torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -118,7 +117,6 @@ def fingerprint(value: Any) -> list[Any]:
 
 
 def weights(backend: ExpertBackend) -> list[Any]:
-    """The bytes of all that training has made."""
     state = backend.state_dict()
     return fingerprint([state["module"], state["optimizer"], state["schedule"], state["steps"]])
 
@@ -132,7 +130,6 @@ def good(answers: Sequence[Answer]) -> list[list[Tensor]]:
 
 
 def spoiled_gradient() -> tuple[Tensor, Tensor]:
-    """A backward task whose gradient holds a NaN."""
     gradient = rows(2, 1)
     gradient[1, 2] = float("nan")
     return rows(2, 0), gradient
@@ -147,3 +144,13 @@ def work(backend: ExpertBackend) -> None:
             return
         pool = min(ready, key=lambda each: each[0])[1]
         pool.work(pool.take())
+
+
+def backward(backend: ExpertBackend, seed: int = 0, size: int = 2, **more: Any) -> "Future[Results]":
+    return backend.backward_pool.submit_task(rows(size, seed), rows(size, seed + 50), **more)
+
+
+def answered(backend: ExpertBackend, *futures: "Future[Results]") -> list[Any]:
+    """The results or errors of these, once all that waits is done."""
+    work(backend)
+    return [future.exception(0) or future.result(0) for future in futures]

@@ -8,16 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.experts.expert_cases import fussy_backend, rows, spoiled_gradient, weights, work
-from weft.core.errors import UsageError
+from tests.experts.expert_cases import answered, backward, fussy_backend, rows, spoiled_gradient, weights, work
 from weft.experts import ExpertBackend, Guards, Runtime, SumsOptions, TensorSpec
 from weft.experts.errors import CommitError, GradientError, OverloadError, StepError
 
 
 def add(backend: ExpertBackend, mini_batch: str, seed: int, size: int = 2, client: str = "ann", key: str | None = None):
-    return backend.backward_pool.submit_task(
-        rows(size, seed), rows(size, seed + 50), client=client, key=key, mini_batch=mini_batch
-    )
+    return backward(backend, seed, size, client=client, key=key, mini_batch=mini_batch)
+
+
+def is_commit_error(answer: object, words: str = "") -> bool:
+    return isinstance(answer, CommitError) and words in str(answer)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 3), st.booleans()), min_size=1, max_size=8))
@@ -49,29 +50,22 @@ def test_one_step_per_mini_batch_with_the_gradients_of_all_its_tasks(tasks: list
     assert backend.statistics().open_mini_batches == 0
 
 
-def test_a_commit_is_applied_once_and_closes_its_mini_batch() -> None:
-    backend = fussy_backend()
-    add(backend, "m", 0, key="k")
-    work(backend)
+def test_a_commit_is_applied_once_and_closes_its_mini_batch(backend: ExpertBackend) -> None:
+    answered(backend, added := add(backend, "m", 0, key="k"))
     assert backend.records.step_of("backward", "ann", "k") == 0
     first, joined = backend.commit("m", client="ann"), backend.commit("m", client="ann")
     work(backend)
     again = backend.commit("m", client="ann")
     assert [each.result(0)[0].item() for each in (first, joined, again)] == [1, 1, 1]
     assert backend.steps == 1 and backend.records.step_of("backward", "ann", "k") == 1
-    late = add(backend, "m", 1)
-    work(backend)
-    assert isinstance(late.exception(0), CommitError) and "was committed" in str(late.exception(0))
-    assert torch.equal(add(backend, "m", 0, key="k").result(0)[0], add(backend, "m", 0, key="k").result(0)[0])
+    assert is_commit_error(*answered(backend, add(backend, "m", 1)), "was committed")
+    assert torch.equal(add(backend, "m", 0, key="k").result(0)[0], added.result(0)[0])
 
 
-def test_a_mini_batch_belongs_to_its_client() -> None:
-    backend = fussy_backend()
-    add(backend, "m", 0, client="ann")
-    add(backend, "m", 1, client="bob")
-    wrong = backend.commit("m", client="eve")
-    work(backend)
-    assert isinstance(wrong.exception(0), CommitError)
+def test_a_mini_batch_belongs_to_its_client(backend: ExpertBackend) -> None:
+    for seed, client in enumerate(("ann", "bob")):
+        add(backend, "m", seed, client=client)
+    assert is_commit_error(*answered(backend, backend.commit("m", client="eve")))
     assert backend.statistics().open_mini_batches == 2
     assert backend.statistics().backward_batches == 2  # gradients of two sums do not share a batch
 
@@ -80,100 +74,59 @@ def test_a_commit_does_not_overtake_what_was_sent_before_it() -> None:
     backend = fussy_backend(min_batch_size=100, timeout=60.0)
     with Runtime([backend]):
         added = add(backend, "m", 0)
-        committed = backend.commit("m", client="ann")
-        assert committed.result(30)[0].item() == 1 and added.done()
+        assert backend.commit("m", client="ann").result(30)[0].item() == 1 and added.done()
 
 
 def test_a_sum_that_the_guards_refuse_is_dropped_and_may_be_built_again() -> None:
     backend = fussy_backend(guards=Guards(max_norm=1e6))
     before = weights(backend)
     bad = backend.backward_pool.submit_task(*spoiled_gradient(), client="ann", key="b", mini_batch="m")
-    fine = add(backend, "m", 0, key="g")
-    work(backend)
-    assert isinstance(bad.exception(0), GradientError) and fine.result(0)
+    refused, fine = answered(backend, bad, add(backend, "m", 0, key="g"))
+    assert isinstance(refused, GradientError) and isinstance(fine, list)
     backend.executor.mini_batches[("ann", "m")].total.totals[0] = torch.full((8, 4), 1e9, dtype=torch.float64)
-    committed = backend.commit("m", client="ann")
-    work(backend)
-    assert isinstance(committed.exception(0), GradientError)
+    assert isinstance(*answered(backend, backend.commit("m", client="ann")), GradientError)
     assert weights(backend) == before and backend.statistics().open_mini_batches == 0
     assert backend.records.step_of("backward", "ann", "g") is None
     add(backend, "m", 0, key="g")
-    committed = backend.commit("m", client="ann")
-    work(backend)
-    assert committed.result(0) and backend.steps == 1
+    assert answered(backend, backend.commit("m", client="ann")) and backend.steps == 1
 
 
-def test_open_mini_batches_are_few_and_do_not_stay_for_ever() -> None:
-    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=1, seconds=0.05))
-    add(backend, "a", 0, key="k")
-    work(backend)
-    second = add(backend, "b", 0)
-    work(backend)
-    assert isinstance(second.exception(0), OverloadError)
-    backend.executor.mini_batches[("ann", "a")].touched -= 1.0
-    assert backend.statistics().open_mini_batch_bytes == 0
-    assert backend.records.step_of("backward", "ann", "k") is None
-    third = add(backend, "b", 0)
-    late = add(backend, "a", 1)
-    work(backend)
-    assert third.result(0)
-    assert isinstance(late.exception(0), CommitError), "else a commit would apply the second half of it"
-
-
-def test_a_mini_batch_that_is_given_up_makes_room_and_takes_nothing_that_comes_late() -> None:
-    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=1))
-    add(backend, "a", 0, key="k")
-    work(backend)
-    backend.discard("a", client="ann")
-    backend.discard("a", client="bob")
-    other, late = add(backend, "b", 0), add(backend, "a", 1)
-    work(backend)
-    assert other.result(0) and isinstance(late.exception(0), CommitError)
-    committed = backend.commit("b", client="ann")
-    work(backend)
-    assert committed.result(0) and backend.steps == 1
+@pytest.mark.parametrize("how", ["grows old", "is discarded"])
+def test_open_mini_batches_are_few_and_what_is_given_up_makes_room_and_takes_nothing_that_comes_late(how: str) -> None:
+    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=1, seconds=60.0))
+    answered(backend, add(backend, "a", 0, key="k"))
+    assert isinstance(*answered(backend, add(backend, "b", 0)), OverloadError)
+    if how == "grows old":
+        backend.executor.mini_batches[("ann", "a")].touched -= 61.0
+        assert backend.statistics().open_mini_batch_bytes == 0
+    else:
+        backend.discard("a", client="ann")
+        backend.discard("a", client="bob")
+    other, late = answered(backend, add(backend, "b", 0), add(backend, "a", 1))
+    assert isinstance(other, list) and is_commit_error(late), "else a commit would apply the second half of it"
+    assert answered(backend, backend.commit("b", client="ann"))[0][0].item() == 1 == backend.steps
     assert backend.records.step_of("backward", "ann", "k") is None
 
 
-def test_a_sum_does_not_go_on_after_other_weights_were_loaded() -> None:
-    backend = fussy_backend()
-    add(backend, "m", 0)
-    work(backend)
+def test_a_sum_does_not_go_on_after_other_weights_were_loaded_or_layers_frozen(backend: ExpertBackend) -> None:
+    answered(backend, add(backend, "m", 0))
     backend.load_state_dict(backend.state_dict())
-    late = add(backend, "m", 1)
-    work(backend)
-    assert isinstance(late.exception(0), CommitError)
-
-
-def test_layers_that_are_frozen_in_between_are_told() -> None:
-    backend = fussy_backend()
-    add(backend, "m", 0)
-    work(backend)
+    assert is_commit_error(*answered(backend, add(backend, "m", 1)))
+    answered(backend, add(backend, "n", 0))
     next(backend.module.parameters()).requires_grad_(False)
-    late = add(backend, "m", 1)
-    work(backend)
-    assert isinstance(late.exception(0), CommitError) and "frozen" in str(late.exception(0))
+    assert is_commit_error(*answered(backend, add(backend, "n", 1)), "frozen")
 
 
 def test_an_optimizer_that_raises_on_a_commit_is_told_and_the_sum_is_gone() -> None:
-    backend = fussy_backend()
-    add(backend, "m", 0, key="k")
-    work(backend)
-
     def fails() -> None:
         raise ZeroDivisionError("mine")
 
+    backend = fussy_backend()
+    add(backend, "m", 0, key="k")
     backend.apply_gradients = fails  # type: ignore[method-assign]
-    committed = backend.commit("m", client="ann")
-    work(backend)
-    assert isinstance(committed.exception(0), StepError)
+    assert isinstance(*answered(backend, backend.commit("m", client="ann")), StepError)
     assert backend.steps == 0 and backend.statistics().open_mini_batches == 0
     assert backend.records.step_of("backward", "ann", "k") is None
-
-
-def test_bounds_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(UsageError, match="mini_batches is 0"):
-        SumsOptions(mini_batches=0)
 
 
 def test_sums_of_sparse_gradients_are_counted_and_committed() -> None:
@@ -187,7 +140,5 @@ def test_sums_of_sparse_gradients_are_counted_and_committed() -> None:
         work(backend)
         held, row = backend.statistics().open_mini_batch_bytes, 4 * 8 + 8
         assert held in range(2 * row, 3 * parts * row + 1, row), "values and indices, coalesced or not"
-    committed = backend.commit("m", client="ann")
-    work(backend)
-    assert committed.result(0) and backend.statistics().open_mini_batch_bytes == 0
+    assert answered(backend, backend.commit("m", client="ann")) and backend.statistics().open_mini_batch_bytes == 0
     torch.testing.assert_close((before - module.weight).sum(1)[[0, 1, 3]], torch.tensor([0.0, 4.0, 8.0]).double())

@@ -1,7 +1,4 @@
-"""A default device is where users' own tensors are made; what experts make for themselves lies where it always does.
-
-The meta device stands for any other: what wrongly lies there has no numbers, and says so.
-"""
+"""What experts make for themselves lies where it always does, whatever the default device; meta stands for any."""
 
 from collections.abc import Callable
 from typing import Any
@@ -91,23 +88,16 @@ def test_experts_are_called_and_served_the_same_under_any_default_device(life: s
 
 def test_what_was_found_under_a_default_device_serves_without_it() -> None:
     with Experts() as experts:
-        mixture, other = experts.mixture(), experts.mixture()
-        x = given()
-        with torch.device("meta"), torch.no_grad():
-            mixture(x)
-        assert torch.equal(mixture(x), other(x))
-        with torch.device("meta"), torch.no_grad():
-            assert torch.equal(mixture(x), other(x))
-
-
-def test_zeros_for_nobody_are_where_answers_would_be() -> None:
-    with Experts() as experts:
-        mixture = experts.mixture(allow_zero_outputs=True, k_min=1)
-        mixture(given())
+        mixture, other = experts.mixture(allow_zero_outputs=True, k_min=1), experts.mixture()
+        for first in (True, False):
+            with torch.device("meta"), torch.no_grad():
+                y = mixture(given())
+            assert first or torch.equal(y, other(given()))
+            assert torch.equal(mixture(given()), other(given()))
         for lease in experts.leases.values():
             experts.directory.withdraw(lease)
         with torch.device("meta"):
-            y = mixture(given())
+            y = mixture(given())  # zeros for nobody are where answers would be
         assert not y.any() and y.shape == (16, WIDTH)
 
 

@@ -20,7 +20,6 @@ UNIT = DEPLOY / "systemd" / "weft-experts.service"
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """What a manifest says; the test is skipped without PyYAML."""
     yaml = pytest.importorskip("yaml", reason="there is no PyYAML here, which reads the manifests")
     return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text("utf-8")))
 
@@ -36,10 +35,6 @@ def check_configuration(text: str) -> None:
     for entry in table["experts"]:
         assert entry["kind"] in expert_kinds()
         make_expert(entry["kind"], **entry["arguments"])
-
-
-def test_the_configuration_names_what_there_is() -> None:
-    check_configuration((DEPLOY / "experts.toml").read_text("utf-8"))
 
 
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
@@ -71,7 +66,9 @@ def test_systemd_rates_the_unit_as_well_confined() -> None:
 
 
 def test_the_configuration_reads_keys_as_credentials_that_the_unit_loads() -> None:
-    table = tomllib.loads((DEPLOY / "experts.toml").read_text("utf-8"))
+    text = (DEPLOY / "experts.toml").read_text("utf-8")
+    check_configuration(text)
+    table = tomllib.loads(text)
     where = f"/run/credentials/{UNIT.name}"
     loaded = re.findall(r"^LoadCredential=([^:]+):", UNIT.read_text("utf-8"), re.MULTILINE)
     read = {*table["tls"].values(), *table["directory_tls"].values()}
@@ -103,17 +100,11 @@ def test_the_pods_of_a_manifest_are_confined(name: str) -> None:
     assert policy["podSelector"]["matchLabels"] == template["metadata"]["labels"]
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
     assert all(rule.get("from") for rule in policy["ingress"]), "a rule without `from` lets everybody in"
-
-
-@pytest.mark.parametrize("name", ["etcd.yaml", "experts.yaml"])
-def test_a_manifest_fits_together(name: str) -> None:
-    found = {document["kind"]: document for document in documents(name)}
+    # and all its parts fit together
     assert all({"apiVersion", "kind", "metadata"} <= document.keys() for document in found.values())
-    workload, service = found["StatefulSet"]["spec"], found["Service"]
-    labels = workload["template"]["metadata"]["labels"]
+    workload, service, labels = found["StatefulSet"]["spec"], found["Service"], template["metadata"]["labels"]
     assert workload["serviceName"] == service["metadata"]["name"]
     assert labels == workload["selector"]["matchLabels"] == service["spec"]["selector"]
-    pod = workload["template"]["spec"]
     volumes = {each["name"] for each in pod["volumes"]}
     volumes |= {each["metadata"]["name"] for each in workload["volumeClaimTemplates"]}
     ports = {each["name"]: each["containerPort"] for each in pod["containers"][0]["ports"]}
@@ -133,7 +124,6 @@ def test_the_configuration_of_a_pod_names_what_there_is() -> None:
 
 
 def found_members() -> list[str]:
-    """The names of the members that the manifest of etcd starts."""
     workload = next(each for each in documents("etcd.yaml") if each["kind"] == "StatefulSet")
     return [f"{workload['metadata']['name']}-{i}" for i in range(workload["spec"]["replicas"])]
 

@@ -1,14 +1,12 @@
 """Server and client together over gRPC: as a layer among others, under load, and when one of them dies."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.experts.concurrency import in_threads, wait_until
 from tests.experts.expert_cases import WIDTH, Fussy, X, close, fussy_backend, rows, seeded
-from tests.experts.waiting import until
+from tests.processes import ROOT, SOURCE
 from weft import Pipe
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
@@ -27,12 +26,9 @@ from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert,
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, StepsLostWarning
 from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
 
-pytestmark = pytest.mark.timeout(60)
-ROOT = Path(__file__).parents[2]
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -43,7 +39,6 @@ def server() -> Iterator[Server]:
 
 
 def around(middle: nn.Module) -> nn.Sequential:
-    """Layers of this process before and after one of another."""
     first, last = (seeded(lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.float64), seed) for seed in (1, 2))
     return nn.Sequential(first, middle, last)
 
@@ -80,9 +75,7 @@ class Calling(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_another_expert_answers_to_a_module_is_an_error_of_the_module_and_not_repeated(
-    server: Server, backward: bool
-) -> None:
+def test_what_another_expert_answers_to_a_module_is_an_error_of_the_module(server: Server, backward: bool) -> None:
     module = Calling()
     with (
         Server([ExpertBackend("outer", module, sgd, args_schema=(X,))]) as outer,
@@ -102,9 +95,7 @@ def test_what_another_expert_answers_to_a_module_is_an_error_of_the_module_and_n
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("executor", ["threads", "serial"])
-def test_a_stage_of_a_pipe_that_steps_once_and_is_not_asked_twice(
-    server: Server, checkpoint: Any, executor: Any
-) -> None:
+def test_a_stage_of_a_pipe_steps_once_and_is_not_asked_twice(server: Server, checkpoint: Any, executor: Any) -> None:
     with GrpcTransport(server.address) as transport:
         remote, local = RemoteExpert("fussy", transport, accumulate=True), seeded(Fussy)
         optimizer = sgd(local.parameters())
@@ -155,19 +146,14 @@ def test_clients_share_batches_and_every_backward_steps_once(server: Server) -> 
             for turn in range(4):
                 remote(rows(2, seed + turn)).sum().backward()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(6))
     seen = server.statistics().experts["fussy"]
     backward = seen.pools["fussy.backward"]
     assert backward.answered == 24 and seen.steps == backward.batches <= 24
-    until(lambda: not server.statistics().calls)  # the last answers may still be on their way out
+    wait_until(lambda: not server.statistics().calls)  # the last answers may still be on their way out
 
 
-def test_experts_of_a_directory_are_found_and_found_elsewhere() -> None:
-    directory = LocalDirectory()
+def test_experts_of_a_directory_are_found_and_found_elsewhere(directory: LocalDirectory) -> None:
     options = ServerOptions(lease_seconds=0.6)
     with Connections(directory) as connections:
         with Server([fussy_backend(optimizer=sgd)], directory=directory, options=options):
@@ -185,83 +171,21 @@ def test_experts_of_a_directory_are_found_and_found_elsewhere() -> None:
             other.shutdown()
 
 
-def test_bare_directories_do_as_well(server: Server) -> None:
-    with directory_of(server) as directory:
-        (remote,) = create_remote_experts(["fussy"], directory)
-        assert remote is not None
-        remote(rows(2, 0)).sum().backward()
-        assert remote.steps == 1
-
-
-def test_addresses_that_never_change_need_no_directory(server: Server) -> None:
-    addresses = {"fussy": server.address}
+def test_bare_directories_and_addresses_that_never_change_do_as_well(server: Server) -> None:
+    addresses, directory = {"fussy": server.address}, LocalDirectory()
+    directory.declare(server.experts, server.address, 60.0)
     with Connections(addresses) as connections:
-        for remote, missing in (create_remote_experts(["fussy", "else"], each) for each in (addresses, connections)):
+        for steps, source in enumerate((addresses, connections, directory), 1):
+            remote, missing = create_remote_experts(["fussy", "else"], source)
             assert remote is not None and missing is None
             remote(rows(2, 0)).sum().backward()
-    assert remote is not None and remote.steps == 2
-
-
-def test_an_expert_without_an_address_is_told_at_once_where_addresses_never_change(server: Server) -> None:
-    for addresses, known in (({"fussy": server.address}, "fussy"), ({}, "no expert")):
-        with (
-            Connections(addresses) as connections,
-            RemoteExpert("fusy", connections, timeout=2.0) as remote,
-            pytest.raises(UsageError, match=f"no address of expert 'fusy', but addresses of {known}$"),
-        ):
-            remote(rows(1, 0))
-
-
-@contextmanager
-def directory_of(server: Server) -> Iterator[LocalDirectory]:
-    directory = LocalDirectory()
-    directory.declare(server.experts, server.address, 60.0)
-    yield directory
+            assert remote.steps == steps
     directory.close()
+    for known, words in ((addresses, "fussy"), ({}, "no expert")):
+        told = pytest.raises(UsageError, match=f"no address of expert 'fusy', but addresses of {words}$")
+        with Connections(known) as connections, RemoteExpert("fusy", connections, timeout=2.0) as wrong, told:
+            wrong(rows(1, 0))
 
-
-def test_no_call_fails_while_two_servers_are_restarted_in_turn() -> None:
-    directory, stop = LocalDirectory(), threading.Event()
-    faults: list[BaseException] = []
-    done = [0]
-
-    def served() -> Server:
-        server = Server([fussy_backend(optimizer=sgd)], directory=directory, replicas=ReplicaOptions())
-        server.start()
-        return server
-
-    def work(remote: RemoteExpert) -> None:
-        try:
-            while not stop.is_set():
-                with torch.no_grad():
-                    remote(rows(2, 0))
-                done[0] += 1
-        except BaseException as error:
-            faults.append(error)
-
-    with Connections(directory) as connections:
-        servers = [served(), served()]
-        (remote,) = create_remote_experts(["fussy"], connections)
-        assert remote is not None
-        threads = [threading.Thread(target=work, args=(remote,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        try:
-            for turn in range(2):
-                time.sleep(0.1)
-                servers[turn].shutdown()
-                servers[turn] = served()
-            time.sleep(0.1)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-            for server in servers:
-                server.shutdown()
-    assert not faults and done[0] > 10
-
-
-# A server in a process of its own.
 
 SERVE = """
 import sys, threading, torch
@@ -285,48 +209,26 @@ server.shutdown()
 
 
 class Child:
-    """A server process with one expert and checkpoints that are made when it is told to."""
-
     def __init__(self, folder: Path, address: str = "127.0.0.1:0") -> None:
         text = SERVE.format(root=str(ROOT), address=address, root_of_checkpoints=str(folder))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", text],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        )
-        self.address = self._line()
+        env, pipe = {**os.environ, "PYTHONPATH": str(SOURCE)}, subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-c", text], stdin=pipe, stdout=pipe, text=True, env=env)
+        assert self.process.stdout is not None and self.process.stdin is not None
+        self._input, self._output = self.process.stdin, self.process.stdout
+        self.address = self._output.readline().strip()
 
     def save(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("save\n")
-        self.process.stdin.flush()
-        assert self._line() == "1"
+        self._input.write("save\n")
+        self._input.flush()
+        assert self._output.readline().strip() == "1"
 
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(20)
-        self._close()
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(20)
-        self._close()
-
-    def _close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+    def end(self, kill: bool = False) -> None:
+        if kill:
+            self.process.kill()
+        self.process.communicate(timeout=60)
 
 
 def asking_until_it_fails(transport: GrpcTransport) -> "Future[BaseException]":
-    """Calls one after the other, in a thread; the future gets the first error."""
     heard: Future[BaseException] = Future()
     call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(512, 0)])
 
@@ -353,7 +255,7 @@ def test_a_server_that_is_killed_and_restarted_neither_loses_a_durable_step_nor_
         remote(x).sum().backward()
         assert (remote.steps, remote.durable_step) == (2, 1)  # the second step is not safe yet
         heard = asking_until_it_fails(transport)
-        child.kill()
+        child.end(kill=True)
         start = time.monotonic()
         assert isinstance(heard.result(20.0), LostError | UnreachableError)  # at once, and not at its deadline of 25 s
         assert isinstance(transport.submit(backward, 1.0).exception(20.0), UnreachableError)
@@ -374,22 +276,16 @@ def test_a_server_that_is_killed_and_restarted_neither_loses_a_durable_step_nor_
 
 
 def test_a_mini_batch_that_a_restart_has_torn_is_not_applied_by_half() -> None:
-    def served(address: str) -> Server:
-        server = Server([fussy_backend(optimizer=sgd)], address=address)
-        server.start()
-        return server
-
-    server = served("127.0.0.1:0")
-    try:
-        with RemoteExpert("fussy", server.address, accumulate=True) as remote:
-            remote(rows(2, 0)).sum().backward()
-            server.shutdown()  # nothing of an open mini-batch is saved
-            server = served(server.address)
+    with (
+        Server([fussy_backend(optimizer=sgd)]) as server,
+        RemoteExpert("fussy", server.address, accumulate=True) as remote,
+    ):
+        remote(rows(2, 0)).sum().backward()
+        server.shutdown()  # nothing of an open mini-batch is saved
+        with Server([fussy_backend(optimizer=sgd)], address=server.address):
             remote(rows(2, 1)).sum().backward()
             with pytest.raises(CommitError, match="not whole"):
                 remote.commit()
             remote.discard()
             remote(rows(2, 0)).sum().backward()
             assert remote.commit() and remote.steps == 1
-    finally:
-        server.shutdown()

@@ -48,10 +48,8 @@ def test_an_address_names_a_directory() -> None:
     here = open_directory("local")
     assert isinstance(here, LocalDirectory)
     here.close()
-    for address, members, namespace in (
-        ("etcd://a:1", ("a:1",), "weft"),
-        ("etcd://a:1,b:2/mine", ("a:1", "b:2"), "mine"),
-    ):
+    plain, named = ("etcd://a:1", ("a:1",), "weft"), ("etcd://a:1,b:2/mine", ("a:1", "b:2"), "mine")
+    for address, members, namespace in (plain, named):
         there = open_directory(address)
         assert isinstance(there, EtcdDirectory)
         assert there._client.addresses == members

@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import flatten
 from weft.core.spec import TensorSpec
 from weft.core.validation import Validator
-from weft.experts import ExpertBackend, GraphBudget, Guards, Journal, Runtime
+from weft.experts import ExpertBackend, GraphBudget, Guards, Runtime
 from weft.experts.errors import StepError
 from weft.experts.expert import _check_arguments
 
@@ -86,21 +85,13 @@ def test_only_the_inputs_that_say_so_get_a_gradient_if_any_says_so() -> None:
 def test_gradients_are_moved_to_the_dtype_of_their_outputs(dtype: torch.dtype) -> None:
     one, other = fussy_backend(), fussy_backend()
     x, g = rows(3, 0), rows(3, 1).to(dtype)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(
-            good(one.executor.backward([task(x, g)]))[0],
-            good(other.executor.backward([task(x, g.double())]))[0],
-            strict=True,
-        )
-    )
+    [found], [wanted] = (good(each.executor.backward([task(x, h)])) for each, h in ((one, g), (other, g.double())))
+    assert all(map(torch.equal, found, wanted))
     with pytest.raises(SpecError, match=r"gradient of output has dtype torch\.int64"):
         one.backward_pool.submit_task(x, g.long())
 
 
 class Habits:
-    """Modules whose results look into what is not theirs."""
-
     class Same(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x
@@ -256,6 +247,11 @@ def test_both_spellings_work_but_not_together() -> None:
         ExpertBackend("none", args_schema=(X,))
 
 
+class Sums(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(0)
+
+
 @pytest.mark.parametrize(
     ("schemas", "message"),
     [
@@ -264,30 +260,12 @@ def test_both_spellings_work_but_not_together() -> None:
         ({"args_schema": (TensorSpec((3, WIDTH), torch.float64),)}, r"args\[0\] has shape \(3, 4\), wanted None"),
         ({"kwargs_schema": {"x": 3}}, "no tensor"),
         ({"args_schema": (X,), "outputs_schema": (X,)}, "outputs_schema of expert 'e' is not what its module returns"),
+        ({"args_schema": (X,), "module": Sums()}, "axis 0 of all outputs of expert 'e' must be the batch"),
     ],
 )
 def test_schemas_that_cannot_be_are_told(schemas: dict[str, Any], message: str) -> None:
     with pytest.raises((UsageError, SpecError), match=message):
-        ExpertBackend("e", seeded(Fussy), **schemas)
-
-
-class Sums(nn.Module):
-    """Loses the batch axis."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum(0)
-
-
-def test_a_module_that_loses_the_batch_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"axis 0 of all outputs of expert 'sums' must be the batch"):
-        ExpertBackend("sums", Sums(), args_schema=(X,))
-
-
-def test_a_dummy_run_that_fails_says_that_it_was_one() -> None:
-    wide = TensorSpec((None, WIDTH + 1), torch.float64)
-    with pytest.raises(RuntimeError) as caught:
-        ExpertBackend("wide", seeded(Fussy), args_schema=(wide,))
-    assert "in the dummy run of expert 'wide'" in caught.value.__notes__[0]
+        ExpertBackend("e", **{"module": seeded(Fussy), **schemas})
 
 
 def test_free_axes_are_found_in_the_outputs_and_keep_tasks_of_other_lengths_apart() -> None:
@@ -311,10 +289,6 @@ def test_the_dummy_run_leaves_module_and_generator_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def layer() -> nn.Module:
-    return nn.Linear(4, 4, dtype=torch.float64)
-
-
 def check(name: Any, module: Any = None, optimizer: Any = None, *, clip_grad_norm: Any = None, **options: Any) -> None:
     """As `ExpertBackend` does, past the types that tests enforce."""
     known = {name: options.pop(name, None) for name in ("guards", "records", "mini_batches", "keep_graphs", "journal")}
@@ -322,8 +296,16 @@ def check(name: Any, module: Any = None, optimizer: Any = None, *, clip_grad_nor
         _check_arguments(validator, name, module, optimizer, {"clip_grad_norm": clip_grad_norm, **known}, options)
 
 
+class Gives(ExpertBackend):
+    def apply_gradients(self) -> None:
+        assert self.optimizer is not None and isinstance(self.schedule, ReduceLROnPlateau)
+        self.optimizer.step(lambda: 1.0)
+        self.schedule.step(1.0)
+
+
 def made(optimizer: Any, schedule: Any = None, kind: type[ExpertBackend] = ExpertBackend) -> ExpertBackend:
-    return kind("e", seeded(layer), optimizer, args_schema=(X,), schedule=schedule)
+    module = seeded(lambda: nn.Linear(4, 4, dtype=torch.float64))
+    return kind("e", module, optimizer, args_schema=(X,), schedule=schedule)
 
 
 def test_all_arguments_of_a_wrong_kind_are_told_at_once() -> None:
@@ -347,22 +329,13 @@ def test_all_arguments_of_a_wrong_kind_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("clip", [0, -1.0, True, math.nan, "1", [1.0]])
 def test_what_is_no_norm_to_clip_to_is_refused(clip: Any) -> None:
+    layer = nn.Linear(4, 4, dtype=torch.float64)
     with pytest.raises(UsageError, match="clip_grad_norm is"):
-        check("e", layer(), adam, clip_grad_norm=clip)
-
-
-def test_a_norm_to_clip_to_without_an_optimizer_is_refused() -> None:
+        check("e", layer, adam, clip_grad_norm=clip)
     with pytest.raises(UsageError, match="clip_grad_norm was given, but no optimizer"):
-        check("e", layer(), clip_grad_norm=1.0)
-
-
-def test_what_fits_passes(tmp_path: Path) -> None:
-    module = layer()
-    log = Journal(tmp_path / "log")
-    fine: dict[str, Any] = {"clip_grad_norm": 1.0, "guards": Guards(), "journal": log, "max_rows": 4096}
-    backend = ExpertBackend("e", module, opt=adam, args_schema=(X,), keep_graphs=GraphBudget(1), **fine)
-    assert backend.module is module and isinstance(backend.optimizer, torch.optim.Optimizer)
-    log.close()
+        check("e", layer, clip_grad_norm=1.0)
+    fine: dict[str, Any] = {"clip_grad_norm": 1.0, "guards": Guards(), "max_rows": 4096}
+    assert ExpertBackend("e", layer, opt=adam, args_schema=(X,), keep_graphs=GraphBudget(1), **fine).module is layer
 
 
 def test_steps_that_want_what_nobody_gives_are_refused_with_both_reasons() -> None:
@@ -371,25 +344,12 @@ def test_steps_that_want_what_nobody_gives_are_refused_with_both_reasons() -> No
         made(torch.optim.LBFGS)
     with pytest.raises(UsageError, match=r"schedule is a ReduceLROnPlateau, whose step wants metrics"):
         made(sgd, ReduceLROnPlateau)
-    foreign = torch.optim.SGD(layer().parameters(), lr=0.1)
+    foreign = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     with pytest.raises(UsageError) as caught:
         made(foreign, ReduceLROnPlateau(foreign))
     assert len(str(caught.value).splitlines()) == 3 and "none of the module's parameters" in str(caught.value)
     assert made(sgd, lambda optimizer: StepLR(optimizer, 1)).schedule is not None
-
-
-class Gives(ExpertBackend):
-    """Steps with arguments of its own."""
-
-    def apply_gradients(self) -> None:
-        assert self.optimizer is not None and isinstance(self.schedule, ReduceLROnPlateau)
-        self.optimizer.step(lambda: 1.0)
-        self.schedule.step(1.0)
-
-
-def test_who_gives_it_may_take_any_optimizer_and_schedule() -> None:
-    backend = made(partial(torch.optim.SGD, lr=0.1), partial(ReduceLROnPlateau, patience=0), Gives)
+    backend = made(sgd, partial(ReduceLROnPlateau, patience=0), Gives)  # who gives it may take any
     for seed in range(3):
         assert isinstance(backend.executor.backward([task(rows(2, seed), rows(2, 9))])[0], list)
-    assert backend.steps == 3 and backend.optimizer is not None
-    assert backend.optimizer.param_groups[0]["lr"] < 0.1
+    assert backend.steps == 3 and backend.optimizer is not None and backend.optimizer.param_groups[0]["lr"] < 0.1

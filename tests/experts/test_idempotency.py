@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.experts.expert_cases import fussy_backend, good, rows, spoiled_gradient, weights, work
-from tests.experts.waiting import Clock
+from tests.experts.concurrency import FakeClock
+from tests.experts.expert_cases import answered, backward, fussy_backend, rows, spoiled_gradient, weights, work
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, IdempotencyOptions, Runtime, SumsOptions, idempotency
 from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
@@ -19,16 +19,11 @@ from weft.experts.serialization import deserialize, serialize
 from weft.experts.task import Results, Task
 
 
-def send(
-    backend: ExpertBackend, key: str, client: str | None = "ann", seed: int = 0, principal: str | None = None
-) -> "Future[Results]":
-    return backend.backward_pool.submit_task(
-        rows(2, seed), rows(2, seed + 1), client=client, key=key, principal=principal
-    )
+def send(backend: ExpertBackend, key: str, client: str | None = "ann", seed: int = 0, **more: str) -> "Future[Results]":
+    return backward(backend, seed, client=client, key=key, **more)
 
 
-def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again() -> None:
-    backend = fussy_backend()
+def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again(backend: ExpertBackend) -> None:
     first, joined = send(backend, "k"), send(backend, "k")
     work(backend)
     after = weights(backend)
@@ -41,17 +36,13 @@ def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again() -> No
     assert backend.backward_pool.statistics().joined == 3
 
 
-def test_a_key_belongs_to_its_client() -> None:
-    backend = fussy_backend()
+def test_a_key_belongs_to_its_client(backend: ExpertBackend) -> None:
     futures = [send(backend, "k", client) for client in ("ann", "bob", None)]
-    work(backend)
-    assert len({id(future) for future in futures}) == 3
-    assert backend.records.statistics().keys == 3
-    assert backend.backward_pool.statistics().joined == 0
+    assert len(answered(backend, *futures)) == len({id(future) for future in futures}) == 3
+    assert (backend.records.statistics().keys, backend.backward_pool.statistics().joined) == (3, 0)
 
 
-def test_those_who_joined_may_give_up_without_hurting_each_other() -> None:
-    backend = fussy_backend()
+def test_those_who_joined_may_give_up_without_hurting_each_other(backend: ExpertBackend) -> None:
     first, joined = send(backend, "k"), send(backend, "k")
     assert first.cancel()
     work(backend)
@@ -64,28 +55,22 @@ def test_those_who_joined_may_give_up_without_hurting_each_other() -> None:
     assert backend.steps == 2
 
 
-def test_a_task_that_failed_may_be_sent_again_under_its_key() -> None:
-    backend = fussy_backend()
+def test_a_task_that_failed_may_be_sent_again_under_its_key(backend: ExpertBackend) -> None:
     bad = backend.backward_pool.submit_task(*spoiled_gradient(), client="ann", key="k")
-    work(backend)
-    assert isinstance(bad.exception(0), GradientError)
-    again = send(backend, "k")
-    work(backend)
-    assert again.result(0) and backend.steps == 1
+    assert isinstance(*answered(backend, bad), GradientError)
+    assert isinstance(*answered(backend, send(backend, "k")), list) and backend.steps == 1
 
 
-def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_afterwards() -> None:
-    backend = fussy_backend()
-    pool = backend.backward_pool
+def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_afterwards(backend: ExpertBackend) -> None:
     send(backend, "k")
     for _ in range(2):
         after = weights(backend)
         with pytest.raises(KeyReusedError, match="shapes; use a new key for every new request"):
-            pool.submit_task(rows(3, 0), rows(3, 1), client="ann", key="k")
+            backward(backend, size=3, client="ann", key="k")
         with pytest.raises(KeyReusedError, match="another payload"):
-            pool.submit_task(rows(2, 0), rows(2, 2), client="ann", key="k")
+            backend.backward_pool.submit_task(rows(2, 0), rows(2, 2), client="ann", key="k")
         with pytest.raises(KeyReusedError, match="another mini-batch, mode"):
-            pool.submit_task(rows(2, 0), rows(2, 1), client="ann", key="k", mini_batch="m")
+            backward(backend, client="ann", key="k", mini_batch="m")
         assert weights(backend) == after
         work(backend)
     assert backend.steps == 1 and send(backend, "k").result(0)
@@ -127,7 +112,7 @@ def recorded(table: IdempotencyTable, principal: str, key: str, size: int = 0, s
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.floats(0, 3)), max_size=60))
 def test_bytes_keys_and_ages_stay_within_their_bounds(history: list[tuple[str, int, float]]) -> None:
-    clock = Clock()
+    clock = FakeClock()
     bounds = IdempotencyOptions(max_result_bytes=100, max_keys=8, max_age=10.0, max_result_age=0.01)
     table = IdempotencyTable(bounds, clock.monotonic)
     born: dict[tuple[str, str], float] = {}
@@ -153,7 +138,7 @@ def test_a_client_beyond_its_share_replaces_its_own_oldest_key_only() -> None:
 
 
 def test_a_full_table_refuses_a_newcomer_while_retries_may_come_and_then_forgets_of_its_largest_holder() -> None:
-    clock = Clock()
+    clock = FakeClock()
     table = IdempotencyTable(IdempotencyOptions(max_keys=10, max_client_keys=6), clock.monotonic)
     for number in range(6):
         recorded(table, "eve", str(number))
@@ -171,7 +156,7 @@ def test_a_full_table_refuses_a_newcomer_while_retries_may_come_and_then_forgets
 
 @pytest.mark.parametrize("max_result_bytes", [0, 100])
 def test_a_key_is_protected_until_the_deadline_of_its_request(max_result_bytes: int) -> None:
-    clock = Clock()
+    clock = FakeClock()
     bounds = IdempotencyOptions(max_result_bytes, max_keys=2, max_client_keys=2, max_result_age=1.0)
     table = IdempotencyTable(bounds, clock.monotonic)
     recorded(table, "bob", "patient", size=1, deadline=100.0)
@@ -214,17 +199,12 @@ def test_names_of_open_mini_batches_do_not_outlive_their_keys() -> None:
     assert [table.step_of("backward", "ann", key) for key in ("992", "999", "998")] == [None, 3, 1]
 
 
-def test_the_state_of_a_table_goes_into_another() -> None:
-    backend = fussy_backend()
+def test_the_state_of_a_table_goes_into_another(backend: ExpertBackend) -> None:
     sent = [send(backend, f"k{i}", seed=i) for i in range(3)]
     work(backend)
-    open_one = backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="ann", key="o", mini_batch="m")
-    work(backend)
-    assert open_one.result(0)
+    assert isinstance(*answered(backend, send(backend, "o", mini_batch="m")), list)
     restarted = fussy_backend(mini_batches=SumsOptions(mini_batches=1))
-    lost = restarted.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="bob", key="o", mini_batch="gone")
-    work(restarted)
-    assert lost.result(0)
+    assert isinstance(*answered(restarted, send(restarted, "o", "bob", mini_batch="gone")), list)
     restarted.load_state_dict(backend.state_dict())
     restarted.records.load_state_dict(backend.records.state_dict())
     for i, future in enumerate(sent):
@@ -235,7 +215,7 @@ def test_the_state_of_a_table_goes_into_another() -> None:
 
 
 def test_ages_go_on_in_another_process() -> None:
-    clock, later = Clock(), Clock()
+    clock, later = FakeClock(), FakeClock()
     clock.now, later.now = 5000.0, 7.0
     bounds = IdempotencyOptions(max_age=100.0)
     table, other = IdempotencyTable(bounds, clock.monotonic), IdempotencyTable(bounds, later.monotonic)
@@ -291,8 +271,7 @@ def test_of_the_results_the_newest_are_saved_up_to_a_bound(size: int, monkeypatc
                 other.begin("backward", task)
 
 
-def test_under_lost_replies_every_step_is_taken_exactly_once() -> None:
-    backend = fussy_backend()
+def test_under_lost_replies_every_step_is_taken_exactly_once(backend: ExpertBackend) -> None:
     dice = random.Random(0)
     with Runtime([backend]):
         for number in range(60):
@@ -309,4 +288,3 @@ def test_under_lost_replies_every_step_is_taken_exactly_once() -> None:
         send(plain, str(number), seed=number)
         work(plain)
     assert weights(plain) == weights(backend)
-    assert good([]) == []

@@ -32,8 +32,6 @@ from weft.experts.task import Task
 
 
 class Store:
-    """Remembers the tensors of every task that counted."""
-
     def __init__(self) -> None:
         self.tensors: dict[int, Sequence[Tensor]] = {}
 
@@ -88,7 +86,6 @@ def test_a_replay_gives_the_same_bytes(history: list[tuple[str, int]], dropout: 
 
 
 def logged(tmp_path: Path) -> tuple[Path, Store]:
-    """The file of two steps."""
     store = Store()
     with Journal(tmp_path / "log", listener=store) as journal:
         backend = fussy_backend(journal=journal)
@@ -194,8 +191,6 @@ def test_what_is_no_journal_is_not_written_to(tmp_path: Path, content: bytes) ->
 
 
 class Full:
-    """A file with room for so many bytes more."""
-
     def __init__(self, file: Any, room: int) -> None:
         self.file, self.room = file, room
 
@@ -246,6 +241,8 @@ def test_a_mark_that_could_not_be_written_is_written_later(tmp_path: Path) -> No
 
 def test_a_journal_is_bounded_and_its_files_read_as_one(tmp_path: Path) -> None:
     path, size = tmp_path / "log", len(entry(1).to_json()) + 1
+    with pytest.raises(UsageError, match=r"(?s)max_file_bytes is 0.*max_files is 1"):
+        Journal(path, max_file_bytes=0, max_files=1)
     for first in (1, 11):  # a second process goes on
         with Journal(path, max_file_bytes=4 * size, max_files=3) as journal:
             journal.restored(first - 1, first - 1)
@@ -275,12 +272,6 @@ def test_a_journal_whose_files_cannot_be_renamed_goes_on_in_the_one_that_is_full
     assert [each.step for each in read_journal(journal_lines(path))] == [1, 3]
 
 
-def test_bounds_of_a_journal_that_make_no_sense_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        Journal(tmp_path / "log", max_file_bytes=0, max_files=1)
-    assert all(word in str(caught.value) for word in ("max_file_bytes is 0", "max_files is 1"))
-
-
 class Life:
     """An expert that is saved, goes back, and is made anew after a crash, with all its lines in one file."""
 
@@ -298,11 +289,29 @@ class Life:
         self.journal = Journal(self.path, listener=self.store)
         self.live = fussy_backend(norm=self.norm, journal=self.journal)
 
+    @classmethod
+    def of(cls, history: str, norm: bool = False) -> "Life":
+        life = cls(norm)
+        life.act(*history.split(", "))
+        return life
+
+    def is_replayed(self, entries: Sequence[Entry], count: int, state: Any = None) -> bool:
+        """Whether these entries, so many batches, lead from this state to the bytes of the expert."""
+        again = fussy_backend(norm=self.norm)
+        if state is not None:
+            again.load_state_dict(state)
+        same = replay(again, entries, self.store.fetch) == count and weights(again) == weights(self.live)
+        return same and again.state_dict()["branch"] == self.live.state_dict()["branch"]
+
     @property
     def lines(self) -> list[str]:
         return self.path.read_text().splitlines()
 
-    def act(self, what: str) -> None:
+    def act(self, *acts: str) -> None:
+        for what in acts:
+            self._act(what)
+
+    def _act(self, what: str) -> None:
         self.number += 1
         task = rows(2, self.number), rows(2, self.number + 100)
         if what == "step":
@@ -317,10 +326,8 @@ class Life:
             self.live.statistics()  # drops what was discarded
             self.name += 1
         elif what.startswith("save"):
-            self.saved[what[4:]], self.wholes[what[4:]] = (
-                self.live.state_dict(),
-                not len(self.live.executor.mini_batches),
-            )
+            self.saved[what[4:]] = self.live.state_dict()
+            self.wholes[what[4:]] = not len(self.live.executor.mini_batches)
         elif what == "crash":
             self.journal.close()
             self.begin()
@@ -340,43 +347,30 @@ TURNS = ["step", "step", "add", "add", "commit", "discard", "save", "save b", "l
 @example(["add", "save", "crash", "add", "commit"], False)  # an open mini-batch does not come back, but its name does
 def test_the_entries_after_any_returns_replay_to_the_bytes_of_the_expert(history: list[str], norm: bool) -> None:
     life = Life(norm)
-    for what in [*history, "step"]:
-        life.act(what)
+    life.act(*history, "step")
     entries = read_journal(life.lines)
     batches = [each for each in entries if each.kind in ("backward", "commit")]
     assert [each.place for each in batches] == sorted({each.place for each in batches})
-    again = fussy_backend(norm=norm)
-    assert replay(again, entries, life.store.fetch) == len(batches)
-    assert weights(again) == weights(life.live)
-    assert again.state_dict()["branch"] == life.live.state_dict()["branch"]
+    assert life.is_replayed(entries, len(batches))
     for name, saved in life.saved.items():
         place = (saved["steps"], saved["backward_batches"])
         led = any(each.place == place and each.branch == saved["branch"] for each in batches)
         if led and life.wholes[name]:  # else a part of an open mini-batch is in no state
-            again = fussy_backend(norm=norm)
-            again.load_state_dict(saved)
-            replay(again, [each for each in entries if each.place > place], life.store.fetch)
-            assert weights(again) == weights(life.live)
+            count = sum(each.place > place for each in batches)
+            assert life.is_replayed([each for each in entries if each.place > place], count, saved)
 
 
 def test_more_mini_batches_may_be_discarded_than_may_be_open_and_the_log_still_replays() -> None:
-    life = Life(norm=False)
-    for what in [*["add", "add", "discard"] * 20, "add", "commit", "step"]:
-        life.act(what)
+    life = Life.of("add, add, discard, " * 20 + "add, commit, step")
     entries = read_journal(life.lines)
-    assert [each.kind for each in entries].count("dropped") == 20
-    again = fussy_backend()
-    assert replay(again, entries, life.store.fetch) == 43 and weights(again) == weights(life.live)
-    assert not len(again.executor.mini_batches)
+    assert [each.kind for each in entries].count("dropped") == 20 and life.is_replayed(entries, 43)
     unsaid = [each for each in entries if each.kind != "dropped"]  # as journals were once
     with pytest.raises(ReplayError, match=r"the backward batch .* cannot be replayed .* QuotaError: .* mini-batches"):
         replay(fussy_backend(), unsaid, life.store.fetch)
 
 
 def test_a_mini_batch_of_which_a_part_ran_before_the_state_is_not_replayed() -> None:
-    life = Life(norm=False)
-    for what in ("add", "save", "add", "commit"):
-        life.act(what)
+    life = Life.of("add, save, add, commit")
     entries = [each for each in read_journal(life.lines) if each.place > (0, 1)]
     again = fussy_backend()
     again.load_state_dict(life.saved[""])
@@ -389,9 +383,7 @@ def test_a_state_that_another_expert_made_is_not_taken_for_one_of_the_same_step(
     for number in range(2):
         other.backward_pool.submit_task(rows(2, number), rows(2, number + 50))
         work(other)
-    life = Life(norm=False)
-    for what in ("step", "step", "step"):
-        life.act(what)
+    life = Life.of("step, step, step")
     life.live.load_state_dict(other.state_dict())  # as a follower does, who leads again
     life.act("step")
     assert [each.step for each in life.journal.entries()] == [3] == [each.step for each in read_journal(life.lines)]
@@ -404,25 +396,17 @@ def test_a_commit_that_failed_did_not_lead_to_a_state_of_before_it(monkeypatch: 
     def bad() -> None:
         raise ArithmeticError("no step")
 
-    life = Life(norm=False)
-    for what in ("step", "add", "save"):
-        life.act(what)
+    life = Life.of("step, add, save")
     with monkeypatch.context() as patch:
         patch.setattr(life.live, "apply_gradients", bad)
         life.act("commit")
-    for what in ("load", "step"):
-        life.act(what)
+    life.act("load", "step")
     for entries in (life.journal.entries(), read_journal(life.lines)):
-        assert [each.kind for each in entries] == ["backward"] * 3
-        again = fussy_backend()
-        assert replay(again, entries, life.store.fetch) == 3
-        assert weights(again) == weights(life.live)
+        assert [each.kind for each in entries] == ["backward"] * 3 and life.is_replayed(entries, 3)
 
 
 def test_what_is_in_memory_goes_back_at_once_and_the_listener_hears_of_batches_alone() -> None:
-    life = Life(norm=False)
-    for what in ("step", "save", "step", "step", "load"):
-        life.act(what)
+    life = Life.of("step, save, step, step, load")
     assert [each.step for each in life.journal.entries()] == [1]
     assert len(life.store.tensors) == 3
     life.act("step")
@@ -439,9 +423,7 @@ def test_a_state_that_none_of_the_entries_led_to_begins_a_new_line() -> None:
 
 
 def test_replay_notices_a_return_that_was_not_dropped_and_a_batch_that_is_missing() -> None:
-    life = Life(norm=False)
-    for what in ("add", "step", "save", "step", "load", "step"):
-        life.act(what)
+    life = Life.of("add, step, save, step, load, step")
     with pytest.raises(ReplayError, match="`read_journal` drops"):
         replay(fussy_backend(), [*map(Entry.from_json, life.lines)], life.store.fetch)
     with pytest.raises(ReplayError, match="0 backward batches ran on the expert, but 1 before this batch"):

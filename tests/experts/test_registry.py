@@ -23,15 +23,12 @@ def test_a_kind_is_made_by_keywords_and_serves(monkeypatch: pytest.MonkeyPatch) 
     assert "double" in expert_kinds()
     backend = make_expert("double", width=3).backend("d", timeout=0.5)
     assert (backend.forward_pool.options.max_batch_size, backend.forward_pool.options.timeout) == (7, 0.5)
+    with pytest.raises(UsageError, match=r"no kind of expert called 'fnn'; known are .*ffn, .*transformer"):
+        make_expert("fnn")
     with pytest.raises(UsageError, match="a kind of expert called 'double' already"):
         register_expert("double")(double)
     with pytest.raises(UsageError, match=r"made by double\(width: int\).*, but"):
         make_expert("double", hidden=3)
-
-
-def test_an_unknown_kind_is_told_with_those_that_are_known() -> None:
-    with pytest.raises(UsageError, match=r"no kind of expert called 'fnn'; known are .*ffn, .*transformer"):
-        make_expert("fnn")
 
 
 def test_the_bundled_layers_are_trained_like_any_other() -> None:
@@ -56,11 +53,7 @@ def test_the_bundled_layers_are_trained_like_any_other() -> None:
         ("ffn", {"hidden": -4, "inner": 0}, ["hidden", "inner"]),
         ("ffn", {"hidden": True}, ["hidden"]),
         ("transformer", {"hidden": 8, "heads": 0}, ["heads"]),
-        (
-            "transformer",
-            {"hidden": 0, "heads": -2, "inner": 0, "dropout": 2.0},
-            ["hidden", "heads", "inner", "dropout"],
-        ),
+        ("transformer", dict(hidden=0, heads=-2, inner=0, dropout=2.0), ["hidden", "heads", "inner", "dropout"]),
         ("transformer", {"hidden": 8, "dropout": float("nan")}, ["dropout"]),
     ],
 )

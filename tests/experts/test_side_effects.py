@@ -1,7 +1,4 @@
-"""What a module changes besides its outputs can be undone, and a gradient is that of the forward that was seen.
-
-Also of modules that draw random numbers: of ``y = mask * x`` the gradient of the sum is the mask, which is ``y / x``.
-"""
+"""Effects of a forward can be undone, and a gradient is that of the forward that was seen: of a mask, ``y / x``."""
 
 import random
 import threading
@@ -32,8 +29,6 @@ THREE = TensorSpec((None, 3), torch.float64)
 
 
 class Replaces(nn.Module):
-    """Puts a new tensor in the place of its buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(1))
@@ -45,8 +40,6 @@ class Replaces(nn.Module):
 
 
 class Renorms(nn.Module):
-    """Rescales its own weight in forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 3, max_norm=0.1)
@@ -110,8 +103,6 @@ BUDGET = GraphBudget(1 << 20)
 
 
 class Mask(nn.Module):
-    """Dropout, and a weight of 1 that is there to be trained."""
-
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.5)
@@ -148,9 +139,7 @@ def test_of_a_remote_expert(way: str, budget: GraphBudget | None, options: dict[
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_of_a_stage_of_a_pipe_which_lets_go_of_the_generator_while_it_waits(
-    way: str, checkpoint: Any, executor: Any
-) -> None:
+def test_of_a_stage_of_a_pipe_that_frees_the_generator_as_it_waits(way: str, checkpoint: Any, executor: Any) -> None:
     with reached(way, masking()) as (_, transport):
 
         def pipe(middle: nn.Module) -> Pipe:
@@ -190,7 +179,6 @@ def test_whoever_else_waits(sizes: list[int], draw: random.Random) -> None:
     given = {i: rows(20 * size, i) for i, size in enumerate(sizes)}
 
     def asked(submit: Callable[[int], Any]) -> dict[int, Tensor]:
-        """Some at once, the others later, in any order."""
         order, found = draw.sample(numbers, len(numbers)), dict[int, Any]()
         for part in (order[: draw.randint(0, len(order))], order):
             found |= {i: submit(i) for i in part if i not in found}
@@ -219,9 +207,6 @@ def test_who_wants_larger_batches_gets_them_and_equal_ones_agree() -> None:
     backend.forward_pool.submit_task(x["2"])
     work(backend)
     assert backend.statistics().forward_batches == 1
-
-
-# Evaluation.
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -260,9 +245,6 @@ def test_modes_share_no_batch_and_what_a_server_has_frozen_stays_so(dropout: flo
     (one, _, other) = [future.result(0)[0] for future in futures]
     assert backend.statistics().forward_batches == 2 and torch.equal(one, other)
     assert not norm.training and backend.module.get_submodule("dropout").training
-
-
-# Modules that draw where it is not to be seen at first.
 
 
 class Late(nn.Module):
@@ -311,8 +293,6 @@ def test_numbers_that_are_drawn_later_are_its_own_and_a_replay_draws_them_again(
 
 
 class Mean(nn.Module):
-    """Keeps a running mean, which zeros do not move."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """A state goes in whole or not at all; layers that were frozen are trained once they are freed, also after a load."""
 
 import copy
-from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -17,8 +17,6 @@ from weft.experts.serialization import deserialize, serialize
 
 
 class AtOnce(torch.optim.Optimizer):
-    """Makes its state when it is made, and none later."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
         for parameter in self.param_groups[0]["params"]:
@@ -37,7 +35,6 @@ FACTORIES = {
     "Adagrad": partial(torch.optim.Adagrad, lr=0.1, weight_decay=0.1),
     "state made at once": AtOnce,
 }
-Change = Callable[[dict[str, Any]], None]
 
 
 def layers() -> nn.Module:
@@ -97,46 +94,35 @@ def test_a_state_of_an_optimizer_of_fewer_parameters_is_refused() -> None:
         backend.load_state_dict({**backend.state_dict(), "optimizer": trained.state_dict()})
 
 
-def of_optimizer(state: dict[str, Any]) -> None:
-    state["optimizer"]["param_groups"][0]["params"] = [0]
-
-
-def of_moments(state: dict[str, Any]) -> None:
-    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, dtype=torch.float64)
-
-
-def of_schedule(state: dict[str, Any]) -> None:
-    state["schedule"] = [1]
-
-
-def of_layer(state: dict[str, Any]) -> None:
-    state["module"]["last.bias"] = torch.zeros(99)
-
-
-def of_names(state: dict[str, Any]) -> None:
-    del state["module"]["last.bias"]
-
-
-CHANGES = [of_optimizer, of_moments, of_schedule, of_layer, of_names]
+CHANGES: list[tuple[tuple[Any, ...], Any]] = [
+    (("optimizer", "param_groups", 0, "params"), [0]),
+    (("optimizer", "state", 0, "exp_avg"), torch.zeros(3, dtype=torch.float64)),
+    (("schedule",), [1]),
+    (("module", "last.bias"), torch.zeros(99)),
+    (("module", "last.bias"), None),  # it is missing
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "steps"),
-    [*[(each, 7) for each in CHANGES], *[(of_layer, steps) for steps in ("many", True, -1, 1.5, None)]],
+    ("place", "value", "steps"),
+    [*[(*each, 7) for each in CHANGES], *[(*CHANGES[3], steps) for steps in ("many", True, -1, 1.5, None)]],
 )
-def test_a_state_that_is_refused_leaves_nothing_of_itself(change: Change, steps: Any) -> None:
+def test_a_state_that_is_refused_leaves_nothing_of_itself(place: tuple[Any, ...], value: Any, steps: Any) -> None:
     fused = partial(torch.optim.Adam, lr=0.05)
     backend, twin = [fussy_backend(norm=True, optimizer=fused, schedule=lambda o: StepLR(o, 2)) for _ in range(2)]
     for seed in range(3):
         for one in (backend, twin):
             good(one.executor.backward([task(rows(2, seed), rows(2, seed + 9))]))
     bad = backend.state_dict()
-    for value in bad["module"].values():
-        value.add_(1)
+    for each in bad["module"].values():
+        each.add_(1)
     bad["schedule"]["last_epoch"] = 77
     bad["optimizer"]["state"][0]["exp_avg"].add_(1)
     bad["steps"] = steps
-    change(bad)
+    within = reduce(getitem, place[:-1], bad)
+    within[place[-1]] = value
+    if value is None:
+        del within[place[-1]]
     before = weights(backend)
     with pytest.raises(Exception) as caught:
         backend.load_state_dict(bad)

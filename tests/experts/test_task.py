@@ -47,12 +47,6 @@ def test_who_gave_up_is_forgotten_and_the_others_are_answered() -> None:
     assert third.result(0) is result and joined.result(0) is result and not task.waiters
 
 
-def test_a_task_that_nobody_waits_for_is_not_taken() -> None:
-    task = Task((), 1)
-    task.join(None, ignore).cancel()
-    assert not task.wanted() and not task.take()
-
-
 def test_who_waits_for_a_cancelled_future_among_others_is_woken() -> None:
     for taken in (False, True):
         task = Task((), 1)
@@ -69,11 +63,7 @@ def test_an_answer_reaches_those_who_were_never_taken_and_skips_those_who_left()
     answer([gone, waits], ExpiredError("late"))
     with pytest.raises(TimeoutError, match="late"):
         waits.result(0)
-
-
-def test_every_error_has_one_word() -> None:
-    words = [reason_of(error) for error in (OverloadError(), ValueError(), ExpiredError())]
-    assert words == ["overload", "module", "expired"]
+    assert [*map(reason_of, (OverloadError(), ValueError(), ExpiredError()))] == ["overload", "module", "expired"]
 
 
 MIN, MAX, PATIENCE, GROUPS = 4, 6, 10.0, "abm"
@@ -164,8 +154,6 @@ def test_a_queue_does_what_a_plain_list_would(history: list[tuple]) -> None:  # 
         assert set(queue) == set(model.tasks)
         assert queue.oldest() == (model.tasks[0].arrival if model.tasks else None)
 
-
-# The delay, where the clock is a number.
 
 SCHEMA = FlatSchema([Column("x", TensorSpec((None, 1), torch.float32))])
 ROW = torch.zeros(1, 1)
@@ -288,9 +276,7 @@ def test_after_each_wait_in_vain_twice_as_many_batches_do_not_wait(waits: int) -
     st.lists(st.floats(0.0, 3.0), min_size=1, max_size=6),
     st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.01, 0.05, 0.3])), min_size=1, max_size=2),
 )
-def test_whoever_calls_waiting_costs_little_where_it_does_not_pay(
-    pauses: list[float], stages: list[tuple[float, float]]
-) -> None:
+def test_waiting_costs_little_where_it_does_not_pay(pauses: list[float], stages: list[tuple[float, float]]) -> None:
     without, delayed = (simulated(pauses, stages, most, laps=400) for most in (0.0, 10.0))
     assert delayed.lap <= 1.5 * without.lap  # of 400 at random, 20 took more than 1.08 of it, and none 1.3
 
@@ -301,9 +287,6 @@ def test_a_batch_that_failed_tells_nothing_and_leaves_nobody_under_way() -> None
     delay.began(0.0, 1, 0)
     delay.ended(None)
     assert (list(delay.seconds), delay.running, delay.waiting) == ([], 0, 0)
-
-
-# The delay in a pool.
 
 
 def told(**options: float | int) -> tuple[TaskPool, list[str]]:
@@ -350,21 +333,15 @@ def test_a_wait_in_vain_ends_after_half_a_batch_and_the_next_batch_does_not_wait
     assert ready(one)
 
 
-def soon(one: TaskPool) -> None:
-    one.submit_task(ROW, deadline=time.monotonic() + 60.0)  # less than ten delays away
+HURRIES: list[Callable[[TaskPool], object]] = [
+    lambda one: one.submit_task(ROW, deadline=time.monotonic() + 60.0),  # less than ten delays away
+    lambda one: one.submit_task(torch.zeros(2, 1)),
+    lambda one: (one.submit_task(ROW), one.close("the test ends")),
+]
 
 
-def full(one: TaskPool) -> None:
-    one.submit_task(torch.zeros(2, 1))
-
-
-def closed(one: TaskPool) -> None:
-    one.submit_task(ROW)
-    one.close("the test ends")
-
-
-@pytest.mark.parametrize("hurry", [soon, full, closed])
-def test_nobody_waits_who_has_no_time_or_nothing_to_wait_for(hurry: Callable[[TaskPool], None]) -> None:
+@pytest.mark.parametrize("hurry", HURRIES, ids=["soon", "full", "closed"])
+def test_nobody_waits_who_has_no_time_or_nothing_to_wait_for(hurry: Callable[[TaskPool], object]) -> None:
     one, _ = told(max_batch_size=2, max_rows=8)
     hurry(one)
     assert ready(one)
@@ -382,16 +359,10 @@ def test_after_all_who_waited_gave_up_the_next_one_is_told_of_again() -> None:
     assert words == ["p"]
 
 
-def test_who_looks_without_being_told_to_wait_does_not_keep_the_next_from_being_told_of() -> None:
-    one, words = told(max_batch_delay=0.0)
+@pytest.mark.parametrize("options", [{"max_batch_delay": 0.0}, {"min_batch_size": 2, "timeout": 0.0}])
+def test_a_pool_that_must_not_wait_does_not_and_the_next_task_is_told_of(options: dict[str, float]) -> None:
+    one, words = told(**options)
     one.submit_task(ROW)
-    assert ready(one) and ready(one)
+    assert ready(one) and ready(one) and one.statistics().waited == 0.0
     one.submit_task(ROW)
     assert words == ["p", "p"]
-
-
-@pytest.mark.parametrize("options", [{"max_batch_delay": 0.0}, {"min_batch_size": 2, "timeout": 0.0}])
-def test_a_pool_that_must_not_wait_does_not(options: dict[str, float]) -> None:
-    one, _ = told(**options)
-    one.submit_task(ROW)
-    assert ready(one) and one.statistics().waited == 0.0

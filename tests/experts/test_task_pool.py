@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.experts.concurrency import in_threads
 from tests.processes import python
 from weft.core.errors import SpecError, UsageError
 from weft.core.spec import TensorSpec
-from weft.experts.errors import ClosedError, ExpiredError, OverloadError, QuotaError, RefusedError, TooManyRowsError
+from weft.experts.errors import ClosedError, ExpiredError, OverloadError, QuotaError, TooManyRowsError
 from weft.experts.schema import Column, FlatSchema
 from weft.experts.task import Answer, Task
 from weft.experts.task_pool import PoolOptions, TaskPool
@@ -25,7 +26,6 @@ COLUMNS = FlatSchema(
 
 
 def twice(tasks: Sequence[Task]) -> list[Answer]:
-    """A process that needs no module."""
     return [[each.tensors[0] * 2] for each in tasks]
 
 
@@ -38,7 +38,6 @@ def pair(rows: int, length: int = 1, value: float = 1.0) -> tuple[Tensor, Tensor
 
 
 def drain(one: TaskPool) -> list[list[int]]:
-    """Work until nothing is ready; the rows of the tasks of each batch."""
     batches: list[list[int]] = []
     while tasks := one.take():
         batches.append([each.rows for each in tasks])
@@ -66,15 +65,6 @@ def test_every_fault_of_a_task_is_told_to_its_author_at_once_and_nothing_is_queu
     assert stats.refused == {"spec": 6}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [({"key": ""}, "key is ''"), ({"mini_batch": "m"}, "does not accumulate gradients")],
-)
-def test_words_that_make_no_sense_are_refused(words: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        pool().submit_task(*pair(1), **words)
-
-
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 2)), max_size=12), st.integers(5, 9))
 def test_batches_are_lanes_in_order_of_arrival_up_to_the_maximum(tasks: list[tuple[int, int]], most: int) -> None:
     one = pool(max_batch_size=most)
@@ -96,21 +86,34 @@ def test_batches_are_lanes_in_order_of_arrival_up_to_the_maximum(tasks: list[tup
         assert all(batch in batches for batch in greedy)
 
 
-def test_a_task_larger_than_the_largest_batch_is_refused() -> None:
-    with pytest.raises(TooManyRowsError, match="a task of 9 rows, but its largest batch has 8"):
-        pool(max_batch_size=8).submit_task(*pair(9))
-
-
-def test_a_full_queue_refuses() -> None:
-    one = pool(max_tasks=2)
+def test_a_full_queue_refuses_and_what_no_batch_can_hold() -> None:
+    one, by_rows = pool(max_tasks=2), pool(max_batch_size=4, max_rows=5)
+    with pytest.raises(TooManyRowsError, match="a task of 5 rows, but its largest batch has 4"):
+        by_rows.submit_task(*pair(5))
     for _ in range(2):
         one.submit_task(*pair(1))
     with pytest.raises(OverloadError, match=r"pool 'p' is full: 2 of 2 tasks"):
         one.submit_task(*pair(1))
-    by_rows = pool(max_batch_size=4, max_rows=5)
     by_rows.submit_task(*pair(4))
     with pytest.raises(OverloadError, match="4 of 5 rows wait, and 2 more"):
         by_rows.submit_task(*pair(2))
+    for words, message in ({"key": ""}, "key is ''"), ({"mini_batch": "m"}, "does not accumulate gradients"):
+        with pytest.raises(UsageError, match=message):
+            pool().submit_task(*pair(1), **words)
+
+
+def test_statistics_tell_what_was_merged() -> None:
+    one = pool()
+    for count, rows in ((5, 2), (1, 1)):
+        for _ in range(count):
+            one.submit_task(*pair(rows))
+        drain(one)
+    stats = one.statistics()
+    assert (stats.answered, stats.batches, stats.rows, stats.merged) == (6, 2, 11, {8: 1, 1: 1})
+    assert stats.oldest_age == 0.0
+    one.submit_task(*pair(1))
+    time.sleep(0.01)
+    assert 0.01 <= one.statistics().oldest_age < 60
 
 
 def test_a_client_has_its_own_share_and_gets_it_back_with_its_answers() -> None:
@@ -202,21 +205,6 @@ def test_fewer_rows_than_wanted_wait_for_more_but_not_for_ever() -> None:
     assert drain(one) == [[1]]
 
 
-def test_results_are_views_and_statistics_tell_what_was_merged() -> None:
-    one = pool()
-    for _ in range(5):
-        one.submit_task(*pair(2))
-    drain(one)
-    one.submit_task(*pair(1))
-    drain(one)
-    stats = one.statistics()
-    assert (stats.answered, stats.batches, stats.rows, stats.merged) == (6, 2, 11, {8: 1, 1: 1})
-    assert stats.oldest_age == 0.0
-    one.submit_task(*pair(1))
-    time.sleep(0.01)
-    assert 0.01 <= one.statistics().oldest_age < 5
-
-
 def test_a_process_that_raises_fails_its_batch_and_nothing_else() -> None:
     def fails(tasks: Sequence[Task]) -> list[Answer]:
         raise ZeroDivisionError("of the process")
@@ -243,40 +231,24 @@ def test_a_closed_pool_refuses_but_what_waits_may_be_done() -> None:
 
 
 def test_many_threads_may_submit_and_cancel_while_another_works() -> None:
-    one = pool(max_tasks=10_000)
-    stop = threading.Event()
-    outcomes: list[int] = []
+    one, stop = pool(max_tasks=10_000), threading.Event()
 
-    def client(number: int) -> None:
+    def client(number: int) -> bool:
         futures = [one.submit_task(*pair(1 + i % 3, value=float(i))) for i in range(200)]
         cancelled = {i for i in range(number, 200, 5) if futures[i].cancel()}
-        wrong = 0
-        for i, future in enumerate(futures):
-            if i not in cancelled:
-                wrong += not torch.equal(future.result(30)[0], torch.full((1 + i % 3, 3), 2.0 * i))
-        outcomes.append(wrong)
+        seen = {i: future.result(30)[0] for i, future in enumerate(futures) if i not in cancelled}
+        return all(torch.equal(y, torch.full((1 + i % 3, 3), 2.0 * i)) for i, y in seen.items())
 
     def worker() -> None:
         while not stop.is_set():
             drain(one)
 
-    threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
     working = threading.Thread(target=worker)
-    for thread in (*threads, working):
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    stop.set()
-    working.join(10)
-    assert outcomes == [0, 0, 0, 0]
+    working.start()
+    try:
+        assert all(in_threads(client, range(4)))
+    finally:
+        stop.set()
+        working.join(10)
     stats = one.statistics()
     assert stats.answered + stats.cancelled == 800 and one.drained(0.0)
-
-
-def test_options_that_make_no_sense_are_listed() -> None:
-    with pytest.raises(UsageError) as caught:
-        PoolOptions(min_batch_size=0, timeout=-1.0, max_tasks=True)
-    assert len(str(caught.value).splitlines()) == 4
-    with pytest.raises(UsageError, match="min_batch_size is 9, but max_batch_size 8"):
-        PoolOptions(min_batch_size=9, max_batch_size=8)
-    assert issubclass(TooManyRowsError, RefusedError)

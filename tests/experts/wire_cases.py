@@ -25,7 +25,6 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tens
 
 
 def formed(tensor: Tensor, form: str) -> Tensor:
-    """A tensor of other strides, out of this one."""
     if form == "transposed" and tensor.dim() > 1:
         return tensor.transpose(0, -1)
     if form == "strided" and tensor.dim():
@@ -80,5 +79,4 @@ def calls(draw: st.DrawFn, compressed: bool = False) -> Call:
 
 
 def frames() -> st.SearchStrategy[bytes]:
-    """Valid frames, compressed or not."""
     return st.lists(calls(compressed=True), min_size=1, max_size=3).map(encode)

@@ -12,7 +12,7 @@ from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.server import Server
 
-pytestmark = [pytest.mark.timeout(120), *only_with_fork]
+pytestmark = only_with_fork
 TRAINER = """
 import sys
 import torch
@@ -36,8 +36,7 @@ def test_a_data_loader_with_workers_leaves_training_and_the_terminal_alone() -> 
 
 
 @torch.no_grad()
-def test_a_child_leaves_what_it_inherited_to_its_parent() -> None:
-    directory = LocalDirectory()
+def test_a_child_leaves_what_it_inherited_to_its_parent(directory: LocalDirectory) -> None:
     with (
         Server([fussy_backend()], directory=directory) as server,
         Connections(directory) as connections,

@@ -13,23 +13,24 @@ from weft.experts import ExpertBackend, GraphBudget
 from weft.experts.client import RemoteExpert, Retry
 from weft.experts.compression import Compression, Policy
 from weft.experts.errors import InputsGoneError
-from weft.experts.server import Server
 from weft.experts.wire import Call, Header, Kind, Received
 
 sgd = partial(torch.optim.SGD, lr=0.1)
-Served = tuple[Server, FakeTransport, ExpertBackend]
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    backend = fussy_backend(optimizer=sgd, keep_graphs=GraphBudget(1 << 20))
-    with reached("fake", backend) as (server, transport):
-        assert isinstance(transport, FakeTransport)
-        yield server, transport, backend
+def backend() -> ExpertBackend:
+    return fussy_backend(optimizer=sgd, keep_graphs=GraphBudget(1 << 20))
+
+
+@pytest.fixture
+def transport(backend: ExpertBackend) -> Iterator[FakeTransport]:
+    with reached("fake", backend) as (_, found):
+        assert isinstance(found, FakeTransport)
+        yield found
 
 
 def sent(transport: FakeTransport, kind: Kind = Kind.BACKWARD) -> list[int]:
-    """How many tensors every call of this kind had."""
     return [len(call.tensors) for call in transport.seen if call.header.kind is kind]
 
 
@@ -53,16 +54,18 @@ def agree(found: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
     return all(map(close, found, wanted)) and len(found) == len(wanted)
 
 
-def test_only_gradients_travel_on_the_way_back(served: Served) -> None:
-    _, transport, backend = served
+def test_only_gradients_travel_on_the_way_back(transport: FakeTransport, backend: ExpertBackend) -> None:
     assert agree(trained(RemoteExpert("fussy", transport, keep_graph=True), 3), trained(fussy_backend().module, 3))
     assert sent(transport) == [1, 1, 1] and backend.statistics().used_graphs == 3
     trained(RemoteExpert("fussy", transport))
     assert sent(transport) == [1, 1, 1, 2], "who did not ask for it sends all"
+    loss = RemoteExpert("fussy", transport, keep_graph=True)(rows(2, 0)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert sent(transport)[4:] == [1, 2] and backend.steps == 6, "a second walk over a graph sends all"
 
 
-def test_many_processes_train_one_expert_and_none_sends_its_inputs_twice(served: Served) -> None:
-    _, transport, backend = served
+def test_of_many_processes_none_sends_its_inputs_twice(transport: FakeTransport, backend: ExpertBackend) -> None:
     layers = [RemoteExpert("fussy", transport, keep_graph=True) for _ in range(3)]
     losses = [layer(rows(2, i)).sum() for i, layer in enumerate(layers)]
     for loss in losses:
@@ -81,8 +84,7 @@ def test_a_server_that_keeps_nothing_is_sent_all_at_once(nbytes: int | None) -> 
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_inputs_that_are_gone_are_sent(served: Served, accumulate: bool) -> None:
-    _, transport, backend = served
+def test_inputs_that_are_gone_are_sent(transport: FakeTransport, backend: ExpertBackend, accumulate: bool) -> None:
     remote = RemoteExpert("fussy", transport, keep_graph=True, accumulate=accumulate)
     x, y = rows(2, 0).requires_grad_(), rows(2, 0).requires_grad_()
     loss = remote(x).square().sum()
@@ -94,56 +96,34 @@ def test_inputs_that_are_gone_are_sent(served: Served, accumulate: bool) -> None
     assert backend.steps == 1
 
 
-def test_a_lost_reply_is_no_second_step(served: Served) -> None:
-    _, transport, backend = served
+@pytest.mark.parametrize(("lose", "last"), [("reply", 2), ("request", 1)])
+def test_a_lost_message_is_no_second_step_and_inputs_are_sent_again_only_where_they_are_gone(
+    transport: FakeTransport, backend: ExpertBackend, lose: str, last: int
+) -> None:
     remote = RemoteExpert("fussy", transport, keep_graph=True, retry=Retry(first=0.001))
     x, y = rows(2, 0).requires_grad_(), rows(2, 0).requires_grad_()
     loss = remote(x).sum()
-    transport.lose = ["reply", "reply", "reply"]
+    transport.lose = [lose, lose, lose]
     loss.backward()
     fussy_backend().module(y).sum().backward()
     assert agree([x.grad], [y.grad]) and backend.steps == 1
-    assert sent(transport)[0] == 1 and sent(transport)[-1] == 2
+    assert sent(transport)[0] == 1 and sent(transport)[-1] == last
 
 
-def test_a_lost_request_is_sent_again_without_them(served: Served) -> None:
-    _, transport, backend = served
-    remote = RemoteExpert("fussy", transport, keep_graph=True, retry=Retry(first=0.001))
-    loss = remote(rows(2, 0)).sum()
-    transport.lose = ["request", "request"]
-    loss.backward()
-    assert sent(transport) == [1, 1, 1] and backend.steps == 1
-
-
-def test_a_second_walk_over_the_same_graph_sends_all(served: Served) -> None:
-    _, transport, backend = served
-    loss = RemoteExpert("fussy", transport, keep_graph=True)(rows(2, 0)).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert sent(transport) == [1, 2] and backend.steps == 2
-
-
-def test_compressed_inputs_are_those_of_the_forward(served: Served) -> None:
-    _, transport, _ = served
-    policy = Policy(inputs=Compression.INT8)
-    kept, plain = (RemoteExpert("fussy", transport, compression=policy, keep_graph=keep) for keep in (True, False))
+def test_compressed_inputs_are_those_of_the_forward(transport: FakeTransport, backend: ExpertBackend) -> None:
     gradients: list[Tensor | None] = []
-    for remote in (kept, plain):
-        x = rows(2, 0).requires_grad_()
-        loss = remote(x).sum()
-        gradients += torch.autograd.grad(loss, x)
-        server_state(served)
+    for keep in (True, False):
+        remote = RemoteExpert("fussy", transport, compression=Policy(inputs=Compression.INT8), keep_graph=keep)
+        x = rows(2, 0)
+        gradients += torch.autograd.grad(remote(x.requires_grad_()).sum(), x)
+        backend.load_state_dict(fussy_backend(optimizer=sgd).state_dict())  # back to the first weights
     assert sent(transport) == [1, 2] and agree(gradients[:1], gradients[1:])
 
 
-def server_state(served: Served) -> None:
-    """Back to the first weights."""
-    served[2].load_state_dict(fussy_backend(optimizer=sgd).state_dict())
-
-
 @pytest.mark.parametrize(("client", "key"), [("ann", "other"), ("bob", "mine"), ("ann", "")])
-def test_nobody_gets_at_what_is_not_there_or_another_s(served: Served, client: str, key: str) -> None:
-    _, transport, backend = served
+def test_nobody_gets_at_what_is_not_there_or_another_s(
+    transport: FakeTransport, backend: ExpertBackend, client: str, key: str
+) -> None:
 
     def ask(kind: Kind, client: str, key: str, x: Tensor) -> Received:
         header = Header(kind, 0, "fussy", key=key, client=client, keep=True)

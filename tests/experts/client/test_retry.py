@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.experts.concurrency import wait_until
 from weft.core.errors import SpecError, UsageError
 from weft.experts.client.retry import NEVER, FixedResolver, Retry, RetryingCaller
 from weft.experts.client.transport import TransportStatistics
@@ -28,21 +29,16 @@ from weft.experts.wire import (
     encode,
 )
 
-pytestmark = pytest.mark.timeout(20)
 CALL = Call(Header(kind=Kind.PING, call_id=1))
 (ANSWER,) = decode(encode([CALL]))
 
 
 class Scripted:
-    """A transport whose calls end as they are told to; None: never."""
+    """A transport whose calls end as they are told to; "never": not at all."""
 
-    def __init__(self, *fates: Exception | str) -> None:
+    def __init__(self, *fates: Exception | str, address: str = "script") -> None:
         self.fates = list(fates)
-        self.calls = 0
-
-    @property
-    def address(self) -> str:
-        return "script"
+        self.address, self.calls = address, 0
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         self.calls += 1
@@ -57,7 +53,7 @@ class Scripted:
     def close(self) -> None: ...
 
     def statistics(self) -> TransportStatistics:
-        return TransportStatistics("script", self.calls, 0, 0, {}, 0)
+        return TransportStatistics(self.address, self.calls, 0, 0, {}, 0)
 
 
 def line(transport: Scripted, **options: float | int | None) -> RetryingCaller:
@@ -69,31 +65,12 @@ UNSURE = [LostError("x"), DeadlineError("x")]
 FINAL = [SpecError("x"), GradientError("x"), ResultEvictedError("x"), ForbiddenError("x")]
 
 
-@pytest.mark.parametrize("error", SURE, ids=lambda e: type(e).__name__)
-def test_what_was_surely_not_executed_is_sent_again(error: Exception) -> None:
-    transport = Scripted(error, error)
-    assert line(transport).call(CALL, 5.0) is ANSWER and transport.calls == 3
-
-
-@pytest.mark.parametrize("error", UNSURE, ids=lambda e: type(e).__name__)
-def test_what_may_have_been_executed_is_sent_again(error: Exception) -> None:
-    assert line(Scripted(error)).call(CALL, 5.0) is ANSWER
-
-
 @pytest.mark.parametrize("error", FINAL, ids=lambda e: type(e).__name__)
 def test_what_would_fail_again_is_not_asked_again(error: Exception) -> None:
     transport = Scripted(error)
     with pytest.raises(type(error)):
         line(transport).call(CALL, 5.0)
     assert transport.calls == 1
-
-
-def test_attempts_are_counted() -> None:
-    transport = Scripted(*[LostError("x") for _ in range(9)])
-    with pytest.raises(LostError):
-        line(transport, attempts=4).call(CALL, 5.0)
-    assert transport.calls == 4
-    assert not NEVER.again(OverloadError("x"), 1)
 
 
 def test_all_attempts_end_with_the_deadline() -> None:
@@ -104,16 +81,14 @@ def test_all_attempts_end_with_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
-def test_unless_told_otherwise_only_the_deadline_ends_the_attempts(error: Exception) -> None:
+def test_attempts_end_with_the_deadline_or_as_many_as_was_said(error: Exception) -> None:
     transport = Scripted(*[error for _ in range(100)])
-    assert line(transport, first=0.0, longest=0.0).call(CALL, 15.0) is ANSWER
-    assert transport.calls == 101
-
-
-def test_an_error_tells_how_long_it_was_tried() -> None:
-    with pytest.raises(UnreachableError) as caught:
-        line(Scripted(*[UnreachableError("x") for _ in range(9)]), attempts=9).call(CALL, 5.0)
-    assert re.search(r"this was attempt 9 in [\d.]+ s; the one before it ended", caught.value.__notes__[0])
+    assert line(transport, first=0.0, longest=0.0).call(CALL, 15.0) is ANSWER and transport.calls == 101
+    transport = Scripted(*[type(error)("x") for _ in range(9)])
+    with pytest.raises(type(error)) as caught:
+        line(transport, attempts=4).call(CALL, 15.0)
+    assert transport.calls == 4 and not NEVER.again(error, 1)
+    assert re.search(r"this was attempt 4 in [\d.]+ s; the one before it ended", caught.value.__notes__[0])
 
 
 class Slow(threading.Event):
@@ -127,9 +102,7 @@ class Slow(threading.Event):
 
 
 @pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
-def test_a_pause_that_took_all_the_time_left_does_not_hide_what_was_before_it(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pause_that_took_all_the_time_hides_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow()
     monkeypatch.setattr("weft.experts.client.retry.time", SimpleNamespace(monotonic=lambda: slow.now))
     mine = RetryingCaller(FixedResolver(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)
@@ -139,8 +112,6 @@ def test_a_pause_that_took_all_the_time_left_does_not_hide_what_was_before_it(
 
 
 class ClosedAfter(Scripted):
-    """Closed, once all its fates have come: by who calls, or under who calls."""
-
     def __init__(self, close: bool, *fates: Exception | str) -> None:
         super().__init__(*fates)
         self._close, self.line = close, RetryingCaller(FixedResolver(self), Retry(first=0.0, longest=0.0))
@@ -179,8 +150,6 @@ def test_the_last_attempts_do_not_hide_that_an_earlier_one_may_have_been_done(su
 
 
 class Interrupted(Future[Received]):
-    """Who waits for it is interrupted, as by Ctrl-C."""
-
     def result(self, timeout: float | None = None) -> Received:
         raise KeyboardInterrupt
 
@@ -194,63 +163,24 @@ def test_who_is_interrupted_has_the_call_cancelled() -> None:
     assert future.cancelled()
 
 
-def test_a_transport_that_never_answers_is_not_waited_for_longer() -> None:
-    start = time.monotonic()
+def test_a_transport_that_never_answers_is_waited_for_until_the_call_or_the_attempt_has_no_more_time() -> None:
     with pytest.raises(DeadlineError, match="script"):
         line(Scripted("never")).call(CALL, 0.1)
-    assert time.monotonic() - start < 20.0
-
-
-def test_an_attempt_may_be_given_less_time_than_the_call() -> None:
     transport = Scripted("never", "never")
-    assert line(transport, attempt_seconds=0.05).call(CALL, 5.0) is ANSWER and transport.calls == 3
+    assert line(transport, attempt_seconds=0.05).call(CALL, 60.0) is ANSWER and transport.calls == 3
 
 
 def test_closing_wakes_who_pauses() -> None:
     transport = Scripted(*[OverloadError("x") for _ in range(100)])
-    mine = RetryingCaller(FixedResolver(transport), Retry(first=60.0, longest=60.0))
-    threading.Timer(0.1, mine.closed.set).start()
-    start = time.monotonic()
+    mine = RetryingCaller(FixedResolver(transport), Retry(first=600.0, longest=600.0))
+    closing = threading.Thread(target=lambda: wait_until(lambda: transport.calls) or mine.closed.set())
+    closing.start()
     with pytest.raises((UsageError, OverloadError)):
-        mine.call(CALL, 90.0)
-    assert time.monotonic() - start < 30.0
+        mine.call(CALL, 900.0)
+    closing.join()
 
 
 @given(st.integers(1, 100), st.floats(0, 1), st.floats(1, 4), st.floats(1, 3))
 def test_pauses_are_within_their_bound(attempt: int, first: float, growth: float, longest: float) -> None:
     pause = Retry(first=first, growth=growth, longest=longest).pause(attempt)
     assert 0 <= pause <= min(longest, first * growth ** (attempt - 1) * (1 + 1e-9))
-
-
-def test_rules_that_make_no_sense_are_misuse(subtests: pytest.Subtests) -> None:
-    for options in [
-        {"attempts": 0},
-        {"attempts": 2.5},
-        {"attempts": True},
-        {"growth": 0.5},
-        {"growth": float("inf")},
-        {"growth": "2"},
-        {"growth": None},
-        {"first": 3.0},
-        {"first": -1.0},
-        {"first": "a"},
-        {"first": float("nan")},
-        {"longest": None},
-        {"longest": float("nan")},
-        {"attempt_seconds": 0.0},
-        {"attempts": 0, "growth": None, "first": "a", "longest": None, "attempt_seconds": "b"},
-    ]:
-        with subtests.test(options=options):
-            rule = object.__new__(Retry)  # past the checks of types that this suite adds
-            for name, value in {
-                "attempts": 1,
-                "first": 0.0,
-                "growth": 1.0,
-                "longest": 1.0,
-                "attempt_seconds": None,
-                **options,
-            }.items():
-                object.__setattr__(rule, name, value)
-            with pytest.raises(UsageError) as caught:
-                rule.__post_init__()
-            assert all(f"{name} is {options[name]!r}" in str(caught.value) for name in options)

@@ -45,16 +45,17 @@ def test_other_containers_of_the_same_names_will_do() -> None:
         nested_call(both(*pair))
 
 
-def test_keywords_may_come_in_any_order_and_faults_name_their_place() -> None:
-    with pytest.raises(SpecError, match=r"args\[1\]\[0\] has dtype torch.float64, wanted torch.int64"):
-        nested_call([rows(3, 0, 1)[:, 0], rows(3, 1, 2)])
-    with pytest.raises(SpecError, match="extra"):
-        nested_call([torch.tensor([0, 1, 2]), rows(3, 1, 2)], extra=1)
-
-
-def test_rows_must_agree() -> None:
-    with pytest.raises(SpecError, match="one size everywhere"):
-        nested_call([torch.tensor([0, 1]), rows(3, 1, 2)])
+@pytest.mark.parametrize(
+    ("pair", "more", "words"),
+    [
+        ([rows(3, 0, 1)[:, 0], rows(3, 1, 2)], {}, r"args\[1\]\[0\] has dtype torch.float64, wanted torch.int64"),
+        ([torch.tensor([0, 1, 2]), rows(3, 1, 2)], {"extra": 1}, "extra"),
+        ([torch.tensor([0, 1]), rows(3, 1, 2)], {}, "one size everywhere"),
+    ],
+)
+def test_faults_name_their_place(pair: Any, more: dict[str, int], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        nested_call(pair, **more)
 
 
 @pytest.mark.parametrize("wrong", [(), (rows(2, 0), rows(2, 0)), (rows(2, 0, 5),), (rows(2, 0).float(),)])

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.experts.client.transport_cases import WAYS, reached
-from tests.experts.expert_cases import TROUBLE, WIDTH, X, fussy_backend, rows
+from tests.experts.concurrency import blocking_expert
+from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows
 from weft.core.errors import SpecError, UsageError
-from weft.experts import ExpertBackend
-from weft.experts.client import GrpcTransport, LocalTransport, Transport
+from weft.experts.client import ClientTls, GrpcTransport, LocalTransport, Transport
+from weft.experts.client.transport import explained
 from weft.experts.compression import Compression
 from weft.experts.errors import UnreachableError
 from weft.experts.server import Server
@@ -22,30 +22,7 @@ from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
 from weft.experts.wire.service import read_description, read_receipt
 
-pytestmark = pytest.mark.timeout(30)
 PATIENCE = 10.0
-
-
-class Gate(nn.Module):
-    """The identity, which waits until it is let through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.let = threading.Event(), threading.Event()
-        self.let.set()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.entered.set()
-        assert self.let.wait(20)
-        return x * 2
-
-
-def gated() -> tuple[Gate, ExpertBackend]:
-    gate = Gate()
-    backend = ExpertBackend("gate", gate, args_schema=(X,))
-    gate.entered.clear()
-    gate.let.clear()
-    return gate, backend
 
 
 def forward(x: torch.Tensor, uid: str = "fussy") -> Call:
@@ -53,23 +30,14 @@ def forward(x: torch.Tensor, uid: str = "fussy") -> Call:
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def there(way: str) -> Iterator[tuple[Server, Transport]]:
-    with reached(way, fussy_backend()) as found:
+def there(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Transport]]:
+    with reached(request.param, fussy_backend()) as found:
         yield found
-
-
-def test_it_keeps_the_protocol(there: tuple[Server, Transport]) -> None:
-    assert isinstance(there[1], Transport)
 
 
 def test_a_forward_is_answered_with_what_the_module_returns(there: tuple[Server, Transport]) -> None:
     answer = there[1].submit(forward(rows(3, 0)), PATIENCE).result(PATIENCE)
-    assert torch.equal(answer.tensors()[0], fussy_backend().module(rows(3, 0)))
+    assert isinstance(there[1], Transport) and torch.equal(answer.tensors()[0], fussy_backend().module(rows(3, 0)))
     assert answer.header.kind is Kind.RESULT and read_receipt(answer.header.data).durable is None
 
 
@@ -98,7 +66,7 @@ def test_every_caller_gets_its_own_answer(there: tuple[Server, Transport]) -> No
         (Call(Header(kind=Kind.COMMIT, call_id=0, uid="fussy")), UsageError),
     ],
 )
-def test_an_error_comes_as_itself_and_to_nobody_else(
+def test_an_error_comes_to_its_caller_alone(
     there: tuple[Server, Transport], call: Call, error: type[Exception]
 ) -> None:
     good = [there[1].submit(forward(rows(2, 0)), PATIENCE) for _ in range(2)]
@@ -117,28 +85,25 @@ def test_an_answer_is_compressed_as_wished(there: tuple[Server, Transport]) -> N
 
 @pytest.mark.parametrize("way", ["grpc", "local"])
 def test_a_call_ends_at_its_deadline_whatever_the_expert_does(way: str) -> None:
-    gate, backend = gated()
-    with reached(way, backend) as (_, transport):
-        try:
-            start = time.monotonic()
-            with pytest.raises(DeadlineError, match=r"0\.3 s"):
-                transport.submit(forward(rows(1, 0), "gate"), 0.3).result(PATIENCE)
-            assert time.monotonic() - start > 0.25
-            assert transport.statistics().waiting == 0
-        finally:
-            gate.let.set()
+    gate, backend = blocking_expert()
+    with reached(way, backend) as (_, transport), gate:
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"0\.3 s"):
+            transport.submit(forward(rows(1, 0), "gate"), 0.3).result(PATIENCE)
+        assert time.monotonic() - start > 0.25
+        assert transport.statistics().waiting == 0
 
 
 @pytest.mark.parametrize("way", ["grpc", "local"])
 def test_close_wakes_all_who_wait(way: str) -> None:
-    gate, backend = gated()
+    gate, backend = blocking_expert()
     with reached(way, backend) as (_, transport):
         futures = [transport.submit(forward(rows(1, 0), "gate"), 25.0) for _ in range(5)]
         assert gate.entered.wait(PATIENCE)
         closing = threading.Thread(target=transport.close)
         closing.start()
         errors = [future.exception(PATIENCE) for future in futures]
-        gate.let.set()
+        gate.go.set()
         closing.join()
         assert all(isinstance(error, LostError | UnreachableError) for error in errors)
         with pytest.raises(UsageError, match="closed"):
@@ -153,7 +118,7 @@ def test_a_transport_that_nobody_holds_ends_its_threads(way: str) -> None:
         del transport  # the fixture that looks for threads does the rest
 
 
-@pytest.mark.parametrize("way", ["grpc", "local"])
+@pytest.mark.parametrize("there", ["grpc", "local"], indirect=True)
 def test_statistics_count_calls_and_errors(there: tuple[Server, Transport]) -> None:
     there[1].submit(forward(rows(2, 0)), PATIENCE).result(PATIENCE)
     there[1].submit(forward(rows(2, 0), "nobody"), PATIENCE).exception(PATIENCE)
@@ -161,9 +126,7 @@ def test_statistics_count_calls_and_errors(there: tuple[Server, Transport]) -> N
     assert (seen.calls, seen.answered, seen.waiting, dict(seen.failed)) == (2, 1, 0, {"UnknownExpertError": 1})
 
 
-def test_a_stream_that_is_never_opened_is_given_up_and_its_calls_were_not_executed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stream_that_never_opens_is_given_up_and_its_calls_were_not_executed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.client.stream.OPENING", 0.2)
     opened = threading.Event()
 
@@ -179,3 +142,29 @@ def test_a_stream_that_is_never_opened_is_given_up_and_its_calls_were_not_execut
         assert opened.is_set() and transport.statistics().streams == 1
         assert transport.submit(forward(rows(1, 0)), PATIENCE).exception(PATIENCE) is not None
         assert transport.statistics().streams == 2
+
+
+CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.7:7070: Socket closed"
+
+
+@pytest.mark.parametrize(
+    ("tls", "words"),
+    [
+        (None, "called without TLS"),
+        (ClientTls(b"authority"), "shown no certificate"),
+        (ClientTls(b"authority", b"key", b"certificate"), "check both ends' certificates"),
+    ],
+)
+def test_what_was_shown_is_said_with_who_showed_it_and_where_it_is_set(tls: ClientTls | None, words: str) -> None:
+    told = explained(CLOSED, tls)
+    assert told.startswith(f"{CLOSED}; ") and words in told and "(tls=)" in told
+    other = explained(CLOSED, tls, "this server", "tls= of ReplicaOptions")
+    assert "(tls= of ReplicaOptions)" in other and "this client" not in other
+
+
+def test_a_certificate_for_another_name_is_told_as_one_and_what_is_no_matter_of_certificates_is_left_as_it_is() -> None:
+    for text in ("Connection refused", "Name or service not known", "Deadline Exceeded"):
+        assert explained(text, None) == text
+    text = "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed."
+    told = explained(text, ClientTls(b"authority"), "this server", "tls= of ReplicaOptions")
+    assert told.startswith(text) and "server_name= (tls= of ReplicaOptions)" in told

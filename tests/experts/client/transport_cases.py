@@ -8,17 +8,15 @@ from typing import Any
 
 from weft.experts import ExpertBackend
 from weft.experts.client import GrpcTransport, LocalTransport, Transport, TransportStatistics
-from weft.experts.server import Access, Server, ServerOptions
+from weft.experts.server import Server
 from weft.experts.wire import Call, Kind, LostError, Received, decode, encode, read_fault
 
 WAYS = ("grpc", "local", "fake")
 
 
 class FakeTransport:
-    """Answers at once, in the caller's thread. It loses what it is told to lose.
-
-    ``lose``: for each call to come, "request" (the server never sees it), "reply" (the server works, the caller hears
-    nothing but `LostError`), or "" (goes well).
+    """Answers at once, in the caller's thread. ``lose``: for each call to come, "request" (the server never sees it),
+    "reply" (the server works, the caller hears nothing but `LostError`), or "" (goes well).
     """
 
     def __init__(self, server: Server) -> None:
@@ -28,9 +26,7 @@ class FakeTransport:
         self._lock = threading.Lock()
         self._closed = False
 
-    @property
-    def address(self) -> str:
-        return "fake"
+    address = "fake"
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         with self._lock:
@@ -76,10 +72,6 @@ def reached(way: str, *backends: ExpertBackend, **options: Any) -> Generator[tup
 
 
 def way_to(way: str, server: Server) -> Transport:
-    """One more transport to a server."""
     if way == "grpc":
         return GrpcTransport(server.address)
     return LocalTransport(server.handler()) if way == "local" else FakeTransport(server)
-
-
-__all__ = ["WAYS", "Access", "FakeTransport", "ServerOptions", "reached", "way_to"]

@@ -68,15 +68,12 @@ class Experts:
             self._serve(uid, self.backends[uid].module)
 
     def steps(self) -> dict[str, int]:
-        """Of those that stepped since they were started."""
         return {uid: backend.steps for uid, backend in self.backends.items() if backend.steps}
 
     def called(self, kind: Kind) -> list[str]:
-        """Who was called in this way, sorted."""
         return sorted(header.uid for header in self.headers if header.kind is kind)
 
     def lose(self, kind: Kind, uid: str, *fates: Fate) -> None:
-        """Of the next calls of this kind."""
         self.fates.setdefault((kind, uid), []).extend(fates)
 
     def mixture(self, switch: bool = False, **options: Any) -> RemoteMixtureOfExperts:
@@ -91,7 +88,6 @@ class Experts:
             return RemoteMixtureOfExperts(**{**plain, **options})
 
     def strict(self, **options: Any) -> RemoteMixtureOfExperts:
-        """One whose samples want all answers."""
         return self.mixture(backward_k_min=2, k_min=2, **options)
 
     def _serve(self, uid: str, module: nn.Module) -> None:
@@ -157,7 +153,6 @@ def step_here(experts: Experts, model: nn.Module, *batches: Tensor) -> None:
 
 
 def run(mixture: RemoteMixtureOfExperts, x: Tensor) -> None:
-    """Forward and backward of a micro-batch."""
     y = mixture(x)
     (y[0] if isinstance(y, tuple) else y).square().sum().backward()
 
@@ -168,3 +163,10 @@ def only(mixture: RemoteMixtureOfExperts, *numbers: int) -> RemoteMixtureOfExper
         mixture.proj.weight.zero_()
         mixture.proj.bias.copy_(torch.tensor([float(n in numbers) for n in range(len(UIDS))]))
     return mixture
+
+
+def assert_commit_steps(experts: Experts, mixture: RemoteMixtureOfExperts, model: nn.Module, *batches: Tensor) -> None:
+    """All commit, and are then as those that are here after a step on these batches together."""
+    assert mixture.commit() == ALL
+    step_here(experts, model, *batches)
+    assert_same_weights(experts)

@@ -18,18 +18,15 @@ Work = Callable[[Experts, RemoteMixtureOfExperts], list[Tensor]]
 
 
 def graphs(experts: Experts) -> tuple[int, int]:
-    """How many are kept, and how many were used."""
     found = [server.statistics().experts[uid] for uid, server in experts.servers.items()]
     return sum(each.kept_graphs for each in found), sum(each.used_graphs for each in found)
 
 
 def headers(experts: Experts, kind: Kind) -> list[Header]:
-    """Of the calls of this kind, by expert."""
     return sorted((each for each in experts.headers if each.kind is kind), key=lambda each: each.uid)
 
 
 def keys(experts: Experts, kind: Kind) -> list[str]:
-    """Of the calls of this kind, by expert."""
     return [header.key for header in headers(experts, kind)]
 
 

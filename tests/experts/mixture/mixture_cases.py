@@ -45,7 +45,6 @@ def lacks_a_row(header: Header, answer: Answer) -> Answer:
 
 
 def only(kind: Kind, fault: Fault) -> Fault:
-    """A fault of one kind of call."""
     return lambda header, answer: fault(header, answer) if header.kind is kind else answer
 
 
@@ -66,11 +65,9 @@ class Servers:
         self._sample, self._most = sample, most
 
     def called(self, kind: Kind) -> list[str]:
-        """Who was called in this way, sorted."""
         return sorted(header.uid for header in self.headers if header.kind is kind)
 
     def transport(self, address: str) -> LocalTransport:
-        """The way to all of them."""
         return LocalTransport(self.handle, name=address)
 
     def handle(self, call: Received, reply: Reply) -> None:
@@ -152,7 +149,6 @@ class World:
         self.connections = Connections(self.directory, open_transport=self.servers.transport)
 
     def options(self, **more: Any) -> dict[str, Any]:
-        """The arguments of a mixture over these experts."""
         plain = {"in_features": WIDTH, "uid_prefix": "ffn", "dtype": torch.float64, "forward_timeout": 5.0}
         return {**plain, "backward_timeout": 5.0, "connections": self.connections, **more}
 
@@ -172,5 +168,4 @@ def routed(kind: Callable[..., Mixture], world: World, **more: Any) -> Mixture:
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers."""
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))

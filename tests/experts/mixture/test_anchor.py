@@ -24,7 +24,6 @@ def make(kind: Make, world: World, **more: Any) -> RemoteMixtureOfExperts:
 
 
 def value(mixture: nn.Module, x: Tensor) -> Tensor:
-    """A number that depends on all that the mixture returns."""
     found = mixture(x)
     return sum(each.square().sum() for each in (found if isinstance(found, tuple) else [found]))
 
@@ -62,43 +61,40 @@ def test_frozen_experts_refuse_inputs_that_would_make_them_step_before_anybody_i
 
 
 @kinds
-def test_experts_that_never_step_give_gradients_although_they_are_frozen(kind: Make) -> None:
-    with World(GRID) as world:
-        world.servers.trained = False
-        mixture = make(kind, world)
-        x = numbers(8, WIDTH).requires_grad_()
-        wanted = torch.autograd.grad(value(mixture, x), x)[0]
-        mixture.requires_grad_(False)
-        assert torch.equal(torch.autograd.grad(value(mixture, x), x)[0], wanted)
+def test_experts_that_never_step_give_gradients_although_they_are_frozen(world: World, kind: Make) -> None:
+    world.servers.trained = False
+    mixture = make(kind, world)
+    x = numbers(8, WIDTH).requires_grad_()
+    wanted = torch.autograd.grad(value(mixture, x), x)[0]
+    mixture.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(value(mixture, x), x)[0], wanted)
 
 
 @kinds
-def test_what_is_saved_and_loaded_is_the_router_alone(kind: Make) -> None:
-    with World(GRID) as world:
-        mixture, other = make(kind, world), make(kind, world)
-        with torch.no_grad():
-            other.proj.weight.zero_()
-        assert list(mixture.state_dict()) == OLD_KEYS
-        other.load_state_dict(mixture.state_dict(), strict=True)
-        assert torch.equal(other.proj.weight, mixture.proj.weight)
-        whole = nn.Sequential(nn.Tanh(), mixture)
-        assert list(whole.state_dict()) == [f"1.{key}" for key in OLD_KEYS]
-        nn.Sequential(nn.Tanh(), other).load_state_dict(whole.state_dict(), strict=True, assign=True)
-        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "proj.bias"(.|\n)*Unexpected.*"more"'):
-            other.load_state_dict({"proj.weight": mixture.proj.weight, "more": mixture.proj.weight})
+def test_what_is_saved_and_loaded_is_the_router_alone(world: World, kind: Make) -> None:
+    mixture, other = make(kind, world), make(kind, world)
+    with torch.no_grad():
+        other.proj.weight.zero_()
+    assert list(mixture.state_dict()) == OLD_KEYS
+    other.load_state_dict(mixture.state_dict(), strict=True)
+    assert torch.equal(other.proj.weight, mixture.proj.weight)
+    whole = nn.Sequential(nn.Tanh(), mixture)
+    assert list(whole.state_dict()) == [f"1.{key}" for key in OLD_KEYS]
+    nn.Sequential(nn.Tanh(), other).load_state_dict(whole.state_dict(), strict=True, assign=True)
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "proj.bias"(.|\n)*Unexpected.*"more"'):
+        other.load_state_dict({"proj.weight": mixture.proj.weight, "more": mixture.proj.weight})
 
 
 @kinds
 @pytest.mark.parametrize("frozen", [False, True])
-def test_copies_and_conversions_keep_what_is_frozen(kind: Make, frozen: bool) -> None:
-    with World(GRID) as world:
-        mixture = make(kind, world).requires_grad_(not frozen)
-        for each in (copy.deepcopy(mixture), copy.deepcopy(mixture).to(torch.float32), mixture.half().double()):
-            assert {p.requires_grad for p in each.parameters()} == {not frozen}
-            assert {p.dtype for p in each.parameters()} == {each.proj.weight.dtype}
-            value(each, numbers(8, WIDTH))
-        assert make(kind, world, device="meta").anchor.is_meta
-        assert copy.deepcopy(mixture).anchor is not mixture.anchor
+def test_copies_and_conversions_keep_what_is_frozen(world: World, kind: Make, frozen: bool) -> None:
+    mixture = make(kind, world).requires_grad_(not frozen)
+    for each in (copy.deepcopy(mixture), copy.deepcopy(mixture).to(torch.float32), mixture.half().double()):
+        assert {p.requires_grad for p in each.parameters()} == {not frozen}
+        assert {p.dtype for p in each.parameters()} == {each.proj.weight.dtype}
+        value(each, numbers(8, WIDTH))
+    assert make(kind, world, device="meta").anchor.is_meta
+    assert copy.deepcopy(mixture).anchor is not mixture.anchor
 
 
 @pytest.mark.filterwarnings("ignore:.*optimizer")

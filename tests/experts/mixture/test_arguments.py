@@ -41,13 +41,15 @@ wrong = {
     "grid_size": [4, "22", [2.0, 2.0], None, [], [2, True]],
     "uid_prefix": [None, "", 3],
     "connections": [directory, None, "host:1"],
-    "k_best": [2.0, True, "2", None],
-    "k_min": [0.5, True, -1, None],
+    "k_best": [2.0, True, "2", None, 0],
+    "k_min": [0.5, True, -1, None, 5],
     "backward_k_min": [1.5, True],
     "retry": [3, "never"],
     "compression": ["fp16", 1],
     "client": [5],
-    "forward_timeout": [None, "1"],
+    "forward_timeout": [None, "1", 0.0],
+    "backward_timeout": [math.inf],
+    "timeout_after_k_min": [-1.0],
     **{name: ["no", 1, None] for name in ("detect_anomalies", "allow_zero_outputs", "accumulate", "keep_graph")},
 }
 of_switch = {"jitter_eps": [None, "a", 1.0, True, math.nan], "capacity_factor": ["1", True, 0.0, math.inf, math.nan]}

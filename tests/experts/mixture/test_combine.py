@@ -31,25 +31,17 @@ def test_rows_lie_at_their_pairs(subtests: pytest.Subtests) -> None:
                 assert buffer.alive.tolist() == [True, True, True, False, True, True]
 
 
-def test_rows_that_do_not_lie_one_after_the_other_are_laid_down_as_well() -> None:
-    buffer, strided = CombineBuffer(2, 1, finite=False), counted((4, 2), torch.float32).t()[:, ::2]
-    buffer.put(torch.tensor([1, 0]), [strided])
-    assert torch.equal(buffer.rows()[0][:, 0], strided.flip(0))
-
-
-def test_what_is_forgotten_is_zero() -> None:
-    buffer = CombineBuffer(2, 2, finite=False)
-    buffer.put(torch.arange(4), [torch.ones(4, 3)])
-    buffer.clear(torch.tensor([False, True]))
-    assert buffer.rows()[0].sum((1, 2)).tolist() == [6.0, 0.0] and buffer.alive.tolist() == [True, True, False, False]
-
-
-def test_rows_that_are_not_finite_stay_out_where_that_was_asked_for() -> None:
+def test_rows_that_are_forgotten_or_not_finite_are_zero_where_that_was_asked_for() -> None:
     buffer = CombineBuffer(2, 1, finite=True)
     good = buffer.put(torch.tensor([0, 1]), [torch.tensor([[1.0], [float("nan")]])])
     assert good is not None and good.tolist() == [True, False]
     buffer.put(torch.tensor([1]), [torch.tensor([[float("inf")]])])  # nothing is left of it
     assert buffer.rows()[0].flatten().tolist() == [1.0, 0.0]
+    buffer, strided = CombineBuffer(2, 2, finite=False), counted((4, 4), torch.float32).t()[:, :2]
+    buffer.put(torch.tensor([1, 0, 2, 3]), [strided])
+    assert torch.equal(buffer.rows()[0].flatten(0, 1), strided[[1, 0, 2, 3]])
+    buffer.clear(torch.tensor([False, True]))
+    assert not buffer.rows()[0][1].any() and buffer.alive.tolist() == [True, True, False, False]
 
 
 def test_an_answer_of_another_shape_is_not_laid_down_at_all() -> None:

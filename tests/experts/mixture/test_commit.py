@@ -14,13 +14,13 @@ from tests.experts.mixture.commit_cases import (
     UIDS,
     Experts,
     LocalMixture,
+    assert_commit_steps,
     assert_same_weights,
     only,
     run,
     step_here,
 )
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
-from weft import Pipe
 from weft.core.errors import UsageError
 from weft.experts.client import RemoteExpert, commit, discard
 from weft.experts.errors import MixtureCommitError, StepError, TooFewAnswersError
@@ -29,41 +29,18 @@ from weft.experts.wire import Kind
 
 
 @pytest.mark.parametrize("switch", [False, True])
-def test_micro_batches_are_one_step_of_each_expert(switch: bool) -> None:
-    with Experts() as experts:
-        mixture = experts.mixture(switch)
-        twin = LocalMixture(experts, mixture)
-        for turn in range(2):
-            x = numbers(16, WIDTH, seed=turn)
-            for part in x.split(5):
-                run(mixture, part)
-            assert experts.steps() == (dict.fromkeys(UIDS, turn) if turn else {})
-            assert mixture.commit() == ALL
-            step_here(experts, twin, x)
-            assert_same_weights(experts)
-            assert experts.steps() == dict.fromkeys(UIDS, turn + 1) == mixture.steps
-        assert mixture.statistics().commits == 2 and not mixture.statistics().failed
-        torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("executor", ["threads", "serial"])
-def test_a_stage_of_a_pipe_steps_once(checkpoint: Any, executor: Any) -> None:
-    with Experts() as experts, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        first, last = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
-        mixture = experts.mixture()
-        twin = nn.Sequential(copy.deepcopy(first), LocalMixture(experts, mixture), copy.deepcopy(last))
-        model = nn.Sequential(first, mixture, last)
-        pipe = Pipe(model, chunks=4, balance=[1, 1, 1], checkpoint=checkpoint, executor=executor)
-        x = numbers(16, WIDTH)
-        pipe(x).square().sum().backward()
-        assert len(experts.called(Kind.BACKWARD)) > len(UIDS)  # of several micro-batches
-        assert commit(pipe) == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
-        for mine, theirs in ((first, twin[0]), (last, twin[2]), (mixture.proj, twin[1].proj)):
-            torch.testing.assert_close(mine.weight.grad, theirs.weight.grad, rtol=0, atol=1e-10)
+def test_micro_batches_are_one_step_of_each_expert(experts: Experts, switch: bool) -> None:
+    mixture = experts.mixture(switch)
+    twin = LocalMixture(experts, mixture)
+    for turn in range(2):
+        x = numbers(16, WIDTH, seed=turn)
+        for part in x.split(5):
+            run(mixture, part)
+        assert experts.steps() == (dict.fromkeys(UIDS, turn) if turn else {})
+        assert_commit_steps(experts, mixture, twin, x)
+        assert experts.steps() == dict.fromkeys(UIDS, turn + 1) == mixture.steps
+    assert mixture.statistics().commits == 2 and not mixture.statistics().failed
+    torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-10)
 
 
 def test_micro_batches_of_several_threads_are_one_step() -> None:
@@ -71,108 +48,93 @@ def test_micro_batches_of_several_threads_are_one_step() -> None:
         mixture = experts.mixture()
         batches = [numbers(4, WIDTH, seed=seed) for seed in range(8)]
         list(pool.map(lambda x: run(mixture, x), batches))
-        assert mixture.commit() == ALL
-        step_here(experts, LocalMixture(experts, mixture), *batches)
-        assert_same_weights(experts)
+        assert_commit_steps(experts, mixture, LocalMixture(experts, mixture), *batches)
 
 
-def test_experts_that_were_not_touched_are_not_called_and_a_second_commit_calls_nobody() -> None:
-    with Experts() as experts:
-        mixture = only(experts.mixture(), 1, 3)
-        assert mixture.commit() == {} and experts.called(Kind.COMMIT) == []
-        run(mixture, numbers(4, WIDTH))
-        assert mixture.commit() == {"ffn.1": True, "ffn.3": True}
-        assert mixture.commit() == {}
-        assert experts.called(Kind.COMMIT) == ["ffn.1", "ffn.3"] and experts.steps() == {"ffn.1": 1, "ffn.3": 1}
+def test_experts_that_were_not_touched_are_not_called_and_a_second_commit_calls_nobody(experts: Experts) -> None:
+    mixture = only(experts.mixture(), 1, 3)
+    assert mixture.commit() == {} and experts.called(Kind.COMMIT) == []
+    run(mixture, numbers(4, WIDTH))
+    assert mixture.commit() == {"ffn.1": True, "ffn.3": True}
+    assert mixture.commit() == {}
+    assert experts.called(Kind.COMMIT) == ["ffn.1", "ffn.3"] and experts.steps() == {"ffn.1": 1, "ffn.3": 1}
 
 
-def test_all_are_asked_to_commit_at_once() -> None:
-    with Experts() as experts:
-        mixture = experts.mixture()
-        run(mixture, numbers(16, WIDTH))
-        held: list[Any] = []
-        handle = experts._handle
+def test_all_are_asked_to_commit_at_once(experts: Experts) -> None:
+    mixture = experts.mixture()
+    run(mixture, numbers(16, WIDTH))
+    held: list[Any] = []
+    handle = experts._handle
 
-        def hold(address: str, call: Any, reply: Any) -> None:
-            held.append((address, call, reply))
-            if len(held) == len(UIDS):  # until then nobody is answered
-                for each in held:
-                    handle(*each)
+    def hold(address: str, call: Any, reply: Any) -> None:
+        held.append((address, call, reply))
+        if len(held) == len(UIDS):  # until then nobody is answered
+            for each in held:
+                handle(*each)
 
-        for uid in UIDS:
-            transport: Any = experts.connections.to(uid)
-            transport._handler = lambda call, reply, uid=uid: hold(uid, call, reply)
-        assert mixture.commit() == ALL
+    for uid in UIDS:
+        transport: Any = experts.connections.to(uid)
+        transport._handler = lambda call, reply, uid=uid: hold(uid, call, reply)
+    assert mixture.commit() == ALL
 
 
 @pytest.mark.parametrize("lost", ["request", "reply"])
-def test_a_lost_message_is_neither_a_second_step_nor_none(lost: str) -> None:
-    with Experts() as experts:
-        mixture = experts.mixture()
-        twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
-        experts.lose(Kind.BACKWARD, "ffn.1", lost, "", lost)
-        experts.lose(Kind.COMMIT, "ffn.2", lost, lost)
-        for part in x.split(8):
-            run(mixture, part)
-        assert mixture.commit() == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
-        keys = [header.key for header in experts.headers if header.kind is Kind.COMMIT and header.uid == "ffn.2"]
-        assert len(keys) == 3 and len(set(keys)) == 1 and experts.steps() == dict.fromkeys(UIDS, 1)
+def test_a_lost_message_is_neither_a_second_step_nor_none(experts: Experts, lost: str) -> None:
+    mixture = experts.mixture()
+    twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
+    experts.lose(Kind.BACKWARD, "ffn.1", lost, "", lost)
+    experts.lose(Kind.COMMIT, "ffn.2", lost, lost)
+    for part in x.split(8):
+        run(mixture, part)
+    assert_commit_steps(experts, mixture, twin, x)
+    keys = [header.key for header in experts.headers if header.kind is Kind.COMMIT and header.uid == "ffn.2"]
+    assert len(keys) == 3 and len(set(keys)) == 1 and experts.steps() == dict.fromkeys(UIDS, 1)
 
 
-def test_discarded_gradients_are_not_applied() -> None:
-    with Experts() as experts:
-        mixture = experts.mixture()
-        twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
-        run(mixture, numbers(16, WIDTH, seed=7))
-        mixture.discard()
-        assert mixture.commit() == {} and experts.steps() == {}
-        run(mixture, x)
-        assert mixture.commit() == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
+def test_discarded_gradients_are_not_applied(experts: Experts) -> None:
+    mixture = experts.mixture()
+    twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
+    run(mixture, numbers(16, WIDTH, seed=7))
+    mixture.discard()
+    assert mixture.commit() == {} and experts.steps() == {}
+    run(mixture, x)
+    assert_commit_steps(experts, mixture, twin, x)
 
 
 @pytest.mark.parametrize("how", ["two", "of one name", "copy"])
-def test_two_mixtures_do_not_mix_their_sums(how: str) -> None:
-    with Experts() as experts:
-        client = "trainer" if how == "of one name" else ""
-        one = experts.mixture(client=client)
-        other = copy.deepcopy(one) if how == "copy" else experts.mixture(client=client)
-        twin, x = LocalMixture(experts, one), numbers(16, WIDTH)
-        run(one, x[:8])
-        run(other, numbers(16, WIDTH, seed=7))
-        run(one, x[8:])
-        assert one.commit() == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
-        other.discard()
-        assert other.commit() == one.commit() == {}
+def test_two_mixtures_do_not_mix_their_sums(experts: Experts, how: str) -> None:
+    client = "trainer" if how == "of one name" else ""
+    one = experts.mixture(client=client)
+    other = copy.deepcopy(one) if how == "copy" else experts.mixture(client=client)
+    twin, x = LocalMixture(experts, one), numbers(16, WIDTH)
+    run(one, x[:8])
+    run(other, numbers(16, WIDTH, seed=7))
+    run(one, x[8:])
+    assert_commit_steps(experts, one, twin, x)
+    other.discard()
+    assert other.commit() == one.commit() == {}
 
 
-def test_commit_without_accumulation_is_misuse_and_commits_nothing_in_a_group() -> None:
-    with Experts() as experts:
-        mixture = experts.mixture(accumulate=False)
-        with pytest.raises(UsageError, match="accumulate"):
-            mixture.commit()
-        assert commit(nn.Sequential(mixture)) == {} and not mixture.accumulates
-        run(mixture, numbers(16, WIDTH))
-        assert experts.steps() == dict.fromkeys(UIDS, 1)
+def test_commit_without_accumulation_is_misuse_and_commits_nothing_in_a_group(experts: Experts) -> None:
+    mixture = experts.mixture(accumulate=False)
+    with pytest.raises(UsageError, match="accumulate"):
+        mixture.commit()
+    assert commit(nn.Sequential(mixture)) == {} and not mixture.accumulates
+    run(mixture, numbers(16, WIDTH))
+    assert experts.steps() == dict.fromkeys(UIDS, 1)
 
 
-def test_a_group_commits_mixtures_and_single_experts() -> None:
-    with Experts() as experts:
-        single = RemoteExpert("ffn.0", experts.connections, accumulate=True)
-        mixture = only(experts.mixture(), 0, 1)
-        model = nn.Sequential(single, mixture)
-        run(mixture, numbers(4, WIDTH))
-        assert commit(model) == {"ffn.0": True, "ffn.1": True}  # although the single one had nothing
-        model(numbers(4, WIDTH)).sum().backward()
-        assert commit(model) == {"ffn.0": True, "ffn.1": True} and experts.steps() == {"ffn.0": 3, "ffn.1": 2}
-        model(numbers(4, WIDTH)).sum().backward()
-        discard(model)
-        assert commit(model) == {"ffn.0": False} and experts.steps() == {"ffn.0": 3, "ffn.1": 2}
+def test_a_group_commits_mixtures_and_single_experts(experts: Experts) -> None:
+    single = RemoteExpert("ffn.0", experts.connections, accumulate=True)
+    mixture = only(experts.mixture(), 0, 1)
+    model = nn.Sequential(single, mixture)
+    run(mixture, numbers(4, WIDTH))
+    assert commit(model) == {"ffn.0": True, "ffn.1": True}  # although the single one had nothing
+    model(numbers(4, WIDTH)).sum().backward()
+    assert commit(model) == {"ffn.0": True, "ffn.1": True} and experts.steps() == {"ffn.0": 3, "ffn.1": 2}
+    model(numbers(4, WIDTH)).sum().backward()
+    discard(model)
+    assert commit(model) == {"ffn.0": False} and experts.steps() == {"ffn.0": 3, "ffn.1": 2}
 
 
 def test_the_client_is_named_in_all_calls() -> None:
@@ -184,12 +146,7 @@ def test_the_client_is_named_in_all_calls() -> None:
             mixture.commit()
             (seen,) = {header.client for header in experts.headers}
             assert seen == client if client else len(seen) > 8
-            assert {header.kind for header in experts.headers} == {
-                Kind.INFO,
-                Kind.FORWARD,
-                Kind.BACKWARD,
-                Kind.COMMIT,
-            }
+            assert {header.kind for header in experts.headers} == {Kind.INFO, Kind.FORWARD, Kind.BACKWARD, Kind.COMMIT}
     assert not [each for each in threading.enumerate() if "mixture" in each.name]
 
 

@@ -18,8 +18,6 @@ KINDS = [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts]
 
 
 class Around(nn.Module):
-    """Layers before and behind a mixture; of a switch, the loss is added too."""
-
     def __init__(self, mixture: nn.Module) -> None:
         super().__init__()
         self.before = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -32,7 +30,6 @@ class Around(nn.Module):
 
 
 def left(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The gradients, which then are cleared."""
     leaves = [x, *model.parameters()]
     found = [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
     for each in leaves:
@@ -50,9 +47,7 @@ def forgotten() -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_values_and_gradients_in_a_compiled_model_are_those_of_the_plain_one(
-    kind: Callable[..., nn.Module], backend: str
-) -> None:
+def test_values_and_gradients_are_those_of_the_plain_model(kind: Callable[..., nn.Module], backend: str) -> None:
     with World(GRID) as world:
         torch.manual_seed(0)
         model = Around(kind(**world.options(grid_size=[2, 2], retry=NEVER, k_best=2))).eval()
@@ -69,9 +64,7 @@ def test_values_and_gradients_in_a_compiled_model_are_those_of_the_plain_one(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_compiler_is_shown_nothing_of_the_calls_and_is_not_asked_again_for_other_batches(
-    kind: Callable[..., nn.Module],
-) -> None:
+def test_the_compiler_sees_no_calls_and_is_not_asked_again_for_other_batches(kind: Callable[..., nn.Module]) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, example: Any) -> Any:

@@ -14,6 +14,7 @@ from tests.experts.mixture.commit_cases import (
     UIDS,
     Experts,
     LocalMixture,
+    assert_commit_steps,
     assert_same_weights,
     run,
     step_here,
@@ -22,7 +23,7 @@ from tests.experts.mixture.keep_graph_cases import BUDGET, compared, graphs, hea
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft import Pipe
 from weft.core.context import phase
-from weft.experts.client import NEVER
+from weft.experts.client import NEVER, commit
 from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.wire import Kind
 
@@ -40,15 +41,14 @@ def test_outputs_gradients_and_steps_are_those_without_and_every_backward_saves_
     assert len(set(keys(experts, Kind.FORWARD))) == len(forward)
 
 
-def test_it_is_not_asked_for_by_itself_and_a_server_that_keeps_none_does_not_mind() -> None:
-    with Experts() as experts:
-        assert not experts.mixture().keep_graph
-        mixture = experts.mixture(accumulate=False, keep_graph=True)
-        twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
-        run(mixture, x)
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
-        assert graphs(experts) == (0, 0)
+def test_it_is_not_asked_for_by_itself_and_a_server_that_keeps_none_does_not_mind(experts: Experts) -> None:
+    assert not experts.mixture().keep_graph
+    mixture = experts.mixture(accumulate=False, keep_graph=True)
+    twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
+    run(mixture, x)
+    step_here(experts, twin, x)
+    assert_same_weights(experts)
+    assert graphs(experts) == (0, 0)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -107,9 +107,7 @@ def test_graphs_last_until_the_commit_of_their_mini_batch() -> None:
             losses = [mixture(part).square().sum() for part in x[4:].split(6)]
             for loss in reversed(losses):
                 loss.backward()
-            assert mixture.commit() == ALL
-            step_here(experts, twin, x)
-            assert_same_weights(experts)
+            assert_commit_steps(experts, mixture, twin, x)
         assert graphs(experts) == (0, len(experts.called(Kind.BACKWARD))) and experts.steps() == dict.fromkeys(UIDS, 2)
         torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-12)
 
@@ -125,24 +123,29 @@ def test_a_graph_that_is_older_than_a_step_is_made_again() -> None:
     assert used == len(UIDS) and len(experts.called(Kind.BACKWARD)) == 2 * len(UIDS)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_a_stage_that_is_recomputed_asks_for_no_graph(checkpoint: Any) -> None:
+@pytest.mark.parametrize("executor", ["threads", "serial"])
+def test_a_stage_of_a_pipe_steps_once_and_asks_for_no_useless_graph(keep: bool, checkpoint: Any, executor: Any) -> None:
     with Experts(keep_graphs=BUDGET) as experts, torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        mixture = experts.mixture(keep_graph=True)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), mixture)
-        twin = nn.Sequential(copy.deepcopy(model[0]), LocalMixture(experts, mixture))
-        pipe, x = Pipe(model, chunks=4, balance=[1, 1], checkpoint=checkpoint), numbers(16, WIDTH)
-        pipe(x).square().sum().backward()
-        assert mixture.commit() == ALL
-        step_here(experts, twin, x)
-        assert_same_weights(experts)
-        torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad, rtol=0, atol=1e-12)
-        asked = [header for header in headers(experts, Kind.FORWARD) if header.keep]
+        first, last = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+        mixture = experts.mixture(keep_graph=keep)
+        twin = nn.Sequential(copy.deepcopy(first), LocalMixture(experts, mixture), copy.deepcopy(last))
+        model = nn.Sequential(first, mixture, last)
+        pipe = Pipe(model, chunks=4, balance=[1, 1, 1], checkpoint=checkpoint, executor=executor)
+        pipe(numbers(16, WIDTH)).square().sum().backward()
         calls = len(experts.called(Kind.BACKWARD))
+        assert calls > len(UIDS)  # of several micro-batches
+        assert commit(pipe) == ALL
+        step_here(experts, twin, numbers(16, WIDTH))
+        assert_same_weights(experts)
+        for mine, theirs in ((first, twin[0]), (last, twin[2]), (mixture.proj, twin[1].proj)):
+            torch.testing.assert_close(mine.weight.grad, theirs.weight.grad, rtol=0, atol=1e-10)
+        asked = [header for header in headers(experts, Kind.FORWARD) if header.keep]
         assert graphs(experts) == (0, len(asked)) and len(experts.called(Kind.FORWARD)) == calls
         least, most = {"always": (0, 0), "except_last": (1, calls - 1), "never": (calls, calls)}[checkpoint]
-        assert least <= len(asked) <= most
+        assert least * keep <= len(asked) <= most * keep and len(mixture._client.cache) == 0
 
 
 def test_a_recomputation_that_remembers_nothing_asks_again_and_for_its_graph() -> None:

@@ -5,7 +5,6 @@ import itertools
 import math
 import pickle
 import socket
-import threading
 import time
 import warnings
 from functools import partial
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from tests.experts.concurrency import FakeClock, in_threads, wait_until
 from tests.experts.mixture.mixture_cases import (
     GRID,
     WIDTH,
@@ -31,8 +31,7 @@ from tests.experts.mixture.mixture_cases import (
     only,
     routed,
 )
-from tests.experts.waiting import Clock, until
-from weft import Pipe, Recurrent
+from weft import Recurrent
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
 from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.client import Connections, RemoteExpert, StepsLostWarning
@@ -80,7 +79,6 @@ def gradients(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, *, here:
 
 
 def assert_same(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()) -> None:
-    """Outputs and all gradients are those of the mixture computed here."""
     wish = numbers(len(x), WIDTH, seed=9)
     expected = computed_here(world, mixture, x, gone)
     expected.backward(wish)
@@ -96,12 +94,7 @@ def assert_same(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: 
 
 
 @settings(max_examples=15)
-@given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    st.integers(1, 5),
-    st.integers(1, 6),
-    st.data(),
-)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 6), st.data())
 def test_outputs_and_gradients_are_those_of_the_mixture_computed_here(
     sizes: list[int], k: int, samples: int, data: st.DataObject
 ) -> None:
@@ -123,35 +116,25 @@ def make(world: World, **more: Any) -> RemoteMixtureOfExperts:
 
 
 def chosen_uids(world: World, mixture: RemoteMixtureOfExperts, x: Tensor) -> list[str]:
-    """Who is called for these samples."""
+    """Who is called for these samples, without grad mode; and then nobody is called in backward."""
     world.servers.headers.clear()
     with torch.no_grad():
-        mixture(x)
+        assert not mixture(x).requires_grad
     return world.servers.called(Kind.FORWARD)
 
 
-def test_each_expert_is_called_once_in_each_direction_and_routing_calls_nobody() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        x = numbers(64, WIDTH)
-        mixture(x).sum().backward()
-        assert world.servers.called(Kind.FORWARD) == sorted(set(world.servers.called(Kind.FORWARD)))
-        assert world.servers.called(Kind.BACKWARD) == world.servers.called(Kind.FORWARD)
-        assert 1 <= len(world.servers.called(Kind.INFO)) <= 4
-        world.servers.headers.clear()
-        mixture(x)
-        assert world.servers.called(Kind.INFO) == []
-        seen = mixture.statistics()
-        assert (seen.forwards, seen.backwards, seen.living, seen.zeroed) == (2, 1, 4, 0) and not seen.failed
-
-
-def test_a_group_beyond_the_largest_batch_goes_in_several_calls() -> None:
-    with World([(0, 0)], most=3) as world:
-        mixture = RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], k_best=1))
-        assert_same(world, mixture, numbers(8, WIDTH).requires_grad_())
-        assert world.servers.rows == [3, 3, 2] * 2
-        keys = [header.key for header in world.servers.headers if header.kind is Kind.BACKWARD]
-        assert len(set(keys)) == 3 and all(keys)
+def test_each_expert_is_called_once_in_each_direction_and_routing_calls_nobody(world: World) -> None:
+    mixture = make(world)
+    x = numbers(64, WIDTH)
+    mixture(x).sum().backward()
+    assert world.servers.called(Kind.FORWARD) == sorted(set(world.servers.called(Kind.FORWARD)))
+    assert world.servers.called(Kind.BACKWARD) == world.servers.called(Kind.FORWARD)
+    assert 1 <= len(world.servers.called(Kind.INFO)) <= 4
+    world.servers.headers.clear()
+    mixture(x)
+    assert world.servers.called(Kind.INFO) == []
+    seen = mixture.statistics()
+    assert (seen.forwards, seen.backwards, seen.living, seen.zeroed) == (2, 1, 4, 0) and not seen.failed
 
 
 @pytest.mark.parametrize("fault", [fails, hangs, lacks_a_row, first_row_is_nan])
@@ -165,97 +148,85 @@ def test_who_does_not_answer_well_in_forward_has_no_weight_and_is_not_called_in_
         assert_same(world, mixture, x, frozenset([bad]))
         assert world.servers.called(Kind.BACKWARD) == [uid for uid in world.servers.called(Kind.FORWARD) if uid != bad]
         assert sum(mixture.statistics().failed.values()) == 1
-        until(lambda: not any(each.waiting for each in world.connections.statistics().values()))
+        wait_until(lambda: not any(each.waiting for each in world.connections.statistics().values()))
 
 
-def test_only_the_rows_that_are_not_finite_have_no_weight() -> None:
-    with World(GRID) as world:
-        mixture = make(world, detect_anomalies=True)
-        x = numbers(32, WIDTH)
-        clean = mixture(x)
-        bad = chosen_uids(world, mixture, x)[0]
-        world.servers.faults = {bad: first_row_is_nan}
-        changed = (mixture(x) != clean).any(1)
-        assert int(changed.sum()) == 1
-        loose = make(world)
-        assert bool(loose(x).isnan().any())
+def test_only_the_rows_that_are_not_finite_have_no_weight(world: World) -> None:
+    mixture = make(world, detect_anomalies=True)
+    x = numbers(32, WIDTH)
+    clean = mixture(x)
+    bad = chosen_uids(world, mixture, x)[0]
+    world.servers.faults = {bad: first_row_is_nan}
+    changed = (mixture(x) != clean).any(1)
+    assert int(changed.sum()) == 1
+    loose = make(world)
+    assert bool(loose(x).isnan().any())
 
 
-def test_who_fails_in_backward_adds_nothing_to_the_gradient_of_the_input() -> None:
-    with World(GRID) as world:
-        mixture = make(world, timeout_after_k_min=0.05)
-        x = numbers(1, WIDTH).requires_grad_()
-        bad, good = chosen_uids(world, mixture, x)
-        whole = torch.autograd.grad(mixture(x).sum(), x)[0]
-        world.servers.faults = {bad: only(Kind.BACKWARD, fails)}
-        without = torch.autograd.grad(mixture(x).sum(), x)[0]
-        world.servers.faults = {bad: only(Kind.BACKWARD, hangs)}
-        assert torch.equal(without, torch.autograd.grad(mixture(x).sum(), x)[0])
-        world.servers.faults = {good: only(Kind.BACKWARD, fails)}
-        other = torch.autograd.grad(mixture(x).sum(), x)[0]
-        world.servers.faults = {uid: only(Kind.BACKWARD, fails) for uid in (bad, good)}
-        lenient = make(world, allow_zero_outputs=True)
-        router_only = torch.autograd.grad(lenient(x).sum(), x)[0]
-        torch.testing.assert_close(without + other - router_only, whole, rtol=0, atol=1e-12)
+def test_who_fails_in_backward_adds_nothing_to_the_gradient_of_the_input(world: World) -> None:
+    mixture = make(world, timeout_after_k_min=0.05)
+    x = numbers(1, WIDTH).requires_grad_()
+    bad, good = chosen_uids(world, mixture, x)
+    whole = torch.autograd.grad(mixture(x).sum(), x)[0]
+    world.servers.faults = {bad: only(Kind.BACKWARD, fails)}
+    without = torch.autograd.grad(mixture(x).sum(), x)[0]
+    world.servers.faults = {bad: only(Kind.BACKWARD, hangs)}
+    assert torch.equal(without, torch.autograd.grad(mixture(x).sum(), x)[0])
+    world.servers.faults = {good: only(Kind.BACKWARD, fails)}
+    other = torch.autograd.grad(mixture(x).sum(), x)[0]
+    world.servers.faults = {uid: only(Kind.BACKWARD, fails) for uid in (bad, good)}
+    lenient = make(world, allow_zero_outputs=True)
+    router_only = torch.autograd.grad(lenient(x).sum(), x)[0]
+    torch.testing.assert_close(without + other - router_only, whole, rtol=0, atol=1e-12)
 
 
-def test_too_few_answers_are_an_error_that_says_who_failed_and_that_does_not_wait() -> None:
-    with World(GRID) as world:
-        mixture = make(world, k_min=2, backward_k_min=2, forward_timeout=60.0)
-        x = numbers(4, WIDTH).requires_grad_()
-        bad = chosen_uids(world, mixture, x)[0]
-        world.servers.faults = {bad: fails} | {uid: hangs for uid in world.here if uid != bad}
-        start = time.monotonic()
-        with pytest.raises(
-            TooFewAnswersError, match=rf"forward.*fewer than 2 answers(.|\n)*{bad}: .*it is gone"
-        ) as caught:
-            mixture(x)
-        assert time.monotonic() - start < 30.0 and bad in caught.value.faults
-        world.servers.faults = {bad: only(Kind.BACKWARD, fails)}
-        with pytest.raises(TooFewAnswersError, match="backward of a mixture"):
-            mixture(x).sum().backward()
+def test_too_few_answers_are_an_error_that_says_who_failed_and_that_does_not_wait(world: World) -> None:
+    mixture = make(world, k_min=2, backward_k_min=2, forward_timeout=60.0)
+    x = numbers(4, WIDTH).requires_grad_()
+    bad = chosen_uids(world, mixture, x)[0]
+    world.servers.faults = {bad: fails} | {uid: hangs for uid in world.here if uid != bad}
+    start = time.monotonic()
+    with pytest.raises(TooFewAnswersError, match=rf"forward.*fewer than 2 answers(.|\n)*{bad}: .*it is gone") as caught:
+        mixture(x)
+    assert time.monotonic() - start < 30.0 and bad in caught.value.faults
+    world.servers.faults = {bad: only(Kind.BACKWARD, fails)}
+    with pytest.raises(TooFewAnswersError, match="backward of a mixture"):
+        mixture(x).sum().backward()
 
 
 def test_where_nobody_is_reached_the_error_names_the_retry_that_waits_for_a_restart() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"127.0.0.1:{bound.getsockname()[1]}"
-        for retry, told in ((None, True), (Retry(), False)):
+        for retry, seconds, told in ((None, 60.0, True), (Retry(), 1.0, False)):
             with Connections({"m.0": address}) as connections:
-                mixture = RemoteMixtureOfExperts(
-                    in_features=WIDTH,
-                    grid_size=[1],
-                    uid_prefix="m",
-                    connections=connections,
-                    forward_timeout=1.0,
-                    retry=retry,
-                )
-                with pytest.raises(TooFewAnswersError, match=r"m\.0: UnreachableError") as caught:
+                options: dict[str, Any] = {"in_features": WIDTH, "grid_size": [1], "uid_prefix": "m", "retry": retry}
+                mixture = RemoteMixtureOfExperts(connections=connections, forward_timeout=seconds, **options)
+                with pytest.raises(TooFewAnswersError, match=r"m\.0: (Unreachable|Deadline)Error") as caught:
                     mixture(torch.zeros(2, WIDTH))
                 assert ("retry=Retry() waits for them" in str(caught.value)) is told
 
 
-def test_nobody_is_waited_for_longer_than_was_said() -> None:
-    with World(GRID) as world:
-        mixture = make(world, forward_timeout=1.0, backward_timeout=0.15)
-        x = numbers(4, WIDTH)
+def test_nobody_is_waited_for_longer_than_was_said(world: World) -> None:
+    mixture = make(world, forward_timeout=1.0, backward_timeout=0.15)
+    x = numbers(4, WIDTH)
+    mixture(x)
+    world.servers.faults = dict.fromkeys(world.here, hangs)
+    start = time.monotonic()
+    with pytest.raises(TooFewAnswersError, match="4 of 4 samples"):
         mixture(x)
-        world.servers.faults = dict.fromkeys(world.here, hangs)
-        start = time.monotonic()
-        with pytest.raises(TooFewAnswersError, match="4 of 4 samples"):
-            mixture(x)
-        assert 1.0 <= time.monotonic() - start < 20.0
-        world.servers.faults = dict.fromkeys(world.here, only(Kind.BACKWARD, hangs))
-        loss = mixture(x).sum()
-        start = time.monotonic()
-        with pytest.raises(TooFewAnswersError):
-            loss.backward()
-        assert 0.15 <= time.monotonic() - start < 20.0
+    assert 1.0 <= time.monotonic() - start < 20.0
+    world.servers.faults = dict.fromkeys(world.here, only(Kind.BACKWARD, hangs))
+    loss = mixture(x).sum()
+    start = time.monotonic()
+    with pytest.raises(TooFewAnswersError):
+        loss.backward()
+    assert 0.15 <= time.monotonic() - start < 20.0
 
 
 def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [f"weft.experts.mixture.{name}" for name in ("mixture", "fanout")]
-    clock = Clock().rules(monkeypatch, *modules)
+    clock = FakeClock().install(monkeypatch, *modules)
 
     def slowly(header: Header, answer: list[Tensor]) -> list[Tensor]:
         clock.now = 2.0
@@ -269,21 +240,20 @@ def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward(mon
         assert given == {18_000}
 
 
-def test_late_answers_are_waited_for_until_enough_came_and_a_little_longer() -> None:
-    with World(GRID) as world:
-        x = numbers(1, WIDTH)
-        patient, hasty = make(world), make(world, timeout_after_k_min=0.05)
-        slow = chosen_uids(world, patient, x)[0]
-        world.servers.late = {slow: 0.6}
-        start = time.monotonic()
-        hurried = hasty(x)
-        assert time.monotonic() - start >= 0.05  # what came by then is told by the numbers below
-        whole = patient(x)
-        assert time.monotonic() - start >= 0.35
-        torch.testing.assert_close(whole, computed_here(world, patient, x))
-        torch.testing.assert_close(hurried, computed_here(world, hasty, x, frozenset([slow])))
-        transports = world.connections.statistics()
-        assert transports[f"{slow}:1"].waiting == 0
+def test_late_answers_are_waited_for_until_enough_came_and_a_little_longer(world: World) -> None:
+    x = numbers(1, WIDTH)
+    patient, hasty = make(world), make(world, timeout_after_k_min=0.05)
+    slow = chosen_uids(world, patient, x)[0]
+    world.servers.late = {slow: 0.6}
+    start = time.monotonic()
+    hurried = hasty(x)
+    assert time.monotonic() - start >= 0.05  # what came by then is told by the numbers below
+    whole = patient(x)
+    assert time.monotonic() - start >= 0.35
+    torch.testing.assert_close(whole, computed_here(world, patient, x))
+    torch.testing.assert_close(hurried, computed_here(world, hasty, x, frozenset([slow])))
+    transports = world.connections.statistics()
+    assert transports[f"{slow}:1"].waiting == 0
 
 
 def test_a_call_that_found_no_connection_is_sent_again_with_the_same_key() -> None:
@@ -305,68 +275,55 @@ def test_a_call_that_found_no_connection_is_sent_again_with_the_same_key() -> No
         assert not mixture.statistics().failed
 
 
-def test_samples_without_enough_answers_are_zero_where_that_is_allowed() -> None:
-    with World(GRID) as world:
-        mixture = make(world, k_min=2, allow_zero_outputs=True)
-        x = numbers(16, WIDTH).requires_grad_()
+def test_samples_without_enough_answers_are_zero_where_that_is_allowed(world: World) -> None:
+    mixture = make(world, k_min=2, allow_zero_outputs=True)
+    x = numbers(16, WIDTH).requires_grad_()
+    mixture(x)
+    world.servers.faults = {"ffn.0.0": fails}
+    y = mixture(x)
+    short = (y == 0).all(1)
+    assert 0 < int(short.sum()) < 16 and mixture.statistics().zeroed == int(short.sum())
+    y.sum().backward()
+    assert bool((x.grad[short] == 0).all()) and bool((x.grad[~short] != 0).all())
+    world.servers.faults = dict.fromkeys(world.here, fails)
+    x.grad = None
+    nothing = mixture(x)
+    nothing.sum().backward()
+    assert nothing.shape == (16, WIDTH) and not nothing.any() and not x.grad.any()
+
+
+def test_experts_that_come_and_go_are_seen_by_the_next_call(world: World) -> None:
+    mixture = make(world)
+    x = numbers(32, WIDTH)
+    mixture(x)
+    for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
+        world.directory.withdraw(world.leases[uid])
+        assert uid not in chosen_uids(world, mixture, x)
+    assert mixture.statistics().living == 1
+    world.directory.withdraw(world.leases["ffn.1.1"])
+    with pytest.raises(NoExpertsError, match=r"ffn\.\*"):
         mixture(x)
-        world.servers.faults = {"ffn.0.0": fails}
-        y = mixture(x)
-        short = (y == 0).all(1)
-        assert 0 < int(short.sum()) < 16 and mixture.statistics().zeroed == int(short.sum())
-        y.sum().backward()
-        assert bool((x.grad[short] == 0).all()) and bool((x.grad[~short] != 0).all())
-        world.servers.faults = dict.fromkeys(world.here, fails)
-        x.grad = None
-        nothing = mixture(x)
-        nothing.sum().backward()
-        assert nothing.shape == (16, WIDTH) and not nothing.any() and not x.grad.any()
+    assert not make(world, allow_zero_outputs=True)._client._signature
+    mixture._client.options = make(world, allow_zero_outputs=True).options
+    assert not mixture(x).any()
+    with pytest.raises(NoExpertsError):
+        make(world, allow_zero_outputs=True)(x)
+    world.directory.declare("ffn.0.1", "new:1", 60.0)
+    assert chosen_uids(world, mixture, x) == ["ffn.0.1"]
 
 
-def test_experts_that_come_and_go_are_seen_by_the_next_call() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        x = numbers(32, WIDTH)
+def test_where_fewer_experts_live_than_must_answer_this_is_told_and_nobody_is_asked(world: World) -> None:
+    mixture = make(world, k_min=2)
+    x = numbers(4, WIDTH)
+    mixture(x)
+    for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
+        world.directory.withdraw(world.leases[uid])
+    asked = len(world.servers.headers)
+    with pytest.raises(TooFewAnswersError, match=r"needs 2 answers \(k_min\), but .* only 1 living") as caught:
         mixture(x)
-        for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
-            world.directory.withdraw(world.leases[uid])
-            assert uid not in chosen_uids(world, mixture, x)
-        assert mixture.statistics().living == 1
-        world.directory.withdraw(world.leases["ffn.1.1"])
-        with pytest.raises(NoExpertsError, match=r"ffn\.\*"):
-            mixture(x)
-        assert not make(world, allow_zero_outputs=True)._client._signature
-        mixture._client.options = make(world, allow_zero_outputs=True).options
-        assert not mixture(x).any()
-        with pytest.raises(NoExpertsError):
-            make(world, allow_zero_outputs=True)(x)
-        world.directory.declare("ffn.0.1", "new:1", 60.0)
-        assert chosen_uids(world, mixture, x) == ["ffn.0.1"]
-
-
-def test_where_fewer_experts_live_than_must_answer_this_is_told_and_nobody_is_asked() -> None:
-    with World(GRID) as world:
-        mixture = make(world, k_min=2)
-        x = numbers(4, WIDTH)
-        mixture(x)
-        for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
-            world.directory.withdraw(world.leases[uid])
-        asked = len(world.servers.headers)
-        with pytest.raises(TooFewAnswersError, match=r"needs 2 answers \(k_min\), but .* only 1 living") as caught:
-            mixture(x)
-        assert len(world.servers.headers) == asked and not caught.value.faults
-        mixture._client.options = make(world, k_min=2, allow_zero_outputs=True).options
-        assert not mixture(x).any()
-
-
-def test_experts_are_trained_although_no_input_wants_a_gradient_but_not_without_grad_mode() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        mixture.proj.requires_grad_(False)
-        mixture(numbers(3, WIDTH)).sum().backward()
-        assert world.servers.called(Kind.BACKWARD)
-        with torch.no_grad():
-            assert not mixture(numbers(3, WIDTH)).requires_grad
+    assert len(world.servers.headers) == asked and not caught.value.faults
+    mixture._client.options = make(world, k_min=2, allow_zero_outputs=True).options
+    assert not mixture(x).any()
 
 
 class Awkward(nn.Module):
@@ -420,50 +377,39 @@ def test_experts_may_take_and_return_nested_values_of_free_sizes() -> None:
                 mixture(x, (index, second), **wrong)
 
 
-def test_inputs_that_the_router_cannot_read_are_refused() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        with pytest.raises(SpecError):
-            mixture(numbers(3, WIDTH + 1))
-        with pytest.raises(SpecError, match=r"reads samples x \.\.\. x 7"):
-            RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], in_features=7))(numbers(3, WIDTH))
-        assert world.servers.called(Kind.FORWARD) == []
+def test_numbers_that_are_not_finite_are_told_where_that_was_asked_for(world: World) -> None:
+    mixture = make(world, detect_anomalies=True)
+    x = numbers(3, WIDTH)
+    x[1, 0] = math.inf
+    with pytest.raises(AnomalyError, match=r"inputs of a mixture are not finite(.|\n)*1 of 3 rows"):
+        mixture(x)
+    y = mixture(numbers(3, WIDTH))
+    assert issubclass(AnomalyError, ValueError)
+    with pytest.raises(AnomalyError, match="gradients of outputs"):
+        (y * math.nan).sum().backward()
+    assert world.servers.called(Kind.BACKWARD) == []
 
 
-def test_numbers_that_are_not_finite_are_told_where_that_was_asked_for() -> None:
-    with World(GRID) as world:
-        mixture = make(world, detect_anomalies=True)
-        x = numbers(3, WIDTH)
-        x[1, 0] = math.inf
-        with pytest.raises(AnomalyError, match=r"inputs of a mixture are not finite(.|\n)*1 of 3 rows"):
-            mixture(x)
-        y = mixture(numbers(3, WIDTH))
-        with pytest.raises(AnomalyError, match="gradients of outputs"):
-            (y * math.nan).sum().backward()
-        assert world.servers.called(Kind.BACKWARD) == []
-
-
-def test_backward_may_come_again_only_if_the_graph_was_kept_and_has_no_gradient_itself() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        x = numbers(3, WIDTH).requires_grad_()
-        y = mixture(x).sum()
-        first = torch.autograd.grad(y, x, retain_graph=True)[0]
-        assert torch.equal(first, torch.autograd.grad(y, x, retain_graph=True)[0])
-        keys = [header.key for header in world.servers.headers if header.kind is Kind.BACKWARD]
-        assert len(set(keys)) == len(keys)
-        with pytest.raises(DoubleBackwardError, match="has its graph at its server"):
-            torch.autograd.grad(y, x, create_graph=True)
-        y.backward()
-        z = mixture(x)
-        nodes = [z.grad_fn]
-        while not hasattr(nodes[-1], "function"):
-            node = nodes.pop()
-            nodes = [each for each, _ in node.next_functions if each is not None] + nodes
-        function = nodes[-1].function
-        z.sum().backward()
-        with pytest.raises(BackwardTwiceError):
-            function.backward([torch.ones(3, 2, WIDTH, dtype=torch.float64)], retain=False)
+def test_backward_may_come_again_only_if_the_graph_was_kept_and_has_no_gradient_itself(world: World) -> None:
+    mixture = make(world)
+    x = numbers(3, WIDTH).requires_grad_()
+    y = mixture(x).sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(y, x, retain_graph=True)[0])
+    keys = [header.key for header in world.servers.headers if header.kind is Kind.BACKWARD]
+    assert len(set(keys)) == len(keys)
+    with pytest.raises(DoubleBackwardError, match="has its graph at its server"):
+        torch.autograd.grad(y, x, create_graph=True)
+    y.backward()
+    z = mixture(x)
+    nodes = [z.grad_fn]
+    while not hasattr(nodes[-1], "function"):
+        node = nodes.pop()
+        nodes = [each for each, _ in node.next_functions if each is not None] + nodes
+    function = nodes[-1].function
+    z.sum().backward()
+    with pytest.raises(BackwardTwiceError):
+        function.backward([torch.ones(3, 2, WIDTH, dtype=torch.float64)], retain=False)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -474,143 +420,56 @@ def test_a_tangent_is_refused(grad: bool) -> None:
             make(world)(x)
 
 
-def test_what_happens_to_the_input_after_the_call_does_not_matter() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        x = numbers(3, WIDTH).requires_grad_()
-        wanted = torch.autograd.grad(mixture(x).sum(), x)[0]
-        hidden = x * 1.0
-        copied = hidden.clone()
-        y = mixture(copied)
-        loss = y.sum()
-        assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
+def test_many_threads_may_call_one_mixture(world: World) -> None:
+    mixture = make(world)
+    inputs = [numbers(9, WIDTH, seed=i) for i in range(6)]
+    for x, seen in zip(inputs, in_threads(mixture, inputs), strict=True):
+        torch.testing.assert_close(seen, computed_here(world, mixture, x))
 
 
-def test_a_recomputed_stage_asks_nobody_twice_and_has_the_same_gradients() -> None:
-    with World(GRID) as world:
-        mixture = make(world, accumulate=True)
-        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), mixture, nn.Tanh())
-        x = numbers(8, WIDTH).requires_grad_()
-        layers(x).sum().backward()
-        names = [name for name, _ in layers.named_parameters()]
-        wanted = [p.grad for p in layers.parameters()]
-        calls = len(world.servers.called(Kind.FORWARD))
-        for parameter in layers.parameters():
-            parameter.grad = None
-        with_pipe = Pipe(layers, balance=[1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
-        world.servers.headers.clear()
-        with_pipe(x).sum().backward()
-        for name, parameter, gradient in zip(names, layers.parameters(), wanted, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12, msg=name)
-        assert len(world.servers.called(Kind.FORWARD)) <= 2 * calls
-        assert world.servers.called(Kind.FORWARD) == world.servers.called(Kind.BACKWARD)
-        assert len(mixture._client.cache) == 0
+def test_a_copy_shares_the_connections_and_a_pickle_says_what_to_do(world: World) -> None:
+    mixture = make(world)
+    twin = copy.deepcopy(mixture)
+    assert twin.proj.weight is not mixture.proj.weight
+    x = numbers(3, WIDTH)
+    assert torch.equal(twin(x), mixture(x))
+    with pytest.raises(UsageError, match=r"save its state_dict\(\)"):
+        pickle.dumps(mixture)
+    assert "ffn.*, grid 2 x 2, k_best=2" in repr(mixture)
 
 
-def test_many_threads_may_call_one_mixture() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        inputs = [numbers(9, WIDTH, seed=i) for i in range(6)]
-        wanted = [computed_here(world, mixture, x) for x in inputs]
-        seen: dict[int, Tensor] = {}
-        threads = [threading.Thread(target=lambda i=i: seen.update({i: mixture(inputs[i])})) for i in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        for i, expected in enumerate(wanted):
-            torch.testing.assert_close(seen[i], expected)
-
-
-def test_a_copy_shares_the_connections_and_a_pickle_says_what_to_do() -> None:
-    with World(GRID) as world:
-        mixture = make(world)
-        twin = copy.deepcopy(mixture)
-        assert twin.proj.weight is not mixture.proj.weight and list(mixture.state_dict()) == [
-            "proj.weight",
-            "proj.bias",
-        ]
-        x = numbers(3, WIDTH)
-        assert torch.equal(twin(x), mixture(x))
-        with pytest.raises(UsageError, match=r"save its state_dict\(\)"):
-            pickle.dumps(mixture)
-        assert "ffn.*, grid 2 x 2, k_best=2" in repr(mixture)
-
-
-def test_under_autocast_the_router_keeps_its_precision() -> None:
-    with World(GRID, lambda: nn.Linear(WIDTH, WIDTH), ((torch.zeros(1, WIDTH),), {})) as world:
-        mixture = RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], k_best=2, dtype=torch.float32))
-        x = numbers(8, WIDTH, dtype=torch.float32)
-        plain = mixture(x)
+def test_under_autocast_the_router_keeps_its_precision_and_what_travels_may_be_compressed(world: World) -> None:
+    half, x = make(world, compression=Policy("fp16", "fp16", "fp16", "fp16")), numbers(8, WIDTH)
+    assert 0 < float((half(x) - make(world)(x)).detach().abs().max()) < 1e-2
+    with World(GRID, lambda: nn.Linear(WIDTH, WIDTH), ((torch.zeros(1, WIDTH),), {})) as single:
+        mixture = RemoteMixtureOfExperts(**single.options(grid_size=[2, 2], k_best=2, dtype=torch.float32))
+        plain = mixture(x.float())
         with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(mixture(x).float(), plain, rtol=2e-2, atol=2e-2)
-            assert mixture._scores(x).dtype is torch.float32
+            torch.testing.assert_close(mixture(x.float()).float(), plain, rtol=2e-2, atol=2e-2)
+            assert mixture._scores(x.float()).dtype is torch.float32
 
 
-def test_what_travels_may_be_compressed() -> None:
-    with World(GRID) as world:
-        x = numbers(8, WIDTH)
-        plain, half = make(world), make(world, compression=Policy("fp16", "fp16", "fp16", "fp16"))
-        assert 0 < float((half(x) - plain(x)).detach().abs().max()) < 1e-2
+def test_fresh_weights_in_place_of_trained_ones_are_told_and_may_be_an_error(directory: LocalDirectory) -> None:
 
+    def step() -> None:
+        mixture(torch.ones(2, 4)).sum().backward()
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"k_best": 0, "k_min": -1}, r"k_best is 0(.|\n)*k_min is -1"),
-        (
-            {"k_min": 3, "backward_k_min": -1},
-            r"k_min is 3, wanted an int from 0 to k_best \(2\)(.|\n)*backward_k_min is -1",
-        ),
-        (
-            {"forward_timeout": 0.0, "backward_timeout": math.inf},
-            r"forward_timeout is 0.0(.|\n)*backward_timeout is inf",
-        ),
-        ({"timeout_after_k_min": -1.0}, "timeout_after_k_min is -1.0"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused_all_at_once(wrong: dict[str, Any], told: str) -> None:
-    with World(GRID) as world, pytest.raises(UsageError, match=told):
-        RemoteMixtureOfExperts(**{**world.options(grid_size=[2, 2], k_best=2), **wrong})
-
-
-def test_outputs_without_a_mean_are_refused() -> None:
-    class Best(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.argmax(1)
-
-    with World(GRID, Best) as world, pytest.raises(UsageError, match=r"output is of torch\.int64"):
-        make(world)(numbers(2, WIDTH))
-
-
-def test_fresh_weights_in_place_of_trained_ones_are_told_and_may_be_an_error() -> None:
-    def served() -> Server:
-        rows = (TensorSpec((None, 4), torch.float32),)
-        server = Server([ExpertBackend("f.0", nn.Linear(4, 4), sgd, args_schema=rows)], directory=directory)
-        server.start()
-        return server
-
-    directory = LocalDirectory()
     with Connections(directory) as connections:
         mixture = RemoteMixtureOfExperts(in_features=4, grid_size=[1], uid_prefix="f", connections=connections)
-        server = served()
-        try:
+        with Server([linear()], directory=directory):
             for _ in range(2):
-                mixture(torch.ones(2, 4)).sum().backward()
-            server.shutdown()
-            server = served()
-            with warnings.catch_warnings(), pytest.raises(StepsLostWarning, match=r"'f\.0' went back from step 2 to"):
-                warnings.simplefilter("error", StepsLostWarning)
-                mixture(torch.ones(2, 4))
-            mixture(torch.ones(2, 4)).sum().backward()
+                step()
+        with Server([linear()], directory=directory), warnings.catch_warnings():
+            warnings.simplefilter("error", StepsLostWarning)
+            with pytest.raises(StepsLostWarning, match=r"'f\.0' went back from step 2 to"):
+                step()
+            step()
             assert mixture.steps == {"f.0": 1} and mixture.steps_lost == {"f.0": 2}
-        finally:
-            server.shutdown()
-            directory.close()
+    directory.close()
 
 
-def test_numbers_that_are_not_finite_are_a_value_error_as_elsewhere() -> None:
-    assert issubclass(AnomalyError, ValueError)
+def linear() -> ExpertBackend:
+    return ExpertBackend("f.0", nn.Linear(4, 4), sgd, args_schema=(TensorSpec((None, 4), torch.float32),))
 
 
 @pytest.mark.parametrize("kind", [RemoteExpert, RemoteMixtureOfExperts])
@@ -625,9 +484,7 @@ def test_a_cell_that_calls_servers_says_so(kind: type) -> None:
             return h, h
 
     directory = LocalDirectory()
-    rows = (TensorSpec((None, 4), torch.float32),)
-    backend = ExpertBackend("f.0", nn.Linear(4, 4), sgd, args_schema=rows)
-    with Server([backend], directory=directory) as server, Connections(directory) as connections:
+    with Server([linear()], directory=directory) as server, Connections(directory) as connections:
         if kind is RemoteExpert:
             inner: nn.Module = RemoteExpert("f.0", server.address)
         else:
@@ -637,3 +494,18 @@ def test_a_cell_that_calls_servers_says_so(kind: type) -> None:
         with pytest.warns(NoPlanWarning, match=words):
             cell(torch.ones(3, 2, 4), torch.zeros(2, 4))
     directory.close()
+
+
+class Best(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(1)
+
+
+def test_inputs_that_the_router_cannot_read_and_outputs_without_a_mean_are_refused(world: World) -> None:
+    with pytest.raises(SpecError):
+        make(world)(numbers(3, WIDTH + 1))
+    with pytest.raises(SpecError, match=r"reads samples x \.\.\. x 7"):
+        RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], in_features=7))(numbers(3, WIDTH))
+    assert world.servers.called(Kind.FORWARD) == []
+    with World(GRID, Best) as other, pytest.raises(UsageError, match=r"output is of torch\.int64"):
+        make(other)(numbers(2, WIDTH))

@@ -2,9 +2,8 @@
 
 import socket
 import ssl
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import h2.config
 import h2.connection
@@ -17,12 +16,8 @@ Metadata = Sequence[tuple[str, str]]
 
 
 class RawHttp2:
-    """One connection. All waits end after `PATIENCE` seconds with ``TimeoutError``.
-
-    Args:
-        address: host and port.
-        window: of flow control for what the server sends, in bytes; with 0 no message of it ever leaves.
-        tls: None speaks without.
+    """One connection, whose waits end after `PATIENCE` seconds with ``TimeoutError``. ``window``: of flow control for
+    what the server sends, in bytes; with 0 no message of it ever leaves.
     """
 
     def __init__(self, address: str, *, window: int = 65_535, tls: ssl.SSLContext | None = None) -> None:
@@ -41,15 +36,8 @@ class RawHttp2:
     def open(self, path: str, *, metadata: Metadata = (), end: bool = False) -> int:
         """Send the headers of a call, such as of ``/grpc.health.v1.Health/Watch``; the number of its stream."""
         stream: int = self._h2.get_next_available_stream_id()
-        headers = [
-            (":method", "POST"),
-            (":scheme", self._scheme),
-            (":path", path),
-            (":authority", self._authority),
-            ("te", "trailers"),
-            ("content-type", "application/grpc"),
-            *metadata,
-        ]
+        pseudo = [(":method", "POST"), (":scheme", self._scheme), (":path", path), (":authority", self._authority)]
+        headers = [*pseudo, ("te", "trailers"), ("content-type", "application/grpc"), *metadata]
         self._h2.send_headers(stream, headers, end_stream=end)
         self.flush()
         return stream
@@ -119,18 +107,13 @@ class RawHttp2:
         self.socket.sendall(self._h2.data_to_send())
 
     def close(self) -> None:
-        """Hang up, without a word."""
         self.socket.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-@contextmanager
-def raw_http2(address: str, *, window: int = 65_535, tls: ssl.SSLContext | None = None) -> Generator[RawHttp2]:
-    """See `RawHttp2`; closed afterwards."""
-    client = RawHttp2(address, window=window, tls=tls)
-    try:
-        yield client
-    finally:
-        client.close()
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def framed(message: bytes, length: int | None = None) -> bytes:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.experts.certificates import Authority
+from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import WHERE, free_ports, wait_for_port
 from tests.experts.expert_cases import fussy_backend, weights
-from tests.experts.server.raw import Authority
 from tests.experts.server.replica_cases import expert, make
-from tests.experts.waiting import until
 from tests.type_checks import without_type_checks
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, RemoteExpert
@@ -28,7 +28,6 @@ from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
 from weft.experts.wire import UnreachableError
 
-pytestmark = pytest.mark.timeout(90)
 DEPLOY = Path(__file__).parents[3] / "deploy"
 
 
@@ -41,8 +40,7 @@ def test_no_token_leaves_without_tls_but_to_this_machine(address: str) -> None:
     GrpcTransport(address).close()  # there is none
 
 
-def test_no_token_goes_in_plain_text_to_an_address_of_the_directory() -> None:
-    directory = LocalDirectory()
+def test_no_token_goes_in_plain_text_to_an_address_of_the_directory(directory: LocalDirectory) -> None:
     directory.declare("fussy", "10.255.0.1:7070", ttl=60.0)
     with Connections(directory, token="s3cret") as connections:
         remote = RemoteExpert("fussy", connections, retry=NEVER, timeout=5.0)
@@ -108,24 +106,19 @@ def test_a_follower_does_not_load_the_weights_of_whoever_claimed_first(authority
 
     options = {"tls": tls, "access": access, "address": "localhost:0"}
     with make(directory, expert(), replicas=replicas("localhost"), **options) as thief:
-        until(lambda: thief.statistics().replicas["fussy"].role == "owner")
+        wait_until(lambda: thief.statistics().replicas["fussy"].role == "owner")
         fresh = expert()
         with torch.no_grad():
             for parameter in fresh.module.parameters():
                 parameter.add_(1.0)
         before = weights(fresh)
         with make(directory, fresh, replicas=replicas("weft-*"), **options) as victim:
-            until(lambda: "none of servers=" in victim.statistics().replicas["fussy"].failure)
+            wait_until(lambda: "none of servers=" in victim.statistics().replicas["fussy"].failure)
             assert weights(fresh) == before
             assert victim.statistics().replicas["fussy"].received == 0
 
 
-# A real etcd with the manifests' settings.
-
-
 class Certificates:
-    """Of etcd's own authority, as files."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.authority = folder, Authority("etcd-ca")
         (folder / "ca.crt").write_bytes(self.authority.pem)
@@ -202,27 +195,14 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         wait_for_port(f"127.0.0.1:{client}")
         root_key, root = certificates.issue("root")
         shim = folder / "etcdctl"
-        shim.write_text(
-            ETCDCTL.format(
-                python=sys.executable,
-                authority=str(folder / "ca.crt"),
-                certificate=root,
-                key=root_key,
-                host="localhost",
-                port=client,
-            )
-        )
+        words_of_shim = {"python": sys.executable, "authority": str(folder / "ca.crt"), "certificate": root}
+        shim.write_text(ETCDCTL.format(**words_of_shim, key=root_key, host="localhost", port=client))
         shim.chmod(0o700)
         real = shutil.which("etcdctl")
         options = f"--endpoints=https://localhost:{client} --cacert={folder}/ca.crt --cert={root} --key={root_key}"
-        ran = subprocess.run(
-            ["sh", str(DEPLOY / "etcd-users.sh")],
-            env={"ETCDCTL": f"{real} {options}" if real else str(shim), "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        env = {"ETCDCTL": f"{real} {options}" if real else str(shim), "PATH": "/usr/bin:/bin"}
+        script = ["sh", str(DEPLOY / "etcd-users.sh")]
+        ran = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert ran.returncode == 0, ran.stderr
         yield f"localhost:{client}", f"localhost:{peer}", certificates
     finally:
@@ -249,7 +229,7 @@ def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str,
                     forbidden()
             assert clients.get().owner("ffn.0") == owned
             servers.declare(["ffn.1"], "weft-1.weft:7070", ttl=30.0)
-            until(lambda: watch.snapshot().addresses("ffn.1") == ("weft-1.weft:7070",))
+            wait_until(lambda: watch.snapshot().addresses("ffn.1") == ("weft-1.weft:7070",))
         with EtcdDirectory(at, tls=certificates.tls("weft-server"), namespace="elsewhere") as other:
             for outside in (lambda: other.declare(["x"], "a:1", ttl=30.0), other.get):
                 with pytest.raises(RefusedByEtcdError, match="PERMISSION_DENIED"):
@@ -262,8 +242,11 @@ def test_nobody_else_reads_or_writes(secured: tuple[str, str, Certificates], aut
         with EtcdDirectory(at, tls=certificates.tls(name), timeout=2.0) as directory, pytest.raises(AwayError):
             directory.get()
     mine = EtcdTls(certificates.authority.pem, *authority.issue("weft-server"))  # of the servers' authority
-    with EtcdDirectory(at, tls=mine, timeout=1.0) as directory, pytest.raises(AwayError):
-        directory.get()
+    for wrong in (mine, EtcdTls(certificates.authority.pem), EtcdTls(), None):
+        with EtcdDirectory(at, tls=wrong, timeout=1.0) as directory, pytest.raises(AwayError):
+            directory.get()
+    with pytest.raises(UsageError, match="give both"):
+        EtcdTls(key=b"x")
 
 
 def test_a_users_certificate_makes_no_member(secured: tuple[str, str, Certificates]) -> None:

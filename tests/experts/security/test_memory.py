@@ -13,23 +13,20 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.security.raw_http2 import RawHttp2, framed
-from tests.experts.security.served import ADMITTED, Served, served
-from tests.experts.server.raw import raw
-from tests.experts.waiting import until
+from tests.experts.security.serve_process import ADMITTED, Served, served
+from tests.experts.server.raw_stream import raw_stream
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import QuotaError
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Server, ServerOptions
 from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode_parts, read_fault
-from weft.experts.wire.service import INFO, MESSAGE_BYTES, STATE, STATUS, STREAM
+from weft.experts.wire.service import INFO, MESSAGE_BYTES, SERVICE, STATE, STATUS, STREAM
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc")
 MB = 1 << 20
 PROMISED = 64 * MB
 UNFINISHED = framed(bytes(4 * MB), length=60 * MB)
@@ -59,7 +56,7 @@ def pour(
 @pytest.mark.parametrize("paths", [OPEN_TO_ALL, CLOSED], ids=["health", "refused"])
 def test_a_stranger_makes_at_most_64_mib_resident(paths: list[str], window: int, tmp_path: Path) -> None:
     with served(tmp_path) as server, ExitStack() as stack:
-        with RawHttp2Closing(server.address) as client:  # what a first connection allocates
+        with RawHttp2(server.address) as client:  # what a first connection allocates
             client.ping()
         before = server.resident
         for client in pour(server, paths, UNFINISHED, 4, 80 // len(paths), window):
@@ -74,18 +71,10 @@ def test_a_stranger_is_refused_before_a_message_of_it_is_read() -> None:
     access, directory = Access([Grant("trainer")], {"s3cret": "trainer"}), LocalDirectory()
     with (
         Server([], access=access, directory=directory, replicas=ReplicaOptions()) as server,
-        RawHttp2Closing(server.address) as client,
+        RawHttp2(server.address) as client,
     ):
         for path in (STREAM, INFO, STATUS, STATE, REFLECTION):  # no message is ever sent
             assert client.status(client.open(path)) == grpc.StatusCode.UNAUTHENTICATED.value[0], path
-
-
-class RawHttp2Closing(RawHttp2):
-    def __enter__(self) -> "RawHttp2Closing":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 @pytest.mark.long
@@ -104,7 +93,7 @@ def test_half_sent_frames_of_clients_stay_within_total_bytes(tmp_path: Path) -> 
 
 
 def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
-    with Server([fussy_backend()]) as server, RawHttp2Closing(server.address) as client:
+    with Server([fussy_backend()]) as server, RawHttp2(server.address) as client:
         check = client.open(f"{HEALTH}/Check")  # no message is ever sent
         assert client.status(check) == 0
         with grpc.insecure_channel(server.address) as channel:
@@ -119,19 +108,19 @@ def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
 
 
 def test_the_streams_of_one_connection_are_bounded() -> None:
-    with Server([]) as server, RawHttp2Closing(server.address) as client:
+    with Server([]) as server, RawHttp2(server.address) as client:
         client.ping()
         told = next(each for each in client.events if isinstance(each, h2.events.RemoteSettingsChanged))
         assert told.changed_settings[h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS].new_value == 128
 
 
 def test_checks_of_its_health_whose_answer_is_not_read_are_bounded() -> None:
-    with Server([]) as server, RawHttp2Closing(server.address, window=0) as client:
+    with Server([]) as server, RawHttp2(server.address, window=0) as client:
         streams = [client.open(f"{HEALTH}/Check") for _ in range(9)]
         assert client.status(streams[8]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
         client.close()
-        with RawHttp2Closing(server.address) as other:
-            until(lambda: other.status(other.open(f"{HEALTH}/Check")) == 0)
+        with RawHttp2(server.address) as other:
+            wait_until(lambda: other.status(other.open(f"{HEALTH}/Check")) == 0)
 
 
 def test_reflection_is_for_those_who_are_admitted() -> None:
@@ -143,7 +132,7 @@ def test_reflection_is_for_those_who_are_admitted() -> None:
             list(ask(iter([request]), timeout=10.0))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         (answer,) = ask(iter([request]), timeout=10.0, metadata=ADMITTED)
-        assert any(each.name == "weft.Experts" for each in answer.list_services_response.service)
+        assert {SERVICE, "grpc.health.v1.Health"} <= {each.name for each in answer.list_services_response.service}
 
 
 def test_a_frame_of_several_messages_is_one_call() -> None:
@@ -152,14 +141,10 @@ def test_a_frame_of_several_messages_is_one_call() -> None:
         whole = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x]), 10.0).result(10.0)
         half = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x[:100]]), 10.0).result(10.0)
         assert torch.equal(whole.tensors()[0][:100], half.tensors()[0])
-        until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: server._grpc_server.budget.held == 0)
 
 
-def long_frame() -> list[bytes]:
-    return list(encode_parts([Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(40_000, 0)])]))
-
-
-FIRST, SECOND, LAST = long_frame()
+FIRST, SECOND, _ = encode_parts([Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(40_000, 0)])])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +159,7 @@ FIRST, SECOND, LAST = long_frame()
     ],
 )
 def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: list[bytes | None], words: str) -> None:
-    with Server([fussy_backend()]) as server, raw(server.address) as stream:
+    with Server([fussy_backend()]) as server, raw_stream(server.address) as stream:
         for part in parts:
             if part is None:
                 stream.finish()
@@ -183,37 +168,41 @@ def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: li
         (answer,) = stream.receive()
         error = read_fault(answer.header.data)
         assert isinstance(error, TruncatedError) and words in str(error) and answer.header.call_id == 0
-        until(lambda: (server._grpc_server.budget.held, server._grpc_server.budget.streams) == (0, 0))
+        wait_until(lambda: (server._grpc_server.budget.held, server._grpc_server.budget.streams) == (0, 0))
 
 
 def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.server.grpc_server._PART_SECONDS", 0.05)
-    with Server([fussy_backend()]) as server, raw(server.address) as stream:
+    with Server([fussy_backend()]) as server, raw_stream(server.address) as stream:
         stream.send(FIRST)
         (answer,) = stream.receive()
         assert "not sent to its end in time" in str(read_fault(answer.header.data))
-        until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: server._grpc_server.budget.held == 0)
 
 
 def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.server.grpc_server._ROOM_SECONDS", 0.05)
     with Server([fussy_backend()], options=ServerOptions(total_bytes=13 * MB)) as server, ExitStack() as stack:
-        streams = [stack.enter_context(raw(server.address)) for _ in range(8)]
+        streams = [stack.enter_context(raw_stream(server.address)) for _ in range(8)]
         for stream in streams[:7]:
             stream.send(FIRST)
-        until(lambda: server._grpc_server.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
+        wait_until(lambda: server._grpc_server.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
         streams[7].send(FIRST)
         (answer,) = streams[7].receive()
         assert isinstance(read_fault(answer.header.data), QuotaError)
-    until(lambda: server._grpc_server.budget.held == 0)
+    wait_until(lambda: server._grpc_server.budget.held == 0)
 
 
 def test_a_stream_too_many_for_the_budget_is_turned_away() -> None:
     options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + 1000, limits=Limits(frame_bytes=MESSAGE_BYTES))
-    with Server([fussy_backend()], options=options) as server, raw(server.address) as one, raw(server.address) as two:
+    with (
+        Server([fussy_backend()], options=options) as server,
+        raw_stream(server.address) as one,
+        raw_stream(server.address) as two,
+    ):
         for stream in (one, two):
             stream.send(Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(1, 0)]))
             assert stream.receive()[0].header.kind is Kind.RESULT
-        with raw(server.address) as three:
+        with raw_stream(server.address) as three:
             assert three.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert server.statistics().turned_away == 1

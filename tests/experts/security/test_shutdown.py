@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experts.client.test_transport import gated
+from tests.experts.concurrency import blocking_expert
 from tests.experts.expert_cases import WIDTH, fussy_backend, rows
-from tests.experts.security.raw_http2 import raw_http2
+from tests.experts.security.raw_http2 import RawHttp2
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
+from weft.experts.errors import ClosedError
 from weft.experts.expert import ExpertBackend
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, Header, Kind
 
-pytestmark = pytest.mark.timeout(60)
 PATIENCE = 10.0
 
 
@@ -25,10 +25,9 @@ def step(backend: ExpertBackend) -> None:
     backend.backward_pool.submit_task(rows(2, 0), rows(2, 1)).result(PATIENCE)
 
 
-def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(store: CheckpointStore) -> None:
     server = Server([fussy_backend()], checkpoints=store)
-    with server, raw_http2(server.address, window=0) as watcher, RemoteExpert("fussy", server.address) as remote:
+    with server, RawHttp2(server.address, window=0) as watcher, RemoteExpert("fussy", server.address) as remote:
         for _ in range(2):
             watcher.call("/grpc.health.v1.Health/Check")
         watcher.answered(1)
@@ -68,19 +67,20 @@ def test_what_fails_on_the_way_does_not_keep_the_rest_from_being_saved(
     assert store.steps("last")[0] == 1
 
 
-def test_beside_a_module_that_does_not_end_the_other_experts_are_saved(tmp_path: Path) -> None:
-    (gate, hung), store = gated(), CheckpointStore(tmp_path)
-    steady = fussy_backend("steady")
-    server = Server([hung, steady], checkpoints=store, options=ServerOptions(drain_seconds=0.1))
+@pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
+def test_a_module_that_does_not_end_holds_up_nothing_else(replicas: ReplicaOptions | None, tmp_path: Path) -> None:
+    (gate, hung), store, directory = blocking_expert(), CheckpointStore(tmp_path), LocalDirectory()
+    steady, options = fussy_backend("steady"), ServerOptions(drain_seconds=0.3)
+    server = Server([hung, steady], checkpoints=store, directory=directory, replicas=replicas, options=options)
     server.start()
-    transport = LocalTransport(server.handler())
-    try:
+    call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [rows(1, 0)])
+    with LocalTransport(server.handler()) as transport, gate:
         step(steady)
-        transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [rows(1, 0)]), PATIENCE)
+        running = transport.submit(call, PATIENCE)
         assert gate.entered.wait(PATIENCE)
+        waiting = transport.submit(call, PATIENCE)
         assert not server.shutdown()
-        assert store.steps("steady")[0] == 1
-    finally:
-        gate.let.set()
-        transport.close()
-        server._runtimes["cpu"].shutdown(timeout=PATIENCE)
+        assert isinstance(waiting.exception(PATIENCE), ClosedError) and not running.done()
+        assert not directory.get().owners
+        assert replicas is not None or store.steps("steady")[0] == 1
+    server._runtimes["cpu"].shutdown(timeout=PATIENCE)

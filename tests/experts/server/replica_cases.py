@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,25 +116,18 @@ def die(server: Server) -> None:
 @contextmanager
 def calling(connections: Connections, uids: Sequence[str]) -> Generator[dict[str, int]]:
     """A client that trains these experts in a loop; it fails at the end if any call did."""
-    done = dict.fromkeys(uids, 0)
-    stop, failures = threading.Event(), []
+    done, stop = dict.fromkeys(uids, 0), threading.Event()
 
     def run(uid: str) -> None:
         remote = RemoteExpert(uid, connections, timeout=PATIENCE)
-        try:
-            while not stop.is_set():
-                step(remote, done[uid] % 7)
-                done[uid] += 1
-        except BaseException as error:
-            failures.append(error)
+        while not stop.is_set():
+            step(remote, done[uid] % 7)
+            done[uid] += 1
 
-    threads = [threading.Thread(target=run, args=(uid,), name=f"weft-test-{uid}") for uid in uids]
-    for thread in threads:
-        thread.start()
-    try:
-        yield done
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(2 * PATIENCE)
-    assert failures == []
+    with ThreadPoolExecutor(len(uids)) as pool:
+        running = [pool.submit(run, uid) for uid in uids]
+        try:
+            yield done
+        finally:
+            stop.set()
+    assert [each.exception() for each in running] == [None] * len(uids)

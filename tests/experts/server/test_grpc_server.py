@@ -1,21 +1,17 @@
 """What strangers can send over gRPC, and what it does to everybody else: nothing."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import grpc
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.experts.client.test_transport import gated
+from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows, weights
-from tests.experts.server.raw import PATIENCE, Raw, raw
-from tests.experts.waiting import until
+from tests.experts.server.raw_stream import PATIENCE, RawStream, raw_stream
 from tests.experts.wire_cases import frames
 from weft.core.errors import SpecError
 from weft.experts.client import GrpcTransport
@@ -37,20 +33,14 @@ from weft.experts.wire import (
     encode_parts,
     read_fault,
 )
-from weft.experts.wire.service import INFO, SERVICE
-
-pytestmark = pytest.mark.timeout(60)
+from weft.experts.wire.service import INFO
 
 
 def forward(number: int, x: torch.Tensor | None = None, uid: str = "fussy") -> Call:
     return Call(Header(kind=Kind.FORWARD, call_id=number, uid=uid), [rows(2, 0) if x is None else x])
 
 
-def message(*calls: Call) -> bytes:
-    return encode(calls)
-
-
-GOOD = message(forward(1))
+GOOD = encode([forward(1)])
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +50,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def stream(server: Server) -> Iterator[Raw]:
-    with raw(server.address) as stream:
+def stream(server: Server) -> Iterator[RawStream]:
+    with raw_stream(server.address) as stream:
         yield stream
 
 
@@ -78,9 +68,9 @@ def stream(server: Server) -> Iterator[Raw]:
     ],
 )
 def test_a_broken_frame_ends_its_stream_with_an_error_of_call_0_and_no_other(
-    server: Server, stream: Raw, bad: bytes, error: type[Exception]
+    server: Server, stream: RawStream, bad: bytes, error: type[Exception]
 ) -> None:
-    with raw(server.address) as other:
+    with raw_stream(server.address) as other:
         other.send(forward(1))
         assert other.receive()[0].header.kind is Kind.RESULT
         stream.send(GOOD, bad, GOOD)
@@ -99,21 +89,21 @@ def test_whatever_is_sent_the_server_goes_on(server: Server, frame: bytes, place
     spoiled = bytearray(frame)
     if spoiled:
         spoiled[place % len(spoiled)] = byte
-    with raw(server.address) as stream:
+    with raw_stream(server.address) as stream:
         stream.send(bytes(spoiled))
         stream.finish()
         assert stream.ended() is grpc.StatusCode.OK
-    with raw(server.address) as stream:
+    with raw_stream(server.address) as stream:
         stream.send(forward(1))
         assert stream.receive()[0].header.kind is Kind.RESULT
 
 
-def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server: Server, stream: Raw) -> None:
+def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server: Server, stream: RawStream) -> None:
     stream.send(bytes(2 << 20))
     assert stream.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: Raw) -> None:
+def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: RawStream) -> None:
     backend = server._dispatcher.experts()["fussy"].backend
     before = weights(backend)
     nan = torch.full((2, WIDTH), float("nan"), dtype=torch.float64)
@@ -129,7 +119,7 @@ def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: Raw)
         (Call(Header(Kind.FORWARD, 18, "fussy", deadline_ms=0), [rows(2, 0)]), ExpiredError),
     ]
     calls = [forward(number) for number in range(1, 6)]
-    stream.send(message(*calls[:3], *(call for call, _ in bad), *calls[3:]))
+    stream.send(encode([*calls[:3], *(call for call, _ in bad), *calls[3:]]))
     answers = {}
     while len(answers) < len(calls) + len(bad):
         answers |= {answer.header.call_id: answer for answer in stream.receive()}
@@ -140,78 +130,55 @@ def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: Raw)
 
 
 @pytest.mark.long
-def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: Raw) -> None:
+def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: RawStream) -> None:
     count, size = 4000, 200
     for start in range(0, count, size):
-        stream.send(message(*[forward(1 + start + i, rows(1, 0, 3)) for i in range(size)]))
+        stream.send(encode([forward(1 + start + i, rows(1, 0, 3)) for i in range(size)]))
     seen = 0
     while seen < count:
         seen += len(stream.receive())
-    until(lambda: (server.statistics().calls, server.statistics().nbytes) == (0, 0))
+    wait_until(lambda: (server.statistics().calls, server.statistics().nbytes) == (0, 0))
     found = server.statistics()
     assert all(pool.waiting_tasks == 0 for pool in found.experts["fussy"].pools.values())
 
 
 def test_info_is_a_unary_call_too(server: Server) -> None:
-    ask = message(
-        Call(Header(kind=Kind.INFO, call_id=1, uid="fussy")), Call(Header(kind=Kind.INFO, call_id=2, uid="no"))
-    )
+    ask = encode([Call(Header(kind=Kind.INFO, call_id=i, uid=uid)) for i, uid in ((1, "fussy"), (2, "no"))])
     with grpc.insecure_channel(server.address) as channel:
         good, bad = decode(channel.unary_unary(INFO)(ask, timeout=PATIENCE))
         assert b'"fussy"' in good.header.data and isinstance(read_fault(bad.header.data), UnknownExpertError)
-        (wrong,) = decode(channel.unary_unary(INFO)(message(forward(3)), timeout=PATIENCE))
+        (wrong,) = decode(channel.unary_unary(INFO)(encode([forward(3)]), timeout=PATIENCE))
         assert isinstance(read_fault(wrong.header.data), MalformedError)
         (broken,) = decode(channel.unary_unary(INFO)(b"nonsense", timeout=PATIENCE))
         assert broken.header.call_id == 0 and isinstance(read_fault(broken.header.data), MalformedError)
 
 
-def test_health_and_reflection_answer_as_usual() -> None:
-    with Server([fussy_backend()]) as server, grpc.insecure_channel(server.address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        for name in ("", SERVICE):
-            request = health_pb2.HealthCheckRequest(service=name)
-            assert health.Check(request, timeout=PATIENCE).status == health_pb2.HealthCheckResponse.SERVING
-        listed = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=PATIENCE
-        )
-        names = {each.name for each in next(iter(listed)).list_services_response.service}
-        assert {SERVICE, "grpc.health.v1.Health"} <= names
-        server.drain()
-        status = health.Check(health_pb2.HealthCheckRequest(service=""), timeout=PATIENCE).status
-        assert status == health_pb2.HealthCheckResponse.NOT_SERVING
-
-
 def test_a_client_too_many_is_turned_away() -> None:
     with Server([fussy_backend()], options=ServerOptions(connections=2)) as server:
-        with raw(server.address) as a, raw(server.address) as b:
+        with raw_stream(server.address) as a, raw_stream(server.address) as b:
             for one in (a, b):
                 one.send(forward(1))
                 one.receive()
-            with raw(server.address) as c:
+            with raw_stream(server.address) as c:
                 assert c.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
             a.send(forward(2))
             assert a.receive()[0].header.kind is Kind.RESULT
-        deadline = time.monotonic() + PATIENCE
-        while server.statistics().connections and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with raw(server.address) as d:
+        wait_until(lambda: not server.statistics().connections)
+        with raw_stream(server.address) as d:
             d.send(forward(1))
             assert d.receive()[0].header.kind is Kind.RESULT
         assert server.statistics().turned_away == 1
 
 
 def test_a_client_that_vanishes_takes_its_waiting_calls_along() -> None:
-    gate, backend = gated()
-    with Server([backend]) as server:
-        try:
-            with raw(server.address) as stream:
-                stream.send(forward(1, rows(1, 0), "gate"))
-                assert gate.entered.wait(PATIENCE)
-                stream.send(*[forward(number, rows(1, 0), "gate") for number in range(2, 8)])
-                until(lambda: backend.forward_pool.statistics().waiting_tasks == 6)
-            until(lambda: backend.forward_pool.statistics().waiting_tasks == 0)
-        finally:
-            gate.let.set()
+    gate, backend = blocking_expert()
+    with Server([backend]) as server, gate:
+        with raw_stream(server.address) as stream:
+            stream.send(forward(1, rows(1, 0), "gate"))
+            assert gate.entered.wait(PATIENCE)
+            stream.send(*[forward(number, rows(1, 0), "gate") for number in range(2, 8)])
+            wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 6)
+        wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 0)
         assert backend.forward_pool.statistics().cancelled == 6
 
 
@@ -219,7 +186,7 @@ def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None
     options = ServerOptions(connection_calls=8, connection_bytes=1 << 20)
     with (
         Server([fussy_backend()], options=options) as server,
-        raw(server.address) as slow,
+        raw_stream(server.address) as slow,
         GrpcTransport(server.address) as quick,
     ):
         for number in range(1, 200):
@@ -234,28 +201,22 @@ def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None
 
 
 def test_draining_answers_what_was_accepted_and_refuses_the_rest() -> None:
-    gate, backend = gated()
-    server = Server([backend, fussy_backend()])
-    server.start()
-    try:
-        with raw(server.address) as stream:
-            stream.send(forward(1, rows(1, 0), "gate"))
-            assert gate.entered.wait(PATIENCE)
-            threading.Timer(0.3, gate.let.set).start()
-            ending = threading.Thread(target=server.shutdown)
-            ending.start()
-            assert stream.receive()[0].header.kind is Kind.GOAWAY
-            stream.send(forward(2))
-            answers = {}
-            while len(answers) < 2:
-                answers |= {answer.header.call_id: answer for answer in stream.receive()}
-            assert answers[1].header.kind is Kind.RESULT
-            assert isinstance(read_fault(answers[2].header.data), DrainingError)
-            assert stream.ended() is grpc.StatusCode.OK
-            ending.join()
-    finally:
-        gate.let.set()
-        server.shutdown()
+    gate, backend = blocking_expert()
+    with Server([backend, fussy_backend()]) as server, raw_stream(server.address) as stream, gate:
+        stream.send(forward(1, rows(1, 0), "gate"))
+        assert gate.entered.wait(PATIENCE)
+        ending = threading.Thread(target=server.shutdown)
+        ending.start()
+        assert stream.receive()[0].header.kind is Kind.GOAWAY
+        stream.send(forward(2))
+        answers = {answer.header.call_id: answer for answer in stream.receive()}
+        gate.go.set()
+        while len(answers) < 2:
+            answers |= {answer.header.call_id: answer for answer in stream.receive()}
+        assert answers[1].header.kind is Kind.RESULT
+        assert isinstance(read_fault(answers[2].header.data), DrainingError)
+        assert stream.ended() is grpc.StatusCode.OK
+        ending.join()
 
 
 def test_an_event_for_a_server_that_has_ended_is_dropped() -> None:

@@ -6,51 +6,30 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.server.replica_cases import expert, make
-from tests.experts.waiting import until
 from weft.experts.client.status import shown
-from weft.experts.discovery import Lease, LocalDirectory, Snapshot
+from weft.experts.discovery import Lease, LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import AwayError
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.server import PeriodicTask
 
-pytestmark = pytest.mark.timeout(30)
+
+def test_a_renewal_does_not_wait_behind_a_look_at_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, gate, renewals = LocalDirectory(), threading.Event(), list[Lease]()
+    renew = directory.renew
+    monkeypatch.setattr(directory, "renew", lambda lease: (renewals.append(lease), renew(lease)))
+    with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.6)):
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "get", lambda prefix="": gate.wait(60.0))
+            before = len(renewals)
+            wait_until(lambda: len(renewals) >= before + 4)
+        gate.set()
 
 
-class Slow(LocalDirectory):
-    """``get`` does not come back before ``gate`` is set, once it is ``slow``; renewals are counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slow, self.gate, self.renewals = False, threading.Event(), 0
-
-    def renew(self, lease: Lease) -> None:
-        super().renew(lease)
-        self.renewals += 1
-
-    def get(self, prefix: str = "") -> Snapshot:
-        if self.slow:
-            assert self.gate.wait(20.0)
-        return super().get(prefix)
-
-
-def test_a_renewal_does_not_wait_behind_a_look_at_the_directory() -> None:
-    directory = Slow()
-    try:
-        with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.6)):
-            directory.slow = True
-            before = directory.renewals
-            until(lambda: directory.renewals >= before + 4)
-            directory.gate.set()
-    finally:
-        directory.gate.set()
-
-
-def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now, pauses = [0.0], list[float]()
 
     class Waits(threading.Event):
@@ -71,8 +50,7 @@ def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginni
     assert task.last_failure is None
 
 
-def test_an_owner_stops_before_its_lease_ends_and_tells_how_late_renewals_were() -> None:
-    directory = LocalDirectory()
+def test_an_owner_stops_before_its_lease_ends_and_tells_how_late_renewals_were(directory: LocalDirectory) -> None:
     presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     assert presence.statistics() is None
     start = time.monotonic()

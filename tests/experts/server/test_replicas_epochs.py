@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend, weights
 from tests.experts.server.replica_cases import (
     LEASED,
@@ -22,7 +23,6 @@ from tests.experts.server.replica_cases import (
     same,
     step,
 )
-from tests.experts.waiting import until
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery import LocalDirectory, Ownership
@@ -32,7 +32,6 @@ from weft.experts.replication import Leadership, Replica
 from weft.experts.replication.replica import StateVersion, newer
 from weft.experts.wire import NotOwnerError
 
-pytestmark = pytest.mark.timeout(60)
 MANY = 60  # more revisions than a test needs: tokens of an epoch that begins there are larger than any of another
 NOW, BEFORE = 5, 9  # lives of the directory
 small = st.integers(1, 6)
@@ -40,9 +39,7 @@ versions = st.builds(StateVersion, st.builds(token_of, st.sampled_from([NOW, BEF
 
 
 @given(st.lists(versions, min_size=1, max_size=4), small)
-def test_the_newest_state_is_the_same_one_in_whatever_order_they_are_looked_at(
-    found: list[StateVersion], now: int
-) -> None:
+def test_the_newest_state_is_the_same_one_in_whatever_order_one_looks(found: list[StateVersion], now: int) -> None:
     token, newest = token_of(NOW, 6 + now), set[StateVersion]()
     for order in permutations(found):
         best = order[0]
@@ -131,20 +128,20 @@ def test_training_goes_on_when_the_directory_has_lost_all_it_knew(first: int, se
         before = directory.get().owners["fussy"].token
         directory.begin_anew(second)
         step(remote, 3)  # it may still have been made with the old token
-        until(lambda: sorted((role(one), role(other))) == ["follower", "owner"])
+        wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"])
         step(remote, 4)
-        until(lambda: same(one, other))
+        wait_until(lambda: same(one, other))
         assert remote.steps == 5 and weights(backend_of(one)) == weights(backend_of(other))
         owner = directory.get().owners["fussy"]
         assert epoch_of(owner.token) != epoch_of(before)
-        until(lambda: {each.statistics().replicas["fussy"].failure for each in (one, other)} == {""})
+        wait_until(lambda: {each.statistics().replicas["fussy"].failure for each in (one, other)} == {""})
 
 
 def test_two_never_step_when_the_directory_begins_anew_and_the_owner_does_not_hear_of_it() -> None:
     directory, seen = LocalDirectory(), list[bool]()
     here, there = Cut(directory), Cut(directory)
     with make(here) as old, make(there, expert()) as new:
-        until(lambda: same(old, new) and role(new) == "follower")
+        wait_until(lambda: same(old, new) and role(new) == "follower")
         here.cut = True
         there.begin_anew()
 
@@ -153,10 +150,10 @@ def test_two_never_step_when_the_directory_begins_anew_and_the_owner_does_not_he
             seen.append(leads and old.statistics().replicas["fussy"].lasts)  # looked at later: so it lasted before too
             return leads
 
-        until(both)
+        wait_until(both)
         assert not any(seen)
         here.inner, here.cut = there.inner, False
-        until(lambda: role(old) == "follower" and same(old, new))
+        wait_until(lambda: role(old) == "follower" and same(old, new))
 
 
 @pytest.mark.long
@@ -175,7 +172,7 @@ def test_steps_under_a_new_directory_outlive_a_take_over_by_who_has_an_old_check
             remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
             for seed in range(steps):
                 step(remote, seed)
-            until(lambda: same(first, second))
+            wait_until(lambda: same(first, second))
             done = backend_of(first).steps
             while directory.get().revision < revisions:
                 directory.withdraw(directory.declare("else", "elsewhere:1", 60.0))
@@ -183,7 +180,7 @@ def test_steps_under_a_new_directory_outlive_a_take_over_by_who_has_an_old_check
                 die(first)
             else:
                 first.shutdown()
-            until(lambda: role(second) == "owner")
+            wait_until(lambda: role(second) == "owner")
             found = [done, backend_of(second).steps]
             step(remote)
             return [*found, remote.steps]
@@ -197,16 +194,15 @@ def test_an_expert_is_led_a_lease_after_its_directory_began_anew_and_says_so_til
     directory = Cut(LocalDirectory())
     with make(directory) as server:
         directory.begin_anew()
-        until(lambda: role(server) == "taking over")
-        until(lambda: "begun anew" in server.statistics().replicas["fussy"].failure or role(server) == "owner")
-        until(lambda: role(server) == "owner")
+        wait_until(lambda: role(server) == "taking over")
+        wait_until(lambda: "begun anew" in server.statistics().replicas["fussy"].failure or role(server) == "owner")
+        wait_until(lambda: role(server) == "owner")
         assert server.statistics().replicas["fussy"].failure == ""
 
 
-def test_a_link_that_is_closed_on_purpose_has_not_failed() -> None:
-    directory = LocalDirectory()
+def test_a_link_that_is_closed_on_purpose_has_not_failed(directory: LocalDirectory) -> None:
     with make(directory) as owner, make(directory, expert()) as follower:
-        until(lambda: follower.statistics().replicas["fussy"].behind == 0)
+        wait_until(lambda: follower.statistics().replicas["fussy"].behind == 0)
         keeper = follower._replication
         assert keeper is not None
         keeper._streams[owner.address].close()

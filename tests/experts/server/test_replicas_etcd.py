@@ -1,11 +1,11 @@
 """Replicas with a real etcd: SIGKILL of the owner, and SIGTERM, in processes of their own; an etcd that is emptied."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experts.etcd_cases import cluster, free_ports, wait_for_port
+from tests.experts.concurrency import wait_until
+from tests.experts.etcd_cases import cluster, free_ports
 from tests.experts.server.replica_cases import expert, make, role, same, step
-from tests.experts.waiting import until
+from tests.processes import SOURCE
 from weft.experts.client import Connections, RemoteExpert
+from weft.experts.client.status import status
 from weft.experts.discovery.etcd import EtcdDirectory
 
-pytestmark = pytest.mark.timeout(60)
-ROOT = Path(__file__).parents[3]
 CONFIG = """
 address = "127.0.0.1:{port}"
 directory = "etcd://{etcd}"
@@ -40,39 +40,29 @@ optimizer = "Adam"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[tuple[str, EtcdDirectory]]:
-    with cluster(tmp_path / "etcd") as members:
-        wait_for_port(members[0].endpoint)
-        with EtcdDirectory(members[0].endpoint) as made:
-            yield members[0].endpoint, made
+    with cluster(tmp_path / "etcd") as members, EtcdDirectory(members[0].endpoint) as made:
+        yield members[0].endpoint, made
 
 
 def serving(folder: Path, etcd: str, ports: list[int], stack: ExitStack) -> "dict[str, subprocess.Popen[str]]":
     """Servers by their addresses. They start at the same time: most of it is importing torch."""
-    served = {f"127.0.0.1:{port}": started(folder, etcd, port, stack) for port in ports}
+    served: dict[str, subprocess.Popen[str]] = {}
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    for port in ports:
+        file = folder / f"{port}.toml"
+        file.write_text(CONFIG.format(port=port, etcd=etcd), "utf-8")
+        words = [sys.executable, "-m", "weft", "serve", str(file)]
+        process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+        stack.callback(process.communicate, timeout=10)
+        stack.callback(process.kill)
+        served[f"127.0.0.1:{port}"] = process
     for process in served.values():
         assert process.stdout is not None and "serving" in process.stdout.readline()
     return served
 
 
-def started(folder: Path, etcd: str, port: int, stack: ExitStack) -> "subprocess.Popen[str]":
-    file = folder / f"{port}.toml"
-    file.write_text(CONFIG.format(port=port, etcd=etcd), "utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "weft", "serve", str(file)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    stack.callback(process.wait, 10)
-    stack.callback(process.kill)
-    assert process.stdout is not None
-    stack.callback(process.stdout.close)
-    return process
-
-
 @pytest.mark.long
-def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
+def test_training_goes_on_after_sigkill_and_sigterm_of_owners(
     tmp_path: Path, directory: tuple[str, EtcdDirectory]
 ) -> None:
     etcd, there = directory
@@ -89,7 +79,8 @@ def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
         for _ in range(3):
             remote(x).sum().backward()
         first, token = owner(), there.get().owners["ffn.0"].token
-        time.sleep(0.3)  # for the follower to follow
+        (follower,) = set(served) - {first}
+        wait_until(lambda: json.loads(status(follower, as_json=True))["experts"]["ffn.0"]["steps"] == 3)
         served[first].send_signal(signal.SIGKILL)
         remote(x).sum().backward()
         second = owner()
@@ -103,13 +94,12 @@ def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
         remote(x).sum().backward()
         assert remote.steps == 5
         assert served[second].wait(50) == 0
-        until(lambda: owner() == first)
+        wait_until(lambda: owner() == first)
 
 
 @pytest.mark.long
 def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) -> None:
     with cluster(tmp_path) as (member,), ExitStack() as stack:
-        wait_for_port(member.endpoint)
         made = [stack.enter_context(EtcdDirectory(member.endpoint)) for _ in range(3)]
         for _ in range(50):  # so that tokens were larger before
             made[0].withdraw(made[0].declare("else", "elsewhere:1", 60.0))
@@ -122,10 +112,9 @@ def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) 
         member.kill()
         shutil.rmtree(tmp_path / "m0")
         member.start()
-        wait_for_port(member.endpoint)
         step(remote, 3)
-        until(lambda: connections.snapshot().owner("fussy") not in (None, before))
+        wait_until(lambda: connections.snapshot().owner("fussy") not in (None, before))
         assert connections.snapshot().revision < 50
         step(remote, 4)
-        until(lambda: sorted((role(one), role(other))) == ["follower", "owner"] and same(one, other))
+        wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"] and same(one, other))
         assert remote.steps == 5

@@ -5,16 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.experts.certificates import Authority
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import weights
-from tests.experts.server.raw import Authority
 from tests.experts.server.replica_cases import backend_of, expert, make, role, same, step
-from tests.experts.waiting import until
 from weft.experts.client import ClientTls, Connections, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
 
-pytestmark = pytest.mark.timeout(60)
 ACCESS = Access([Grant("server", "*", Role.ADMIN), Grant("trainer", "*", Role.TRAIN)])
 
 
@@ -27,10 +26,9 @@ def secured(directory: LocalDirectory, authority: Authority, own: ClientTls | No
 
 @pytest.fixture
 def owner(authority: Authority) -> Iterator[tuple[Server, LocalDirectory]]:
-    """A server that owns the expert, after one step."""
     directory = LocalDirectory()
     with secured(directory, authority, authority.client("server")) as server:
-        until(lambda: role(server) == "owner")
+        wait_until(lambda: role(server) == "owner")
         with Connections(directory, tls=authority.client("trainer")) as connections:
             step(RemoteExpert("fussy", connections))
         yield server, directory
@@ -44,7 +42,7 @@ def test_a_server_with_a_certificate_follows(owner: tuple[Server, LocalDirectory
     ):
         assert (role(first), role(second)) == ("owner", "follower")
         step(RemoteExpert("fussy", connections), 1)
-        until(lambda: backend_of(first).steps == 2 and same(first, second))
+        wait_until(lambda: backend_of(first).steps == 2 and same(first, second))
         assert weights(backend_of(first)) == weights(backend_of(second))
         first.shutdown()
         step(RemoteExpert("fussy", connections), 2)
@@ -78,7 +76,7 @@ def test_a_server_without_the_right_one_gets_no_state_and_says_why(
         "intern": authority.client("intern"),
     }[who]
     with secured(directory, authority, tls) as second:
-        until(lambda: second.statistics().replicas["fussy"].failure)
+        wait_until(lambda: second.statistics().replicas["fussy"].failure)
         told = second.statistics().replicas["fussy"]
         assert re.match(words, told.failure)
         assert (told.role, told.steps, told.received) == ("follower", 0, 0)

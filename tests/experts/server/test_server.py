@@ -1,8 +1,5 @@
 """Server: starts, restores, saves, is listed, and ends with all that it started."""
 
-import json
-import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.experts.client.test_transport import gated
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import X, fussy_backend, rows, weights
-from tests.experts.server.test_parts import Silent
-from tests.experts.waiting import until
+from tests.experts.server.test_units import Silent
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
@@ -21,13 +17,12 @@ from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
 from weft.experts.discovery import Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import ClosedError, CommitError, DeclaredError
+from weft.experts.errors import CommitError, DeclaredError
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
 from weft.experts.wire.service import Receipt
 
-pytestmark = pytest.mark.timeout(30)
 sgd = partial(torch.optim.SGD, lr=0.1)
 PATIENCE = 10.0
 
@@ -39,8 +34,7 @@ def trained(server: Server, steps: int) -> None:
             remote(rows(3, step)).square().sum().backward()
 
 
-def test_it_goes_on_from_its_checkpoint_by_itself(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_it_goes_on_from_its_checkpoint_by_itself(store: CheckpointStore) -> None:
     first = fussy_backend()
     with Server([first], checkpoints=store) as server:
         trained(server, 3)
@@ -53,10 +47,7 @@ def test_it_goes_on_from_its_checkpoint_by_itself(tmp_path: Path) -> None:
 
 
 def test_even_the_first_weights_survive(tmp_path: Path) -> None:
-    def fresh() -> ExpertBackend:
-        return ExpertBackend("layer", nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
-
-    first, second = fresh(), fresh()
+    first, second = called("layer"), called("layer")
     assert weights(first) != weights(second)
     for backend in (first, second):
         with Server([backend], checkpoints=CheckpointStore(tmp_path)):
@@ -64,27 +55,25 @@ def test_even_the_first_weights_survive(tmp_path: Path) -> None:
     assert weights(first) == weights(second)
 
 
-def test_it_saves_now_and_then_what_has_stepped(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_it_saves_now_and_then_what_has_stepped(store: CheckpointStore, tmp_path: Path) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         trained(server, 2)
-        until(lambda: server.statistics().keeping["fussy"].durable == 2)
+        wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
         saved = sorted(tmp_path.rglob("*.safetensors"))  # names have the number of what was saved
-        time.sleep(0.2)
+        server._tasks["checkpoints"]._act()
         assert sorted(tmp_path.rglob("*.safetensors")) == saved
         assert server.checkpoint() == 0
 
 
-def test_a_disk_that_is_full_is_told_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path)
+def test_a_disk_that_is_full_is_told_and_stops_nothing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         full = OSError("no space left")
         monkeypatch.setattr(store._disk, "write", lambda *_: (_ for _ in ()).throw(full))
         trained(server, 1)
-        until(lambda: "no space left" in server.statistics().failures.get("checkpoints", ""))
+        wait_until(lambda: "no space left" in server.statistics().failures.get("checkpoints", ""))
         trained(server, 1)
         monkeypatch.undo()
-        until(lambda: server.statistics().keeping["fussy"].durable == 2)
+        wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
 
 
 def test_it_is_listed_as_long_as_it_takes_work() -> None:
@@ -98,15 +87,17 @@ def test_it_is_listed_as_long_as_it_takes_work() -> None:
     directory = Counting()
     with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.5)) as server:
         assert directory.get().addresses("fussy") == (server.address,)
-        until(lambda: len(renewals) >= 4)  # for longer than the lease
-        until(lambda: server.statistics().listed == ("fussy",) and "fussy" in directory.get())
+        wait_until(lambda: len(renewals) >= 4)  # for longer than the lease
+        wait_until(lambda: server.statistics().listed == ("fussy",) and "fussy" in directory.get())
         server.drain()
         assert "fussy" not in directory.get()
 
 
 def test_an_expert_that_another_server_lists_is_refused_at_the_second_and_stays_at_the_first() -> None:
     directory, options = LocalDirectory(), ServerOptions(lease_seconds=0.2)
+    directory.declare("fussy", "dead:1", 0.2)  # the end of its lease is waited for
     with Server([fussy_backend()], directory=directory, options=options) as first:
+        assert directory.get().addresses("fussy") == (first.address,)
         refused = Server([fussy_backend()], directory=directory, options=options)
         with pytest.raises(UsageError, match=rf"(?s)say replicas= at every server.*'fussy' at {first.address}"):
             refused.start()
@@ -115,14 +106,6 @@ def test_an_expert_that_another_server_lists_is_refused_at_the_second_and_stays_
                 second.add(fussy_backend())
             assert second.experts == []
         assert directory.get().addresses("fussy") == (first.address,)
-    directory.close()
-
-
-def test_a_server_in_the_place_of_one_that_died_waits_for_the_end_of_its_lease() -> None:
-    directory = LocalDirectory()
-    directory.declare("fussy", "dead:1", 0.2)
-    with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.5)) as server:
-        assert directory.get().addresses("fussy") == (server.address,)
     directory.close()
 
 
@@ -139,8 +122,7 @@ def test_of_two_servers_that_look_before_either_declares_none_stays_listed(monke
     directory.close()
 
 
-def test_experts_come_and_go_while_it_runs(tmp_path: Path) -> None:
-    directory = LocalDirectory()
+def test_experts_come_and_go_while_it_runs(directory: LocalDirectory, tmp_path: Path) -> None:
     with (
         Server([], directory=directory, checkpoints=CheckpointStore(tmp_path)) as server,
         LocalTransport(server.handler()) as transport,
@@ -157,79 +139,50 @@ def test_experts_come_and_go_while_it_runs(tmp_path: Path) -> None:
         assert server.statistics().experts["fussy"].steps == 1
 
 
-def test_two_experts_of_one_name_are_misuse() -> None:
-    with pytest.raises(UsageError, match="served already"):
-        Server([fussy_backend(), fussy_backend()])
-    with Server([fussy_backend()]) as server, pytest.raises(UsageError, match="served already"):
-        server.add(fussy_backend())
+def called(name: str) -> ExpertBackend:
+    return ExpertBackend(name, nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
 
 
-def test_a_name_that_is_too_long_to_be_called_by_is_misuse() -> None:
-    def called(name: str) -> ExpertBackend:
-        return ExpertBackend(name, nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
-
-    long = "\u00e9" * 513
-    with pytest.raises(UsageError, match="has a name of 1026 bytes, and nobody can call one of more than 1024"):
-        Server([called(long)])
-    with Server([called(long[1:])]) as server, LocalTransport(server.handler()) as transport:
-        assert RemoteExpert(long[1:], transport)(rows(1, 0)).shape == (1, 4)
-        with pytest.raises(UsageError, match="1026 bytes"):
-            server.add(called(long))
-    short = ServerOptions(limits=Limits(name_bytes=3))
-    with pytest.raises(UsageError, match="4 bytes, and nobody can call one of more than 3 "):
-        Server([called("long")], options=short)
-
-
-def test_a_name_with_a_line_break_does_not_break_the_table_of_the_status() -> None:
-    backend = ExpertBackend("two\nlines", nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
-    server = Server([backend], directory=LocalDirectory(), replicas=ReplicaOptions())
-    lines = shown(server.status()).splitlines()
-    assert lines[2].startswith(r"two\nlines  ") and lines[3].startswith(r"two\nlines: has no owner")
-    assert len(lines) == 4
-
-
-def test_a_schema_that_cannot_be_told_is_misuse() -> None:
+def test_an_expert_that_cannot_be_called_is_misuse() -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor, kind: object) -> torch.Tensor:
             return x
 
-    backend = ExpertBackend("odd", Odd(), args_schema=(X, torch.float32))
     with pytest.raises(UsageError, match=r"args\[1\] is torch.float32"):
-        Server([backend])
+        Server([ExpertBackend("odd", Odd(), args_schema=(X, torch.float32))])
+    long = "\u00e9" * 513
+    with pytest.raises(UsageError, match="has a name of 1026 bytes, and nobody can call one of more than 1024"):
+        Server([called(long)])
+    with pytest.raises(UsageError, match="4 bytes, and nobody can call one of more than 3 "):
+        Server([called("long")], options=ServerOptions(limits=Limits(name_bytes=3)))
+    with pytest.raises(UsageError, match="served already"):
+        Server([called("x"), called("x")])
+    with Server([called(long[1:])]) as server, LocalTransport(server.handler()) as transport:
+        assert RemoteExpert(long[1:], transport)(rows(1, 0)).shape == (1, 4)
+        for name, words in ((long, "1026 bytes"), (long[1:], "served already")):
+            with pytest.raises(UsageError, match=words):
+                server.add(called(name))
 
 
-def test_a_port_that_is_taken_is_misuse_and_leaves_nothing_behind() -> None:
-    with Server([fussy_backend()]) as server, pytest.raises(UsageError, match="listen"):
-        Server([fussy_backend()], address=server.address).start()
+def test_a_name_with_a_line_break_does_not_break_the_table_of_the_status() -> None:
+    server = Server([called("two\nlines")], directory=LocalDirectory(), replicas=ReplicaOptions())
+    lines = shown(server.status()).splitlines()
+    assert lines[2].startswith(r"two\nlines  ") and lines[3].startswith(r"two\nlines: has no owner")
+    assert len(lines) == 4
 
 
 def test_it_is_started_once() -> None:
     server = Server([fussy_backend()])
     with pytest.raises(UsageError, match="no address"):
         _ = server.address
-    with server, pytest.raises(UsageError, match="once"):
-        server.start()
+    with server:
+        with pytest.raises(UsageError, match="once"):
+            server.start()
+        with pytest.raises(UsageError, match="listen"):
+            Server([fussy_backend()], address=server.address).start()
     with pytest.raises(UsageError, match="once"):
         server.start()
     assert server.shutdown()
-
-
-def test_a_module_that_does_not_end_does_not_hold_the_end_up_for_ever() -> None:
-    gate, backend = gated()
-    server = Server([backend], options=ServerOptions(drain_seconds=0.3))
-    server.start()
-    transport = LocalTransport(server.handler())
-    try:
-        call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [rows(1, 0)])
-        future = transport.submit(call, PATIENCE)
-        assert gate.entered.wait(PATIENCE)
-        waiting = transport.submit(call, PATIENCE)
-        assert not server.shutdown()  # while the module runs on
-        assert isinstance(waiting.exception(PATIENCE), ClosedError) and not future.done()
-    finally:
-        gate.let.set()
-        transport.close()
-        server._runtimes["cpu"].shutdown(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
@@ -270,18 +223,3 @@ def test_a_commit_for_an_earlier_incarnation_is_refused_unless_it_was_applied() 
         assert commit(transport, "n", mine) is None
         assert commit(transport, "n", mine + 1) is None  # applied, and recorded: a repetition may come from before
         assert server.statistics().experts["fussy"].steps == 1
-
-
-def test_the_status_is_plain_and_counts() -> None:
-    with Server([fussy_backend()]) as server, RemoteExpert("fussy", server.address) as remote:
-        remote(rows(2, 0)).sum().backward()
-        found = json.loads(json.dumps(server.status()))
-        assert found["experts"]["fussy"]["steps"] == 1 and found["answered"]["BACKWARD"] == 1
-        assert found["connections"] == 1 and found["address"] == server.address and found["audit"] == []
-
-
-def test_nothing_is_left_of_many_servers() -> None:
-    for _ in range(3):
-        with Server([fussy_backend()]) as server, RemoteExpert("fussy", server.address) as remote:
-            remote.describe()
-    assert not [each.name for each in threading.enumerate() if each.name.startswith("weft-")]

@@ -1,16 +1,15 @@
 """One stream's answers: in one frame where they wait together, from any thread, each once."""
 
 import asyncio
-import threading
 
 import pytest
 
+from tests.experts.concurrency import in_threads
 from tests.experts.expert_cases import rows
 from weft.experts.server import Caller, RequestDispatcher, ServerOptions
 from weft.experts.server.server_stream import ByteBudget, ServerStream
 from weft.experts.wire import Call, Header, Kind, LimitError, Limits, decode, encode, read_fault
 
-pytestmark = pytest.mark.timeout(20)
 WIDE = Limits(frame_bytes=64 << 20, decoded_bytes=64 << 20)
 
 
@@ -23,62 +22,43 @@ def result(number: int, count: int = 1) -> Call:
 
 
 async def written(connection: ServerStream) -> list[list[int]]:
-    """The numbers of the calls in every frame, up to the end."""
+    """The numbers of the calls in every frame, up to the end; those of errors are negative."""
     found: list[list[int]] = []
 
     async def send(message: bytes) -> None:
-        found.append([answer.header.call_id for answer in decode(message, WIDE)])
+        frame = decode(message, WIDE)
+        faults = [read_fault(answer.header.data) for answer in frame if answer.header.kind is Kind.ERROR]
+        assert all(isinstance(fault, LimitError) for fault in faults)
+        found.append([each.header.call_id * (-1 if each.header.kind is Kind.ERROR else 1) for each in frame])
 
     connection.finish()
-    await asyncio.wait_for(connection.write(send), 10)
+    await asyncio.wait_for(connection.write(send), 60)
     return found
 
 
-def connection(limits: Limits | None = None) -> ServerStream:
-    return ServerStream(
-        Caller("", "test"), RequestDispatcher(), ServerOptions(limits=limits or Limits()), ByteBudget(1 << 30)
-    )
+def connection(limits: Limits | None = None, **more: int) -> ServerStream:
+    options = ServerOptions(limits=limits or Limits(), **more)
+    return ServerStream(Caller("", "test"), RequestDispatcher(), options, ByteBudget(1 << 30))
 
 
-def test_what_waits_together_leaves_together() -> None:
+@pytest.mark.parametrize(
+    ("limits", "rows_of_answers", "frames"),
+    [
+        (Limits(), [1] * 5, [[1, 2, 3, 4, 5]]),
+        (Limits(calls=2), [1] * 5 + [2_500] * 3, [[1, 2], [3, 4], [5, 6], [7], [8]]),  # 80 kB: two are too much
+        (Limits(frame_bytes=4000), [2, 1000, 2], [[1], [-2], [3]]),  # what cannot be sent becomes its own error
+    ],
+)
+def test_what_waits_together_leaves_together_in_frames_within_the_limits(
+    limits: Limits, rows_of_answers: list[int], frames: list[list[int]]
+) -> None:
     async def run() -> list[list[int]]:
-        one = connection()
-        for number in range(1, 6):
-            one.answer(result(number))
-        return await written(one)
-
-    assert asyncio.run(run()) == [[1, 2, 3, 4, 5]]
-
-
-def test_frames_keep_to_the_limits() -> None:
-    async def run() -> list[list[int]]:
-        one = connection(Limits(calls=2))
-        for number in range(1, 6):
-            one.answer(result(number))
-        for number in range(6, 9):
-            one.answer(result(number, 2_500))  # 80 kB: two of them are more than a frame should be
-        return await written(one)
-
-    assert asyncio.run(run()) == [[1, 2], [3, 4], [5, 6], [7], [8]]
-
-
-def test_an_answer_that_cannot_be_sent_becomes_its_own_error() -> None:
-    async def run() -> list[tuple[int, bool]]:
-        one, found = connection(Limits(frame_bytes=4000)), list[tuple[int, bool]]()
-        for number, count in ((1, 2), (2, 1000), (3, 2)):
+        one = connection(limits)
+        for number, count in enumerate(rows_of_answers, 1):
             one.answer(result(number, count))
+        return await written(one)
 
-        async def send(message: bytes) -> None:
-            for answer in decode(message, WIDE):
-                bad = answer.header.kind is Kind.ERROR
-                assert not bad or isinstance(read_fault(answer.header.data), LimitError)
-                found.append((answer.header.call_id, bad))
-
-        one.finish()
-        await one.write(send)
-        return found
-
-    assert asyncio.run(run()) == [(1, False), (2, True), (3, False)]
+    assert asyncio.run(run()) == frames
 
 
 def test_answers_of_many_threads_all_arrive_once() -> None:
@@ -95,10 +75,7 @@ def test_answers_of_many_threads_all_arrive_once() -> None:
             for number in range(start, start + 50):
                 one.answer(ping(number))
 
-        threads = [threading.Thread(target=work, args=(start,)) for start in range(1, 401, 50)]
-        for thread in threads:
-            thread.start()
-        await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+        await asyncio.to_thread(in_threads, work, range(1, 401, 50))
         one.finish()
         await asyncio.wait_for(writer, 10)
         return sorted(found), one.calls, one.nbytes
@@ -108,9 +85,7 @@ def test_answers_of_many_threads_all_arrive_once() -> None:
 
 def test_a_call_is_under_way_until_its_answer_has_left() -> None:
     async def run() -> list[tuple[int, bool]]:
-        one = ServerStream(
-            Caller("", "test"), RequestDispatcher(), ServerOptions(connection_calls=2), ByteBudget(1 << 30)
-        )
+        one = connection(connection_calls=2)
         (question,) = decode(encode([ping(7)]))
         seen = list[tuple[int, bool]]()
         for _ in range(2):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experts.waiting import until
+from tests.experts.concurrency import wait_until
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
@@ -24,10 +24,7 @@ from weft.experts.server import Server, command
 from weft.experts.server.command import serve
 from weft.experts.server.config import parse_expert
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the signals of POSIX"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the signals of POSIX")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 CONFIG: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [parse_expert("f=ffn:hidden=8")]}
 
@@ -45,11 +42,9 @@ def handlers() -> list[Any]:
 
 
 def signalled(capsys: pytest.CaptureFixture[str], send: Callable[[], None]) -> threading.Thread:
-    """A thread that sends a signal when the server says that it serves."""
-
     def run() -> None:
         said: list[str] = []
-        until(lambda: "serving" in (said.append(capsys.readouterr().out) or "".join(said)))
+        wait_until(lambda: "serving" in (said.append(capsys.readouterr().out) or "".join(said)))
         send()
 
     thread = threading.Thread(target=run)

@@ -8,15 +8,14 @@ import pytest
 import torch
 from cryptography.hazmat.primitives import serialization
 
+from tests.experts.certificates import Authority
 from tests.experts.expert_cases import fussy_backend, rows
-from tests.experts.server.raw import Authority
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, RemoteExpert
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls
 from weft.experts.server import Server, ServerTls
 from weft.experts.wire import UnreachableError
 
-pytestmark = pytest.mark.timeout(60)
 LOCAL = "localhost:0"
 
 
@@ -31,71 +30,52 @@ def encrypted(key: bytes) -> bytes:
     return secret.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how)
 
 
-@pytest.mark.parametrize("as_files", [False, True])
+CUT = "the key or the certificate cannot be read"
+BEGUN = b"-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n"
+
+
+@pytest.mark.parametrize("end", ["server", "server with files", "client", "directory"])
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ("other key", "the key is that of another certificate"),
         ("password", "the key is encrypted with a password"),
-        ("cut", "the key or the certificate cannot be read"),
-        ("cut key", "the key or the certificate cannot be read"),
-        ("swapped", "the key or the certificate cannot be read"),
+        ("cut", CUT),
+        ("cut key", CUT),
+        ("swapped", CUT),
         ("authority", "the authority cannot be read"),
-        ("cut and authority", r"(?s)certificate cannot be read.*the authority cannot be read"),
+        ("cut and authority", rf"(?s){CUT}.*the authority cannot be read"),
         ("missing", "none.pem' cannot be read"),
     ],
 )
-def test_what_is_wrong_with_certificates_is_told(
-    wrong: str, words: str, as_files: bool, authority: Authority, tmp_path: Path
+def test_what_is_wrong_with_certificates_is_told_before_anything_is_called(
+    wrong: str, words: str, end: str, authority: Authority, tmp_path: Path
 ) -> None:
     key, certificate = authority.issue("server")
-    pems: list[Any] = [key, certificate, authority.pem]
-    spoiled = b"-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n"
     changes: dict[str, dict[int, Any]] = {
         "other key": {0: authority.issue("other")[0]},
         "password": {0: encrypted(key)},
         "cut": {1: certificate[:200]},
         "cut key": {0: key[:60]},
         "swapped": {0: certificate, 1: key},
-        "authority": {2: spoiled},
-        "cut and authority": {1: certificate[:200], 2: spoiled},
+        "authority": {2: BEGUN},
+        "cut and authority": {1: certificate[:200], 2: BEGUN},
         "missing": {0: tmp_path / "none.pem"},
     }
-    for index, value in changes[wrong].items():
-        pems[index] = value
-    if as_files:
+    pems: list[Any] = [changes[wrong].get(index, pem) for index, pem in enumerate((key, certificate, authority.pem))]
+    if end == "server with files":
         for index, value in enumerate(pems):
             if isinstance(value, bytes):
                 pems[index] = tmp_path / f"{index}.pem"
                 pems[index].write_bytes(value)
     with pytest.raises(UsageError, match=words) as caught:
-        Server([fussy_backend()], address=LOCAL, tls=ServerTls(*pems)).start()
-    assert "port" not in str(caught.value)
-
-
-@pytest.mark.parametrize("etcd", [False, True])
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ("other key", "the key is that of another certificate"),
-        ("password", "the key is encrypted with a password"),
-        ("swapped and authority", r"(?s)the key or the certificate cannot be read.*the authority cannot be read"),
-    ],
-)
-def test_certificates_of_a_client_that_are_of_no_use_are_told_before_anything_is_called(
-    wrong: str, words: str, etcd: bool, authority: Authority
-) -> None:
-    key, certificate = authority.issue("trainer")
-    pems = {
-        "other key": (authority.pem, authority.issue("other")[0], certificate),
-        "password": (authority.pem, encrypted(key), certificate),
-        "swapped and authority": (key, certificate, key),
-    }[wrong]
-    with pytest.raises(UsageError, match=words):
-        if etcd:
-            EtcdDirectory(["localhost:1"], tls=EtcdTls(*pems))
+        if end == "directory":
+            EtcdDirectory(["localhost:1"], tls=EtcdTls(pems[2], *pems[:2]))
+        elif end == "client":
+            RemoteExpert("fussy", "localhost:1", tls=ClientTls(pems[2], *pems[:2])).close()
         else:
-            RemoteExpert("fussy", "localhost:1", tls=ClientTls(*pems)).close()
+            Server([fussy_backend()], address=LOCAL, tls=ServerTls(*pems)).start()
+    assert "port" not in str(caught.value)
 
 
 def test_a_server_whose_certificate_is_for_another_name_is_called_by_that(authority: Authority) -> None:

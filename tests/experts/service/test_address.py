@@ -1,5 +1,8 @@
 """Addresses: one rule for all of them, and none that gRPC would take for another."""
 
+from collections.abc import Callable
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,20 +10,32 @@ from hypothesis import strategies as st
 from tests.experts.server.test_signals import CONFIG
 from weft.core.errors import UsageError
 from weft.experts.address import address_fault, is_wildcard, split
+from weft.experts.client import Connections, GrpcTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
+from weft.experts.discovery.etcd import EtcdDirectory
 from weft.experts.registry import make_expert
 from weft.experts.server import Server
 from weft.experts.server.config import build
 
-HOSTS = {"127.0.0.1": "127.0.0.1", "localhost": "localhost", "gpu-7.example": "gpu-7.example", "[::1]": "::1"}
+HOSTS = {name: name for name in ("127.0.0.1", "localhost", "ffn-0.experts.svc.cluster.local", "a_b")}
+HOSTS |= {"[::1]": "::1", "[fe80::1%eth0]": "fe80::1%eth0"}
 WILD = ["0.0.0.0", "[::]", "[0:0:0:0:0:0:0:0]", "[::ffff:0.0.0.0]", "0"]
-NONE = ["x", "", ":0", "127.0.0.1", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:٣", "127.0.0.1:+7", "127.0.0.1:7 "]
-NONE += ["unix:/tmp/s.sock", "::1:0", "[::1]", "[x]:1", "[127.0.0.1]:1", "http://127.0.0.1:1", "dns:///a:1", "a b:1"]
-NONE += ["127.0.0.1\0:0", "a\n:1", "[fe80::1:1", "not an address"]
+NONE = ["x", "", ":0", ":80", "127.0.0.1", "a:", "a:http", "a:-1", "a:65536", "a:0x10", "a:٣", "a:７0", "a:+7", "a:80 "]
+NONE += [" a:80", "a b:80", "a\n:80", "a\0:0", "a,b:80", "a/b:80", "unix:/tmp/s.sock", "http://a:1", "dns:///a:1"]
+NONE += ["::1:80", "[::1]", "[::1:80", "::1]:80", "[x]:1", "[127.0.0.1]:1", "not an address"]
+MADE: list[Callable[[str], object]] = [
+    split,
+    GrpcTransport,
+    lambda address: RemoteExpert("x", address),
+    lambda address: Connections().to(address),
+    lambda address: EtcdDirectory([address]),
+    lambda address: Server([], address=address),
+    lambda address: Server([], panel=address),
+    lambda address: Server([], directory=LocalDirectory(), advertise=address),
+]
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@given(port=st.integers(-3, 70_000))
+@given(st.sampled_from(sorted(HOSTS)), st.integers(-3, 70_000))
 def test_an_address_is_a_host_and_a_port_that_there_can_be(host: str, port: int) -> None:
     address = f"{host}:{port}"
     if 0 <= port <= 65535:
@@ -32,21 +47,15 @@ def test_an_address_is_a_host_and_a_port_that_there_can_be(host: str, port: int)
     assert (not address_fault("it", address)) == (0 < port <= 65535)
 
 
-def test_what_is_none_is_refused_before_anything_listens(subtests: pytest.Subtests) -> None:
-    for address in [*NONE, "127.0.0.1:70000", "127.0.0.1:-1"]:
-        with subtests.test(address=address):
-            with pytest.raises(UsageError):
-                split(address)
-            with pytest.raises(UsageError, match=r"(?s)invalid address.*address is") as caught:
-                Server([make_expert("ffn", hidden=4).backend("f")], address=address)
+def test_what_is_none_is_refused_by_all_who_take_addresses(subtests: pytest.Subtests) -> None:
+    for address in [*NONE, None, 5, b"a:80", ("a", 80)]:
+        (fault,) = address_fault("where", address)
+        assert fault.startswith("where is ") and repr(address) in fault and "wanted host:port" in fault
+    for address, make in product(NONE, MADE):
+        with subtests.test(address=address, make=make):
+            with pytest.raises(UsageError, match="wanted host:port") as caught:
+                make(address)
             assert repr(address) in str(caught.value)
-            with pytest.raises(UsageError, match="advertise is"):
-                Server([], directory=LocalDirectory(), advertise=address)
-
-
-def test_what_no_directory_would_list_is_not_advertised() -> None:
-    with pytest.raises(UsageError, match="advertise= and no directory"):
-        Server([], advertise="gpu-7:1")
 
 
 @pytest.mark.parametrize("host", WILD)
@@ -60,6 +69,8 @@ def test_a_directory_lists_no_address_that_nobody_can_call(host: str) -> None:
     directory = LocalDirectory()
     with pytest.raises(UsageError, match="no address that others could call"):
         Server([], address=address, directory=directory)
+    with pytest.raises(UsageError, match="advertise= and no directory"):
+        Server([], advertise="gpu-7:1")
     if host in ("0.0.0.0", "[::]"):
         with Server(
             [make_expert("ffn", hidden=4).backend("f")], address=address, advertise="gpu-7:1", directory=directory

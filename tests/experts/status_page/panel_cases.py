@@ -51,7 +51,6 @@ def exchange(url: str, sent: bytes, timeout: float = PATIENCE) -> bytes:
 
 
 def get(url: str, path: str = "/", *, method: str = "GET", **fields: str) -> tuple[int, dict[str, str], str]:
-    """Status, header fields in lower case, and body."""
     given = {"Host": "127.0.0.1", "Connection": "close", **fields}
     lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in given.items())]
     head, _, body = exchange(url, ("\r\n".join(lines) + "\r\n\r\n").encode()).partition(b"\r\n\r\n")

@@ -17,10 +17,7 @@ from weft.experts.server import Server
 from weft.experts.status_page import http
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.timeout(100),
-    pytest.mark.skipif(CHROMIUM is None, reason="test_browser: needs Chromium, and there is no chromium on the PATH"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, and there is no chromium on the PATH")
 QUIET = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"),
     *("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"),
@@ -30,7 +27,6 @@ NAMES = ["ffn.0", "ffn.1", "<img src=x onerror=console.log('x')>"]
 
 
 def browse(url: str, profile: Path, *words: str) -> tuple[str, list[str]]:
-    """The document as it stands at the end, and what the console said."""
     assert CHROMIUM is not None
     argv = [CHROMIUM, *QUIET, f"--user-data-dir={profile}", *words, url]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=80, check=False)
@@ -99,7 +95,6 @@ LISTEN = "<script>onmessage = e => document.getElementById('said').textContent =
 
 
 def _told(status: dict[str, Any]) -> str:
-    """The page as a file, to which this status is told."""
     answer = json.dumps(status).replace("</", "<\\/")
     fetch = f"<script>fetch = async () => ({{ ok: true, json: async () => ({answer}) }})</script>"
     return http._PAGE.replace("<head>", f"<head>{fetch}")
@@ -112,7 +107,6 @@ def _measured(status: dict[str, Any]) -> str:
 
 
 def drawn(found: dict[str, Any], folder: Path) -> str:
-    """What the browser makes of the page with this status, without the script."""
     page = folder / "page.html"
     page.write_text(_told(found), "utf-8")
     document, said = browse(page.as_uri(), folder / "p", "--virtual-time-budget=1000", "--dump-dom")

@@ -16,7 +16,6 @@ from weft.experts.server import Access, Audit, Caller, Grant, Role, Server
 from weft.experts.server.config import build, parse_expert, read_config
 from weft.experts.wire import Call, ForbiddenError, Header, Kind, UnknownExpertError
 
-pytestmark = pytest.mark.timeout(30)
 HOSTILE = "\x1b]0;owned\x07\n\u202e2026-01-01 accepted: client='root'"
 
 
@@ -51,14 +50,11 @@ def test_a_grant_without_a_client_is_for_named_ones() -> None:
 def test_what_is_open_to_a_network_is_refused_unless_that_is_said(address: str, more: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--insecure"):
         build(table(address=address, **more))
+    for mine in ("127.0.0.1:0", "127.8.8.8:0", "[::1]:0", "localhost:0"):  # what only this machine reaches
+        build(table(address=mine))
     if not more:
         build(table(address=address, insecure=True))
         build(table(address=address, grants=[]))
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:0", "127.8.8.8:0", "[::1]:0", "localhost:0"])
-def test_what_only_this_machine_reaches_may_be_open(address: str) -> None:
-    build(table(address=address))
 
 
 def test_the_command_line_says_insecure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,21 +146,21 @@ def test_a_mistyped_token_is_not_printed(more: dict[str, Any]) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_file_that_is_no_toml_is_refused_without_its_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    for text in (
         'tokens = { s3cret = "a", s3cret = "b" }',
         'tokens = { s3cret = "a", s3cret.x = "b" }',
         "[tokens.s3cret]\n[tokens.s3cret]\n",
         "tokens = {}\n[tokens.s3cret]\n",
-    ],
-)
-def test_a_file_that_is_no_toml_is_refused_without_its_tokens(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "serve.toml"
-    file.write_text(text, "utf-8")
-    with pytest.raises(UsageError, match=r"is no TOML: .*\(at line") as caught:
-        read_config(file)
-    assert "s3cret" not in str(caught.value)
+        "a = = b",
+    ):
+        file.write_text(text, "utf-8")
+        with pytest.raises(UsageError, match=r"is no TOML: .*\(at line") as caught:
+            read_config(file)
+        assert "s3cret" not in str(caught.value)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_config(tmp_path / "none.toml")
 
 
 def test_a_token_comes_from_a_file_or_the_environment(

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.experts.expert_cases import fussy_backend, rows, work
-from tests.experts.gate import Gate
-from tests.experts.waiting import Clock, until
+from tests.experts.concurrency import BlockingProcess, FakeClock, wait_until
+from tests.experts.expert_cases import answered, backward, fussy_backend, rows, work
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, SumsOptions, TaskPool
 from weft.experts.client import GrpcTransport, RemoteExpert
@@ -27,7 +26,6 @@ from weft.experts.task import CallerStream
 from weft.experts.wire import Call, ForbiddenError, Header, Kind, Received
 from weft.experts.wire.service import STATE
 
-pytestmark = pytest.mark.timeout(30)
 MIXED = Access(
     [Grant("*", "*", Role.TRAIN), Grant("boss", "*", Role.ADMIN)],
     {"t-token": "trainer", "o-token": "other", "b-token": "boss"},
@@ -87,7 +85,7 @@ def test_quotas_go_by_what_is_proven_else_by_the_host(peer: str, principal: str)
 
 
 def test_made_up_names_share_one_quota_and_leave_that_of_a_proven_name() -> None:
-    gate = Gate(lambda tasks: [list(task.tensors[:1]) for task in tasks])
+    gate = BlockingProcess(lambda tasks: [list(task.tensors[:1]) for task in tasks])
     with (
         served(max_client_tasks=4, max_batch_size=2) as (server, backend),
         GrpcTransport(server.address, token="t-token") as trainer,
@@ -100,7 +98,7 @@ def test_made_up_names_share_one_quota_and_leave_that_of_a_proven_name() -> None
                 Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", client=f"made up {number}") for number in range(40)
             )
         ]
-        until(lambda: sum(call.done() for call in calls) == 36)
+        wait_until(lambda: sum(call.done() for call in calls) == 36)
         assert all(isinstance(call.exception(), QuotaError) for call in calls if call.done())
         mine = trainer.submit(Call(Header(kind=Kind.BACKWARD, call_id=0, uid="fussy"), [rows(2, 0), rows(2, 1)]), 20.0)
         gate.go.release(5)
@@ -152,7 +150,7 @@ def test_one_client_leaves_connections_and_places_in_queues_to_others(monkeypatc
             else:
                 with pytest.raises(OverloadError, match="client 'other' has 2 connections, and one client may have"):
                     ask(transport, Kind.PING, "me")
-    gate, x = Gate(), rows(1, 0)
+    gate, x = BlockingProcess(), rows(1, 0)
     pool = TaskPool("p", gate, backend.forward_pool.columns, PoolOptions(max_tasks=4))
     for _ in range(2):
         pool.submit_task(x, client="eve")
@@ -178,46 +176,36 @@ def test_graphs_that_one_client_has_kept_push_out_none_of_others() -> None:
 
 def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
     backend = fussy_backend(records=IdempotencyOptions(max_keys=100))
-    pool = backend.backward_pool
-    first = pool.submit_task(rows(2, 0), rows(2, 1), client="ann", key="a", mini_batch="m")
-    work(backend)
-    assert first.result(0)
+    assert isinstance(*answered(backend, backward(backend, client="ann", key="a", mini_batch="m")), list)
     backend.discard("m", client="ann")
     assert backend.statistics().open_mini_batches == 0
     for number in range(10_000):
         backend.discard(f"made up {number}", client="eve")
     assert not backend.executor.mini_batches.discarded and backend.records.statistics().keys == 1
     for number in range(100):
-        assert pool.submit_task(rows(2, 0), rows(2, 1), client="eve", mini_batch=str(number))
-        work(backend)
+        assert answered(backend, backward(backend, client="eve", mini_batch=str(number)))
         backend.discard(str(number), client="eve")
     work(backend)
     assert backend.records.statistics().keys <= 51
-    late = pool.submit_task(rows(2, 2), rows(2, 3), client="ann", key="b", mini_batch="m")
-    work(backend)
-    assert isinstance(late.exception(0), CommitError), "else a commit would apply a part of the mini-batch"
+    (late,) = answered(backend, backward(backend, 2, client="ann", key="b", mini_batch="m"))
+    assert isinstance(late, CommitError), "else a commit would apply a part of the mini-batch"
 
 
-def test_a_discard_reaches_gradients_that_still_wait_in_the_queue() -> None:
-    backend = fussy_backend()
-    waiting = backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="ann", mini_batch="m")
+def test_a_discard_reaches_gradients_that_still_wait_in_the_queue(backend: ExpertBackend) -> None:
+    waiting = backward(backend, client="ann", mini_batch="m")
     backend.discard("m", client="ann")
-    work(backend)
-    assert isinstance(waiting.exception(0), CommitError) and backend.statistics().open_mini_batches == 0
+    assert isinstance(*answered(backend, waiting), CommitError) and backend.statistics().open_mini_batches == 0
 
 
 def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock().rules(monkeypatch, "weft.experts.gradients")
+    clock = FakeClock().install(monkeypatch, "weft.experts.gradients")
     backend = fussy_backend(mini_batches=SumsOptions(mini_batches=2, orphan_seconds=30.0))
     backend.executor.mini_batches._clock = clock.monotonic
     gone, back = CallerStream(), CallerStream()
 
     def add(client: str, stream: CallerStream, seed: int = 0) -> Any:
-        future = backend.backward_pool.submit_task(
-            rows(2, seed), rows(2, seed + 1), client=client, mini_batch="m", stream=stream
-        )
-        work(backend)
-        return future.exception(0)
+        (answer,) = answered(backend, backward(backend, seed, client=client, mini_batch="m", stream=stream))
+        return answer if isinstance(answer, Exception) else None
 
     assert add("ann", gone) is None and add("bob", gone) is None
     gone.ended_at = clock.now
@@ -226,12 +214,9 @@ def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypa
     assert isinstance(add("eve", back), OverloadError)
     clock.now += 1.0
     assert add("eve", back) is None
-    committed = [backend.commit("m", client=client) for client in ("ann", "bob")]
-    work(backend)
-    assert isinstance(committed[0].exception(0), CommitError) and "connection had ended" in str(
-        committed[0].exception()
-    )
-    assert committed[1].result(0) and backend.steps == 1
+    lost, done = answered(backend, *[backend.commit("m", client=client) for client in ("ann", "bob")])
+    assert isinstance(lost, CommitError) and "connection had ended" in str(lost)
+    assert isinstance(done, list) and backend.steps == 1
 
 
 def test_the_end_of_a_stream_is_seen_by_the_mini_batches_that_came_by_it() -> None:
@@ -239,7 +224,7 @@ def test_the_end_of_a_stream_is_seen_by_the_mini_batches_that_came_by_it() -> No
         with GrpcTransport(server.address) as transport:
             ask(transport, Kind.BACKWARD, "me", "m")
             assert backend.statistics().open_mini_batches == 1
-        until(lambda: backend.statistics().open_mini_batches == 0)
+        wait_until(lambda: backend.statistics().open_mini_batches == 0)
 
 
 def test_closing_an_expert_discards_its_open_mini_batch() -> None:
@@ -248,12 +233,11 @@ def test_closing_an_expert_discards_its_open_mini_batch() -> None:
             with RemoteExpert("fussy", where, accumulate=True) as remote:
                 remote(rows(2, 0)).sum().backward()
                 assert backend.statistics().open_mini_batches == 1
-            until(lambda: backend.statistics().open_mini_batches == 0, 5.0)
+            wait_until(lambda: backend.statistics().open_mini_batches == 0, 5.0)
 
 
 @contextmanager
 def states(server: Server, token: str) -> Iterator[Callable[[], Any]]:
-    """A stream of states that asks nothing; what it ends with."""
     questions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     with grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         method, metadata = channel.stream_stream(STATE), [("authorization", f"Bearer {token}")]

@@ -1,11 +1,7 @@
-"""A TCP proxy that behaves as bad networks do: it delays, stalls, cuts connections, and swallows what they carry.
+"""A TCP proxy that delays, stalls and cuts connections, or lets them go silent, by a seed.
 
-    client ──> proxy ──> server       every piece of bytes, in either direction, draws its fate:
-           <──       <──              late by a while    cut, perhaps in the middle    silent from now on
-
-Pieces are late each by itself, counted from when it came; but none overtakes another, as in any stream. A silent
-connection is half open: what is sent on it vanishes, and neither side is told, until ``silent_seconds`` are
-over. What befalls a connection depends on the seed, its number and how its bytes came in pieces.
+Pieces of bytes are late each by itself, but none overtakes another. A silent connection is half open: what is sent on
+it vanishes, and neither side is told, until ``silent_seconds`` are over.
 """
 
 import asyncio
@@ -14,7 +10,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 _PIECE = 1 << 16
 _FOR_EVER = float("inf")
@@ -22,13 +18,10 @@ _AHEAD = 64  # pieces that one direction may have under way
 
 
 @dataclass(frozen=True)
-class Weather:
-    """What happens to each piece of bytes.
-
-    ``late``: the mean of its delay in seconds, drawn from an exponential distribution. ``cut``, ``silent``: how likely
-    it is that its connection ends there, or goes silent. ``stall``: how likely it waits ``stall_seconds`` more.
-    ``least``: bytes that a piece must have to be counted, and to be what a connection ends or goes silent by. So calls
-    can be told from what HTTP/2 says to itself, and be lost as often as is wanted.
+class NetworkFaults:
+    """``late``: the mean of a piece's delay in seconds, of an exponential distribution. ``cut``, ``silent``: how likely
+    its connection ends there, or goes silent. ``stall``: how likely it waits ``stall_seconds`` more. ``least``:
+    bytes of a piece that is counted and may be lost, so that calls can be told from what HTTP/2 says to itself.
     """
 
     late: float = 0.0
@@ -40,24 +33,21 @@ class Weather:
     least: int = 0
 
     def delay(self, draw: Random) -> float:
-        """Seconds for one piece."""
         late = draw.expovariate(1 / self.late) if self.late else 0.0
         return late + self.stall_seconds * (draw.random() < self.stall)
 
 
-CALM = Weather()
+NO_FAULTS = NetworkFaults()
 
 
-class BadNetwork:
-    """A proxy to ``address`` (host:port). A context manager; ``weather`` may be set at any time.
-
-    ``connections``, ``cuts`` and ``silences`` count what has happened; ``asked`` the pieces that clients sent, and
-    ``lost`` those of either direction that never arrived.
+class FaultyProxy:
+    """A proxy to ``address``; ``network_faults`` may be set at any time. It counts ``connections``, ``cuts``,
+    ``silences``, the pieces that clients sent (``asked``), and those of either direction that never arrived (``lost``).
     """
 
-    def __init__(self, address: str, weather: Weather = CALM, seed: int = 0) -> None:
+    def __init__(self, address: str, network_faults: NetworkFaults = NO_FAULTS, seed: int = 0) -> None:
         host, _, port = address.rpartition(":")
-        self.weather = weather
+        self.network_faults = network_faults
         self.connections = self.cuts = self.silences = self.asked = self.lost = 0
         self._server, self._seed = (host, int(port)), seed
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -101,10 +91,8 @@ class BadNetwork:
             return
         link = _Link(self, writer, there)
         to = link.carry(reader, there, Random(f"{self._seed}/{number}/to"), asks=True)
-        ways = [
-            asyncio.create_task(to),
-            asyncio.create_task(link.carry(back, writer, Random(f"{self._seed}/{number}"))),
-        ]
+        back_again = link.carry(back, writer, Random(f"{self._seed}/{number}"))
+        ways = [asyncio.create_task(to), asyncio.create_task(back_again)]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -113,8 +101,7 @@ class BadNetwork:
                 each.cancel()
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Bytes, and what was drawn for them when they came. ``due``: time of the loop."""
 
     data: bytes
@@ -124,9 +111,7 @@ class _Piece:
 
 
 class _Link:
-    """One connection, to both sides."""
-
-    def __init__(self, network: BadNetwork, *ends: asyncio.StreamWriter) -> None:
+    def __init__(self, network: FaultyProxy, *ends: asyncio.StreamWriter) -> None:
         self._network, self._ends, self._silent = network, ends, False
         self._over = asyncio.Event()
 
@@ -148,26 +133,26 @@ class _Link:
         clock = asyncio.get_running_loop().time
         with suppress(OSError):
             while data := await reader.read(_PIECE):
-                weather = self._network.weather
-                self._network.asked += asks and len(data) >= weather.least
-                await under_way.put(_Piece(data, clock() + weather.delay(draw), draw.random(), draw.random()))
+                network_faults = self._network.network_faults
+                self._network.asked += asks and len(data) >= network_faults.least
+                await under_way.put(_Piece(data, clock() + network_faults.delay(draw), draw.random(), draw.random()))
         await under_way.put(None)
 
     async def _give(self, under_way: "asyncio.Queue[_Piece | None]", writer: asyncio.StreamWriter) -> None:
         clock, network = asyncio.get_running_loop().time, self._network
         while piece := await under_way.get():
             await asyncio.sleep(piece.due - clock())
-            weather = network.weather
-            counts = len(piece.data) >= weather.least
+            network_faults = network.network_faults
+            counts = len(piece.data) >= network_faults.least
             if self._silent:
                 network.lost += counts
-            elif counts and piece.fate < weather.cut:
+            elif counts and piece.fate < network_faults.cut:
                 network.cuts, network.lost = network.cuts + 1, network.lost + 1
                 writer.write(piece.data[: int(piece.where * len(piece.data))])
                 return
-            elif counts and piece.fate < weather.cut + weather.silent:
+            elif counts and piece.fate < network_faults.cut + network_faults.silent:
                 network.lost += 1
-                self._fall_silent(weather.silent_seconds)
+                self._fall_silent(network_faults.silent_seconds)
             else:
                 writer.write(piece.data)
                 await writer.drain()
@@ -181,7 +166,6 @@ class _Link:
             asyncio.get_running_loop().call_later(seconds, self.end)
 
     def end(self) -> None:
-        """Both sides hear of it."""
         self._over.set()
         for each in self._ends:
             each.transport.abort()

@@ -24,8 +24,7 @@ def trained(remote: RemoteExpert) -> None:
 
 
 @pytest.mark.parametrize("how", ["address", "connections", "describe"])
-def test_a_closed_connection_leaves_no_thread(how: str) -> None:
-    directory = LocalDirectory()
+def test_a_closed_connection_leaves_no_thread(directory: LocalDirectory, how: str) -> None:
     with Server([fussy_backend()], directory=directory) as server:
         for _ in range(10):  # without waiting for them, one is left every other time
             before = set(threading.enumerate())
@@ -88,17 +87,13 @@ def test_who_waits_in_vain_hears_of_it_and_not_for_threads_that_are_not_of_grpc(
     def other() -> None:
         end.wait(60.0)
 
-    threads = [threading.Thread(target=target, daemon=True) for target in (_run, other)]
-    crew.stream(lambda _: threads[0].start(), iter([]))
-    try:
-        assert not crew.wait(0.0)
-    finally:
-        end.set()
-    assert crew.wait()
-    end.clear()
-    crew.stream(lambda _: threads[1].start(), iter([]))
-    try:
-        assert crew.wait(0.0)
-    finally:
-        end.set()
-        threads[1].join()
+    for target, ended in ((_run, False), (other, True)):
+        end.clear()
+        thread = threading.Thread(target=target, daemon=True)
+        crew.stream(lambda _, thread=thread: thread.start(), iter([]))
+        try:
+            assert crew.wait(0.0) is ended
+        finally:
+            end.set()
+        assert crew.wait()
+        thread.join()

@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experts.security.raw_http2 import raw_http2
-from tests.experts.security.served import served
-from tests.experts.server.raw import Authority
-from tests.experts.waiting import until
+from tests.experts.certificates import Authority
+from tests.experts.concurrency import wait_until
+from tests.experts.security.raw_http2 import RawHttp2
+from tests.experts.security.serve_process import served
 from weft.experts.client import RemoteExpert
 from weft.experts.server import Server, ServerTls
 from weft.experts.wire import Limits
 from weft.experts.wire.service import Options, server_options
 
-pytestmark = [
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
 LIMIT = 200
 
 
@@ -33,12 +30,12 @@ def test_silent_connections_leave_descriptors_for_clients_and_checkpoints(tmp_pa
         mine(torch.ones(2, 8)).sum().backward()
         for _ in range(2 * LIMIT):
             stack.callback(socket.create_connection((host, int(port)), 10.0).close)
-        until(lambda: server.descriptors > LIMIT // 2)  # it has taken what it takes
+        wait_until(lambda: server.descriptors > LIMIT // 2)  # it has taken what it takes
         assert server.descriptors <= LIMIT - 32
         for step in range(2, 5):  # who is in stays in, and what is learned is saved
             mine(torch.ones(2, 8)).sum().backward()
             assert mine.steps == step
-        until(lambda: mine.describe().durable == 4)
+        wait_until(lambda: mine.describe().durable == 4)
         with RemoteExpert("f", server.address, token="s3cret", timeout=30.0) as other:  # when the silent ones are gone
             assert other(torch.ones(2, 8)).shape == (2, 8)
 
@@ -58,7 +55,7 @@ def test_who_opens_no_stream_is_hung_up_on(encrypted: bool, monkeypatch: pytest.
                 pass
         if encrypted:
             return
-        with raw_http2(server.address) as idle, pytest.raises(ConnectionError):
+        with RawHttp2(server.address) as idle, pytest.raises(ConnectionError):
             idle.ping()
             while True:
                 idle.receive()

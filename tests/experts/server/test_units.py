@@ -6,20 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import Away
-from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import AwayError
-from weft.experts.server import HostedExpert, ServerOptions
+from weft.experts.server import HostedExpert
 from weft.experts.server.server import PeriodicTask
-from weft.experts.wire import Limits
 from weft.experts.wire.service import read_receipt
-
-pytestmark = pytest.mark.timeout(20)
 
 
 def test_a_repeat_goes_on_after_failures_tells_of_the_first_and_stops_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -55,16 +52,13 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
     assert entered.wait(5.0)
     assert not repeat.stop(0.01) and not repeat.stop(1000.0)
     gate.set()
-    until(lambda: repeat.stop(1000.0))
-
-
-def test_a_repeat_that_never_started_stops() -> None:
-    assert PeriodicTask("test", 60.0, 60.0, lambda: None).stop(1.0)
+    wait_until(lambda: repeat.stop(1000.0))
+    assert PeriodicTask("never started", 60.0, 60.0, act).stop(1.0)
 
 
 def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> None:
     now = [0.0]
-    directory = LocalDirectory(clock=lambda: now[0])
+    directory = Away(clock=lambda: now[0])
     presence = LeaseHeartbeat(directory, lambda: ["a", "b"], "here:1", 5.0)
     for _ in range(3):
         presence.turn()
@@ -72,9 +66,16 @@ def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> 
         assert directory.get().uids == ("a", "b")
     now[0] += 10.0
     assert directory.get().uids == ()
+    directory.away = True
+    with pytest.raises(AwayError):
+        presence.turn()
+    directory.away = False
     presence.turn()
     assert directory.get().uids == ("a", "b") == presence.listed
-    presence.withdraw()
+    for away in (False, True):
+        directory.away = away
+        presence.withdraw()
+    directory.away = False
     assert directory.get().uids == () == presence.listed
     presence.turn()
     assert directory.get().uids == ()
@@ -96,20 +97,6 @@ def test_heartbeat_follows_the_experts_without_a_gap() -> None:
         presence.turn()
         assert directory.get().uids == tuple(now)
     assert all("b" in each for each in seen[1:-1])  # at no moment is it not listed
-
-
-def test_heartbeat_survives_a_directory_that_is_away() -> None:
-    directory = Away()
-    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 5.0)
-    presence.turn()
-    directory.away = True
-    with pytest.raises(AwayError):
-        presence.turn()
-    directory.away = False
-    presence.turn()
-    assert directory.get().uids == ("a",)
-    directory.away = True
-    presence.withdraw()
 
 
 class Silent(LocalDirectory):
@@ -135,7 +122,7 @@ def test_whoever_ends_does_not_wait_for_a_directory_that_is_silent() -> None:
     presence.withdraw()
     assert directory.asked.wait(5.0) and presence.listed == ()  # both came back, though nothing was answered
     directory.gate.set()
-    until(lambda: directory.get().uids == ())
+    wait_until(lambda: directory.get().uids == ())
 
 
 def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
@@ -148,7 +135,7 @@ def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
     presence.withdraw(patience=0.01)
     directory.gate.set()
     turn.join(5.0)
-    until(lambda: directory.get().uids == () == presence.listed)
+    wait_until(lambda: directory.get().uids == () == presence.listed)
     presence.turn()
     assert directory.get().uids == ()
 
@@ -163,6 +150,9 @@ def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Pat
     assert read_receipt(served.receipt()).durable == 0
     assert served.save() and read_receipt(served.receipt()).durable == 1
     served.close()
+    forgetful = HostedExpert(fussy_backend(), None, 5)
+    forgetful.restore()
+    assert not forgetful.save() and read_receipt(forgetful.receipt()).durable is None
     second = fussy_backend()
     again = HostedExpert(second, CheckpointStore(tmp_path), 6)
     again.restore()
@@ -172,23 +162,10 @@ def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Pat
     assert torch.equal(repeated.result(0)[0], answer.result(0)[0]) and second.steps == 1
 
 
-def test_without_a_store_nothing_is_durable() -> None:
-    served = HostedExpert(fussy_backend(), None, 5)
-    served.restore()
-    assert not served.save() and read_receipt(served.receipt()).durable is None
-
-
-def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(store: CheckpointStore, tmp_path: Path) -> None:
     first = HostedExpert(fussy_backend(), store, 1)
     first.restore()
     first.close()
     with pytest.raises(UsageError) as caught:
         HostedExpert(fussy_backend(optimizer=None), store, 1).restore()
     assert str(tmp_path) in str(caught.value)
-
-
-def test_options_that_make_no_sense_are_listed() -> None:
-    with pytest.raises(UsageError) as caught:
-        ServerOptions(connections=0, lease_seconds=-1.0, limits=Limits())
-    assert "connections" in str(caught.value) and "lease_seconds" in str(caught.value)

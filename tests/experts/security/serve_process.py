@@ -42,7 +42,6 @@ class Served:
 
     @property
     def resident(self) -> int:
-        """Bytes."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmRSS:")))
 

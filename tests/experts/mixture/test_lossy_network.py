@@ -8,19 +8,17 @@ import torch
 from benchmarks.experts.survive_learners import Setting, Trained, trained
 from benchmarks.experts.survive_model import Labelled
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
+pytestmark = pytest.mark.long
 SETTING = Setting(trainers=3, steps=16, rows=32, mean=0.02, loss=0.05, timeout=5.0, after=0.3)
 LATE = 10.0  # a loaded machine; a call that waits for ever is later than that
 
 
 @pytest.fixture(scope="module")
 def found() -> Trained:
-    """Three trainers of one mixture, over it."""
     return trained(SETTING, [ten_kinds()], bad=True, seed=0)
 
 
 def ten_kinds() -> Labelled:
-    """Noise around one image of each kind."""
     draw = torch.Generator().manual_seed(0)
     kinds, shown = torch.rand(10, 64, generator=draw), torch.randint(10, (600,), generator=draw)
     images = kinds[shown] + 0.2 * torch.randn(600, 64, generator=draw)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import WIDTH, rows
 from tests.experts.mixture.commit_cases import UIDS, Experts
 from tests.experts.mixture.mixture_cases import WIDTH as GRID_WIDTH
 from tests.experts.mixture.mixture_cases import numbers
 from tests.experts.server.replica_cases import PATIENCE, backend_of, die, expert, make, role
-from tests.experts.waiting import until
 from weft.experts.client import NEVER, Connections, RemoteExpert, Retry
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, TooFewAnswersError
@@ -35,21 +35,19 @@ def step(mixture: RemoteMixtureOfExperts, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.BACKWARD, Kind.COMMIT])
-def test_calls_that_step_tell_the_largest_token_that_the_directory_has(kind: Kind) -> None:
-    with Experts() as experts:
-        mixture = experts.mixture(retry=NEVER)
-        y = mixture(numbers(16, GRID_WIDTH))
-        if kind is Kind.COMMIT:
-            y.sum().backward()
-        tokens = {uid: experts.directory.claim(uid, experts.leases[uid]).token for uid in UIDS}
-        with pytest.raises((TooFewAnswersError, CommitError), match="fencing token 0"):  # who has none is no owner
-            mixture.commit() if kind is Kind.COMMIT else y.sum().backward()
-        seen = {header.uid: read_receipt(header.data).token for header in experts.headers if header.kind is kind}
-        assert seen == tokens and min(tokens.values()) > 0
+def test_calls_that_step_tell_the_largest_token_that_the_directory_has(experts: Experts, kind: Kind) -> None:
+    mixture = experts.mixture(retry=NEVER)
+    y = mixture(numbers(16, GRID_WIDTH))
+    if kind is Kind.COMMIT:
+        y.sum().backward()
+    tokens = {uid: experts.directory.claim(uid, experts.leases[uid]).token for uid in UIDS}
+    with pytest.raises((TooFewAnswersError, CommitError), match="fencing token 0"):  # who has none is no owner
+        mixture.commit() if kind is Kind.COMMIT else y.sum().backward()
+    seen = {header.uid: read_receipt(header.data).token for header in experts.headers if header.kind is kind}
+    assert seen == tokens and min(tokens.values()) > 0
 
 
-def test_an_answer_under_a_stale_fence_is_not_taken() -> None:
-    directory = LocalDirectory()
+def test_an_answer_under_a_stale_fence_is_not_taken(directory: LocalDirectory) -> None:
     lease = directory.declare(UID, "elsewhere:1", 60.0)
     with Server([expert(UID)]) as stale, Connections(directory) as connections:
         mixture = mixture_of(connections, retry=NEVER, accumulate=True)
@@ -66,8 +64,7 @@ def test_an_answer_under_a_stale_fence_is_not_taken() -> None:
             RemoteExpert(UID, connections, retry=NEVER)(rows(2, 0))
 
 
-def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_no() -> None:
-    directory = LocalDirectory()
+def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_no(directory: LocalDirectory) -> None:
     with (
         make(directory, expert(UID)) as old,
         make(directory, expert(UID)) as new,
@@ -76,16 +73,15 @@ def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_
         mixture = mixture_of(connections, accumulate=True)
         step(mixture, 0)
         assert mixture.commit() == {UID: True} and backend_of(old, UID).steps == 1
-        until(lambda: backend_of(new, UID).steps == 1)
+        wait_until(lambda: backend_of(new, UID).steps == 1)
         y = mixture(rows(2, 1))
         die(old)
-        y.sum().backward()  # the new one says that it follows, until the lease of the old one has ended
+        y.sum().backward()  # the new one says that it follows, wait_until the lease of the old one has ended
         assert role(new, UID) == "owner"
         assert mixture.commit() == {UID: True} and backend_of(new, UID).steps == 2 == mixture.steps[UID]
 
 
-def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch() -> None:
-    directory = LocalDirectory()
+def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch(directory: LocalDirectory) -> None:
     first = make(directory, expert(UID))
     first.start()
     with make(directory, expert(UID)) as second, Connections(directory) as connections:
@@ -100,21 +96,19 @@ def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch() -> None:
         assert mixture.commit() == {UID: True} and backend_of(second, UID).steps == 1
 
 
-def test_who_says_that_it_is_not_the_owner_is_not_counted_as_an_attempt() -> None:
-    with Experts() as experts:
-        mixture = experts.mixture(retry=Retry(attempts=2, first=0.001))
-        for kind in (Kind.BACKWARD, Kind.COMMIT):
-            experts.lose(kind, "ffn.1", *(NotOwnerError("follows", {"address": "ffn.1"}) for _ in range(5)))
-        mixture(numbers(16, GRID_WIDTH)).sum().backward()
-        assert mixture.commit() == dict.fromkeys(UIDS, True)
+def test_who_says_that_it_is_not_the_owner_is_not_counted_as_an_attempt(experts: Experts) -> None:
+    mixture = experts.mixture(retry=Retry(attempts=2, first=0.001))
+    for kind in (Kind.BACKWARD, Kind.COMMIT):
+        experts.lose(kind, "ffn.1", *(NotOwnerError("follows", {"address": "ffn.1"}) for _ in range(5)))
+    mixture(numbers(16, GRID_WIDTH)).sum().backward()
+    assert mixture.commit() == dict.fromkeys(UIDS, True)
 
 
-def test_what_is_durable_is_told_by_expert() -> None:
-    with Experts() as experts:
-        mixture = experts.mixture()
-        assert mixture.steps == mixture.durable_steps == {}
-        mixture(numbers(16, GRID_WIDTH)).sum().backward()
-        assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
-        receipt = partial(Receipt, incarnation=9)
-        mixture._client.progress["ffn.1"].update(7, receipt(5))
-        assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7
+def test_what_is_durable_is_told_by_expert(experts: Experts) -> None:
+    mixture = experts.mixture()
+    assert mixture.steps == mixture.durable_steps == {}
+    mixture(numbers(16, GRID_WIDTH)).sum().backward()
+    assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
+    receipt = partial(Receipt, incarnation=9)
+    mixture._client.progress["ffn.1"].update(7, receipt(5))
+    assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.experts.mixture.test_arguments import GOOD
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
 from weft.core.validation import LONGEST, Validator
@@ -28,16 +29,6 @@ from weft.experts.task_pool import PoolOptions, TaskPool
 from weft.experts.wire import Call, Header, Kind
 
 CALL = Call(Header(kind=Kind.FORWARD, call_id=1, uid="a"))
-TERMS: dict[str, Any] = {
-    "k_best": 2,
-    "k_min": 1,
-    "backward_k_min": 1,
-    "forward_timeout": 1.0,
-    "backward_timeout": 1.0,
-    "timeout_after_k_min": None,
-    "detect_anomalies": False,
-    "allow_zero_outputs": False,
-}
 
 
 def answers(tasks: Sequence[Task]) -> Sequence[Answer]:
@@ -56,31 +47,33 @@ def call(timeout: float) -> None:
         pending.close()
 
 
-MIXTURE_SECONDS = ("forward_timeout", "backward_timeout", "timeout_after_k_min")
-
-
 def mixture(name: str, seconds: Any) -> None:
     with Validator("invalid mixture options") as check:
-        MixtureOptions(**{**TERMS, name: seconds}).check(check)
+        MixtureOptions(**{**GOOD, name: seconds}).check(check)
+
+
+TIMES: dict[Callable[..., object], str] = {
+    PoolOptions: "timeout",
+    ServerOptions: "longest_seconds lease_seconds checkpoint_seconds drain_seconds",
+    ReplicaOptions: "follow_seconds first_seconds",
+    Retry: "longest attempt_seconds",
+    IdempotencyOptions: "max_age max_result_age",
+    SumsOptions: "seconds orphan_seconds",
+}
+
+
+def option(kind: Callable[..., object], name: str) -> Callable[[Any], object]:
+    return lambda seconds: kind(**{name: seconds})
 
 
 SECONDS: dict[str, Callable[[Any], object]] = {
-    "PoolOptions.timeout": lambda s: PoolOptions(timeout=s),
-    "ServerOptions.longest_seconds": lambda s: ServerOptions(longest_seconds=s),
-    "ServerOptions.lease_seconds": lambda s: ServerOptions(lease_seconds=s),
-    "ServerOptions.checkpoint_seconds": lambda s: ServerOptions(checkpoint_seconds=s),
-    "ServerOptions.drain_seconds": lambda s: ServerOptions(drain_seconds=s),
-    "ReplicaOptions.follow_seconds": lambda s: ReplicaOptions(follow_seconds=s),
-    "ReplicaOptions.first_seconds": lambda s: ReplicaOptions(first_seconds=s),
+    **{f"{kind.__name__}.{name}": option(kind, name) for kind, names in TIMES.items() for name in names.split()},
     "RemoteExpert.timeout": lambda s: RemoteExpert("a", "b:1", timeout=s).close(),
-    "Retry.longest": lambda s: Retry(longest=s),
-    "Retry.attempt_seconds": lambda s: Retry(attempt_seconds=s),
-    **{f"MixtureOptions.{name}": partial(mixture, name) for name in MIXTURE_SECONDS},
+    **{
+        f"MixtureOptions.{name}": partial(mixture, name)
+        for name in ("forward_timeout", "backward_timeout", "timeout_after_k_min")
+    },
     "GraphBudget.seconds": lambda s: GraphBudget(1, seconds=s),
-    "IdempotencyOptions.max_age": lambda s: IdempotencyOptions(max_age=s),
-    "IdempotencyOptions.max_result_age": lambda s: IdempotencyOptions(max_result_age=s),
-    "SumsOptions.seconds": lambda s: SumsOptions(seconds=s),
-    "SumsOptions.orphan_seconds": lambda s: SumsOptions(orphan_seconds=s),
     "declare.ttl": lambda s: LocalDirectory().declare("a", "b:1", s),
     "EtcdDirectory.timeout": etcd,
     "call's timeout": call,
@@ -102,6 +95,11 @@ WRONG: list[tuple[type, str, list[Any]]] = [
     (SumsOptions, "max_client_mini_batches", [*COUNT, 0]),
     (SumsOptions, "mini_batches", [*COUNT, 0, None]),
     (SumsOptions, "seconds", [*NUMBER, 0, None]),
+    (Retry, "attempts", [0, 2.5, True]),
+    (Retry, "growth", [0.5, float("inf"), "2", None]),
+    (Retry, "first", [3.0, -1.0, "a", float("nan")]),
+    (Retry, "longest", [None, float("nan")]),
+    (Retry, "attempt_seconds", [0.0]),
     (Guards, "finite", [0, 1, "no", None, []]),
     (Guards, "max_norm", [*NUMBER, 0]),
     (Guards, "max_output_norm", [*NUMBER, 0]),
@@ -122,9 +120,7 @@ def test_options_of_another_type_are_refused_by_name(subtests: pytest.Subtests) 
                     options.__post_init__()
 
 
-def test_seconds_that_no_thread_can_wait_for_are_refused_by_name_and_the_longest_taken(
-    subtests: pytest.Subtests,
-) -> None:
+def test_seconds_that_no_thread_can_wait_are_refused_by_name_and_the_longest_taken(subtests: pytest.Subtests) -> None:
     for option, wait in SECONDS.items():
         with subtests.test(option=option):
             for seconds in (-1.0, float("inf"), float("nan"), 1e300):
@@ -143,6 +139,8 @@ def test_seconds_that_no_thread_can_wait_for_are_refused_by_name_and_the_longest
         (lambda: ReplicaOptions(follow_steps=0, state_bytes=-1), ["follow_steps is 0", "state_bytes is -1"]),
         (lambda: Retry(attempts=0, longest=float("inf")), ["attempts is 0", "longest is inf"]),
         (lambda: PoolOptions(max_batch_delay=float("inf"), max_tasks=0), ["max_batch_delay is inf", "max_tasks is 0"]),
+        (lambda: PoolOptions(min_batch_size=9, max_batch_size=8), ["min_batch_size is 9, but max_batch_size 8"]),
+        (lambda: ServerOptions(total_bytes=0), ["total_bytes is 0"]),
         (lambda: GraphBudget(0, seconds=0.0), ["nbytes is 0", "seconds is 0"]),
         (lambda: SumsOptions(0, seconds=0.0), ["mini_batches is 0", "seconds is 0"]),
         (lambda: IdempotencyOptions(-1, 0.0, 0), ["max_result_bytes is -1", "max_result_age is 0", "max_keys is 0"]),

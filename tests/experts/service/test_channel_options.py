@@ -5,21 +5,16 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.experts.bad_network import CALM, BadNetwork, Weather
+from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend
-from tests.experts.waiting import until
+from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
 from weft.experts.client import GrpcTransport, Retry
 from weft.experts.client.retry import FixedResolver, RetryingCaller
 from weft.experts.server import Server
 from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
 from weft.experts.wire.frame import MESSAGE_BYTES
-from weft.experts.wire.service import (
-    Options,
-    client_options,
-    server_options,
-)
+from weft.experts.wire.service import Options, client_options, server_options
 
-pytestmark = pytest.mark.timeout(60)
 PING = Call(Header(kind=Kind.PING, call_id=0))
 CLIENT = dict(client_options(LIMITS))
 SOON = Retry(attempts=100_000, first=0.01, longest=0.05)
@@ -56,7 +51,7 @@ def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.Monk
         for _ in range(2):  # it outlasts two that are ended one after the other
             refused = stack.enter_context(GrpcTransport(bare.address))
             RetryingCaller(FixedResolver(refused), SOON).call(PING, 30.0)
-            until(lambda stream=refused._streams[0]: stream.gone)
+            wait_until(lambda stream=refused._streams[0]: stream.gone)
         assert not borne._streams[0].gone
 
 
@@ -77,17 +72,17 @@ def test_a_connection_that_swallows_everything_is_given_up_under_a_call(monkeypa
     monkeypatch.setattr("weft.experts.client.transport.client_options", hasty)
     with (
         Server([fussy_backend()]) as server,
-        BadNetwork(server.address) as network,
+        FaultyProxy(server.address) as network,
         GrpcTransport(network.address) as transport,
     ):
         line = RetryingCaller(FixedResolver(transport), SOON)
         line.call(PING, 30.0)
-        network.weather = Weather(silent=1.0)
+        network.network_faults = NetworkFaults(silent=1.0)
 
         def calm() -> None:  # for the next connection; the silent one stays silent
             while not network.silences:
                 threading.Event().wait(0.01)
-            network.weather = CALM
+            network.network_faults = NO_FAULTS
 
         waiting = threading.Thread(target=calm)
         waiting.start()
@@ -114,7 +109,7 @@ def test_a_server_that_is_back_at_its_address_is_found() -> None:
 def test_a_network_of_long_ways_is_no_reason_not_to_connect() -> None:
     with (
         Server([fussy_backend()]) as server,
-        BadNetwork(server.address, Weather(stall=1.0, stall_seconds=0.4)) as network,
+        FaultyProxy(server.address, NetworkFaults(stall=1.0, stall_seconds=0.4)) as network,
         GrpcTransport(network.address) as transport,
     ):
         RetryingCaller(FixedResolver(transport), SOON).call(PING, 30.0)

@@ -1,0 +1,90 @@
+"""Waits, threads, a fake clock, and work that blocks until it is released."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+from torch import Tensor, nn
+
+from tests.experts.expert_cases import X
+from weft.experts import ExpertBackend
+from weft.experts.task import Task
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class FakeClock:
+    """A time that passes when told, in place of `time` in modules that go by it."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def install(self, patch: pytest.MonkeyPatch, *modules: str) -> "FakeClock":
+        for module in modules:
+            patch.setattr(f"{module}.time", self)
+        return self
+
+
+def wait_until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    """Fails if that does not come true within so many seconds."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"waited {seconds:g} s for nothing"
+        time.sleep(0.005)
+
+
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The results of one thread for each item. What one raises is raised here."""
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(work, items))
+
+
+def echo(tasks: Sequence[Task]) -> list[list[Tensor]]:
+    return [list(task.tensors) for task in tasks]
+
+
+class BlockingProcess:
+    """A pool's process that begins a batch when it is released, and then gives what ``answers`` makes of the tasks."""
+
+    def __init__(self, answers: Callable[[Sequence[Task]], Any] = echo) -> None:
+        self.answers = answers
+        self.entered, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, tasks: Sequence[Task]) -> Any:
+        self.entered.release()
+        assert self.go.acquire(timeout=30)
+        return self.answers(tasks)
+
+
+class BlockingModule(nn.Module):
+    """Twice its input, once it is released: by ``go``, or at the end of a ``with`` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self.go.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        assert self.go.wait(20)
+        return x * 2
+
+
+def blocking_expert() -> tuple[BlockingModule, ExpertBackend]:
+    """It is called "gate", and blocks from its first task on."""
+    gate = BlockingModule()
+    gate.go.set()  # for its dummy run
+    backend = ExpertBackend("gate", gate, args_schema=(X,))
+    gate.entered.clear()
+    gate.go.clear()
+    return gate, backend

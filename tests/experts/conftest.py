@@ -1,0 +1,32 @@
+"""What several test modules ask for by name."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.experts.certificates import Authority
+from tests.experts.expert_cases import fussy_backend
+from weft.experts import ExpertBackend
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.discovery import LocalDirectory
+
+
+@pytest.fixture(scope="session")
+def authority() -> Authority:
+    """It signed the certificates of servers and clients."""
+    return Authority()
+
+
+@pytest.fixture
+def backend() -> ExpertBackend:
+    return fussy_backend()
+
+
+@pytest.fixture
+def directory() -> LocalDirectory:
+    return LocalDirectory()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path)

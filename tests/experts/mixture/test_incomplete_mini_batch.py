@@ -1,0 +1,202 @@
+"""What of a mini-batch is torn, or not committed: who is left out and what is told; nothing is applied by half."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.experts.mixture.commit_cases import ALL, UIDS, Experts, LocalMixture, assert_commit_steps, only, run
+from tests.experts.mixture.mixture_cases import WIDTH, numbers
+from weft.experts.client import NEVER
+from weft.experts.errors import CommitError, GradientError, MalformedError, MixtureCommitError, TooFewAnswersError
+from weft.experts.mixture.fanout import MixtureSignature
+from weft.experts.mixture.mixture_function import MixtureMiniBatch
+from weft.experts.wire import Kind
+
+# Torn: a part of an expert's gradients is missing.
+
+
+def test_who_fails_in_backward_is_left_out_and_takes_part_again(experts: Experts) -> None:
+    mixture = experts.mixture()
+    experts.lose(Kind.BACKWARD, "ffn.1", "", GradientError("too large"))
+    run(mixture, numbers(16, WIDTH))
+    run(mixture, numbers(16, WIDTH, seed=1))
+    assert mixture.commit() == {**ALL, "ffn.1": False}
+    assert "ffn.1" not in experts.called(Kind.COMMIT) and "ffn.1" not in experts.steps()
+    assert experts.called(Kind.DISCARD) == ["ffn.1"], "its sum is to make room there"
+    run(mixture, numbers(16, WIDTH))
+    assert mixture.commit() == ALL and experts.steps() == {**dict.fromkeys(UIDS, 2), "ffn.1": 1}
+    assert mixture.statistics().left_out == 1
+
+
+def test_who_added_its_gradients_takes_part_also_if_its_answer_was_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Experts() as experts:
+        mixture = experts.mixture()
+        read, useless = MixtureSignature.input_gradients, [MalformedError("x", reason="shape")]
+
+        def failing(*args: Any) -> Any:
+            if useless:
+                raise useless.pop()
+            return read(*args)
+
+        monkeypatch.setattr(MixtureSignature, "input_gradients", failing)
+        run(mixture, numbers(16, WIDTH))
+        assert mixture.statistics().failed and mixture.commit() == ALL
+
+
+def test_who_was_not_waited_for_is_left_out(experts: Experts) -> None:
+    mixture = experts.mixture(k_min=2, timeout_after_k_min=0.0)  # forward wants all, backward one of two
+    y = mixture(numbers(16, WIDTH))
+    experts.lose(Kind.BACKWARD, "ffn.1", "silence")
+    y.sum().backward()
+    assert mixture.commit()["ffn.1"] is False
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_who_was_started_again_in_the_middle_is_left_out(experts: Experts, switch: bool) -> None:
+    mixture = experts.mixture(switch, k_best=2)
+    run(mixture, numbers(16, WIDTH))
+    experts.restart("ffn.1")
+    run(mixture, numbers(16, WIDTH, seed=1))
+    experts.restart("ffn.2")  # it hears of it when it is asked to commit
+    assert mixture.commit() == {**ALL, "ffn.1": False, "ffn.2": False}
+    assert experts.steps() == {"ffn.0": 1, "ffn.3": 1}
+    run(mixture, numbers(16, WIDTH))
+    assert mixture.commit() == ALL
+
+
+def test_where_nobody_may_be_missing_all_that_are_torn_are_told_before_anybody_steps(experts: Experts) -> None:
+    mixture = experts.strict()
+    run(mixture, numbers(16, WIDTH))
+    experts.restart("ffn.1", "ffn.2")
+    run(mixture, numbers(16, WIDTH, seed=1))
+    for _ in range(2):
+        with pytest.raises(MixtureCommitError, match=r"(?s)2 lack .*discard.*ffn\.1: .*ffn\.2: ") as caught:
+            mixture.commit()
+        assert sorted(caught.value.faults) == ["ffn.1", "ffn.2"]
+    assert experts.called(Kind.COMMIT) == [] and experts.steps() == {}
+    mixture.discard()
+    run(mixture, numbers(16, WIDTH))
+    assert mixture.commit() == ALL
+
+
+def test_a_backward_that_raised_breaks_the_mini_batch_until_it_is_discarded(experts: Experts) -> None:
+    mixture = only(experts.mixture(), 0, 1)
+    run(mixture, numbers(4, WIDTH))
+    for uid in UIDS:
+        experts.lose(Kind.BACKWARD, uid, GradientError("too large"))
+    with pytest.raises(TooFewAnswersError):
+        run(mixture, numbers(4, WIDTH))
+    run(mixture, numbers(4, WIDTH))
+    with pytest.raises(MixtureCommitError, match="TooFewAnswersError") as caught:
+        mixture.commit()
+    assert sorted(caught.value.faults) == ["ffn.0", "ffn.1"] and experts.called(Kind.COMMIT) == []
+    mixture.discard()
+    run(mixture, numbers(4, WIDTH))
+    assert mixture.commit() == {"ffn.0": True, "ffn.1": True} and experts.steps() == {"ffn.0": 1, "ffn.1": 1}
+
+
+def test_a_mini_batch_that_lacks_gradients_that_were_not_sent_is_broken(experts: Experts) -> None:
+    mixture = experts.mixture(detect_anomalies=True)
+    run(mixture, numbers(16, WIDTH))
+    with pytest.raises(ArithmeticError):
+        (mixture(numbers(16, WIDTH)) * float("nan")).sum().backward()
+    with pytest.raises(CommitError, match="AnomalyError"):
+        mixture.commit()
+
+
+def test_somebody_must_step_unless_zeros_are_allowed(experts: Experts) -> None:
+    for mixture in (experts.mixture(), experts.mixture(allow_zero_outputs=True)):
+        run(only(mixture, 0, 1), numbers(4, WIDTH))
+        experts.restart("ffn.0", "ffn.1")
+        run(mixture, numbers(4, WIDTH))
+        if mixture.options.allow_zero_outputs:
+            assert mixture.commit() == {"ffn.0": False, "ffn.1": False}
+        else:
+            with pytest.raises(MixtureCommitError, match="2 lack"):
+                mixture.commit()
+            mixture.discard()
+        assert experts.steps() == {}
+
+
+def test_who_does_not_commit_in_time_is_left_out_and_its_sum_is_given_up(experts: Experts) -> None:
+    mixture = experts.mixture(backward_timeout=1.0)
+    twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
+    run(mixture, numbers(16, WIDTH, seed=7))
+    experts.lose(Kind.COMMIT, "ffn.1", "silence")
+    assert mixture.commit() == {**ALL, "ffn.1": False}
+    for uid in UIDS:
+        module = experts.backends[uid].module
+        experts.module_here(uid).load_state_dict(module.state_dict())
+    run(mixture, x)
+    assert_commit_steps(experts, mixture, twin, x)
+
+
+def test_where_all_must_step_a_commit_is_called_again_for_those_that_did_not(experts: Experts) -> None:
+    mixture = experts.strict(retry=NEVER)
+    run(mixture, numbers(16, WIDTH))
+    experts.lose(Kind.COMMIT, "ffn.1", "reply")
+    experts.lose(Kind.COMMIT, "ffn.2", "request")
+    with pytest.raises(MixtureCommitError, match=r"2 of 4 .*commit\(\) again") as caught:
+        mixture.commit()
+    assert sorted(caught.value.faults) == ["ffn.1", "ffn.2"]
+    experts.headers.clear()
+    assert mixture.commit() == {"ffn.1": True, "ffn.2": True}
+    assert experts.called(Kind.COMMIT) == ["ffn.1", "ffn.2"] and experts.steps() == dict.fromkeys(UIDS, 1)
+
+
+def test_where_all_must_step_a_sum_that_is_gone_is_not_asked_for_again(experts: Experts) -> None:
+    mixture = experts.strict()
+    run(mixture, numbers(16, WIDTH))
+    experts.restart("ffn.1")
+    with pytest.raises(MixtureCommitError, match=r"(?s)1 of 4 .*Call discard.*started again"):
+        mixture.commit()
+    experts.headers.clear()
+    with pytest.raises(MixtureCommitError, match="1 lack"):
+        mixture.commit()
+    assert experts.called(Kind.COMMIT) == []
+    mixture.discard()
+    run(mixture, numbers(16, WIDTH))
+    assert mixture.commit() == ALL
+
+
+def test_an_interrupted_commit_may_be_called_again(experts: Experts) -> None:
+    mixture = experts.mixture()
+    run(mixture, numbers(16, WIDTH))
+    accept = type(mixture._client).accept
+    seen: list[str] = []
+
+    def interrupted(self: Any, uid: str, answer: Any) -> Any:
+        seen.append(uid)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return accept(self, uid, answer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(mixture._client), "accept", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mixture.commit()
+    assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 1)
+
+
+def test_an_error_breaks_it_until_it_is_discarded_and_nothing_without_accumulation() -> None:
+    batch, error = MixtureMiniBatch(True), ValueError()
+    for each in (error, KeyError()):
+        batch.fail(each)
+    assert batch.broken is error  # the first
+    batch.discard()
+    assert batch.broken is None and batch.touched() == {}
+    single = MixtureMiniBatch(False)
+    single.fail(error)
+    assert single.touched() == {} and single.broken is None
+
+
+def test_what_is_ended_is_forgotten_but_not_what_was_opened_since_and_a_copy_begins_with_none() -> None:
+    batch = MixtureMiniBatch(True)
+    first, other = batch.open("a"), batch.open("b")
+    batch.end({"a": first})
+    again = batch.open("a")
+    batch.end({"a": first})
+    assert again is not first and again.name != first.name and batch.touched() == {"a": again, "b": other}
+    copied = copy.deepcopy(batch)
+    assert copied.accumulates and copied.touched() == {} and sorted(batch.touched()) == ["a", "b"]
