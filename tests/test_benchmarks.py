@@ -212,6 +212,7 @@ def test_the_rate_of_many_callers_is_the_sum_of_theirs(monkeypatch: pytest.Monke
     assert callers.rate([taking(0.04), taking(0.01), taking(0.01)], 0.3) == pytest.approx(25 + 100 + 100)
 
 
+@pytest.mark.timeout(30)  # half of what the others would wait for it
 def test_a_caller_that_fails_is_told_and_the_others_end() -> None:
     with pytest.raises(ZeroDivisionError):
         callers.rate([lambda: None, lambda: 1 // 0], 600.0)

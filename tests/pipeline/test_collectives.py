@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.pipeline.pipe_cases import backward, chain, rows
+from tests.pipeline.pipe_cases import chain, rows
 from tests.processes import python
-from weft import Pipe, Recorder
+from weft import Pipe
 from weft.core.errors import UsageError
 
 
@@ -59,13 +59,6 @@ def test_auto_leaves_the_order_to_the_schedule(make: Callable[[], nn.Sequential]
     assert served(pipe) == {"serial"}
     pipe.executor = "graph"
     assert served(pipe) == {"graph"}
-
-
-def test_tensor_parallel_stages_run_in_the_callers_thread() -> None:
-    pipe, recorder = Pipe(tensor_parallel(), chunks=2, devices=["cpu"] * 2), Recorder()
-    with pipe.watched_by(recorder):
-        backward(pipe, rows(6, 4))
-    assert len({each.thread for each in recorder.events}) == 1
 
 
 @pytest.mark.long

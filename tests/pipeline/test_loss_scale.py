@@ -136,8 +136,5 @@ def test_what_is_no_scale_is_refused(wrong: Any) -> None:
     pipe = half(loss_scale=lambda: wrong, schedule="1f1b", executor="serial")
     with pytest.raises(UsageError, match=r"loss_scale is .*, wanted a finite number above 0"):
         pipe(torch.ones(6, 1), target=torch.zeros(6, 1))
-
-
-def test_a_scale_without_a_loss_is_refused() -> None:
     with pytest.raises(UsageError, match=r"loss_scale is 2\.0, but there is no loss"):
         Pipe(chain(2, 2), chunks=2, loss_scale=2.0)

@@ -84,7 +84,7 @@ class Derived(Early):
 STASHERS = [Early, Called, Rebound, Nest.Inner, Derived]
 
 
-def talk(*, stash=(), pop=()):
+def layer_of(*, stash=(), pop=()):
     """Make a layer with these declarations out of a generator function."""
 
     def decorate(forward):
@@ -138,7 +138,7 @@ def test_a_skip_connection_gives_value_and_gradient_of_plain_code() -> None:
 
 
 def test_none_can_be_stashed() -> None:
-    @talk(stash=["early"])
+    @layer_of(stash=["early"])
     def none(self, x):
         yield stash("early", None)
         return x
@@ -154,7 +154,7 @@ def test_a_name_popped_twice_in_one_forward_gives_the_same_tensor() -> None:
         def load(self, ns, name):
             return torch.ones(1)
 
-    @talk(pop=["early"])
+    @layer_of(pop=["early"])
     def twice(self, x):
         first = yield pop("early")
         second = yield pop("early")
@@ -166,13 +166,13 @@ def test_a_name_popped_twice_in_one_forward_gives_the_same_tensor() -> None:
 
 
 def test_stash_gives_none_and_a_layer_may_do_both() -> None:
-    @talk(stash=["b"], pop=["early"])
+    @layer_of(stash=["b"], pop=["early"])
     def both(self, x):
         early = yield pop("early")
         assert (yield stash("b", early + x)) is None
         return x
 
-    @talk(pop=["b"])
+    @layer_of(pop=["b"])
     def last(self, x):
         return (yield pop("b"))
 
@@ -185,7 +185,7 @@ def test_a_forward_that_declares_nothing_may_be_a_plain_function() -> None:
 
 
 def test_forward_takes_several_and_named_arguments() -> None:
-    @talk(stash=["early"])
+    @layer_of(stash=["early"])
     def add(self, x, y, *, scale):
         yield stash("early", x)
         return scale * (x + y), x
@@ -242,7 +242,7 @@ FAULTS = {
 @pytest.mark.parametrize("forward", FAULTS, ids=lambda forward: forward.__name__)
 def test_a_fault_is_raised_at_its_yield(forward) -> None:
     word, kind, message = FAULTS[forward]
-    layer = talk(**{word: ["early"]})(forward)
+    layer = layer_of(**{word: ["early"]})(forward)
     with pytest.raises(kind, match=f"Layer.*{message.removeprefix('Layer')}") as caught:
         layer(torch.ones(1))
     frames = traceback.extract_tb(caught.value.__traceback__)
@@ -256,7 +256,7 @@ def test_a_missing_stash_names_the_namespace() -> None:
 
 
 def test_all_broken_declarations_are_named_at_once() -> None:
-    @talk(stash=["a", "b", "c"], pop=["d", "e"])
+    @layer_of(stash=["a", "b", "c"], pop=["d", "e"])
     def lazy(self, x):
         yield stash("b", x)
         return x
@@ -277,7 +277,7 @@ def test_a_plain_forward_breaks_a_declaration() -> None:
 def test_an_error_of_the_users_forward_passes_unchanged() -> None:
     wanted = KeyError("mine")
 
-    @talk(stash=["early"])
+    @layer_of(stash=["early"])
     def breaks(self, x):
         yield stash("early", x)
         raise wanted

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from weft.core.errors import UsageError, WeftError, listed
+from weft.core.validation import LONGEST
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership, Snapshot
 from weft.experts.discovery.fencing import number_of, replaced
 from weft.experts.discovery.registration import LeaseHeartbeat
@@ -121,19 +122,19 @@ class ReplicationManager:
         self._retired = True
         return self.leader_streams is not None
 
-    def hand_over(self, seconds: float, *, save: bool) -> None:
+    def hand_over(self, seconds: float, max_wait: float) -> None:
         """Nothing steps replicas any more: save them, let followers fetch the last state, own them no more.
 
-        ``save`` is False where a module still holds its expert. Waits at most ``seconds`` for followers. Raises the
-        last of what saving raised, at the end. The claims themselves end with the lease.
+        Waits at most ``max_wait`` seconds for a module that still holds its expert, and ``seconds`` for followers.
+        Raises the last of what saving raised, at the end. The claims themselves end with the lease.
         """
         failure: Exception | None = None
         mine = [replica for replica in self.replicas.values() if replica.leadership.may_step]
         for replica in mine:
             replica.final = True
-        for replica in mine if save else ():
+        for replica in mine:
             try:
-                replica.save()
+                replica.save(max_wait)
             except Exception as error:  # the others are to be saved all the same
                 failure = error
         end = time.monotonic() + max(_LEAST, seconds)
@@ -205,7 +206,7 @@ class ReplicationManager:
         while self._led:
             replica = self._led.pop()
             try:
-                replica.save()
+                replica.save(LONGEST)
             except WeftError as error:
                 replica.failure = error
 

@@ -193,7 +193,7 @@ class Replica:
         backend: ExpertBackend,
         until: Callable[[Lease], float],
         *,
-        save: Callable[[], object] = lambda: None,
+        save: Callable[[float], object] = lambda max_wait: None,
         store: CheckpointStore | None = None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:

@@ -273,10 +273,14 @@ class Server:
             _attempt("telling clients that it ends", self._grpc_server.drain)
             end = time.monotonic() + self.options.drain_seconds
             finished = _attempt("finishing what was accepted", lambda: self._finish(end)) or False
-            try:
-                self._replication.hand_over(end - time.monotonic(), save=finished)
-            except Exception as error:  # `shutdown` raises it
-                self._failure = error
+            hand_over = partial(self._replication.hand_over, end - time.monotonic())
+            if finished:
+                try:
+                    hand_over(LONGEST)
+                except Exception as error:  # `shutdown` raises it
+                    self._failure = error
+            else:  # the result reports what a module holds
+                _attempt("saving", lambda: hand_over(_LEAST))
             _attempt("leaving the directory", self._leave)  # last where others need the last state
             return finished
 
