@@ -31,7 +31,7 @@ class FakeClock:
         return self
 
 
-def wait_until(true: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_until(true: Callable[[], object], seconds: float = 60.0) -> None:
     """Fails if that does not come true within so many seconds."""
     end = time.monotonic() + seconds
     while not true():

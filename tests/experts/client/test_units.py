@@ -35,13 +35,13 @@ def test_a_call_ends_once_whoever_comes_first(pending: PendingCalls) -> None:
 
 def test_the_clock_ends_what_is_late_and_nothing_else(pending: PendingCalls) -> None:
     late, early = pending.open(CALL, 0.05), pending.open(CALL, 10.0)
-    assert isinstance(late.future.exception(2.0), DeadlineError) and not early.future.done()
+    assert isinstance(late.future.exception(60.0), DeadlineError) and not early.future.done()
 
 
 def test_the_clock_ends_and_is_started_again(pending: PendingCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.client.stream._IDLE", 1)
     for _ in range(2):
-        assert isinstance(pending.open(CALL, 0.03).future.exception(2.0), DeadlineError)
+        assert isinstance(pending.open(CALL, 0.03).future.exception(60.0), DeadlineError)
         wait_until(lambda: pending._clock is None)
 
 

@@ -86,7 +86,7 @@ def test_a_module_that_hangs_hides_nothing() -> None:
             assert get(url(server))[0] == 200
             metrics = get(url(server), "/metrics")[2]
             told = status(server.address)
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < 15.0
             pool = found["experts"]["gate"]["pools"]["gate.forward"]
             assert pool["running_tasks"] == 1 and pool["waiting_tasks"] == 3 and pool["oldest_age"] > 0.2
             assert found["runtimes"]["cpu"]["working_on"] == "gate.forward" and found["experts"]["a"]["steps"] == 2
