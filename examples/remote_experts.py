@@ -1,6 +1,6 @@
 """Across machines: two trainers share four experts, and a server is killed while they train.
 
-    python examples/remote_experts.py [--steps 600] [--seed 0]
+    python examples/remote_experts.py [--steps 600] [--seed 0] [--out weft-report]
 
     8 x 8 image ──> stem ──┬──> mixture: the 2 best of 4 experts ──> + ──> head ──> 10 scores
                            |         at two servers                  ^
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import weft
+from weft import report
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.mixture import RemoteSwitchMixtureOfExperts
 
@@ -122,10 +123,11 @@ class Classifier(nn.Module):
 class Trainer:
     """One of the two: every second image, and weights of its own around the shared experts."""
 
-    def __init__(self, number: int, images: Tensor, digits: Tensor, connections: Connections) -> None:
+    def __init__(self, number: int, images: Tensor, digits: Tensor, connections: Connections, began: float) -> None:
         self.images, self.digits = images[number::2], digits[number::2]
         self.model = Classifier(connections)
-        self.steps, self.failed = 0, None
+        self.steps, self.failed, self.began = 0, None, began
+        self.losses: list[tuple[float, float]] = []
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
 
@@ -136,8 +138,10 @@ class Trainer:
                 rows = torch.randint(len(self.images), (ROWS,))
                 scores, balance = self.model(self.images[rows])
                 optimizer.zero_grad()
-                (functional.cross_entropy(scores, self.digits[rows]) + 0.05 * balance).backward()  # the experts step
+                loss = functional.cross_entropy(scores, self.digits[rows])
+                (loss + 0.05 * balance).backward()  # the experts step
                 optimizer.step()
+                self.losses.append((time.monotonic() - self.began, loss.item()))
                 self.steps += 1
         except Exception as error:
             self.failed = error
@@ -163,10 +167,19 @@ def train_until(trainers: list[Trainer], steps: int) -> None:
         time.sleep(0.02)
 
 
+def picture(trainers: list[Trainer], marks: list[tuple[float, str]]) -> str:
+    """A page with the loss of both trainers over time, and what happened to a server meanwhile."""
+    lines = {f"trainer {number}": trainer.losses for number, trainer in enumerate(trainers)}
+    x, y = report.Axis("seconds"), report.Axis("loss")
+    chart = report.line_chart(lines, title="Loss of two trainers", x=x, y=y, marks=marks)
+    return report.page("Four experts on two servers", [report.Section("What they learned", [report.figure(chart)])])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="of both trainers together")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("weft-report"), help="the folder of the picture")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
@@ -182,7 +195,8 @@ def main() -> None:
             stack.callback(server.kill)
         where = {name: server.address for server in servers for name in server.names}
         connections = stack.enter_context(Connections(where))
-        trainers = [Trainer(number, images[297:], digits[297:], connections) for number in range(2)]
+        began = time.monotonic()
+        trainers = [Trainer(number, images[297:], digits[297:], connections, began) for number in range(2)]
         for trainer in trainers:
             stack.callback(trainer.stop.set)
             trainer.thread.start()
@@ -190,11 +204,13 @@ def main() -> None:
         train_until(trainers, options.steps // 2)
         before = servers[0].steps()
         servers[0].kill()
+        marks = [(time.monotonic() - began, "a server is killed")]
         killed_at = sum(trainer.steps for trainer in trainers)
         print(f"  killed the server of {', '.join(servers[0].names)} after {killed_at} steps of the trainers")
         train_until(trainers, killed_at + options.steps // 10)
         print(f"  the trainers took {sum(each.steps for each in trainers) - killed_at} steps without it")
         servers[0].start()
+        marks.append((time.monotonic() - began, "it is back"))
         restored = servers[0].steps()
         for name, (taken, durable) in before.items():
             again = restored[name][0]
@@ -209,6 +225,10 @@ def main() -> None:
         print(f"  held-out digits after {sum(trainer.steps for trainer in trainers)} steps: {scores} right")
         for server in servers:
             server.end()
+    options.out.mkdir(parents=True, exist_ok=True)
+    page = options.out / "experts.html"
+    page.write_text(picture(trainers, marks), encoding="utf-8")
+    print(f"  wrote {page.resolve()} (open it in a browser)")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,17 @@ def test_any_points_make_a_picture_and_stay_inside_of_it(lines: dict[str, list[t
     assert all(-1 <= x <= width + 1 and -1 <= y <= height + 1 for x, y in seen)
 
 
+def test_marks_stand_where_something_happened_beyond_the_lines_as_well() -> None:
+    marks = [(2.0, "killed"), (9.0, "back"), (math.nan, "never")]
+    chart = line_chart({"loss": [(0.0, 3.0), (4.0, 1.0)]}, title="t", x=X, y=Y, marks=marks)
+    lines = [each for each in ElementTree.fromstring(chart).iter("line") if each.get("class") == "mark"]
+    places = [float(each.get("x1") or "") for each in lines]
+    first, last = corners(chart)[0]
+    assert first[0] < places[0] < last[0] < places[1] and len(lines) == 2
+    assert places[0] - first[0] == pytest.approx((last[0] - first[0]) / 2, abs=0.1)
+    assert "killed" in words(chart) and "back" in words(chart) and "never" not in words(chart)
+
+
 def test_what_an_axis_cannot_show_is_left_out() -> None:
     points = [(1.0, 1.0), (0.0, 1.0), (2.0, -1.0), (3.0, float("nan")), (4.0, 2.0)]
     assert len(corners(line_chart({"a": points}, title="t", x=X, y=Y))[0]) == 4

@@ -149,6 +149,8 @@ th:first-child, td:first-child { text-align: left; }
 .tick.end { text-anchor: end; }
 .tick.start { text-anchor: start; }
 .key { fill: var(--ink); }
+.key.end { text-anchor: end; }
+.mark { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 4 3; }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
 .line.faint { stroke-width: 1; opacity: 0.35; }

@@ -122,14 +122,21 @@ class Axis:
 
 
 def line_chart(
-    lines: Mapping[str, Sequence[Point]], *, title: str, x: Axis, y: Axis, thin: Collection[str] = ()
+    lines: Mapping[str, Sequence[Point]],
+    *,
+    title: str,
+    x: Axis,
+    y: Axis,
+    thin: Collection[str] = (),
+    marks: Sequence[tuple[float, str]] = (),
 ) -> Markup:
     """Draw named lines, those in `thin` faintly, without points that are not finite. The y axis begins at 0, or at the
-    smallest value if that is below.
+    smallest value if that is below. `marks`: where on the x axis something happened, and what.
 
     Example:
         >>> x, y = weft.report.Axis("steps"), weft.report.Axis("MB")
-        >>> chart = weft.report.line_chart({"forecast": [(100.0, 2.0), (200.0, 4.0)]}, title="Memory", x=x, y=y)
+        >>> line, killed = [(100.0, 2.0), (200.0, 4.0)], [(150.0, "server killed")]
+        >>> chart = weft.report.line_chart({"forecast": line}, title="Memory", x=x, y=y, marks=killed)
         >>> chart[:4]
         '<svg'
     """
@@ -150,7 +157,9 @@ def line_chart(
     top += 6 + _LABEL
     base = top + _PLOT
     xs, ys = zip(*(point for curve in drawn.values() for point in curve), (0.0, 0.0), strict=True)
-    across = Scale(min(xs[:-1] or xs), max(xs[:-1] or xs), LEFT, WIDTH - _RIGHT)
+    seen = [(float(at), words) for at, words in marks if abs(at) < _LARGEST]
+    inside = [*xs[:-1], *(at for at, _ in seen)] or xs
+    across = Scale(min(inside), max(inside), LEFT, WIDTH - _RIGHT)
     low, high = min(ys), max(ys)
     up = Scale(low, high + 0.05 * (high - low) if high > low else low + 1.0, base, top)
     parts.append(bottom_axis(across, top, base, x.unit, x.label))
@@ -163,6 +172,11 @@ def line_chart(
         path = " ".join(f"{number(across(a))},{number(up(b))}" for a, b in curve)
         style = f"line color-{i % _COLORS}{' faint' * (name in thin)}"
         parts += [tag("polyline", tag("title", name), points=path, class_=style)] * bool(curve)
+    for i, (value, words) in enumerate(seen):  # each in a row of its own, to the side where there is more room
+        at, left_of = across(value), across(value) > (across.start + across.end) / 2
+        parts.append(tag("line", x1=at, x2=at, y1=top, y2=base, class_="mark"))
+        place = f"key {'end' if left_of else 'start'}"
+        parts.append(tag("text", words, x=at + (-6 if left_of else 6), y=top + 12 + 14 * i, class_=place))
     return svg(title, base + BOTTOM, *parts)
 
 
