@@ -62,6 +62,13 @@ def run(quick: bool) -> Table:
     """A row per model, and a row per figure of cost."""
     logging.disable(logging.WARNING)
     try:
+        return _table(quick)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _table(quick: bool) -> Table:
+    try:
         transformers = import_module("transformers")
     except ModuleNotFoundError:
         transformers = None
@@ -84,7 +91,6 @@ def run(quick: bool) -> Table:
         if transformers is not None:
             for width in (64,) if quick else (64, 256):
                 rows += _costs(transformers, width, rounds=2 if quick else 25)
-    logging.disable(logging.NOTSET)
     notes = [] if transformers is not None else ["there is no transformers; the extra `hf` brings it"]
     return Table("any model in stages: against torch.distributed.pipelining's tracer, and what it costs", rows, notes)
 
@@ -166,15 +172,15 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
         return both
 
     batch = {"input_ids": tokens.repeat(2, 1), "attention_mask": torch.ones(8, 32, dtype=torch.long)}
-    cut.choose((), batch, 8, 0, check=True, graph=False)
-    cut.choose((), batch, 8, 0, check=True, graph=False)
+    cut.choose((), batch, 8, 0, check=True, graph=False, joins=True)
+    cut.choose((), batch, 8, 0, check=True, graph=False, joins=True)
     found = race(
         {
             "plain": trained(lambda: model(input_ids=tokens)),
             "program": trained(lambda: program.replay([tokens], code.get)),
             "forward": lambda: model(input_ids=tokens),
             "record": lambda: cut._recorder.record((), {"input_ids": tokens}),
-            "choose": lambda: cut.choose((), batch, 8, 0, check=True, graph=False),
+            "choose": lambda: cut.choose((), batch, 8, 0, check=True, graph=False, joins=True),
         },
         rounds=rounds,
         sample=0.01 if rounds < 5 else 0.1,
