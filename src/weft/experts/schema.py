@@ -108,8 +108,7 @@ class NestedSchema:
         self.names = [column.name for column in self._columns]
         self.specs = [column.spec for column in self._columns]
         self.sample_rows: int | None = None  # of the sample tensors that it was made of, if they had one number
-        by_position = [f"call[0][{i}]" for i in range(len(self.specs))]
-        self._plain = root == "call" and structure_paths(self.structure, root) == by_position
+        self._plain = root == "call" and self.structure == flatten((tuple(self.specs), {}))[1]
         self._single = isinstance(tree, TensorSpec)  # as the outputs of most modules
 
     def pack(self, tensors: Sequence[Any]) -> Any:
