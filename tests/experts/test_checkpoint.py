@@ -235,6 +235,17 @@ def test_only_a_stores_own_line_of_checkpoints_is_pruned(tmp_path: Path) -> None
     assert mine.steps(UID) == [20, 19]
 
 
+def test_a_folder_that_was_removed_meanwhile_keeps_what_is_saved_after(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in range(1, 6):
+        save(store, step)
+    shutil.rmtree(tmp_path / UID)
+    for step in (6, 7, 8):
+        save(store, step)
+        assert step_of(store.load_newest(UID)) == step
+    assert store.steps(UID) == [8, 7]
+
+
 @given(st.lists(st.text(min_size=1, max_size=300), min_size=2, max_size=6, unique=True))
 @settings(max_examples=30)
 def test_experts_of_any_name_keep_apart_and_below_the_root(uids: list[str]) -> None:

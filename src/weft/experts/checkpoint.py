@@ -227,18 +227,20 @@ class CheckpointStore:
         folder = self._folder(encoded.uid)
         with self._locks.setdefault(encoded.uid, threading.Lock()):
             try:
-                line = self._line.setdefault(encoded.uid, set(self._names(folder)))
+                self._line.setdefault(encoded.uid, set(self._names(folder)))
                 path = self._publish(encoded, folder)
             except OSError as error:
                 raise CheckpointError(
                     f"step {encoded.step} of expert {encoded.uid!r} cannot be saved in {folder}: {error}. Make room or "
                     "mend the folder; the older checkpoints are safe"
                 ) from error
+            line = self._line[encoded.uid]
             line.add(path.name)
             with suppress(OSError):  # the new one is safe by now: a disk that refuses is asked again next time
-                for name in sorted(line, reverse=True)[self._keep :]:
+                names = self._names(folder)  # somebody may have removed files, or the whole folder: serials begin anew
+                line &= {*names}
+                for name in [name for name in names if name in line][self._keep :]:
                     self._disk.remove(folder / name)
-                    line.remove(name)
             return path
 
     def load_newest(self, uid: str) -> Checkpoint | None:
