@@ -198,7 +198,7 @@ def keeps_axes(module: nn.Module) -> bool:
 
 
 def axis_in_words(name: str, module: nn.Module, axis: int | None) -> str:
-    """Where a module has its batch."""
+    """The batch axis of a module, in words."""
     return f"{name} ({type(module).__name__}) has its batch on axis {axis}"
 
 
@@ -332,6 +332,11 @@ def reduction_of(loss: Any, reduction: str | None, weight: Any = None) -> str:
     return found
 
 
+def cuda_devices() -> list[torch.device]:
+    """Every CUDA device of this machine."""
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
 def resolve_layout(
     module: nn.Sequential,
     balance: Sequence[int] | None,
@@ -343,7 +348,7 @@ def resolve_layout(
     Without devices: every CUDA device if there are any, else the CPU. Without a balance: by measured time if
     there is a sample, else by the number of parameters; as many stages as devices (two on the CPU).
     """
-    cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    cuda = cuda_devices()
     sizes = None if balance is None else sizes_of(balance)
     here = cuda[: None if sizes is None else len(sizes)]
     here = here or [torch.device("cpu")] * (min(2, len(module)) if sizes is None else len(sizes))

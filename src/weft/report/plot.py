@@ -1,7 +1,7 @@
 """Line charts as SVG: scales, round ticks, units, a legend that wraps."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -172,12 +172,17 @@ def line_chart(
         path = " ".join(f"{number(across(a))},{number(up(b))}" for a, b in curve)
         style = f"line color-{i % _COLORS}{' faint' * (name in thin)}"
         parts += [tag("polyline", tag("title", name), points=path, class_=style)] * bool(curve)
-    for i, (value, words) in enumerate(seen):  # each in a row of its own, to the side where there is more room
-        at, left_of = across(value), across(value) > (across.start + across.end) / 2
-        parts.append(tag("line", x1=at, x2=at, y1=top, y2=base, class_="mark"))
-        place = f"key {'end' if left_of else 'start'}"
-        parts.append(tag("text", words, x=at + (-6 if left_of else 6), y=top + 12 + 14 * i, class_=place))
-    return svg(title, base + BOTTOM, *parts)
+    return svg(title, base + BOTTOM, *parts, *_marked(seen, across, top, base))
+
+
+def _marked(marks: Iterable[tuple[float, str]], across: Scale, top: float, base: float) -> Iterator[Markup]:
+    """Vertical lines, each with its words in a row of its own, on the side where there is more room."""
+    for row, (value, words) in enumerate(marks):
+        at = across(value)
+        to_the_left = at > (across.start + across.end) / 2
+        yield tag("line", x1=at, x2=at, y1=top, y2=base, class_="mark")
+        place, x = ("end", at - 6) if to_the_left else ("start", at + 6)
+        yield tag("text", words, x=x, y=top + 12 + 14 * row, class_=f"key {place}")
 
 
 def memory_curve(

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +18,7 @@ from tests.pipeline.test_pipe_modes import Sees
 from weft.core.errors import BatchError, SplitError, UsageError
 from weft.pipeline.split import split_pipe
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Ends(nn.Module):

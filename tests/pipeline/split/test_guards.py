@@ -3,7 +3,7 @@
 import copy
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +15,13 @@ from tests.pipeline.pipe_cases import assert_close, rows
 from weft.core.errors import GuardError, InPlaceError, SplitError
 from weft.pipeline.split import record, split_pipe
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 @pytest.fixture(autouse=True)
-def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # The tests' type checks wrap the recorder's own functions.
+def _checks_are_no_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' type checks wrap the recorder's own functions."""
     monkeypatch.setattr(record, "_LIBRARIES", (*record._LIBRARIES, "<", *_of_the_checks()))
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
 
 
 def _of_the_checks() -> list[str]:

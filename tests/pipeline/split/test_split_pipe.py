@@ -5,7 +5,6 @@ import io
 import pickle
 import time
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +21,7 @@ from weft.core.errors import BatchError, PartitionError, SplitError, UsageError
 from weft.pipeline import tracing
 from weft.pipeline.split import split_pipe
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Chain(nn.Module):

@@ -15,6 +15,8 @@ from tests.pipeline.split.zoo import HUGGING, OWN, Dropping, Entry, gpt2
 from weft.core.pytree import flatten, unflatten
 from weft.pipeline.microbatch import plan_split
 
+pytestmark = pytest.mark.usefixtures("double")
+
 CHUNKS = 4
 EXECUTORS, CHECKPOINTS, SCHEDULES = ("serial", "threads", "graph"), ("never", "always"), ("gpipe", "1f1b")
 Way = tuple[str, str, str]
@@ -35,14 +37,6 @@ needs_transformers = pytest.mark.skipif(absent, reason="there is no transformers
 
 def entry(name: str) -> Entry:
     return OWN[name] if name in OWN else HUGGING[name]
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def looped(model: nn.Module, of: Entry, inputs: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where the rows are, as far as a recording tells: a block that has its batch elsewhere computes something else.
+"""Axes of the rows, followed through a recording: a block that has its batch elsewhere computes something else.
 
 in0 (axis 0) --> linear --> tanh --> lstm, batch on axis 1: refused        --> view --> lstm: nobody can see
 """
@@ -19,14 +19,14 @@ from weft.pipeline.config import (
 )
 from weft.pipeline.split.program import RecordedValue, Recording, Step
 
-_KEEP_AXES = {
+_KEEP_AXES = {  # names of torch functions
     *("add", "sub", "mul", "div", "relu", "gelu", "silu", "tanh", "sigmoid", "softmax", "dropout"),
     *("linear", "embedding", "layer_norm", "rms_norm", "float", "to", "clone", "contiguous"),
 }
 
 
 class _Rows(NamedTuple):
-    """The axis that holds them, and the module that is known for it, if there is one."""
+    """The axis that holds the rows, and in words the module that is known for it, if there is one."""
 
     axis: int
     source: str = ""
@@ -54,7 +54,7 @@ def check_axes(recording: Recording, axes: Sequence[int | None], dims: BatchDims
 
 
 def _of_result(step: Step, rows: dict[RecordedValue, _Rows | None], faults: list[str]) -> _Rows | None:
-    """Where the first tensor that a step makes has its rows; of a block that is reached otherwise, notes a fault."""
+    """The rows of the first tensor that a step makes. A block that they reach on another axis is added to `faults`."""
     if step.module is None:
         read = {rows.get(value) for value in step.reads.values() if value.kind in ("in", "made")}
         return read.pop() if len({each and each.axis for each in read}) == 1 and step.name in _KEEP_AXES else None

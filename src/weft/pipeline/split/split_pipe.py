@@ -26,7 +26,7 @@ from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, 
 from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.config import BatchDims, forbid_lazy, forbid_other_axes, places_of
+from weft.pipeline.config import BatchDims, cuda_devices, forbid_lazy, forbid_other_axes, places_of
 from weft.pipeline.engine import PipeCall
 from weft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
 from weft.pipeline.pipe import Pipe, allocate, frozen, map_tensors
@@ -66,10 +66,9 @@ class SplitPipe(Pipe):
         if dims is not None:
             check.call(forbid_other_axes, list(module.named_children()), dims)
         self.split, self.verify, devices = given["split"], given["verify"], given["devices"]
-        auto, cuda = self.split == "auto", torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if devices is None:
-            devices = [f"cuda:{i}" for i in range(cuda)] or ["cpu"] * (2 if auto else len(self.split) + 1)
-        places = check.call(places_of, devices)
+        auto = self.split == "auto"
+        here = cuda_devices() or [torch.device("cpu")] * (2 if auto else len(self.split) + 1)
+        places = here if devices is None else check.call(places_of, devices)
         self.devices = places or []
         if auto:
             return len(self.devices)

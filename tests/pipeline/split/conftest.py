@@ -1,0 +1,16 @@
+"""Fixtures that several of the tests of split= share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Modules and tensors are made in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
