@@ -82,7 +82,9 @@ class Pipe(nn.Module):
             without axes, are added up; other numbers are combined as the losses are (mean or sum).
         loss_reduction: how the loss function sums over rows, ``"mean"`` or ``"sum"``: the mini-batch's loss is
             the mean of the micro-batches' losses by weights, or their sum. Default: the loss's own ``reduction``
-            (a module's, or a keyword of a `functools.partial`), else ``"mean"``.
+            (a module's, or a keyword of a `functools.partial`), else ``"mean"``. With `split` and without a loss: how
+            numbers in the model's output, such as a loss of its own, are combined. Default: the one of both that makes
+            the model's numbers for all rows, which is found by comparing; if neither does, the step is refused.
         loss_weight: a function ``target -> number``, called with the target of each micro-batch: what the loss, a
             mean, divides by, and so its weight. Default: for `nn.CrossEntropyLoss`, `nn.NLLLoss` and their functional
             forms what PyTorch divides by (class weights of the targets, without ``ignore_index``); for another loss
@@ -154,8 +156,10 @@ class Pipe(nn.Module):
             check_settings(
                 check, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
             )
+            of_numbers = loss_reduction if loss is None and split is not None else None
             if loss_reduction in (None, "mean", "sum"):
-                reduction = check.call(reduction_of, loss, loss_reduction, loss_weight)
+                of_loss = None if of_numbers else loss_reduction
+                reduction = check.call(reduction_of, loss, of_loss, loss_weight)
             scale = check.call(LossScale, loss_scale, loss)
         assert dims is not None and reduction is not None and scale is not None  # else there was a fault
         self._dims = dims
@@ -167,6 +171,9 @@ class Pipe(nn.Module):
         self._loss = (loss, reduction)
         self._loss_weight = loss_weight
         self._loss_scale = scale
+        self._number_reduction: Literal["mean", "sum"] | None = (
+            of_numbers  # of numbers in the output of a model that is split
+        )
         self._watcher: Watcher | None = None
         self._runtime: PipeRuntime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit

@@ -1,6 +1,7 @@
 """What a pipe with split= refuses, or does not do behind the caller's back."""
 
 import copy
+import os
 import warnings
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
         assert len(set(found)) == 1 and all(found[0]), executor
 
 
-def test_a_remote_expert_is_not_trained_by_comparing_or_measuring() -> None:
+def test_a_remote_expert_is_not_trained_by_comparing_or_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     class Remote(nn.Module):
         def __init__(self, backend: weft.ExpertBackend, address: str) -> None:
             super().__init__()
@@ -118,9 +119,10 @@ def test_a_remote_expert_is_not_trained_by_comparing_or_measuring() -> None:
             self.scale = 1.0
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.remote(self.first(x))) * scale[0]
+            return self.second(self.remote(self.first(x))) * float(os.environ["WEFT_TEST_SCALE"])
 
-    inner, scale = nn.Linear(8, 8), [1.0]
+    monkeypatch.setenv("WEFT_TEST_SCALE", "1.0")
+    inner = nn.Linear(8, 8)
     plain = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(inner), nn.Linear(8, 8))
     schema = (weft.TensorSpec((None, 8), torch.float64),)
     backend = weft.ExpertBackend("expert", inner, lambda each: torch.optim.SGD(each, 1.0), args_schema=schema)
@@ -137,7 +139,7 @@ def test_a_remote_expert_is_not_trained_by_comparing_or_measuring() -> None:
         assert_close(inner.state_dict(), plain[1].state_dict())
         pipe = cut(model, "second", chunks=1)  # outputs are compared all the same
         pipe(rows(2, 8))
-        scale[0] = 2.0
+        monkeypatch.setenv("WEFT_TEST_SCALE", "2.0")
         with pytest.raises(SplitError, match="does not compute"):
             pipe(rows(2, 8))
         model.remote.close()
@@ -145,8 +147,8 @@ def test_a_remote_expert_is_not_trained_by_comparing_or_measuring() -> None:
 
 def test_a_fault_of_split_is_told_with_all_others() -> None:
     with pytest.raises(UsageError) as seen:
-        cut(Chain(), "layer.2", loss_reduction="sum", schedule="1f1b", checkpoint=["never"] * 3)
-    for words in ("'layer.2'; near it", "loss_reduction", "'1f1b' begins backward", "3 entries for 2 stages"):
+        cut(Chain(), "layer.2", loss_weight=len, schedule="1f1b", checkpoint=["never"] * 3)
+    for words in ("'layer.2'; near it", "loss_weight", "'1f1b' begins backward", "3 entries for 2 stages"):
         assert words in str(seen.value)
     with pytest.raises(UsageError) as seen:
         weft.Pipe(Chain(), chunks=2, split=["layers.1", "layers.2"], devices=["cpu"], schedule="1f1b")
@@ -193,8 +195,8 @@ def test_losses_are_summed_only_where_the_model_divides_by_the_number_of_items(i
             assert_close(loss, wanted)
             assert_gradients_equal(pipe, plain, 1e-10)
     assert_close(pipe(*_tokens().values(), items(12))["loss"], wanted)  # by position
-    for way, padded, words in (("ignores", 2, "in unequal numbers"), ("adds", 0, r"'loss'\] is halved only partly")):
-        with pytest.raises(BatchError, match=words):
+    for way, padded in (("ignores", 2), ("adds", 0)):
+        with pytest.raises(BatchError, match=r"neither a mean by rows nor a sum.*\n.*output\['loss'\]"):
             cut(Tokens(way), "layers.0", chunks=2)(**_tokens(padded), num_items_in_batch=items(12 - padded))
 
 
@@ -202,7 +204,7 @@ def test_labels_that_do_not_all_count_are_refused_however_they_are_given() -> No
     pipe, batch = cut(Tokens(), "layers.0", chunks=2), _tokens(2)
     one = {key: value[:, 0] for key, value in batch.items()}
     for args, kwargs in (((), batch), (batch.values(), {}), ((), one), (one.values(), {})):
-        with pytest.raises(BatchError, match=r"labels.* -100 in unequal numbers"):
+        with pytest.raises(BatchError, match=r"output\['loss'\] is .* for 6 rows, and .* for 2"):
             pipe(*args, **kwargs)
 
 
@@ -218,11 +220,10 @@ def test_rows_that_come_of_one_row_must_stand_side_by_side() -> None:
     x = torch.randn(6, 3, 8)
     for change in (lambda x: x.flatten(0, 1), lambda x: x.repeat_interleave(2, 0)):
         assert_close(cut(model := Regrouping(change), chunks=3)(x), model(x))
-    for change in (lambda x: torch.cat([x, x]), lambda x: x.mean() * torch.arange(12.0)):
-        model = Regrouping(change)
-        for chunks in (3, 6):  # also of one row each
-            with pytest.raises(BatchError, match=r"output\['x'\] has (4|12) rows for 2"):
-                cut(model, chunks=chunks)(x)
+    model = Regrouping(lambda x: torch.cat([x, x]))
+    for chunks in (3, 6):  # also of one row each
+        with pytest.raises(BatchError, match=r"output\['x'\] has 4 rows for 2"):
+            cut(model, chunks=chunks)(x)
 
 
 def test_the_program_that_was_used_least_recently_leaves_first(monkeypatch: pytest.MonkeyPatch) -> None:

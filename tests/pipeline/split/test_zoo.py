@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from tests.pipeline.pipe_cases import assert_close
-from tests.pipeline.split.zoo import HUGGING, OWN, Dropping, Entry, gpt2
+from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal
+from tests.pipeline.split.zoo import HUGGING, OWN, REFUSED, Dropping, Entry, gpt2, speech, wav2vec2
+from weft.core.errors import BatchError, SplitError
 from weft.core.pytree import flatten, unflatten
 from weft.pipeline.microbatch import plan_split
 
@@ -44,7 +45,8 @@ def looped(model: nn.Module, of: Entry, inputs: dict[str, Any]) -> Tensor:
     plan, leaves = plan_split(inputs, CHUNKS)
     total = torch.zeros(())
     for rows, piece in zip(plan.sizes, plan.split(leaves), strict=True):
-        loss = of.loss(model(**unflatten(plan.structure, piece))) * rows / sum(plan.sizes)
+        share = rows / sum(plan.sizes) if of.reduction == "mean" else 1
+        loss = of.loss(model(**unflatten(plan.structure, piece))) * share
         loss.backward()
         total += loss.detach()
     return total
@@ -56,7 +58,7 @@ def piped(pipe: weft.Pipe, of: Entry, inputs: dict[str, Any]) -> Tensor:
         (rows,) = {len(x) for x in inputs.values() if isinstance(x, Tensor)}
         return pipe(**inputs, target=torch.zeros(rows))
     output = pipe(**inputs)
-    if "labels" in inputs:
+    if hasattr(output, "loss"):
         return of.loss(output)
     plan, _ = plan_split(inputs, CHUNKS)
     leaves, structure = flatten(output)
@@ -93,7 +95,11 @@ def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str, grid: str) -> 
     for (executor, checkpoint, schedule), sizes in GRIDS[grid].items():
         model = copy.deepcopy(original)
         settings: dict[str, Any] = {"executor": executor, "checkpoint": checkpoint, "schedule": schedule}
-        inside = {"loss": lambda output, _: of.loss(output)} if schedule == "1f1b" else {}
+        inside: dict[str, Any] = {}
+        if schedule == "1f1b":
+            inside = {"loss": lambda output, _: of.loss(output), "loss_reduction": of.reduction}
+        elif of.stated:
+            inside = {"loss_reduction": of.reduction}
         devices = ["cpu"] * (len(of.split) + 1)
         pipe = weft.Pipe(model, chunks=CHUNKS, split=of.split, devices=devices, **settings, **inside)
         assert list(pipe.state_dict()) == list(original.state_dict())
@@ -124,3 +130,27 @@ def test_dropout_is_the_same_to_the_bit_however_it_runs(make: Any) -> None:
         found.append([main.detach(), *(each.grad for each in model.parameters())])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True) if a is not None and b is not None)
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_no_cut_makes_right_are_refused(name: str) -> None:
+    """A model whose output or decisions are not those of its rows is an error that names the reason, in any step."""
+    make, inputs, split, words = REFUSED[name]
+    pipe = weft.Pipe(make().train(), chunks=CHUNKS, split=[split], devices=["cpu"] * 2)
+    for _ in range(2):
+        with pytest.raises((BatchError, SplitError), match=words):
+            pipe(**inputs(8))
+
+
+@needs_transformers
+def test_a_summed_loss_of_hugging_face_is_that_of_all_rows() -> None:
+    """The default of CTC models is a sum, which a mean over micro-batches would make too small."""
+    model = wav2vec2()
+    plain, inputs = copy.deepcopy(model), speech(7)
+    pipe = weft.Pipe(model, chunks=CHUNKS, split=["wav2vec2.encoder.layers.1"], devices=["cpu"] * 2)
+    found, wanted = pipe(**inputs).loss, plain(**inputs).loss
+    found.backward()
+    wanted.backward()
+    assert_close(found, wanted, 1e-5)  # it computes its loss in float32
+    assert_gradients_equal(pipe, plain, 1e-6)

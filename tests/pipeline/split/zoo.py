@@ -13,12 +13,15 @@ VOCABULARY = 50
 
 
 class Entry(NamedTuple):
-    """A model of the zoo. `loss` is of one micro-batch's output; `inputs` takes the number of rows."""
+    """A model of the zoo. `loss` is of one micro-batch's output; `inputs` takes the number of rows; `reduction` makes
+    the loss of all rows of those of micro-batches, and is stated to the pipe if `stated`."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[int], dict[str, Any]]
     split: tuple[str, ...]
     loss: Callable[[Any], Tensor]
+    reduction: str = "mean"
+    stated: bool = False
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -167,6 +170,47 @@ class Dropping(nn.Module):
         return x
 
 
+class Annealing(nn.Module):
+    """A counter in a buffer, and a loss whose weight grows with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.middle, self.decode = nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.middle(self.encode(x).tanh())
+        self.steps += 1
+        weight = (self.steps / 10).clamp(max=1)
+        return (self.decode(code) - x).square().mean(1) + weight * code.square().mean(1)
+
+
+class SummedLoss(nn.Module):
+    """Transcribes sounds, with CTC's loss summed over the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.middle, self.head = nn.Conv1d(3, 8, 3, 2), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> "Transcript":
+        logits = self.head(self.middle(self.encode(x).transpose(1, 2)).tanh())
+        steps, lengths = logits.log_softmax(-1).transpose(0, 1), torch.full((len(x),), logits.shape[1])
+        loss = functional.ctc_loss(steps, labels, lengths, (labels > 0).sum(1), reduction="sum")
+        return Transcript(loss, logits)
+
+
+@dataclass
+class Transcript:
+    loss: Tensor
+    logits: Tensor
+
+
+def _transcribed(n: int) -> dict[str, Any]:
+    labels = torch.randint(1, 5, (n, 3))
+    labels[::2, 2] = 0  # shorter
+    return {"x": torch.randn(n, 3, 17), "labels": labels}
+
+
 def _square(output: Tensor) -> Tensor:
     return output.square().mean()
 
@@ -185,6 +229,8 @@ OWN = {
         ("blocks.1", "blocks.3"),
         _square,
     ),
+    "annealing": Entry(Annealing, lambda n: {"x": torch.randn(n, 8)}, ("decode",), Tensor.mean),
+    "summed loss": Entry(SummedLoss, _transcribed, ("head",), lambda output: output.loss, reduction="sum"),
     "data": Entry(DataDependent, lambda n: {"x": torch.randn(n, 8)}, ("blocks.2",), _square),
     "shared": Entry(
         Shared, lambda n: {"x": torch.randn(n, 8)}, ("other", "head"), lambda output: output.main.square().mean()
@@ -249,6 +295,47 @@ def gpt2(drop: float = 0.0, layers: int = 4) -> nn.Module:
     return hugging("GPT2", "GPT2LMHeadModel", use_cache=False, **size, **drops)()
 
 
+def wav2vec2(drop: float = 0.0, augment: bool = False) -> nn.Module:
+    """A model whose loss is a sum. By default it would draw from NumPy's random numbers, as `augment` does."""
+    drops = [f"{part}_dropout" for part in ("hidden", "attention", "activation", "feat_proj", "final")]
+    size = {**_SMALL, "conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
+    rest = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": drop}
+    settings = {**size, **rest, **dict.fromkeys(drops, 0.0), "apply_spec_augment": augment}
+    return hugging("Wav2Vec2", "Wav2Vec2ForCTC", **settings)()
+
+
+def clip() -> nn.Module:
+    import transformers  # noqa: PLC0415 - an extra
+
+    words = {**_SMALL, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2}
+    pictures = {**_SMALL, "image_size": 16, "patch_size": 8}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=words, vision_config=pictures, projection_dim=8))
+
+
+def time_series() -> nn.Module:
+    """A model whose loss is a mean over observed values."""
+    import transformers  # noqa: PLC0415 - an extra
+
+    size = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    size |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16}
+    rest = {"prediction_length": 4, "context_length": 6, "lags_sequence": [1, 2], "num_time_features": 1}
+    drops = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
+    config = transformers.TimeSeriesTransformerConfig(**size, **rest, **dict.fromkeys(drops, 0.0), use_cache=False)
+    return transformers.TimeSeriesTransformerForPrediction(config)
+
+
+def speech(rows: int) -> dict[str, Any]:
+    return {"input_values": torch.randn(rows, 200), "labels": torch.randint(1, 12, (rows, 3))}
+
+
+def series(rows: int, unobserved: int = 0) -> dict[str, Any]:
+    past, future = torch.randn(rows, 8), torch.randn(rows, 4)
+    times = {"past_time_features": torch.randn(rows, 8, 1), "future_time_features": torch.randn(rows, 4, 1)}
+    masks = {"past_observed_mask": torch.ones(rows, 8), "future_observed_mask": torch.ones(rows, 4)}
+    masks["future_observed_mask"][0, :unobserved] = 0
+    return {"past_values": past, "future_values": future, **times, **masks}
+
+
 def _of_model(output: Any) -> Tensor:
     return output.loss
 
@@ -311,7 +398,9 @@ HUGGING = {
         lambda n: {key: value for key, value in text(n).items() if key != "attention_mask"},
         ("model.layers.2",),
         _of_model,
+        stated=True,  # its loss that balances the experts is no mean over rows
     ),
+    "time series": Entry(time_series, series, ("model.decoder.layers.0",), _of_model),
     "mamba": Entry(
         hugging("Mamba", "MambaForCausalLM", hidden_size=16, state_size=4, num_hidden_layers=4, use_cache=False),
         lambda n: {"input_ids": ids(n)},
@@ -327,3 +416,23 @@ HUGGING = {
         _of_model,
     ),
 }
+
+Refused = tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]], str, str]
+"""Maker, inputs by rows, split point, words of the error."""
+REFUSED: dict[str, Refused] = {
+    "contrastive": (
+        clip,
+        lambda n: {"input_ids": ids(n, 7), "pixel_values": torch.randn(n, 3, 16, 16), "return_loss": True},
+        "text_model.encoder.layers.1",
+        r"output\['logits_per_image'\] has shape \(2, 2\) for 2 rows, and \(4, 4\) for 4",
+    ),
+    "unequal mask": (time_series, lambda n: series(n, 3), "model.decoder.layers.0", "neither a mean by rows nor a sum"),
+    "LayerDrop": (lambda: wav2vec2(0.1), speech, "wav2vec2.encoder.layers.1", r"layerdrop=0\.0 in its config"),
+    "time masks": (
+        lambda: wav2vec2(augment=True),
+        speech,
+        "wav2vec2.encoder.layers.1",
+        "NumPy's random.*apply_spec_augment=False in its config",
+    ),
+}
+"""Hugging Face's models that are refused, as they are or with these inputs."""

@@ -23,7 +23,8 @@ from weft.pipeline.partition import own_bytes, partition, synchronize
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import Action
 from weft.pipeline.simulate import Costs, Sizes, costs_from
-from weft.pipeline.split.record import ForwardRecorder, named_modules, undisturbed
+from weft.pipeline.split.isolation import undisturbed
+from weft.pipeline.split.record import ForwardRecorder, named_modules
 from weft.pipeline.tracing import Recorder
 
 ROUNDS = 6  # the least time of some counts, since others may have the machine meanwhile

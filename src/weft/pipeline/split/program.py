@@ -156,8 +156,8 @@ class Program:
     def __init__(self, recording: Recording, devices: Sequence[torch.device]) -> None:
         self.recording = recording
         self.verified = False
-        self.divides: bool | None = None
-        """Whether numbers in the output are divided by ``num_items_in_batch``; None: not known yet."""
+        self.steps = 0  # that it was chosen for
+        self.next_check = 10  # the step at which it is compared with forward() again
         self.used = 0  # a number that is larger the later it was chosen
         self.anchors: Sequence[Any] = ()
         self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)

@@ -16,8 +16,9 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from operator import is_
@@ -29,15 +30,14 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core.errors import SplitError, listed
 from weft.core.pytree import flatten, register_dataclasses, structure_paths, unflatten
-from weft.core.rng import generators, restore, states
 from weft.core.segment import held_values, version
 from weft.pipeline.microbatch import storage_id
-from weft.pipeline.pipe import map_tensors
+from weft.pipeline.split.isolation import copies, undisturbed
+from weft.pipeline.split.open_state import PLAIN, OpenState
 from weft.pipeline.split.program import HERE, Reads, RecordedValue, Recording, Step, moved
 
 _T = cast(Any, Tensor)
@@ -55,15 +55,12 @@ _REFUSED: dict[Any, str] = {
     **dict.fromkeys((torch.autograd.grad, torch.autograd.backward, _T.backward), "asks torch.autograd for a gradient"),
     **dict.fromkeys((_T.register_hook, _T.retain_grad), "hangs a hook on a tensor's gradient"),
 }
-PLAIN: tuple[type[Any], ...] = (
-    *(type(None), bool, int, float, complex, str, bytes),
-    *(torch.dtype, torch.device, torch.Size, slice, range),
-)
-"""What a key compares by value, and what a block may return for Python to go by."""
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
-_GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
 _CONTAINERS = (list, tuple, dict)
+_WATCHED = 4
+"""Number of recordings of a kind in which reads are noted. Later recordings read the same state. Noting replaces a
+method of module classes, and Python stops caching the attributes of a class that changes too often."""
 _one_at_a_time = threading.RLock()  # what stands in PyTorch's places meanwhile is the process's
 
 
@@ -78,6 +75,8 @@ class ForwardRecorder(TorchFunctionMode):
         self.model, self.devices, self._split_names = model, devices, list(split)
         self.mixed = len(set(devices)) > 1
         self.open: set[nn.Module] = set()
+        self.state = OpenState()
+        self._watches: Counter[Hashable] = Counter()  # recordings that noted reads, by grad mode and mode of the model
         self._leaking: set[nn.Module] = set()
         self._inside, self._keep = True, False
         self._resolve()
@@ -157,12 +156,24 @@ class ForwardRecorder(TorchFunctionMode):
         return found
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        with self._patched(), _Births(self), self:
+        with self._patched(), self._noting_reads(), _Births(self), self:
             self._inside = False
             try:
                 return self.model(*args, **kwargs)
             finally:
                 self._inside = True
+
+    def state_in_words(self) -> dict[str, Hashable]:
+        """The state that forward() reads besides its arguments, and the attributes of open modules, by name."""
+        return self.state.described((self.names[id(module)], module) for module in self.open)
+
+    def _noting_reads(self) -> AbstractContextManager[None]:
+        """Note the state that the code between blocks reads, in the first recordings of a kind."""
+        kind = torch.is_grad_enabled(), self.model.training
+        self._watches[kind] += 1
+        if self._watches[kind] > _WATCHED:
+            return nullcontext()
+        return self.state.watching(self.model, lambda: not self._inside and threading.get_ident() == self._thread)
 
     def _begin(self, names: Sequence[str] = (), leaves: Sequence[Any] = ()) -> None:
         """Forget the run before, and know what is there before the first step: inputs, parameters and buffers."""
@@ -207,7 +218,7 @@ class ForwardRecorder(TorchFunctionMode):
         if module in self.open:
             return plain(module, *args, **kwargs)
         mine = _get_current_function_mode() is self
-        with self._unwatched(), _pop_mode_temporarily() if mine else nullcontext():
+        with self._unwatched(), self.state.paused(), _pop_mode_temporarily() if mine else nullcontext():
             return self._block(plain, module, args, kwargs)
 
     @contextmanager
@@ -257,6 +268,7 @@ class ForwardRecorder(TorchFunctionMode):
                 self._note_shape(tensors[0])
             if step.call not in _READS:
                 return result  # there is nothing to repeat
+            self._refuse_random_decision(step)
             step.expects = (result,)
         else:
             self._note_results(step, made)
@@ -345,11 +357,35 @@ class ForwardRecorder(TorchFunctionMode):
             raise _refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
         self._know(leaf, RecordedValue("const", leaf if leaf.is_leaf else leaf.detach()))
 
+    def _refuse_random_decision(self, step: Step) -> None:
+        """Raise SplitError if Python decides by a random number that was drawn between blocks.
+
+        Each outcome would need a program of its own: 2^n for n blocks that are left out at random.
+        """
+        todo = list(step.reads.values())
+        while todo:
+            value = todo.pop()
+            made = self._steps[value.step] if value.kind == "made" else None
+            if made is None or made.module is not None:
+                continue
+            if made.draws:
+                raise _refusal(
+                    f"forward decides by a random number, of {made},", f"{self._advice_on_draws()}, or {_MOVE}"
+                )
+            todo += made.reads.values()
+
+    def _advice_on_draws(self) -> str:
+        """Name the settings in the model's config that switch random decisions off."""
+        config = cast("dict[str, Any]", getattr(getattr(self.model, "config", None), "__dict__", {}))
+        found = [key for key in config if ("layerdrop" in key or key == "apply_spec_augment") and config[key]]
+        words = ", ".join(f"{key}={type(config[key])(0)}" for key in found)
+        return f"make the model with {words} in its config" if found else "switch that off"
+
     def _refuse_python_draws(self, where: str = "") -> None:
         if self._python_draws != _python_draws():
             raise _refusal(
                 f"forward of {type(self.model).__name__} draws from Python's or NumPy's random numbers{where}",
-                "it would get the same ones for ever; draw from torch, or in a submodule",
+                f"it would get the same ones for ever; {self._advice_on_draws()}, draw from torch, or in a submodule",
             )
 
     def _called(self, module: nn.Module) -> str:
@@ -415,62 +451,6 @@ def _tags(func: Any) -> tuple[bool, bool]:
     return torch.Tag.nondeterministic_seeded in tags, any(tag in tags for tag in _DYNAMIC)
 
 
-@contextmanager
-def _unseen() -> Generator[None]:
-    """A run inside is seen by none of the caller's modes but that of a default device, by no hooks on what autograd
-    saves, and by no hooks of all modules, such as those of a FlopCounterMode."""
-    tables = cast("list[dict[int, Any]]", [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS])
-    hooks = [dict(table) for table in tables]
-    modes = [_c._pop_torch_function_stack() for _ in range(_c._len_torch_function_stack())]
-    devices = [each for each in reversed(modes) if type(each) is DeviceContext]
-    hidden = _c._autograd._top_saved_tensors_default_hooks(True) is not None
-    try:
-        for table in tables:
-            table.clear()
-        for each in devices:
-            _c._push_on_torch_function_stack(each)
-        with _disable_current_modes(), saved_tensors_hooks(_same, _same) if hidden else nullcontext():
-            yield
-    finally:
-        for _ in devices:
-            _c._pop_torch_function_stack()
-        for each in reversed(modes):
-            _c._push_on_torch_function_stack(each)
-        for table, before in zip(tables, hooks, strict=True):
-            table.update(before)
-
-
-@contextmanager
-def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Generator[None]:
-    """A run inside leaves the model and PyTorch's generators as they were: buffers are copies meanwhile, and numbers
-    that modules count in are put back. The caller's modes and hooks do not see it."""
-    before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
-    own = [each for *_, held in before for each in held.values() if type(each) is torch.Generator]
-    sources = [*generators(devices), *own]
-    drawn = states(sources)
-    try:
-        with _unseen():
-            map_tensors(model, lambda each: each if isinstance(each, nn.Parameter) else each.detach().clone())
-            yield
-    finally:
-        restore(sources, drawn)
-        for module, parameters, buffers, held in before:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            module._parameters.update(parameters)
-            vars(module).update({key: each for key, each in held.items() if type(each) in (int, float)})
-
-
-def copies(leaves: Sequence[Any]) -> list[Any]:
-    """The inputs again, so that what is written into them is not the caller's; one tensor stays one."""
-    made: dict[int, Tensor] = {}
-    with torch.inference_mode(False), torch.no_grad():
-        for x in leaves:
-            if isinstance(x, Tensor) and id(x) not in made:
-                made[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
-    return [made[id(x)] if isinstance(x, Tensor) else x for x in leaves]
-
-
 def _step(name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], **more: Any) -> Step:
     """A step with arguments one after the other where that will do, since nesting them costs time at every call."""
     given = [*args, *kwargs.values()]
@@ -525,7 +505,10 @@ def _short(file: str) -> str:
     return str(Path(file).relative_to(max(roots, key=len))) if roots else file
 
 
-def _refusal(what: str, instead: str = "move that into a submodule") -> SplitError:
+_MOVE = "move that into a submodule"
+
+
+def _refusal(what: str, instead: str = _MOVE) -> SplitError:
     """An error that says where in the user's code something cannot be recorded."""
     return SplitError(f"{_site()}: {what} between blocks, where the model is cut; {instead}")
 
@@ -548,11 +531,6 @@ def _in_modes(grad: bool | None, casts: Iterable[Any], call: Callable[..., Any],
         for kind, dtype, enabled in casts:
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
         return call(*args, **kwargs)
-
-
-def _same(value: Any) -> Any:
-    """In the place of the caller's hooks on what autograd saves."""
-    return value
 
 
 def _nothing(_: Any) -> Any:

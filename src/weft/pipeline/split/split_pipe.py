@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count
 from threading import RLock
 from typing import Any, cast
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.autograd import forbid_tracing
-from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, UsageError
-from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
+from weft.core.errors import PartitionError, SpecError, SplitError, UsageError
+from weft.core.pytree import Structure, flatten, register_dataclasses, spread, unflatten
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, cuda_devices, forbid_lazy, forbid_other_axes, places_of
@@ -34,6 +34,8 @@ from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import automatic_split
 from weft.pipeline.split.axes import check_axes
+from weft.pipeline.split.open_state import PLAIN
+from weft.pipeline.split.output_join import OutputJoin, Reduction
 from weft.pipeline.split.program import (
     Choice,
     Copies,
@@ -45,16 +47,12 @@ from weft.pipeline.split.program import (
     bundle,
     tensor_of,
 )
-from weft.pipeline.split.record import PLAIN, ForwardRecorder, check_names, named_modules
-from weft.pipeline.split.verify import ITEMS, check_order, divides, verify
-from weft.pipeline.stage import TABLES, Stage
+from weft.pipeline.split.record import ForwardRecorder, check_names, named_modules
+from weft.pipeline.split.verify import verify
+from weft.pipeline.stage import Stage
 
 PROGRAMS = 64
 """How many programs a pipe keeps; the least recently used one goes first."""
-
-_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-_MOST = 64  # entries of a list or dict among a module's attributes that are compared
 
 
 class SplitPipe(Pipe):
@@ -116,7 +114,7 @@ class SplitPipe(Pipe):
     def _cut(self) -> "SplitModel":
         """The model with its split points, as they are now."""
         if self._model is None or self._model.split != list(self.split) or self._model.devices != self.devices:
-            self._model = SplitModel(self.module, self.split, self.devices, self._dims)
+            self._model = SplitModel(self.module, self.split, self.devices, self._dims, self._number_reduction)
         return self._model
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,12 +208,19 @@ class SplitModel:
     """A model with split points: its programs, and its stages. Raises SplitError for names that are no modules."""
 
     def __init__(
-        self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device], dims: BatchDims
+        self,
+        model: nn.Module,
+        split: Sequence[str],
+        devices: Sequence[torch.device],
+        dims: BatchDims,
+        reduction: Reduction | None = None,
     ) -> None:
         if any(isinstance(each, Skippable) for each in model.modules()):
             raise SplitError("skippable layers say themselves what crosses; leave split= out, and give balance=")
         self.model, self.split, self.devices = model, list(split), list(devices)
         self._dims = dims
+        self._reduction: Reduction | None = reduction
+        self._joins: dict[Hashable, OutputJoin] = {}
         self.recordings = 0
         self.layout = 0  # changes whenever stages have to be built anew
         self.latest: Program | None = None
@@ -229,8 +234,6 @@ class SplitModel:
         self._pairs: set[tuple[int, int]] = set()
         self._away: list[list[nn.Parameter]] = [[] for _ in devices]
         self._owner = partial(tensor_of, model)
-        parameters = inspect.signature(model.forward).parameters.values()
-        self._positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, _EITHER)]
 
     def choose(
         self,
@@ -269,10 +272,15 @@ class SplitModel:
                 settings = self._settings()  # a first run may set some
                 recorded[program] = i
             chosen.append(program)
-        if check and not all(program.verified for program in chosen):
-            self._verify(chosen, recorded, plan, leaves, joins=joins)
+        if check:
+            self._verify(chosen, recorded, plan, leaves)
         self.latest = chosen[0]
-        scalars = self._scalars(chosen[0], plan, leaves, pieces[0]) if joins else None
+        scalars = None
+        if joins:
+            join = self._join_of(settings, plan.structure, pieces[0])
+            for program in recorded:
+                join.add_marks(program.recording)
+            scalars = join.reduction(plan, leaves, numbers=chosen[0].recording.has_scalars)
         copies = [_copied(away, device, graph) for away, device in zip(self._away, self.devices, strict=True)]
         return SplitCall(Choice(chosen, copies, chain(*self._away)), args, kwargs), scalars
 
@@ -315,43 +323,39 @@ class SplitModel:
         self._programs = {key: programs for key, programs in kept.items() if programs}
 
     def _verify(
-        self,
-        chosen: Sequence[Program],
-        recorded: dict[Program, int],
-        plan: SplitPlan,
-        leaves: Sequence[Any],
-        *,
-        joins: bool,
+        self, chosen: Sequence[Program], recorded: dict[Program, int], plan: SplitPlan, leaves: Sequence[Any]
     ) -> None:
         """Compare new programs with the plain forward: on another micro-batch than the recorded one. If there is
-        none, on that one now, and again on the next one that comes."""
-        calls = [unflatten(plan.structure, piece) for piece in plan.split(leaves)]
-        for program in dict.fromkeys(each for each in chosen if not each.verified):
+        none, on that one now, and again on the next one that comes. Compare each again in the steps 10, 100, 1,000
+        and so on that it is chosen for: what forward() reads out of anybody's sight may change later."""
+        due: list[Program] = []
+        for program in dict.fromkeys(chosen):
+            program.steps += 1
+            if not program.verified or program.steps == program.next_check:
+                due.append(program)
+        calls = [unflatten(plan.structure, piece) for piece in plan.split(leaves)] if due else []
+        for program in due:
             at = [i for i, each in enumerate(chosen) if each is program]
             other = [i for i in at if i != recorded.get(program)]
             try:
-                args, kwargs = calls[(other or at)[-1]]
-                found = verify(self._recorder, program, args, kwargs)
-                tensors = [x for k, x in found.items() if k.startswith("output") and isinstance(x, Tensor) and x.dim()]
-                if joins and len(calls) > 1 and any(len(x) > plan.sizes[at[0]] for x in tensors):
-                    check_order(self._recorder, plan, leaves, self._dims.outputs)
-            except BaseException:
+                verify(self._recorder, program, *calls[(other or at)[-1]])
+            except BaseException as error:
+                if program.steps > 1:
+                    error.add_note(f"weft: found at step {program.steps} of this program; it was right at its first")
                 self._drop(program)
                 raise
             program.verified = bool(other)
+            if program.steps == program.next_check:
+                program.next_check *= 10
 
     def _settings(self) -> Hashable:
         """What the code between blocks may go by besides its arguments."""
         seen: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()]
         seen += [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
-        configs: dict[int, Any] = {}
         for module in self._recorder.open:
             seen += [module.training, *map(id, module._modules.values())]
             seen += [*module._forward_hooks, *module._forward_pre_hooks]
-            held = vars(module)
-            seen += [(key, _comparable(value)) for key, value in islice(held.items(), TABLES, None)]
-            configs[id(held.get("config"))] = held.get("config")
-        return (*seen, *(_comparable(x) for each in configs.values() for x in getattr(each, "__dict__", {}).values()))
+        return *seen, self._recorder.state.key()
 
     def _extend(self, program: Program) -> None:
         """Let the stages have what this program needs."""
@@ -420,40 +424,15 @@ class SplitModel:
             owners.update({id(copies[id(p)]): p for p in away})
         return owners
 
-    def _scalars(self, program: Program, plan: SplitPlan, leaves: Sequence[Any], piece: Sequence[Any]) -> str:
-        """See `choose`. Where the model is given a number of tokens to divide by, it is run once more to see whether it
-        does. Raises BatchError where neither a mean nor a sum is right."""
-        if not program.recording.has_scalars:
-            return "mean"
-        args, kwargs = unflatten(plan.structure, piece)
-        if {**dict(zip(self._positional, args, strict=False)), **kwargs}.get(ITEMS) is not None:
-            if program.divides is None:
-                program.divides = divides(self._recorder, args, kwargs, self._positional)
-            if program.divides is not False:
-                return "sum"
-        if len(plan.sizes) > 1:
-            names = [value.key for value in program.recording.inputs]
-            for name, leaf, axis in zip(names, leaves, plan.axes, strict=True):
-                if isinstance(leaf, Tensor) and axis is not None and leaf.dtype in _INTEGERS:
-                    _forbid_unequal(name, leaf.movedim(axis, 0) != -100, plan.sizes)
-        return "mean"
-
-
-def _forbid_unequal(name: str, counts: Tensor, sizes: Sequence[int]) -> None:
-    """Raise BatchError for labels of which unequal numbers count in the micro-batches: the model's loss is a mean."""
-    if bool(counts.all()):
-        return
-    for seen in (counts, counts[:, 1:]) if counts.dim() > 1 else (counts,):  # as a causal model shifts them, too
-        parts = cast("Sequence[Tensor]", seen.split(list(sizes)))
-        means = [part.sum().item() / size for part, size in zip(parts, sizes, strict=True)]
-        if max(means) - min(means) > 1e-9:
-            raise BatchError(
-                f"labels ({name}) have -100 in unequal numbers: {[round(each, 2) for each in means]} a row count in "
-                "the micro-batches, but the model's loss is a mean over those that count, so micro-batches' losses "
-                "would not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100).sum() "
-                "(without [:, 1:] where the model does not shift) if the model takes it, and divides by it; or leave "
-                "labels out, and compute the loss of the logits"
-            )
+    def _join_of(self, settings: Hashable, structure: Structure, piece: Sequence[Any]) -> OutputJoin:
+        """How outputs of this kind of call are joined. Calls that differ in sizes alone are of one kind."""
+        kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else cast("type[Any]", type(x)) for x in piece]
+        key = settings, structure, *kinds
+        if key not in self._joins:
+            while len(self._joins) >= PROGRAMS:
+                del self._joins[next(iter(self._joins))]
+            self._joins[key] = OutputJoin(self._recorder, self._dims.outputs, self._reduction)
+        return self._joins[key]
 
 
 def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int) -> bool:
@@ -464,19 +443,6 @@ def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int)
 def _copied(away: Iterable[nn.Parameter], device: torch.device, graph: bool) -> Copies:
     copies = {id(p): (p if graph else p.detach()).to(device, copy=True) for p in away}
     return copies if graph else {id(p): copies[id(p)].requires_grad_(p.requires_grad) for p in away}
-
-
-def _comparable(value: Any) -> Any:
-    """An attribute as something that changes when it does; None for what cannot be compared."""
-    if isinstance(value, PLAIN):
-        return cast("type[Any]", type(value)), value
-    if isinstance(value, Tensor):
-        return id(value)
-    if isinstance(value, list | tuple | set | dict) and len(cast("list[Any]", value)) <= _MOST:
-        held = cast("dict[Any, Any]", value)
-        inside: Iterable[Any] = [*held.keys(), *held.values()] if isinstance(value, dict) else held
-        return tuple(x if isinstance(x, PLAIN) else id(x) for x in inside)
-    return None
 
 
 def _leaf_key(leaf: Any) -> Hashable:

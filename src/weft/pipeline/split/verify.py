@@ -1,11 +1,12 @@
-"""Compare a program with the plain forward, once: the net under all that a recording cannot see.
+"""Compare a recorded program with the model itself, to detect state that no recording can see.
 
-What forward() goes by without PyTorch's knowledge (a C extension, an environment variable, data of Python) would be
-frozen in silence. So every new program is run on another micro-batch than the one it was recorded on, beside the model
-itself: outputs, and gradients where there are some, must agree to rounding.
+State that forward() reads outside of Python objects (a C extension, an environment variable, a file) would be frozen
+into the program without notice. So every new program runs on another micro-batch than the one it was recorded on, and
+the model runs on the same one. Outputs, buffers and gradients must agree to rounding. The steps 10, 100, 1,000, ... of
+a program compare again, so that a later change of such state is found late instead of never.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,26 +14,36 @@ import torch
 from torch import Tensor
 
 from weft.core.autograd import StepsInBackward, quiet_hooks
-from weft.core.errors import BatchError, SplitError, listed
-from weft.core.pytree import Structure, flatten, spread, structure_paths, unflatten
-from weft.pipeline.microbatch import SplitPlan
+from weft.core.errors import SplitError, listed
+from weft.core.pytree import flatten, structure_paths, unflatten
+from weft.pipeline.split.isolation import copies, undisturbed
 from weft.pipeline.split.program import Owned, Program, perform, tensor_of
-from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
+from weft.pipeline.split.record import ForwardRecorder
 
-ITEMS = "num_items_in_batch"
-"""The argument of Hugging Face's models that says by how many tokens a loss is to be divided."""
 _SEED = 20
 
 
-def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What the model returns, by name, and all that was compared beside it. Raises SplitError, which names the first
-    value that differs, if the program is not what the model does."""
+def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise SplitError if the program computes other values than the model, naming the first one that differs; or if
+    each run of the model changes state of the code between blocks, naming that state."""
     leaves, structure = flatten((tuple(args), kwargs))
     owned = partial(tensor_of, recorder.model)
-    wanted = _run(recorder, lambda given: recorder.plain(*unflatten(structure, given)), leaves)
+
+    def plain(given: list[Any]) -> Any:
+        before = recorder.state_in_words()
+        result = recorder.plain(*unflatten(structure, given))
+        # A change alone is no fault: the first run may fill a cache. A counter changes in the next run, too.
+        if recorder.state_in_words() != before:
+            before = recorder.state_in_words()
+            with torch.no_grad():
+                recorder.plain(*unflatten(structure, copies(leaves)))
+            _forbid_changes(recorder, before)
+        return result
+
+    wanted = _run(recorder, plain, leaves)
     seen = _run(recorder, partial(program.replay, owned=owned), leaves)
     for name, one in wanted.items():
-        if (fault := _difference(one, seen.get(name))) is not None:
+        if (fault := difference(one, seen.get(name))) is not None:
             where = _first(recorder, program, leaves, structure, owned)
             raise SplitError(
                 f"{type(recorder.model).__name__} does not compute what its recorded program does; "
@@ -40,84 +51,20 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
                 "must be an argument, a tensor, a flag or number of the module or its config; move into a submodule "
                 "what goes by anything else. verify=False switches this comparison off"
             )
-    return wanted
 
 
-def check_order(recorder: ForwardRecorder, plan: SplitPlan, leaves: Sequence[Any], outputs: Any) -> None:
-    """Raise BatchError for outputs with several rows for each that came in, if those do not stand side by side as rows
-    of tokens do: joined, they would be in another order than the model's. Two rows in both orders tell.
-
-    `leaves` are those of a mini-batch, `outputs` the axes of what is returned.
-    """
-    training = [(module, module.training) for module in recorder.model.modules()]
-    found: list[dict[str, Any]] = []
-    axes: Sequence[Any] = ()
-    try:
-        for module, _ in training:
-            module.training = False
-        for order in ([0, 1], [1, 0]):
-            pairs = zip(leaves, plan.axes, strict=True)
-            rows = [x if axis is None else x.index_select(axis, torch.tensor(order).to(x.device)) for x, axis in pairs]
-            result, structure = _once(recorder, *unflatten(plan.structure, copies(rows)))
-            found.append(result)
-            axes = spread(outputs, structure, "output")
-    finally:
-        for module, mode in training:
-            module.training = mode
-    faults: list[str] = []
-    for (name, one), other, axis in zip(found[0].items(), found[1].values(), axes, strict=True):
-        several = isinstance(one, Tensor) and one.dim() and not axis and len(one) > 2 and one.shape == other.shape
-        if several and (len(one) % 2 or _difference(one, other.unflatten(0, (2, -1)).flip(0).flatten(0, 1))):
-            faults.append(f"{name} has {len(one)} rows for 2")
-    if faults:
+def _forbid_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -> None:
+    """Raise SplitError that names each attribute and global whose value differs from `before`."""
+    now = recorder.state_in_words()
+    if changed := [name for name, value in now.items() if value != before.get(name, value)]:
+        lines = [recorder.state.line_of(name.rpartition(".")[2]) for name in changed]
         headline = (
-            "the results of the micro-batches cannot be joined: rows that come of one row do not stand side by side, "
-            "as those of its tokens would. Let the model return one row for each that came in, and regroup outside:"
+            f"every forward of {type(recorder.model).__name__} changes these in the code between blocks, which a "
+            "recorded program would not. Count in a buffer, in place (self.steps += 1 where steps is a tensor buffer); "
+            "return a tensor instead of keeping it in an attribute; or do it in a submodule, or outside of forward():"
         )
-        raise BatchError(listed(headline, faults))
-
-
-def divides(
-    recorder: ForwardRecorder, args: Sequence[Any], kwargs: dict[str, Any], positional: Sequence[str]
-) -> bool | None:
-    """Whether the model divides its loss by ``num_items_in_batch``: so it does if twice as many halve it. None where
-    it is zero anyway. `positional` are the names of positional arguments.
-
-    Raises BatchError where that is true of a part of the loss, or of some numbers in the output.
-    """
-    leaves, structure = flatten((list(args), kwargs))
-    found: list[dict[str, Any]] = []
-    for factor in (1, 2):
-        given, named = unflatten(structure, copies(leaves))
-        where, at = (named, ITEMS) if ITEMS in named else (given, positional.index(ITEMS))
-        where[at] = where[at] * factor
-        found.append(_once(recorder, given, named)[0])
-    ways: dict[str, str] = {}
-    for name, one in found[0].items():
-        number = isinstance(one, Tensor) and not one.dim() and one.is_floating_point() and not one.is_meta
-        if number and one.item():
-            is_same, is_half = (_is_near(one, each) for each in (found[1][name], 2 * found[1][name]))
-            ways[name] = "does not change" if is_same else "is halved" if is_half else "is halved only partly"
-    if len(kinds := set(ways.values())) > 1 or kinds == {"is halved only partly"}:
-        headline = (
-            f"{ITEMS} was given, so micro-batches' numbers in the output are to be summed, but not all of them are "
-            f"divided by it. Leave {ITEMS} out if a mean over rows is right, or labels, and compute the loss outside. "
-            "With twice as many items:"
-        )
-        raise BatchError(listed(headline, [f"{name} {way}" for name, way in ways.items()]))
-    return kinds == {"is halved"} if kinds else None
-
-
-def _once(recorder: ForwardRecorder, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Structure]:
-    """What the model returns, by name, without gradients."""
-    with undisturbed(recorder.model, recorder.devices), torch.inference_mode(False), torch.no_grad():
-        result, structure = flatten(recorder.plain(args, kwargs))
-    return dict(zip(structure_paths(structure, "output"), result, strict=True)), structure
-
-
-def _is_near(one: Tensor, other: Tensor) -> bool:
-    eps = torch.finfo(one.dtype).eps
-    return torch.allclose(one, other, rtol=min(64 * eps, eps**0.5), atol=0.0, equal_nan=True)
+        pairs = zip(changed, lines, strict=True)
+        raise SplitError(listed(headline, [f"{name} ({line})" if line else name for name, line in pairs]))
 
 
 def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> dict[str, Any]:
@@ -161,12 +108,12 @@ def _first(
             for value, other in zip(step.makes, now.makes, strict=False):
                 if value is None or other is None:
                     continue
-                if (fault := _difference(other.kept, values[value])) is not None:
+                if (fault := difference(other.kept, values[value])) is not None:
                     return f"the first value that differs, {fault}, is that of {step}"
     return None
 
 
-def _difference(wanted: Any, seen: Any) -> str | None:
+def difference(wanted: Any, seen: Any) -> str | None:
     """In words how far apart two leaves are, if it is more than rounding."""
     if not isinstance(wanted, Tensor) or not isinstance(seen, Tensor):
         return None if type(wanted) is type(seen) else f"by {seen!r} for {wanted!r}"

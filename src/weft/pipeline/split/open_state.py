@@ -1,0 +1,236 @@
+"""State besides arguments that the code between blocks reads: part of the key of a program, so that no stale one runs.
+
+    self.alpha, self.block.p     attributes of modules, noted while the code between blocks is recorded
+    ALPHA, settings.alpha        globals that functions of this code name, and variables that they close over
+    self.args.inner["alpha"]     values in lists, dicts and plain objects, down to `DEPTH` levels and `ENTRIES` values
+
+Comparing all attributes of all modules at every step would take longer than the step of a small model, and would record
+a program again whenever a block counts its own calls. So a recording notes which attributes are read, and each step
+looks up these. State that Python cannot see (a C extension, a file, the environment) or that lies deeper, and globals
+of installed packages, are left to `verify.py`.
+"""
+
+import dis
+import enum
+import logging
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+DEPTH = 4
+"""Levels of containers and objects that are compared; deeper ones are compared by identity."""
+ENTRIES = 4096
+"""Values of one attribute that are compared: the first ones, and the length of each container."""
+PLAIN: tuple[type[Any], ...] = (
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.Size, slice, range),
+)
+"""Types that keys compare by value, and that a block may return beside tensors."""
+
+_PLAIN = frozenset({*PLAIN} - {slice})  # a slice cannot be hashed before Python 3.12
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_ABSENT = object()
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_WRAPPERS = (types.MethodType, staticmethod, classmethod, property, partial)
+_WRAPPED = ("__func__", "fget", "func")
+"""Where these hold their function."""
+
+
+class OpenState:
+    """The places that were read between blocks so far, and their present values."""
+
+    def __init__(self) -> None:
+        # By the id of a table of attributes or globals, and a name in it: the table, the name, and words for people.
+        self._places: dict[tuple[int, str], tuple[Mapping[str, Any], str, str]] = {}
+        self._codes: set[types.CodeType] = set()
+        self._readers: dict[Any, tuple[Any, Callable[..., Any]]] = {}  # by class: its own reader, and ours
+
+    @contextmanager
+    def watching(self, model: nn.Module, is_open: Callable[[], bool]) -> Generator[None]:
+        """Note every attribute of the model's modules that is read inside, while `is_open` is true."""
+        names = {id(module): name or "self" for name, module in cast(Any, model).named_modules()}
+
+        def reader(read: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(module: Any, name: str) -> Any:
+                value = read(module, name)
+                if name not in _OF_MODULES and name[:2] != "__" and is_open() and id(module) in names:
+                    self._note_attribute(module, name, names[id(module)])
+                    frame = sys._getframe(1)
+                    self._note_code(frame.f_code, frame.f_globals, DEPTH)
+                return value
+
+            return watched
+
+        kinds = cast("set[Any]", {type(module) for module in model.modules()})
+        self._readers = {kind: (vars(kind).get("__getattribute__"), reader(kind.__getattribute__)) for kind in kinds}
+        self._install()
+        try:
+            yield
+        finally:
+            self._remove()
+            self._readers = {}
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Put the classes' own `__getattribute__` back: torch.compile rejects modules with another one."""
+        self._remove()
+        try:
+            yield
+        finally:
+            self._install()
+
+    def _install(self) -> None:
+        for kind, (_, ours) in self._readers.items():
+            kind.__getattribute__ = ours
+
+    def _remove(self) -> None:
+        for kind, (own, _) in self._readers.items():
+            if own is None:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = own
+
+    def key(self) -> tuple[Hashable, ...]:
+        """The present values, equal to an earlier key if nothing has changed."""
+        seen: dict[int, Hashable] = {}  # modules often share one object, such as a config
+        found: list[Hashable] = []
+        for table, name, _ in self._places.values():
+            value = table.get(name, _ABSENT)
+            state = seen.get(id(value))
+            if state is None:
+                state = seen[id(value)] = _state_of(value)
+            found.append(state)
+        return tuple(found)
+
+    def described(self, modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Hashable]:
+        """The present values by their names: of all that was read, and of all attributes of these modules."""
+        found = {words: _state_of(table.get(name, _ABSENT)) for table, name, words in self._places.values()}
+        for path, module in modules:
+            held = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+            found |= {f"{path or 'self'}.{key}": _state_of(value) for key, value in held.items()}
+        return found
+
+    def line_of(self, name: str) -> str:
+        """File and line where the code between blocks sets an attribute, or uses it; "" if it does not name it."""
+        lines: dict[str, str] = {}
+        for code in self._codes:
+            for each in dis.get_instructions(code):
+                if each.argval == name and each.positions is not None:
+                    lines.setdefault(each.opname, f"{code.co_filename}:{each.positions.lineno}")
+        return lines.get("STORE_ATTR") or next(iter(lines.values()), "")
+
+    def _note_attribute(self, module: nn.Module, name: str, words: str) -> None:
+        if (id(module), name) in self._places:
+            return
+        self._places[id(module), name] = vars(module), name, f"{words}.{name}"
+        self._note_function(vars(module).get(name), DEPTH)
+        kind = next((each for each in type(module).__mro__ if name in vars(each)), None)
+        if kind is not None and not _is_constant(kind.__module__) and not self._note_function(vars(kind)[name], DEPTH):
+            self._places[id(kind), name] = vars(kind), name, f"{kind.__name__}.{name}"
+
+    def _note_function(self, function: Any, depth: int) -> bool:
+        """Note the globals and closure of a function; False if `function` is not one."""
+        while isinstance(function, _WRAPPERS):
+            wrapper = cast(Any, function)
+            function = next(getattr(wrapper, each) for each in _WRAPPED if hasattr(wrapper, each))
+        if not isinstance(function, types.FunctionType):
+            return False
+        if depth and not _is_constant(function.__module__):
+            if function.__closure__:
+                self._places.setdefault((id(function), ""), ({"": function}, "", function.__name__))
+            self._note_code(function.__code__, function.__globals__, depth)
+        return True
+
+    def _note_code(self, code: types.CodeType, held: dict[str, Any], depth: int) -> None:
+        """Note the globals that code names, also by way of functions and of modules of the user's."""
+        if code in self._codes or _is_constant(held.get("__name__")):
+            return
+        self._codes.add(code)
+        for name in code.co_names:
+            value = held.get(name)
+            if isinstance(value, type | types.ModuleType):
+                inside = {} if _is_constant(_home(value)) else vars(value)
+                for inner in set(code.co_names).intersection(inside):
+                    self._note_global(inside, inner, f"{name}.{inner}", depth)
+            elif name in held:
+                self._note_global(held, name, name, depth)
+
+    def _note_global(self, held: Mapping[str, Any], name: str, words: str, depth: int) -> None:
+        value = held[name]
+        # A logger caches its levels, so it changes with any message.
+        if not self._note_function(value, depth - 1) and not isinstance(value, logging.Logger):
+            self._places.setdefault((id(held), name), (held, name, words))
+
+
+def _state_of(value: Any) -> Hashable:
+    """A hashable image of a value, equal to an earlier one if the value has not changed."""
+    kind = cast("type[Any]", type(value))
+    return (kind, value) if kind in _PLAIN else _inner_state(value, DEPTH, [ENTRIES])
+
+
+def _inner_state(value: Any, depth: int, left: list[int]) -> Hashable:
+    """The same, down to `depth` levels. `left[0]` counts down the values that may still be compared."""
+    kind = cast("type[Any]", type(value))
+    left[0] -= 1
+    if kind in _PLAIN or isinstance(value, enum.Enum):
+        return kind, value
+    if kind is slice:
+        return kind, value.start, value.stop, value.step
+    if kind.__module__ == "numpy" and hasattr(value, "tobytes") and value.nbytes <= 8 * ENTRIES:
+        return kind, value.dtype, value.shape, value.tobytes()
+    inside = _inside(value) if depth and left[0] > 0 else None
+    if inside is None:
+        return id(value)
+    found: list[Hashable] = [kind]
+    for each in inside:
+        if left[0] <= 0:
+            break
+        found.append(_inner_state(each, depth - 1, left))
+    return tuple(found)
+
+
+def _inside(value: Any) -> Iterable[Any] | None:
+    """Values in a container, plain object or function; None for objects that are compared by identity."""
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return (len(cast("list[Any]", value)), *cast("list[Any]", value))
+    if isinstance(value, dict):
+        return chain.from_iterable(cast("dict[Any, Any]", value).items())
+    if isinstance(value, types.FunctionType):
+        cells = [each for each in value.__closure__ or () if each != types.CellType()]  # a cell may be empty
+        return (value.__code__, value.__defaults__, *(each.cell_contents for each in cells))
+    if isinstance(value, Tensor | nn.Module | type | types.ModuleType):
+        return None
+    slots = _slots(cast("type[Any]", type(value)))
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    held = chain.from_iterable(getattr(value, "__dict__", {}).items())
+    return chain(held, (getattr(value, name, None) for name in slots))
+
+
+@cache
+def _slots(kind: type[Any]) -> list[str]:
+    return [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
+
+
+def _home(value: Any) -> str | None:
+    """The name of the module of a class or module."""
+    return value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+
+
+@cache
+def _is_constant(module: str | None) -> bool:
+    """Whether a module belongs to Python or an installed package, whose globals no user is expected to change."""
+    home = (module or "").partition(".")[0]
+    if home in ("torch", "numpy", "weft") or home in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(home), "__file__", None) or ""
+    return not _INSTALLED.isdisjoint(Path(file).parts)
