@@ -115,7 +115,7 @@ def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, Etc
     with ExitStack() as stack:
         served = serving(tmp_path, etcd, free_ports(2), stack)
         connections = stack.enter_context(Connections(there))
-        remote = RemoteExpert("ffn.0", connections, timeout=18.0)  # gRPC gives up a silent connection after 20 s
+        remote = RemoteExpert("ffn.0", connections)
         for x in inputs[:3]:
             remote(x).sum().backward()
         first = there.get().owners["ffn.0"].address
@@ -125,7 +125,7 @@ def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, Etc
         served[first].send_signal(signal.SIGSTOP)
         stack.callback(served[first].send_signal, signal.SIGCONT)
         y.sum().backward()
-        assert time.monotonic() - start < 15.0
+        assert time.monotonic() - start < 9.0  # by itself, gRPC gives up a silent connection after 10 to 20 s
         assert there.get().owners["ffn.0"].address == second and remote.steps == 4
         remote(inputs[4]).sum().backward()
         served[first].send_signal(signal.SIGCONT)
