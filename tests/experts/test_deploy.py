@@ -182,7 +182,7 @@ def test_weft_status_works_as_shipped(
 
 
 def test_metrics_have_one_port_as_shipped(tmp_path: Path, authority: Authority) -> None:
-    """The port of the panel is that of the pod, the service and the policy; it is open to one label and to the token."""
+    """The panel's port is that of the pod, the service and the policy, and is open to one label and to the token."""
     ports = {split(tomllib.loads(text())["panel"]["address"])[1] for text in SHIPPED.values()}
     found = {document["kind"]: document["spec"] for document in documents("experts.yaml") if "spec" in document}
     (container,) = found["StatefulSet"]["template"]["spec"]["containers"]

@@ -29,7 +29,7 @@ address = "127.0.0.1:{port}"
 directory = "etcd://{etcd}"
 checkpoints = "{folder}/kept"
 [options]
-lease_seconds = 1.0
+lease_seconds = {lease}
 [replicas]
 experts = ["ffn.*"]
 follow_seconds = 0.05
@@ -48,13 +48,15 @@ def directory(tmp_path: Path) -> Iterator[tuple[str, EtcdDirectory]]:
         yield members[0].endpoint, made
 
 
-def serving(folder: Path, etcd: str, ports: list[int], stack: ExitStack) -> "dict[str, subprocess.Popen[str]]":
+def serving(
+    folder: Path, etcd: str, ports: list[int], stack: ExitStack, lease: float = 1.0
+) -> "dict[str, subprocess.Popen[str]]":
     """Servers by their addresses. They start at the same time: most of it is importing torch."""
     served: dict[str, subprocess.Popen[str]] = {}
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     for port in ports:
         file = folder / f"{port}.toml"
-        file.write_text(CONFIG.format(port=port, etcd=etcd, folder=folder), "utf-8")
+        file.write_text(CONFIG.format(port=port, etcd=etcd, folder=folder, lease=lease), "utf-8")
         words = [sys.executable, "-m", "weft", "serve", str(file)]
         process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
         stack.callback(process.communicate, timeout=10)

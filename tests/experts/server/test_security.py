@@ -102,9 +102,9 @@ def test_an_authority_made_again_is_rejected_at_once(rsa_key: bool) -> None:
     with Server([fussy_backend()], address="localhost:0", tls=server_tls) as server:
         for authority, signer in ((new, old), (old, new), (new, new)):
             tls = ClientTls(authority.pem, *signer.issue("trainer"))
-            with RemoteExpert("fussy", server.address, tls=tls, timeout=20.0) as remote:
-                with pytest.raises(CertificateError, match="with its present key if that was made again"):
-                    remote.describe()
+            rejected = pytest.raises(CertificateError, match="with its present key if that was made again")
+            with RemoteExpert("fussy", server.address, tls=tls, timeout=20.0) as remote, rejected:
+                remote.describe()
 
 
 @pytest.mark.parametrize(("days", "why"), [((-3, -1), "has expired"), ((1, 3), "is not yet valid")])

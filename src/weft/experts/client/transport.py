@@ -409,8 +409,8 @@ def explained(text: str, tls: ClientTls | None, who: str = "this client", where:
         return f"{text}; it was called without TLS: if it wants TLS, give {who} certificates ({where})"
     shown = "it was shown no certificate, which it may ask for" if tls.certificate is None else "it was shown one"
     return (
-        f"{text}; {shown}; check both ends' certificates ({where}): each must be signed by the other's authority=, with "
-        "its present key if that was made again, and neither may have expired"
+        f"{text}; {shown}; check both ends' certificates ({where}): each must be signed by the other's authority=, "
+        "with its present key if that was made again, and neither may have expired"
     )
 
 
