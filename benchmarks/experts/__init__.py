@@ -7,7 +7,7 @@ processes/   what runs in those processes: by path, for the peer's Python does n
 
 from collections.abc import Callable
 
-from benchmarks.experts import many, mixture, routing, survive, throughput
+from benchmarks.experts import many, mixture, restore, routing, survive, throughput
 from benchmarks.table import Table
 
 BENCHMARKS: dict[str, Callable[[bool], Table]] = {
@@ -15,5 +15,6 @@ BENCHMARKS: dict[str, Callable[[bool], Table]] = {
     "mixture": mixture.run,
     "routing": routing.run,
     "many": many.run,
+    "restore": restore.run,
     "survive": survive.run,
 }

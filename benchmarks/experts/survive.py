@@ -5,6 +5,7 @@ survive_fuzz.py       bytes broken at random          survive_crash.py      SIGK
 survive_replies.py    replies that are lost           survive_network.py    delays, cuts, silence
 survive_gradients.py  NaN, infinity, huge, raising    survive_directory.py  etcd away for a minute, where there is one
 survive_keys.py       many remembered requests        survive_attack.py     a stranger and a neighbour who attack
+survive_owner.py      an owner that is stopped
 survive_digits.py     the digits over a lossy network, by the trainers of survive_learners.py
 survive_steps.py, survive_common.py  what they share
 """
@@ -23,6 +24,7 @@ from benchmarks.experts import (
     survive_hostile,
     survive_keys,
     survive_network,
+    survive_owner,
     survive_replies,
 )
 from benchmarks.experts.survive_common import Verdict
@@ -65,6 +67,8 @@ def run(quick: bool) -> Table:
         found.append(survive_keys.many_keys(times["keys"], times["saving"], times["starts"]))
         progress("a directory that is away")
         found += survive_directory.away(times["away"]) if times["away"] else []
+        progress("an owner that is stopped")
+        found += survive_owner.stopped(times["stopped"], 3.0) if times["stopped"] else []
         progress("crashes of the disk")
         found.append(disk_crashes(times["disk"]))
         progress("SIGKILL")
@@ -91,6 +95,7 @@ _WHOLE = {
     "saving": 65,
     "starts": 3,
     "away": 60,
+    "stopped": 10,
     "disk": 5,
     "kill": 200,
 }
@@ -113,6 +118,7 @@ _QUICK = {
     "saving": 2,
     "starts": 1,
     "away": 0,
+    "stopped": 0,
     "disk": 1,
     "kill": 2,
 }

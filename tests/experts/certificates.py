@@ -5,15 +5,17 @@ from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from weft.experts.client import ClientTls
 
 
 class Authority:
-    def __init__(self, name: str = "authority") -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
+    """Each has a key of its own, also if another has the same name. ``rsa_key``: an RSA key instead of a curve."""
+
+    def __init__(self, name: str = "authority", *, rsa_key: bool = False) -> None:
+        self._key: Any = rsa.generate_private_key(65537, 2048) if rsa_key else ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         built = self._builder(self._name, self._key, days=(-1, 1))
         built = built.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)

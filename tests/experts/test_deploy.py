@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.experts.certificates import Authority
+from tests.experts.status_page.panel_cases import get
+from weft import cli
+from weft.experts.address import split
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, open_directory
 from weft.experts.registry import expert_kinds, make_expert
+from weft.experts.server import Server
+from weft.experts.server.config import build
 from weft.experts.server.options import listen_faults
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -115,12 +121,89 @@ def test_the_pods_of_a_manifest_are_confined(name: str) -> None:
 
 
 def test_the_configuration_of_a_pod_names_what_there_is() -> None:
-    found = {document["kind"]: document for document in documents("experts.yaml")}
-    text = found["ConfigMap"]["data"]["experts.toml"].replace("@NAME@", "weft-3").replace("@NUMBER@", "3")
+    text = pod_configuration()
     check_configuration(text)
     assert tomllib.loads(text)["experts"][0]["name"] == "ffn.3.{}"
     members = found_members()
     assert [f"{member}.etcd:2379" for member in members] == tomllib.loads(text)["directory"].split("/")[2].split(",")
+
+
+def pod_configuration() -> str:
+    found = {document["kind"]: document for document in documents("experts.yaml")}
+    return str(found["ConfigMap"]["data"]["experts.toml"]).replace("@NAME@", "weft-3").replace("@NUMBER@", "3")
+
+
+SHIPPED = {"systemd": (DEPLOY / "experts.toml").read_text, "a pod": pod_configuration}
+TOKEN = "0123456789abcdef"
+
+
+def served_here(text: str, folder: Path, authority: Authority) -> Server:
+    """The server of a shipped configuration, with certificates of this test, free ports, and without a directory."""
+    table = tomllib.loads(text)
+    for name in ("directory", "directory_tls", "advertise", "checkpoints"):
+        del table[name]
+    key, certificate = authority.issue("weft-server")
+    for name, pem in {"key": key, "certificate": certificate, "authority": authority.pem}.items():
+        path = folder / Path(table["tls"][name]).name
+        path.write_bytes(pem)
+        table["tls"][name] = str(path)
+    if "token_file" in table["panel"]:
+        (folder / "token").write_text(TOKEN + "\n", "utf-8")
+        table["panel"]["token_file"] = str(folder / "token")
+    table["panel"]["address"] = f"{split(table['panel']['address'])[0]}:0"
+    return build({**table, "address": "localhost:0", "experts": [{**table["experts"][0], "count": 1}]})
+
+
+@pytest.mark.parametrize("where", SHIPPED)
+def test_weft_status_works_as_shipped(
+    where: str, tmp_path: Path, authority: Authority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever has a server's certificate reads the status, as the docs say; a trainer does not."""
+    text = SHIPPED[where]()
+    admins = [grant["client"] for grant in tomllib.loads(text)["grants"] if grant["role"] == "admin"]
+    users = re.findall(r"^\$etcdctl user add (\S+)", (DEPLOY / "etcd-users.sh").read_text("utf-8"), re.MULTILINE)
+    assert admins == ["weft-server"] and set(admins) <= set(users)
+
+    def ask(client: str) -> None:
+        words = ["status", server.address]
+        key, certificate = authority.issue(client)
+        for name, pem in {"key": key, "certificate": certificate, "authority": authority.pem}.items():
+            (tmp_path / name).write_bytes(pem)
+            words += [f"--{name}", str(tmp_path / name)]
+        assert cli.main(words) == 0
+
+    with served_here(text, tmp_path, authority) as server:
+        for client in admins:
+            ask(client)
+            assert server.address in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            ask("trainer")
+        assert "which takes role ADMIN" in capsys.readouterr().err
+
+
+def test_metrics_have_one_port_as_shipped(tmp_path: Path, authority: Authority) -> None:
+    """The panel's port is that of the pod, the service and the policy, and is open to one label and to the token."""
+    ports = {split(tomllib.loads(text())["panel"]["address"])[1] for text in SHIPPED.values()}
+    found = {document["kind"]: document["spec"] for document in documents("experts.yaml") if "spec" in document}
+    (container,) = found["StatefulSet"]["template"]["spec"]["containers"]
+    ports |= {each["containerPort"] for each in container["ports"] if each["name"] == "metrics"}
+    ports |= {each["port"] for each in found["Service"]["ports"] if each["name"] == "metrics"}
+    (port,) = ports
+    rules = [rule for rule in found["NetworkPolicy"]["ingress"] if port in [each["port"] for each in rule["ports"]]]
+    assert rules == [
+        {
+            "from": [{"podSelector": {"matchLabels": {"weft-metrics": "true"}}}],
+            "ports": [{"protocol": "TCP", "port": port}],
+        }
+    ]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(Path(tomllib.loads(pod_configuration())["panel"]["token_file"]).parent) in mounts
+    with served_here(pod_configuration(), tmp_path, authority) as server:
+        assert server.panel_url is not None
+        url = server.panel_url.replace("0.0.0.0", "127.0.0.1")
+        status, _, body = get(url, "/metrics", Host="10.0.0.7:9090", Authorization=f"Bearer {TOKEN}")
+        assert status == 200 and "weft_expert_steps_total" in body
+        assert get(url, "/metrics", Host="10.0.0.7:9090")[0] == 401
 
 
 def found_members() -> list[str]:

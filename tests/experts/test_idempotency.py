@@ -249,6 +249,40 @@ def test_a_hundred_thousand_keys_are_small_and_come_back() -> None:
     assert table.statistics().keys == 100_000 and torch.equal(table.state_dict()["keys"], many)
 
 
+def test_keys_are_restored_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is unpacked by itself; still each client has its own keys, oldest first, with their times."""
+    clock, count = FakeClock(), 1000
+    bounds = IdempotencyOptions(max_client_keys=count, max_result_age=7.0)
+    table, other = IdempotencyTable(bounds, clock.monotonic), IdempotencyTable(bounds, clock.monotonic)
+    for number in range(count):
+        clock.now += 0.25
+        recorded(table, f"client {number * number % 7}", str(number), size=0)
+    unpacked: list[bytes] = []
+
+    class Counted:
+        size = idempotency._VALUE.size
+
+        def unpack(self, value: bytes) -> tuple[object, ...]:
+            unpacked.append(value)
+            return plain.unpack(value)
+
+    state, plain = table.state_dict(), idempotency._VALUE
+    monkeypatch.setattr(idempotency, "_VALUE", Counted())
+    other.load_state_dict({**state, "results": []})
+    assert len(unpacked) < 50
+    for principal, share in table._shares.items():
+        assert list(share.keys.items()) == list(other._shares[principal].keys.items())
+    assert other._shares.keys() == table._shares.keys()
+
+
+def test_a_state_with_a_key_twice_is_refused() -> None:
+    table = IdempotencyTable()
+    recorded(table, "ann", "k")
+    state = table.state_dict()
+    with pytest.raises(UsageError, match="2 keys, of which 1 are different"):
+        table.load_state_dict({**state, "keys": state["keys"].repeat(2, 1)})
+
+
 @pytest.mark.parametrize("size", [1, 3000])
 def test_of_the_results_the_newest_are_saved_up_to_a_bound(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idempotency, "SAVED_RESULT_BYTES", 20_000)

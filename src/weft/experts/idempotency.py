@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, Literal
 from zlib import crc32
 
@@ -242,8 +243,10 @@ class IdempotencyTable:
             keys, now = state["keys"], float(state["now"])
             if keys.dtype != torch.uint8 or keys.ndim != 2 or keys.shape[1] != _ROW.size:
                 raise ValueError(f"keys of {keys.dtype} and shape {tuple(keys.shape)}")
-            plain = keys.cpu().contiguous()
-            applied = dict(_ROW.iter_unpack(ctypes.string_at(plain.data_ptr(), plain.nbytes)))
+            rows = keys.cpu().clone(memory_format=torch.contiguous_format)  # aligned, whatever file it was read from
+            applied = dict(_ROW.iter_unpack(ctypes.string_at(rows.data_ptr(), rows.nbytes)))
+            if len(applied) != len(rows):
+                raise ValueError(f"{len(rows)} keys, of which {len(applied)} are different")
             results = [
                 (bytes.fromhex(digest), float(seconds), list[torch.Tensor](tensors))
                 for digest, seconds, tensors in state["results"]
@@ -252,12 +255,9 @@ class IdempotencyTable:
             raise UsageError(f"this is no state of an idempotency table: {type(error).__name__}: {error}") from error
         with self._lock:
             dropped = {one: self._applied[one][:8] for one, mini_batch in self._unsaved.items() if mini_batch is None}
-            self._applied, self._shares = applied, {}
+            self._applied, self._shares = applied, _read_shares(rows, applied, self.options.max_result_age)
             self._unsaved = dict.fromkeys(dropped)
             self._result_bytes, self._next_expiry, self._offset = 0, 0.0, now - self._clock()
-            for digest, value in applied.items():
-                until = _VALUE.unpack(value)[3] + self.options.max_result_age
-                self._shares.setdefault(value[:8], _Share()).keys[digest] = until
             for digest, principal in dropped.items():
                 self._insert(digest, principal, _DROPPED, 0)
             for digest, seconds, tensors in results:
@@ -374,6 +374,21 @@ def fingerprint(task: Task) -> int:
             payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
         task.fingerprint = form << 32 | payload
     return task.fingerprint
+
+
+def _read_shares(rows: torch.Tensor, applied: dict[bytes, bytes], max_result_age: float) -> dict[bytes, _Share]:
+    """The keys of each principal, out of saved rows (uint8 of shape (keys, 48)) and the dict that was made of them."""
+    principals = rows.view(torch.int64).numpy()[:, 2]
+    # A stable sort groups the rows by principal, and in each group the oldest stays first, as eviction expects it.
+    order = principals.argsort(kind="stable")
+    digests = [*map([*applied].__getitem__, order.tolist())]
+    until = (rows.view(torch.float64).numpy()[order, 5] + max_result_age).tolist()
+    grouped = principals[order]
+    starts = [0, *((grouped[1:] != grouped[:-1]).nonzero()[0] + 1).tolist(), len(digests)]
+    return {
+        applied[digests[start]][:8]: _Share(OrderedDict(zip(digests[start:end], until[start:end], strict=True)))
+        for start, end in (pairwise(starts) if digests else ())
+    }
 
 
 def _nbytes(result: Results) -> int:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.experts.concurrency import wait_until
-from tests.experts.expert_cases import WIDTH, rows
+from tests.experts.expert_cases import WIDTH, adam, close, rows
 from tests.experts.mixture.commit_cases import UIDS, Experts
 from tests.experts.mixture.mixture_cases import WIDTH as GRID_WIDTH
 from tests.experts.mixture.mixture_cases import numbers
-from tests.experts.server.replica_cases import PATIENCE, backend_of, die, expert, make, role
+from tests.experts.server.replica_cases import PATIENCE, HungTransport, backend_of, die, expert, hang, make, role
 from weft.experts.client import NEVER, Connections, RemoteExpert, Retry
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, TooFewAnswersError
@@ -79,6 +79,32 @@ def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_
         y.sum().backward()  # the new one says that it follows, wait_until the lease of the old one has ended
         assert role(new, UID) == "owner"
         assert mixture.commit() == {UID: True} and backend_of(new, UID).steps == 2 == mixture.steps[UID]
+
+
+@pytest.mark.parametrize("kind", ["expert", "mixture"])
+def test_waiting_calls_leave_an_owner_that_hangs(directory: LocalDirectory, kind: str) -> None:
+    """A backward that waits for an owner which hangs is answered by the next one, and is one step."""
+    with (
+        make(directory, expert(UID)) as old,
+        make(directory, expert(UID)) as new,
+        Connections(directory, open_transport=HungTransport) as connections,
+    ):
+        remote = RemoteExpert(UID, connections) if kind == "expert" else mixture_of(connections)
+        remote(rows(2, 0)).square().sum().backward()
+        wait_until(lambda: backend_of(new, UID).steps == 1)
+        y = remote(rows(2, 1))
+        hang(old, connections)
+        y.square().sum().backward()
+        assert role(new, UID) == "owner" and backend_of(new, UID).steps == 2
+        remote(rows(2, 2)).square().sum().backward()
+        module = expert(UID).module
+        optimizer = adam(module.parameters())
+        for seed in range(3):
+            optimizer.zero_grad()
+            module(rows(2, seed)).square().sum().backward()
+            optimizer.step()
+        for name, weight in module.state_dict().items():
+            assert close(backend_of(new, UID).module.state_dict()[name], weight)
 
 
 def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch(directory: LocalDirectory) -> None:

@@ -2,17 +2,18 @@
 
 import threading
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from tests.experts.expert_cases import fussy_backend, rows, work
 from weft.experts import ExpertBackend
-from weft.experts.client import Connections, RemoteExpert
+from weft.experts.client import Connections, GrpcTransport, RemoteExpert
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership
 from weft.experts.errors import AwayError
 from weft.experts.replication import Replica, ReplicaOptions
 from weft.experts.server import Server, ServerOptions
+from weft.experts.wire import Call, Received
 
 PATIENCE = 15.0
 LEASE = 1.0
@@ -111,6 +112,24 @@ def die(server: Server) -> None:
     server._tasks["lease"].stop(1.0)
     server._running, server._ended = False, True
     server._close(1.0)
+
+
+class HungTransport(GrpcTransport):
+    """To a server that hangs from when this is said: calls are sent, and never answered."""
+
+    hangs = False
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        return Future() if self.hangs else super().submit(call, timeout)
+
+
+def hang(server: Server, connections: Connections) -> None:
+    """As SIGSTOP: it renews no more, and answers no call of these connections, whose transports are `HungTransport`."""
+    transport = connections.to(server.address)
+    assert isinstance(transport, HungTransport)
+    transport.hangs = True
+    server._replication.stop()
+    server._tasks["lease"].stop(1.0)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Replicas with a real etcd: SIGKILL of the owner, and SIGTERM, in processes of their own; an etcd that is emptied."""
+"""Replicas with a real etcd: SIGKILL, SIGTERM and SIGSTOP of the owner, in processes of their own; an emptied etcd."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,15 +18,18 @@ from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import cluster, free_ports
 from tests.experts.server.replica_cases import expert, make, role, same, step
 from tests.processes import SOURCE
+from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.client.status import status
 from weft.experts.discovery.etcd import EtcdDirectory
+from weft.experts.registry import make_expert
 
 CONFIG = """
 address = "127.0.0.1:{port}"
 directory = "etcd://{etcd}"
+checkpoints = "{folder}/kept"
 [options]
-lease_seconds = 1.0
+lease_seconds = {lease}
 [replicas]
 experts = ["ffn.*"]
 follow_seconds = 0.05
@@ -44,13 +48,15 @@ def directory(tmp_path: Path) -> Iterator[tuple[str, EtcdDirectory]]:
         yield members[0].endpoint, made
 
 
-def serving(folder: Path, etcd: str, ports: list[int], stack: ExitStack) -> "dict[str, subprocess.Popen[str]]":
+def serving(
+    folder: Path, etcd: str, ports: list[int], stack: ExitStack, lease: float = 1.0
+) -> "dict[str, subprocess.Popen[str]]":
     """Servers by their addresses. They start at the same time: most of it is importing torch."""
     served: dict[str, subprocess.Popen[str]] = {}
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     for port in ports:
         file = folder / f"{port}.toml"
-        file.write_text(CONFIG.format(port=port, etcd=etcd), "utf-8")
+        file.write_text(CONFIG.format(port=port, etcd=etcd, folder=folder, lease=lease), "utf-8")
         words = [sys.executable, "-m", "weft", "serve", str(file)]
         process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
         stack.callback(process.communicate, timeout=10)
@@ -95,6 +101,51 @@ def test_training_goes_on_after_sigkill_and_sigterm_of_owners(
         assert remote.steps == 5
         assert served[second].wait(50) == 0
         wait_until(lambda: owner() == first)
+
+
+@pytest.mark.long
+def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, EtcdDirectory]) -> None:
+    """A backward that waits for an owner under SIGSTOP is answered by the next one while the first is still stopped.
+
+    Every acknowledged backward is one step, in the weights too: they are those of a reference that saw each once.
+    """
+    etcd, there = directory
+    reference = make_expert("ffn", hidden=8).backend("ffn.0", torch.optim.Adam)
+    store = CheckpointStore(tmp_path / "kept")
+    store.save("ffn.0", reference.state_dict(), 0, {"records": reference.records.state_dict(), "token": 0})
+    inputs = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(0))
+    with ExitStack() as stack:
+        served = serving(tmp_path, etcd, free_ports(2), stack)
+        connections = stack.enter_context(Connections(there))
+        remote = RemoteExpert("ffn.0", connections)
+        for x in inputs[:3]:
+            remote(x).sum().backward()
+        first = there.get().owners["ffn.0"].address
+        (second,) = set(served) - {first}
+        wait_until(lambda: json.loads(status(second, as_json=True))["experts"]["ffn.0"]["steps"] == 3)
+        y, start = remote(inputs[3]), time.monotonic()
+        served[first].send_signal(signal.SIGSTOP)
+        stack.callback(served[first].send_signal, signal.SIGCONT)
+        y.sum().backward()
+        assert time.monotonic() - start < 9.0  # by itself, gRPC gives up a silent connection after 10 to 20 s
+        assert there.get().owners["ffn.0"].address == second and remote.steps == 4
+        remote(inputs[4]).sum().backward()
+        served[first].send_signal(signal.SIGCONT)
+        for x in inputs[5:]:
+            remote(x).sum().backward()
+        wait_until(lambda: json.loads(status(first, as_json=True))["experts"]["ffn.0"]["steps"] == 8)
+        assert remote.steps == 8 and remote.steps_lost == 0
+        for process in served.values():
+            process.terminate()
+            assert process.wait(50) == 0
+    module, optimizer = reference.module, torch.optim.Adam(reference.module.parameters())
+    for x in inputs:
+        optimizer.zero_grad()
+        module(x).sum().backward()
+        optimizer.step()
+    saved = store.load_newest("ffn.0")
+    assert saved is not None and saved.step == 8
+    torch.testing.assert_close(saved.state["module"], dict(module.state_dict()))
 
 
 @pytest.mark.long

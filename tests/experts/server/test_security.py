@@ -94,6 +94,19 @@ def test_a_wrong_certificate_is_an_error_at_once_and_not_at_the_deadline(
     assert secured.statistics().accepted == accepted
 
 
+@pytest.mark.parametrize("rsa_key", [False, True])
+def test_an_authority_made_again_is_rejected_at_once(rsa_key: bool) -> None:
+    """An authority with its old name and another key is a `CertificateError`, whichever end has the new one."""
+    old, new = Authority(rsa_key=rsa_key), Authority(rsa_key=rsa_key)
+    server_tls = ServerTls(*old.issue("server"), old.pem)
+    with Server([fussy_backend()], address="localhost:0", tls=server_tls) as server:
+        for authority, signer in ((new, old), (old, new), (new, new)):
+            tls = ClientTls(authority.pem, *signer.issue("trainer"))
+            rejected = pytest.raises(CertificateError, match="with its present key if that was made again")
+            with RemoteExpert("fussy", server.address, tls=tls, timeout=20.0) as remote, rejected:
+                remote.describe()
+
+
 @pytest.mark.parametrize(("days", "why"), [((-3, -1), "has expired"), ((1, 3), "is not yet valid")])
 def test_an_own_certificate_with_wrong_dates_is_misuse(authority: Authority, days: tuple[int, int], why: str) -> None:
     with pytest.raises(UsageError, match=f"the other end will refuse the certificate: .*{why}"):

@@ -8,11 +8,13 @@
     a follower answers, where there is a directory         an owner takes over soon    retry; not counted
     expired in the server's queue                          surely not executed         retry
     connection lost, no answer in time                     may have been executed      retry
+    the expert has a new owner, and there is no answer     may have been executed      retry there, at once
     a certificate that one end rejects                     would fail again            raise
     any other error                                        would fail again            raise
 
 A dead address stays in the directory until its lease ends; so every further attempt takes the next address. A server
 that only follows an expert says so (`NotOwnerError`): it is alive, and takes over when the owner's lease has ended.
+A server that hangs says nothing, so a waiting call looks at the directory's snapshot from time to time.
 
 A call that may have been executed can be retried because a forward changes nothing, and a backward or commit bears its
 idempotency key: under the same key it steps once, however often it is sent.
@@ -48,6 +50,7 @@ from weft.experts.wire import RETRYABLE, Call, Received
 
 _MAX_EXPONENT = 60.0  # far beyond any pause, and far from overflow
 _GRACE = 10 * TICK  # a transport ends late calls itself; this is for one that does not
+LOOK = 0.1  # seconds between two looks at the directory while a call waits, which are reads of memory
 _LISTED = 10  # names that a message lists; there may be as many as experts
 _random = random.Random()  # its own: the user's generators are not touched
 
@@ -69,6 +72,10 @@ class FixedResolver:
         """The fencing token of the expert's owner, as far as it is known; 0: none."""
         return 0
 
+    def new_owner(self, address: str, token: int) -> str | None:
+        """The address of the owner, if that changed since it had ``token`` and is not ``address``; else None."""
+        return None
+
 
 class DirectoryResolver(FixedResolver):
     """How one expert is reached: by the server that the directory names."""
@@ -79,9 +86,9 @@ class DirectoryResolver(FixedResolver):
         self.connections, self._uid = connections, uid
 
     def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """The owner first, then the other servers in turn; but the one that `NotOwnerError` names, if it does."""
+        """The owner first, then the other servers in turn; but the owner that ``last`` names, if it does."""
         to, refusal = self.connections.to, self.connections.refusal
-        named = last.details.get("address") if isinstance(last, NotOwnerError) else None
+        named = last.details.get("address") if isinstance(last, NotOwnerError | LostError) else None
         if named and refusal(named) is None:
             return to(named)
         snapshot = self.connections.snapshot()
@@ -103,6 +110,12 @@ class DirectoryResolver(FixedResolver):
     def token(self) -> int:
         owner = self.connections.snapshot().owner(self._uid)
         return 0 if owner is None else owner.token
+
+    def new_owner(self, address: str, token: int) -> str | None:
+        owner = self.connections.snapshot().owner(self._uid)
+        if owner is None or owner.token == token or owner.address == address:
+            return None
+        return owner.address if self.connections.refusal(owner.address) is None else None
 
 
 @dataclass(frozen=True)
@@ -207,19 +220,21 @@ class RetryingCaller:
             raise DeadlineError(f"{named(call)} was not sent again: no time is left of its {timeout:g} s")
         if self.retry.attempt_seconds is not None:
             seconds = min(seconds, self.retry.attempt_seconds)
-        transport = self.resolver.transport(attempts.count, attempts.last)
-        future = transport.submit(call, seconds)
-        attempts.sent = True
+        look = LOOK if self.resolver.takeover_expected else seconds + _GRACE
+        give_up = time.monotonic() + seconds + _GRACE
+        future = attempts.submit(call, seconds, self.resolver)
         try:
-            return future.result(seconds + _GRACE)
-        except FutureTimeout as error:
-            if isinstance(error, WeftError):  # an error that was answered, and is a TimeoutError as well
-                raise
-            future.cancel()
-            raise DeadlineError(f"{named(call)} had no answer from {transport.address} within {seconds:g} s") from None
+            while (left := give_up - time.monotonic()) > 0:
+                try:
+                    return future.result(min(look, left))
+                except FutureTimeout as error:
+                    if isinstance(error, WeftError):  # an error that was answered, and is a TimeoutError as well
+                        raise
+                attempts.check_owner(call, self.resolver)
+            raise DeadlineError(f"{named(call)} had no answer from {attempts.address} within {seconds:g} s")
         except CancelledError:
             raise UsageError(f"{named(call)} was cancelled while it waited") from None
-        except BaseException:  # Ctrl-C, for instance: what is still queued is not sent any more
+        except BaseException:  # such as another owner, or Ctrl-C: what is still queued is not sent any more
             future.cancel()
             raise
         finally:
@@ -230,15 +245,40 @@ class RetryingCaller:
 class RetryState:
     """What became of the attempts of one call.
 
-    ``counted``: those that count against `Retry.attempts`. ``sent``: the current one was given to its transport.
-    ``unsure``: the error of the last that may have been executed.
+    ``counted``: those that count against `Retry.attempts`. ``sent``: the current one was given to its transport, that
+    to ``address``, when the expert's owner had the fencing token ``token``. ``unsure``: the error of the last that may
+    have been executed.
     """
 
     count: int = 0
     counted: int = 0
     sent: bool = False
+    address: str = ""
+    token: int = 0
     last: Exception | None = None
     unsure: Exception | None = None
+
+    def submit(self, call: Call, seconds: float, resolver: FixedResolver) -> "Future[Received]":
+        """Send the next attempt."""
+        # The token is read before the address. If the owner changes in between, `check_owner` compares with the
+        # older one and sees it; the other way round, a call to the replaced owner would wait for it until the deadline.
+        self.token = resolver.token()
+        transport = resolver.transport(self.count, self.last)
+        self.address = transport.address
+        future = transport.submit(call, seconds)
+        self.sent = True
+        return future
+
+    def check_owner(self, call: Call, resolver: FixedResolver) -> None:
+        """Raise ``LostError`` if the expert has had another owner since the current attempt was sent.
+
+        The answer would not be used: that owner's token is the smaller one. Its step, if there was one, counts if the
+        new owner has its state, and then the key of the call is part of that.
+        """
+        owner = resolver.new_owner(self.address, self.token)
+        if owner is not None:
+            text = f"{named(call)} had no answer from {self.address} before {owner} became the owner of its expert"
+            raise LostError(text, {"address": owner})
 
     def failed(self, error: Exception, retry: Retry, resolver: FixedResolver, end: float) -> float | None:
         """Seconds until the call, of which one more attempt ended so, is sent again; None: it is not."""

@@ -54,7 +54,9 @@ _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
 _HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset")
 """How connections end where certificates are missing or wrong."""
-_REJECTED = ("certificate_verify_failed", "hostname verification")
+# The last two: an authority that was made again has its old name and another key. By its name it is taken for the
+# signer, and then the signature does not fit; BoringSSL names the algorithm's error instead of a failed verification.
+_REJECTED = ("certificate_verify_failed", "hostname verification", "certificate signature failure", "bad_signature")
 _WANTED = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
 _PROBE = 1.0  # seconds for each message of a handshake by hand
 Handler = Callable[[Received, Callable[[Call], None]], Any]
@@ -407,8 +409,8 @@ def explained(text: str, tls: ClientTls | None, who: str = "this client", where:
         return f"{text}; it was called without TLS: if it wants TLS, give {who} certificates ({where})"
     shown = "it was shown no certificate, which it may ask for" if tls.certificate is None else "it was shown one"
     return (
-        f"{text}; {shown}; check both ends' certificates ({where}): each must be signed by the other's authority=, and "
-        "neither may have expired"
+        f"{text}; {shown}; check both ends' certificates ({where}): each must be signed by the other's authority=, "
+        "with its present key if that was made again, and neither may have expired"
     )
 
 

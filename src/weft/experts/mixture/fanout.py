@@ -27,7 +27,7 @@ from weft.core.errors import UsageError, listed
 from weft.core.rng import waiting
 from weft.core.validation import Validator, is_whole
 from weft.experts.client.autograd import RecomputeCache
-from weft.experts.client.retry import DirectoryResolver, Retry, RetryState
+from weft.experts.client.retry import LOOK, DirectoryResolver, Retry, RetryState
 from weft.experts.client.stub import ExpertProgress, IdempotencyKey, OpenMiniBatch, RequestBuilder, Signature
 from weft.experts.client.transport import Connections
 from weft.experts.discovery import Snapshot
@@ -36,6 +36,7 @@ from weft.experts.errors import (
     CommitError,
     DeadlineError,
     InputsGoneError,
+    LostError,
     NoExpertsError,
     StepsLostWarning,
     TooFewAnswersError,
@@ -158,7 +159,7 @@ class GridClient:
             if left <= 0:
                 raise DeadlineError(f"no time was left to call expert {call.header.uid!r}")
             seconds = left if self.retry.attempt_seconds is None else min(left, self.retry.attempt_seconds)
-            return self.resolver(call.header.uid).transport(attempts.count, attempts.last).submit(call, seconds)
+            return attempts.submit(call, seconds, self.resolver(call.header.uid))
         except Exception as error:
             failed: Future[Received] = Future()
             failed.set_exception(error)
@@ -266,7 +267,7 @@ class FanOut:
         self.counts = torch.zeros_like(needed)
         self._client, self._calls, self._needed = client, calls, needed
         self._deadline, self._after, self._lenient = deadline, after, lenient
-        self._ended: SimpleQueue[ExpertCall] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[ExpertCall, int]] = SimpleQueue()  # with the number of the attempt
         self._futures: dict[ExpertCall, Future[Received]] = {}
         self._pauses: dict[ExpertCall, float] = {}  # calls that will be sent again, and when
         self._possible = torch.zeros_like(needed)  # answers that a sample has or may still get
@@ -288,7 +289,8 @@ class FanOut:
 
     def _begin(self, call: ExpertCall) -> None:
         future = self._futures[call] = self._client.begin(call.call, self._deadline, call.attempts)
-        future.add_done_callback(lambda _: self._ended.put(call))
+        attempt = call.attempts.count
+        future.add_done_callback(lambda _: self._ended.put((call, attempt)))
 
     def _wait_for_quorum(self) -> None:
         start, end = time.monotonic(), self._deadline
@@ -313,19 +315,38 @@ class FanOut:
 
     def _wait(self, end: float) -> ExpertCall | None:
         """A call that ended; None at ``end``, or when it was time for retries, which are sent here."""
-        until = min(end, min(self._pauses.values(), default=end))
+        now = time.monotonic()
+        until = min(end, now + LOOK, min(self._pauses.values(), default=end))
         try:
-            return self._ended.get(timeout=max(0.0, until - time.monotonic()))
+            call, attempt = self._ended.get(timeout=max(0.0, until - now))
+            # An attempt that `_follow_owners` cancelled has ended before. The call has gone on since, or has failed.
+            return call if call in self._futures and attempt == call.attempts.count else None
         except Empty:
-            now = time.monotonic()
-            for call in [call for call, at in self._pauses.items() if at <= now]:
-                del self._pauses[call]
-                self._begin(call)
+            self._send_due(time.monotonic())
+            self._follow_owners()
             return None
 
-    def _end(self, call: ExpertCall) -> None:
+    def _send_due(self, now: float) -> None:
+        for call in [call for call, at in self._pauses.items() if at <= now]:
+            del self._pauses[call]
+            self._begin(call)
+
+    def _follow_owners(self) -> None:
+        """End the calls whose expert has another owner by now; they are sent again, to that one."""
+        for call, future in list(self._futures.items()):
+            try:
+                call.attempts.check_owner(call.call, self._client.resolver(call.call.header.uid))
+            except LostError as error:
+                if not future.done():
+                    future.cancel()
+                    self._end(call, error)
+
+    def _end(self, call: ExpertCall, fault: Exception | None = None) -> None:
+        """Take the answer of a call, or its error, or this ``fault``."""
         future, rows = self._futures.pop(call), call.samples
         try:
+            if fault is not None:
+                raise fault
             good = call.accept(future.result(timeout=0))
         except StepsLostWarning:  # which the user has turned into an error of the whole call
             raise

@@ -1,0 +1,114 @@
+"""A call that waits for a server follows the expert to its new owner, with the same key."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.experts.client.test_retry import ANSWER, Scripted
+from tests.experts.concurrency import wait_until
+from weft.experts.client import NEVER, Connections, Retry
+from weft.experts.client.retry import DirectoryResolver, RetryingCaller
+from weft.experts.discovery import LocalDirectory
+from weft.experts.errors import DeadlineError, LostError
+from weft.experts.wire import Call, Header, Kind, Received
+
+CALL = Call(Header(kind=Kind.BACKWARD, uid="x", key="once"))
+
+
+class Recorded(Scripted):
+    """Keeps the calls that were sent, and their futures."""
+
+    def __init__(self, *fates: Exception | str, address: str) -> None:
+        super().__init__(*fates, address=address)
+        self.sent: list[Call] = []
+        self.futures: list[Future[Received]] = []
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        future = super().submit(call, timeout)
+        self.futures.append(future)
+        self.sent.append(call)
+        return future
+
+
+class Moving:
+    """An expert that "a:1" owns, which never answers, and that "b:1" serves as well."""
+
+    def __init__(self, retry: Retry) -> None:
+        self.directory = LocalDirectory()
+        self.first, self.second = (self.directory.declare("x", address, 60.0) for address in ("a:1", "b:1"))
+        self.directory.claim("x", self.first)
+        self.hung, self.good = Recorded(*["never"] * 9, address="a:1"), Recorded(address="b:1")
+        transports = {"a:1": self.hung, "b:1": self.good}
+        self.connections = Connections(self.directory, open_transport=transports.__getitem__)
+        self.caller = RetryingCaller(DirectoryResolver("x", self.connections), retry)
+
+    def take_over(self) -> None:
+        self.directory.withdraw(self.first)
+        self.directory.claim("x", self.second)
+
+    def claim_again(self) -> None:
+        self.directory.claim("x", self.first)
+
+    def lapse(self) -> None:
+        self.directory.withdraw(self.first)
+
+    def call_during(self, change: Callable[[], None], timeout: float) -> Received:
+        """The answer to a call, while which waits the directory changes."""
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.caller.call, CALL, timeout)
+            wait_until(lambda: self.hung.sent)
+            change()
+            return answer.result()
+
+
+def test_a_waiting_call_goes_to_the_new_owner() -> None:
+    """It does not wait for its deadline, and the new owner gets the same call under the same key."""
+    moving, start = Moving(Retry()), time.monotonic()
+    assert moving.call_during(moving.take_over, 600.0) is ANSWER
+    assert time.monotonic() - start < 60.0
+    assert moving.hung.sent == moving.good.sent == [CALL]
+    assert moving.hung.futures[0].cancelled()
+
+
+def test_a_call_that_is_sent_once_fails_when_the_owner_changes() -> None:
+    """It may have been executed, so the error is the one for that, and names the new owner."""
+    moving = Moving(NEVER)
+    with pytest.raises(LostError, match="no answer from a:1 before b:1 became the owner") as caught:
+        moving.call_during(moving.take_over, 600.0)
+    assert caught.value.details == {"address": "b:1"} and not moving.good.sent
+
+
+@pytest.mark.parametrize("change", ["claim_again", "lapse"])
+def test_a_call_waits_while_there_is_no_other_owner(change: str) -> None:
+    """A new lease of the same owner, or a lease that ended, is no reason to send a call elsewhere."""
+    moving = Moving(NEVER)
+    with pytest.raises(DeadlineError):
+        moving.call_during(getattr(moving, change), 0.5)
+    assert moving.hung.sent == [CALL] and not moving.good.sent
+
+
+def test_a_call_does_not_follow_to_an_untrusted_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner at an address that must not be connected to changes nothing for the calls that wait."""
+    moving = Moving(NEVER)
+    monkeypatch.setattr(moving.connections, "refusal", lambda address: "no" if address == "b:1" else None)
+    with pytest.raises(DeadlineError):
+        moving.call_during(moving.take_over, 0.5)
+
+
+def test_an_owner_that_changes_while_a_call_is_sent_is_seen() -> None:
+    """The directory changes after the owner was looked up, and before the call waits."""
+    moving, left = Moving(Retry()), threading.Event()
+    submit = moving.hung.submit
+
+    def late(call: Call, timeout: float) -> "Future[Received]":
+        if not left.is_set():
+            left.set()
+            moving.take_over()
+        return submit(call, timeout)
+
+    moving.hung.submit = late  # type: ignore[method-assign]
+    assert moving.caller.call(CALL, 600.0) is ANSWER
+    assert moving.good.sent == [CALL]
