@@ -31,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
 
 from weft.core.errors import SplitError, listed
 from weft.core.pytree import flatten, register_dataclasses, structure_paths, unflatten
@@ -38,6 +39,7 @@ from weft.core.rng import generators, restore, states
 from weft.core.segment import held_values, version
 from weft.pipeline.microbatch import storage_id
 from weft.pipeline.pipe import map_tensors
+from weft.pipeline.split.attributes import OPENED, SHARED, forbid_stored_activations, path_of
 from weft.pipeline.split.program import HERE, Reads, RecordedValue, Recording, Step, moved
 
 _T = cast(Any, Tensor)
@@ -79,6 +81,8 @@ class ForwardRecorder(TorchFunctionMode):
         self.mixed = len(set(devices)) > 1
         self.open: set[nn.Module] = set()
         self._leaking: set[nn.Module] = set()
+        self._exits: dict[nn.Module, str] = {}  # how a tensor left a block that was opened for it, in words
+        self._running: list[nn.Module] = []  # open modules whose forward() is under way
         self._inside, self._keep = True, False
         self._resolve()
 
@@ -139,6 +143,7 @@ class ForwardRecorder(TorchFunctionMode):
         ):
             self._begin(names, leaves)
             tables = [(module, dict(module._buffers)) for module in self.open]
+            held = [(self.names[id(m)], m, dict(vars(m))) for m in self.open if m not in self._exits]
             result = self._forward(*unflatten(structure, leaves))
             for module, before in tables:
                 if any(before.get(key) is not each for key, each in module._buffers.items()):
@@ -148,6 +153,8 @@ class ForwardRecorder(TorchFunctionMode):
                     )
             self._refuse_python_draws()
             found = self._recording
+            trained = {known[1].key for known in self._known.values() if isinstance(known[0], nn.Parameter)}
+            forbid_stored_activations(held, trained, found, {key: known[1] for key, known in self._known.items()})
             register_dataclasses(result)
             made, found.structure = flatten(result)
             found.reads = self._reads(made)
@@ -193,7 +200,7 @@ class ForwardRecorder(TorchFunctionMode):
         if self._inside:
             return func(*args, **kwargs)
         if func in _REFUSED:
-            raise _refusal(f"forward {_REFUSED[func]}")
+            raise self._refusal(f"forward {_REFUSED[func]}")
         with self._unwatched():
             return self._function(getattr(func, "__name__", str(func)), func, args, kwargs)
 
@@ -205,7 +212,11 @@ class ForwardRecorder(TorchFunctionMode):
             cuts[self.split[module]] = len(self._steps)
             self._device = self.devices[min(len(cuts), len(self.devices) - 1)]
         if module in self.open:
-            return plain(module, *args, **kwargs)
+            self._running.append(module)
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                self._running.pop()
         mine = _get_current_function_mode() is self
         with self._unwatched(), _pop_mode_temporarily() if mine else nullcontext():
             return self._block(plain, module, args, kwargs)
@@ -233,13 +244,13 @@ class ForwardRecorder(TorchFunctionMode):
     def _function(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         step = _step(name, func, args, kwargs, where=_site())
         if any(_c._functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
-            raise _refusal(f"{name} runs under vmap or grad")
+            raise self._refusal(f"{name} runs under vmap or grad")
         return self._recorded(step, func)
 
     def _recorded(self, step: Step, run: Callable[..., Any]) -> Any:
         """Run a step, and record it."""
         leaves = step.leaves
-        step.reads = self._reads(leaves)
+        step.reads, step.advice = self._reads(leaves), self._advice(step.advice)
         given = [moved(x, self._device) for x in leaves] if self.mixed else leaves
         versions = [version(x) if isinstance(x, Tensor) else 0 for x in given]
         self.drew = self.dynamic = False
@@ -316,17 +327,15 @@ class ForwardRecorder(TorchFunctionMode):
         if not isinstance(leaf, Tensor):
             known = None if isinstance(leaf, PLAIN) else self._known.get(id(leaf))
             if known is None and not isinstance(leaf, PLAIN) and _hides_tensors(leaf):
-                raise _refusal(
-                    f"a {type(leaf).__name__} carries tensors from block to block",
-                    "stages cannot see them (a cache of keys and values? use_cache=False); use a tuple, list or dict",
-                )
+                instead = "pass use_cache=False" if type(leaf).__name__.endswith("Cache") else SHARED
+                raise self._refusal(f"a {type(leaf).__name__} carries tensors", instead)
             return known and known[1]
         if id(leaf) not in self._known:
             self._unknown(leaf)
         _, value, before = self._known[id(leaf)]
         if value.kind == "made" and isinstance(leaf.grad_fn, BackwardCFunction) and id(leaf.grad_fn) not in self._nodes:
             name = type(leaf.grad_fn).__name__.removesuffix("Backward")
-            raise _refusal(
+            raise self._refusal(
                 f"{name}.apply, whose own backward would be lost, was called through a name that holds the bound method"
             )
         if version(leaf) != before:
@@ -341,16 +350,26 @@ class ForwardRecorder(TorchFunctionMode):
         ours = made is not None and made() is leaf
         if ours and block is not None:
             self._leaking.add(block)
+            self._exits.setdefault(block, path_of(block, self.names[id(block)], leaf))
         elif ours and not self._leaking:
-            raise _refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
+            raise self._refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
         self._know(leaf, RecordedValue("const", leaf if leaf.is_leaf else leaf.detach()))
 
     def _refuse_python_draws(self, where: str = "") -> None:
         if self._python_draws != _python_draws():
-            raise _refusal(
+            raise self._refusal(
                 f"forward of {type(self.model).__name__} draws from Python's or NumPy's random numbers{where}",
                 "it would get the same ones for ever; draw from torch, or in a submodule",
             )
+
+    def _refusal(self, what: str, instead: str = "move that into a submodule") -> SplitError:
+        """An error that says where in the user's code something cannot be recorded."""
+        return SplitError(f"{_site()}: {what} between blocks, where the model is cut; {self._advice(instead)}")
+
+    def _advice(self, instead: str) -> str:
+        """What to do about the code that is running: `instead`, unless it is that of a block which had to be opened."""
+        exits = dict.fromkeys(self._exits[module] for module in self._running if module in self._exits)
+        return OPENED.format(" and ".join(exits)) if exits else instead
 
     def _called(self, module: nn.Module) -> str:
         return f"{self.names[id(module)] or 'the model'} ({type(module).__name__})"
@@ -374,6 +393,9 @@ class ForwardRecorder(TorchFunctionMode):
             bound = apply.__get__(None, cls)
             if self._inside or threading.get_ident() != self._thread:
                 return bound(*args, **kwargs)
+            if cls is CheckpointFunction:
+                instead = "pass use_reentrant=False, or leave it out and give the Pipe checkpoint="
+                raise self._refusal("torch.utils.checkpoint with use_reentrant=True is called", instead)
             with self._unwatched():
                 return self._function(f"{cls.__name__}.apply", bound, args, kwargs)
 
@@ -443,7 +465,7 @@ def _unseen() -> Generator[None]:
 @contextmanager
 def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Generator[None]:
     """A run inside leaves the model and PyTorch's generators as they were: buffers are copies meanwhile, and numbers
-    that modules count in are put back. The caller's modes and hooks do not see it."""
+    and tensors that modules store are put back. The caller's modes and hooks do not see it."""
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
     own = [each for *_, held in before for each in held.values() if type(each) is torch.Generator]
     sources = [*generators(devices), *own]
@@ -458,7 +480,12 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
             module._buffers.clear()
             module._buffers.update(buffers)
             module._parameters.update(parameters)
-            vars(module).update({key: each for key, each in held.items() if type(each) in (int, float)})
+            now = vars(module)
+            # Also tensors: one that the run has stored would look like that of the step which comes.
+            stored = [key for key, each in now.items() if isinstance(each, Tensor) and held.get(key) is not each]
+            for key in stored:
+                del now[key]
+            now.update({k: each for k, each in held.items() if k in stored or type(each) in (int, float)})
 
 
 def copies(leaves: Sequence[Any]) -> list[Any]:
@@ -523,11 +550,6 @@ def _short(file: str) -> str:
     """A file, relative to where Python finds its package."""
     roots = [each for each in (*sys.path, str(Path.cwd())) if each and Path(file).is_relative_to(each)]
     return str(Path(file).relative_to(max(roots, key=len))) if roots else file
-
-
-def _refusal(what: str, instead: str = "move that into a submodule") -> SplitError:
-    """An error that says where in the user's code something cannot be recorded."""
-    return SplitError(f"{_site()}: {what} between blocks, where the model is cut; {instead}")
 
 
 def _python_draws() -> Any:

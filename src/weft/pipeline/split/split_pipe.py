@@ -22,18 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.autograd import forbid_tracing
-from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, UsageError
+from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, UsageError, advise
 from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, cuda_devices, forbid_lazy, forbid_other_axes, places_of
 from weft.pipeline.engine import PipeCall
 from weft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
-from weft.pipeline.pipe import Pipe, allocate, frozen, map_tensors
+from weft.pipeline.pipe import NO_LOSS, Pipe, allocate, frozen, map_tensors
 from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import automatic_split
 from weft.pipeline.split.axes import check_axes
+from weft.pipeline.split.huggingface import ModelFacade, accepts, without_cache
 from weft.pipeline.split.program import (
     Choice,
     Copies,
@@ -57,7 +58,7 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST = 64  # entries of a list or dict among a module's attributes that are compared
 
 
-class SplitPipe(Pipe):
+class SplitPipe(ModelFacade):
     """See `Pipe`, which makes one where `split` is given. `module` is the model itself."""
 
     def _lay_out(self, check: Validator, module: Any, dims: BatchDims | None, **given: Any) -> int:
@@ -68,6 +69,7 @@ class SplitPipe(Pipe):
         self.split, self.verify, devices = given["split"], given["verify"], given["devices"]
         auto = self.split == "auto"
         here = cuda_devices() or [torch.device("cpu")] * (2 if auto else len(self.split) + 1)
+        here = here if auto else here[: len(self.split) + 1]
         places = here if devices is None else check.call(places_of, devices)
         self.devices = places or []
         if auto:
@@ -82,7 +84,7 @@ class SplitPipe(Pipe):
         for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(module, table)
         self._model: SplitModel | None = None
-        call = None if sample is None else self._without_cache(*_arguments(sample))
+        call = None if sample is None else without_cache(module, *_arguments(sample))
         if self.split == "auto":
             self.split = automatic_split(module, self.devices, call, self._dims)
         self.split = list(self.split)
@@ -95,14 +97,14 @@ class SplitPipe(Pipe):
     def _check_layout(self, check: Validator) -> int:
         stages = len(self.split) + 1
         places = check.call(places_of, self.devices)
-        if places is not None and len(places) < stages:
+        if places is not None and len(places) != stages:
             check.errors.append(
                 PartitionError(
-                    f"{stages - 1} split points make {stages} stages, but there are {len(places)} devices; one may be "
-                    f"there more than once, as in devices=['cpu'] * {stages}"
+                    f"{stages - 1} split points make {stages} stages, but there are {len(places)} devices; give one "
+                    f"per stage, which may repeat, as in devices=['cpu'] * {stages}"
                 )
             )
-        self.devices = places[:stages] if places else self.devices
+        self.devices = places or self.devices
         self.balance = [1] * stages
         return stages
 
@@ -123,7 +125,9 @@ class SplitPipe(Pipe):
         forbid_tracing(args, kwargs)
         self._made_runtime()
         targets = self._targets(kwargs)
-        args, kwargs = self._without_cache(args, kwargs)
+        if "target" in kwargs and not accepts(self.module, "target"):
+            raise UsageError(NO_LOSS)
+        args, kwargs = without_cache(self.module, args, kwargs)
         rows: Any = self._dims.whole
         axis = rows
         if rows is None:
@@ -139,14 +143,6 @@ class SplitPipe(Pipe):
             call, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale, scalars, owners
         )
         return runtime.serve(request, training=self.module.training)
-
-    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with ``use_cache=False`` where forward() would hand a cache of keys and values from block to
-        block, which no training needs."""
-        wanted = getattr(getattr(self.module, "config", None), "use_cache", False) is True
-        if wanted and "use_cache" in inspect.signature(self.module.forward).parameters:
-            kwargs = {"use_cache": False, **kwargs}
-        return args, kwargs
 
     @property
     def routes(self) -> list[CrossingValue]:
@@ -335,7 +331,8 @@ class SplitModel:
                 tensors = [x for k, x in found.items() if k.startswith("output") and isinstance(x, Tensor) and x.dim()]
                 if joins and len(calls) > 1 and any(len(x) > plan.sizes[at[0]] for x in tensors):
                     check_order(self._recorder, plan, leaves, self._dims.outputs)
-            except BaseException:
+            except BaseException as error:
+                advise(error)
                 self._drop(program)
                 raise
             program.verified = bool(other)
