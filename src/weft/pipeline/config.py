@@ -405,7 +405,12 @@ def places_of(devices: Any) -> list[torch.device]:
     with Validator(wanted) as check:
         for stage, each in enumerate(cast("Iterable[Any]", given)):
             try:
-                places.append(_indexed(torch.device(each)))
+                device = torch.device(each)
+                if device.type != "cuda" or (device.index or 0) < torch.cuda.device_count():
+                    places.append(_indexed(device))
+                else:
+                    count = torch.cuda.device_count()
+                    check.add(f"that of stage {stage} is {each!r}, and the number of CUDA devices here is {count}")
             except (TypeError, RuntimeError):
                 check.add(f"that of stage {stage} is {each!r}")
     return places

@@ -278,7 +278,8 @@ def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int
     along = "their batch axes" if several else f"axis {taken[0][1]}"
     headline = (
         f"{where}: all tensors of a mini-batch must have the same length along {along}. Make them equal, wrap what "
-        "every micro-batch needs whole in NoChunk(...), or say which axis holds the rows (batch_dim= of a Pipe):"
+        "every micro-batch needs whole in NoChunk(...), or say which axis holds the rows (batch_dim= of a Pipe). A "
+        "tensor with several rows for one sample, such as patches of images, needs them in an axis of their own:"
     )
     raise BatchError(listed(headline, faults))
 

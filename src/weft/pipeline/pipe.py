@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from weft.core.autograd import forbid_exporting, forbid_tracing, graph_break
-from weft.core.errors import UsageError, shorten_traceback
+from weft.core.errors import SpecError, UsageError, shorten_traceback
 from weft.core.rng import generators, mix, seeded
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
@@ -46,6 +46,11 @@ from weft.pipeline.skip import verify_skippables
 from weft.pipeline.stage import CallArguments, Stage
 from weft.pipeline.tracing import Watcher
 
+NO_LOSS = (
+    "target= was given, but the pipe has no loss to give it to; give it one, Pipe(..., loss=fn), or compute the loss "
+    "from what the pipe returns"
+)
+
 
 class Pipe(nn.Module):
     """A model cut into stages; micro-batches of one mini-batch are in different stages at one time.
@@ -62,7 +67,8 @@ class Pipe(nn.Module):
         output_batch_dim: the axis of the rows of what comes out: an int, or nested as the output is. Default: as
             `batch_dim`, if that is an int. Modules that are known to have their rows on another axis are refused.
         devices: one per stage; may repeat, also ``["cpu", "cpu"]``, which really runs two workers. Default:
-            all CUDA devices, else the CPU twice. Layers are moved there, but for those on the meta device.
+            all CUDA devices, else the CPU twice. Layers are moved there, but for those on the meta device. Of an
+            `nn.Sequential` with fewer layers than devices the first devices get one layer each.
         balance: how many layers each stage has. Default: as many stages as devices (at most as many as layers), as
             even as possible by the time that each layer takes for `sample`, or without a sample by the number of
             parameters, which is a rough guess; see `weft.pipeline.partition` for measured balances.
@@ -148,6 +154,7 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         reduction = None
+        _forbid_pipes(module, split)
         with Validator("this Pipe cannot be used") as check:
             dims = check.call(BatchDims, batch_dim, output_batch_dim)
             stages = self._lay_out(
@@ -240,10 +247,7 @@ class Pipe(nn.Module):
             return runtime.serve(request, training=self.training)
         except TypeError as error:
             if self._loss[0] is None and "unexpected keyword argument 'target'" in str(error):
-                raise UsageError(
-                    "target= was given, but the pipe has no loss to give it to; give it one, Pipe(..., loss=fn), or "
-                    "compute the loss from what the pipe returns"
-                ) from None
+                raise UsageError(NO_LOSS) from None
             if self._loss[0] is not None and not targets and len(args) > 1:
                 error.add_note("weft: the pipe has a loss; its target is given by name: pipe(x, target=y)")
             raise
@@ -382,6 +386,16 @@ class Pipe(nn.Module):
         for stage, partition in zip(stages, self.partitions, strict=True):
             stage.partition = partition
         return stages, crossing
+
+
+def _forbid_pipes(module: Any, split: Any) -> None:
+    """Raise SpecError for a model that is a pipe, or has one around a split point."""
+    points = [str(point) for point in cast("list[Any]", split)] if isinstance(split, list | tuple) else []
+    for name, each in cast(Any, module).named_modules() if isinstance(module, nn.Module) else ():
+        if isinstance(each, Pipe) and (not name or any(point.startswith(f"{name}.") for point in points)):
+            raise SpecError(
+                f"{name or 'the model'} is a Pipe already, which cannot be cut again; give the model itself"
+            )
 
 
 def frozen(value: Any) -> Any:

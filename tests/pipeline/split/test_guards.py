@@ -202,7 +202,7 @@ def _to_data(_: Between, x: Tensor) -> Tensor:
         (lambda _, x: _twice(x), "_Twice.apply, whose own backward would be lost"),
         (lambda _, x: torch.vmap(torch.sin)(x), "runs under vmap or grad"),
         (lambda _, x: torch.autograd.grad(x.sum(), x)[0], "asks torch.autograd for a gradient"),
-        (lambda self, x: self.storing(x, _Cache()), "_Cache carries tensors from block to block.*use_cache=False"),
+        (lambda self, x: self.storing(x, _Cache()), "_Cache carries tensors between blocks.*use_cache=False"),
         (_halved_gradient, "hangs a hook on a tensor's gradient"),
         (_swap, "puts another tensor in the place of a buffer"),
         (_to_data, r"forward sets \.data between blocks"),

@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import time
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -327,37 +326,6 @@ def test_a_loss_over_tokens_is_exact_with_the_number_of_items() -> None:
     wanted = plain(input_ids=tokens, labels=labels).loss
     wanted.backward()
     assert_gradients_equal(pipe, plain, 1e-6)  # the loss of Hugging Face is of float32
-
-
-@needs_transformers
-def test_the_trainer_of_hugging_face_takes_the_pipe(tmp_path: Any) -> None:
-    import transformers  # noqa: PLC0415 - an extra
-
-    torch.set_default_dtype(torch.float32)
-    model, plain = gpt2(), None
-    plain = copy.deepcopy(model)
-    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(3, 50, (8, 9))]
-    found: list[dict[str, Tensor]] = []
-    for each in (cut(model, "transformer.h.2", chunks=2), plain):
-        arguments = transformers.TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=4,
-            max_steps=2,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            logging_strategy="no",
-            remove_unused_columns=False,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            transformers.Trainer(each, arguments, train_dataset=data).train()
-        found.append(each.state_dict())
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
-    model.save_pretrained(tmp_path / "saved")
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
 
 
 @needs_transformers

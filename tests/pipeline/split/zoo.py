@@ -258,6 +258,13 @@ def image(rows: int) -> dict[str, Any]:
     return {"pixel_values": torch.randn(rows, 3, 16, 16), "labels": torch.randint(0, 5, (rows,))}
 
 
+def pictured(rows: int) -> Tensor:
+    """Token ids, four of which stand for an image."""
+    tokens = ids(rows) % 45
+    tokens[:, 2:6] = 45
+    return tokens
+
+
 def sound(rows: int) -> dict[str, Any]:
     return {"input_features": torch.randn(rows, 8, 20), "labels": ids(rows, 7)}
 
@@ -281,6 +288,7 @@ def hugging(name: str, kind: str, **config: Any) -> Callable[[], nn.Module]:
 
 
 _SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+_PATCHES: dict[str, Any] = {"image_size": 16, "patch_size": 8}
 _LLAMA: dict[str, Any] = {**_SMALL, "num_key_value_heads": 1, "use_cache": False}
 _PAIR: dict[str, Any] = {
     **{"d_model": 16, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
@@ -401,6 +409,17 @@ HUGGING = {
         stated=True,  # its loss that balances the experts is no mean over rows
     ),
     "time series": Entry(time_series, series, ("model.decoder.layers.0",), _of_model),
+    "llava": Entry(  # it caches keys and values, by a nested config and one of **kwargs
+        hugging(
+            *("Llava", "LlavaForConditionalGeneration"),
+            text_config={**_SMALL, "model_type": "llama", "num_key_value_heads": 1, "vocab_size": VOCABULARY},
+            vision_config={**_SMALL, "model_type": "clip_vision_model", "num_hidden_layers": 2, **_PATCHES},
+            **{"image_token_index": 45, "image_seq_length": 4},
+        ),
+        lambda n: {"input_ids": pictured(n), "pixel_values": torch.randn(n, 3, 16, 16)},
+        ("model.language_model.layers.2",),
+        lambda output: output.logits.square().mean(),
+    ),
     "mamba": Entry(
         hugging("Mamba", "MambaForCausalLM", hidden_size=16, state_size=4, num_hidden_layers=4, use_cache=False),
         lambda n: {"input_ids": ids(n)},

@@ -45,7 +45,7 @@ def _unseen() -> Generator[None]:
 @contextmanager
 def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Generator[None]:
     """A run inside leaves the model and PyTorch's generators as they were: buffers are copies meanwhile, and numbers
-    that modules count in are put back. The caller's modes and hooks do not see it."""
+    and tensors that modules store are put back. The caller's modes and hooks do not see it."""
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
     own = [each for *_, held in before for each in held.values() if type(each) is torch.Generator]
     sources = [*generators(devices), *own]
@@ -60,7 +60,12 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
             module._buffers.clear()
             module._buffers.update(buffers)
             module._parameters.update(parameters)
-            vars(module).update({key: each for key, each in held.items() if type(each) in (int, float)})
+            now = vars(module)
+            # Also tensors: one that the run has stored would look like that of the step which comes.
+            stored = [key for key, each in now.items() if isinstance(each, Tensor) and held.get(key) is not each]
+            for key in stored:
+                del now[key]
+            now.update({k: each for k, each in held.items() if k in stored or type(each) in (int, float)})
 
 
 def copies(leaves: Sequence[Any]) -> list[Any]:

@@ -112,12 +112,11 @@ class OpenState:
         return tuple(found)
 
     def described(self, modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Hashable]:
-        """The present values by their names: of all that was read, and of all attributes of these modules."""
-        found = {words: _state_of(table.get(name, _ABSENT)) for table, name, words in self._places.values()}
+        """The present values but tensors, by name: of all that was read, and of all attributes of these modules."""
+        found = {words: table.get(name, _ABSENT) for table, name, words in self._places.values()}
         for path, module in modules:
-            held = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
-            found |= {f"{path or 'self'}.{key}": _state_of(value) for key, value in held.items()}
-        return found
+            found |= {f"{path or 'self'}.{key}": x for key, x in vars(module).items() if key not in _OF_MODULES}
+        return {words: _state_of(value) for words, value in found.items() if not isinstance(value, Tensor)}
 
     def line_of(self, name: str) -> str:
         """File and line where the code between blocks sets an attribute, or uses it; "" if it does not name it."""

@@ -10,6 +10,7 @@ a value that may mark such tokens. As long as the micro-batches never differed i
 they do, and then compares again.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import isfinite
@@ -215,7 +216,9 @@ class OutputJoin:
         self, plan: SplitPlan, leaves: Sequence[Any], rows: Sequence[int], quiet: Sequence[nn.Module]
     ) -> _Outputs:
         """Run the model on these rows of the mini-batch, without gradients, with the modules `quiet` in eval mode."""
-        with undisturbed(self._recorder.model, self._recorder.devices), torch.inference_mode(False), torch.no_grad():
+        isolated = undisturbed(self._recorder.model, self._recorder.devices)
+        with isolated, torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as one about gradients that nobody wants here
             return self._once(plan, leaves, rows, quiet)
 
     def _once(

@@ -71,6 +71,7 @@ class Step:
     stored: set[int] = field(default_factory=set[int])  # the storages that it wrote into
     draws: bool = False
     dynamic: bool = False  # the shape of its result depends on data
+    advice: str = "move that decision into a submodule, which may decide as it likes"  # where it is a guard
 
     def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         if self.structure is not None:
@@ -409,7 +410,7 @@ def _agree(step: Step, before: Any, now: Any) -> None:
     if type(now) is not type(before) or now != before:
         raise GuardError(
             f"the model's code between blocks went by {step}, which gave {before!r} when recorded and {now!r} now, so "
-            "forward() might go another way; move that decision into a submodule, which may decide as it likes"
+            f"forward() might go another way; {step.advice}"
         )
 
 

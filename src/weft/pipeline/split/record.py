@@ -31,11 +31,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from weft.core.errors import SplitError, listed
 from weft.core.pytree import flatten, register_dataclasses, structure_paths, unflatten
 from weft.core.segment import held_values, version
 from weft.pipeline.microbatch import storage_id
+from weft.pipeline.split.attributes import OPENED, SHARED, forbid_stored_activations, path_of
 from weft.pipeline.split.isolation import copies, undisturbed
 from weft.pipeline.split.open_state import PLAIN, OpenState
 from weft.pipeline.split.program import HERE, Reads, RecordedValue, Recording, Step, moved
@@ -58,6 +60,7 @@ _REFUSED: dict[Any, str] = {
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
 _CONTAINERS = (list, tuple, dict)
+_MOVE = "move that into a submodule"
 _WATCHED = 4
 """Number of recordings of a kind in which reads are noted. Later recordings read the same state. Noting replaces a
 method of module classes, and Python stops caching the attributes of a class that changes too often."""
@@ -78,6 +81,8 @@ class ForwardRecorder(TorchFunctionMode):
         self.state = OpenState()
         self._watches: Counter[Hashable] = Counter()  # recordings that noted reads, by grad mode and mode of the model
         self._leaking: set[nn.Module] = set()
+        self._exits: dict[nn.Module, str] = {}  # how a tensor left a block that was opened for it, in words
+        self._running: list[nn.Module] = []  # open modules whose forward() is under way
         self._inside, self._keep = True, False
         self._resolve()
 
@@ -138,6 +143,7 @@ class ForwardRecorder(TorchFunctionMode):
         ):
             self._begin(names, leaves)
             tables = [(module, dict(module._buffers)) for module in self.open]
+            held = [(self.names[id(m)], m, dict(vars(m))) for m in self.open if m not in self._exits]
             result = self._forward(*unflatten(structure, leaves))
             for module, before in tables:
                 if any(before.get(key) is not each for key, each in module._buffers.items()):
@@ -147,6 +153,8 @@ class ForwardRecorder(TorchFunctionMode):
                     )
             self._refuse_python_draws()
             found = self._recording
+            trained = {known[1].key for known in self._known.values() if isinstance(known[0], nn.Parameter)}
+            forbid_stored_activations(held, trained, found, {key: known[1] for key, known in self._known.items()})
             register_dataclasses(result)
             made, found.structure = flatten(result)
             found.reads = self._reads(made)
@@ -204,7 +212,7 @@ class ForwardRecorder(TorchFunctionMode):
         if self._inside:
             return func(*args, **kwargs)
         if func in _REFUSED:
-            raise _refusal(f"forward {_REFUSED[func]}")
+            raise self._refusal(f"forward {_REFUSED[func]}")
         with self._unwatched():
             return self._function(getattr(func, "__name__", str(func)), func, args, kwargs)
 
@@ -216,7 +224,11 @@ class ForwardRecorder(TorchFunctionMode):
             cuts[self.split[module]] = len(self._steps)
             self._device = self.devices[min(len(cuts), len(self.devices) - 1)]
         if module in self.open:
-            return plain(module, *args, **kwargs)
+            self._running.append(module)
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                self._running.pop()
         mine = _get_current_function_mode() is self
         with self._unwatched(), self.state.paused(), _pop_mode_temporarily() if mine else nullcontext():
             return self._block(plain, module, args, kwargs)
@@ -244,13 +256,13 @@ class ForwardRecorder(TorchFunctionMode):
     def _function(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         step = _step(name, func, args, kwargs, where=_site())
         if any(_c._functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
-            raise _refusal(f"{name} runs under vmap or grad")
+            raise self._refusal(f"{name} runs under vmap or grad")
         return self._recorded(step, func)
 
     def _recorded(self, step: Step, run: Callable[..., Any]) -> Any:
         """Run a step, and record it."""
         leaves = step.leaves
-        step.reads = self._reads(leaves)
+        step.reads, step.advice = self._reads(leaves), self._advice(step.advice)
         given = [moved(x, self._device) for x in leaves] if self.mixed else leaves
         versions = [version(x) if isinstance(x, Tensor) else 0 for x in given]
         self.drew = self.dynamic = False
@@ -328,17 +340,15 @@ class ForwardRecorder(TorchFunctionMode):
         if not isinstance(leaf, Tensor):
             known = None if isinstance(leaf, PLAIN) else self._known.get(id(leaf))
             if known is None and not isinstance(leaf, PLAIN) and _hides_tensors(leaf):
-                raise _refusal(
-                    f"a {type(leaf).__name__} carries tensors from block to block",
-                    "stages cannot see them (a cache of keys and values? use_cache=False); use a tuple, list or dict",
-                )
+                instead = "pass use_cache=False" if type(leaf).__name__.endswith("Cache") else SHARED
+                raise self._refusal(f"a {type(leaf).__name__} carries tensors", instead)
             return known and known[1]
         if id(leaf) not in self._known:
             self._unknown(leaf)
         _, value, before = self._known[id(leaf)]
         if value.kind == "made" and isinstance(leaf.grad_fn, BackwardCFunction) and id(leaf.grad_fn) not in self._nodes:
             name = type(leaf.grad_fn).__name__.removesuffix("Backward")
-            raise _refusal(
+            raise self._refusal(
                 f"{name}.apply, whose own backward would be lost, was called through a name that holds the bound method"
             )
         if version(leaf) != before:
@@ -353,8 +363,9 @@ class ForwardRecorder(TorchFunctionMode):
         ours = made is not None and made() is leaf
         if ours and block is not None:
             self._leaking.add(block)
+            self._exits.setdefault(block, path_of(block, self.names[id(block)], leaf))
         elif ours and not self._leaking:
-            raise _refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
+            raise self._refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
         self._know(leaf, RecordedValue("const", leaf if leaf.is_leaf else leaf.detach()))
 
     def _refuse_random_decision(self, step: Step) -> None:
@@ -369,7 +380,7 @@ class ForwardRecorder(TorchFunctionMode):
             if made is None or made.module is not None:
                 continue
             if made.draws:
-                raise _refusal(
+                raise self._refusal(
                     f"forward decides by a random number, of {made},", f"{self._advice_on_draws()}, or {_MOVE}"
                 )
             todo += made.reads.values()
@@ -383,10 +394,19 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _refuse_python_draws(self, where: str = "") -> None:
         if self._python_draws != _python_draws():
-            raise _refusal(
+            raise self._refusal(
                 f"forward of {type(self.model).__name__} draws from Python's or NumPy's random numbers{where}",
                 f"it would get the same ones for ever; {self._advice_on_draws()}, draw from torch, or in a submodule",
             )
+
+    def _refusal(self, what: str, instead: str = _MOVE) -> SplitError:
+        """An error that says where in the user's code something cannot be recorded."""
+        return SplitError(f"{_site()}: {what} between blocks, where the model is cut; {self._advice(instead)}")
+
+    def _advice(self, instead: str) -> str:
+        """What to do about the code that is running: `instead`, unless it is that of a block which had to be opened."""
+        exits = dict.fromkeys(self._exits[module] for module in self._running if module in self._exits)
+        return OPENED.format(" and ".join(exits)) if exits else instead
 
     def _called(self, module: nn.Module) -> str:
         return f"{self.names[id(module)] or 'the model'} ({type(module).__name__})"
@@ -410,6 +430,9 @@ class ForwardRecorder(TorchFunctionMode):
             bound = apply.__get__(None, cls)
             if self._inside or threading.get_ident() != self._thread:
                 return bound(*args, **kwargs)
+            if cls is CheckpointFunction:
+                instead = "pass use_reentrant=False, or leave it out and give the Pipe checkpoint="
+                raise self._refusal("torch.utils.checkpoint with use_reentrant=True is called", instead)
             with self._unwatched():
                 return self._function(f"{cls.__name__}.apply", bound, args, kwargs)
 
@@ -503,14 +526,6 @@ def _short(file: str) -> str:
     """A file, relative to where Python finds its package."""
     roots = [each for each in (*sys.path, str(Path.cwd())) if each and Path(file).is_relative_to(each)]
     return str(Path(file).relative_to(max(roots, key=len))) if roots else file
-
-
-_MOVE = "move that into a submodule"
-
-
-def _refusal(what: str, instead: str = _MOVE) -> SplitError:
-    """An error that says where in the user's code something cannot be recorded."""
-    return SplitError(f"{_site()}: {what} between blocks, where the model is cut; {instead}")
 
 
 def _python_draws() -> Any:

@@ -8,7 +8,6 @@ The pipe has the model's own tables of children, parameters and buffers: same ke
 one wiring for all programs: what goes from stage s to stage t for one micro-batch is one bundle.
 """
 
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -22,18 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.autograd import forbid_tracing
-from weft.core.errors import PartitionError, SpecError, SplitError, UsageError
+from weft.core.errors import PartitionError, SpecError, SplitError, UsageError, advise
 from weft.core.pytree import Structure, flatten, register_dataclasses, spread, unflatten
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, cuda_devices, forbid_lazy, forbid_other_axes, places_of
 from weft.pipeline.engine import PipeCall
 from weft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
-from weft.pipeline.pipe import Pipe, allocate, frozen, map_tensors
+from weft.pipeline.pipe import NO_LOSS, Pipe, allocate, frozen, map_tensors
 from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import automatic_split
 from weft.pipeline.split.axes import check_axes
+from weft.pipeline.split.huggingface import ModelFacade, accepts, without_cache
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.output_join import OutputJoin, Reduction
 from weft.pipeline.split.program import (
@@ -55,7 +55,7 @@ PROGRAMS = 64
 """How many programs a pipe keeps; the least recently used one goes first."""
 
 
-class SplitPipe(Pipe):
+class SplitPipe(ModelFacade):
     """See `Pipe`, which makes one where `split` is given. `module` is the model itself."""
 
     def _lay_out(self, check: Validator, module: Any, dims: BatchDims | None, **given: Any) -> int:
@@ -66,6 +66,7 @@ class SplitPipe(Pipe):
         self.split, self.verify, devices = given["split"], given["verify"], given["devices"]
         auto = self.split == "auto"
         here = cuda_devices() or [torch.device("cpu")] * (2 if auto else len(self.split) + 1)
+        here = here if auto else here[: len(self.split) + 1]
         places = here if devices is None else check.call(places_of, devices)
         self.devices = places or []
         if auto:
@@ -80,7 +81,7 @@ class SplitPipe(Pipe):
         for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(module, table)
         self._model: SplitModel | None = None
-        call = None if sample is None else self._without_cache(*_arguments(sample))
+        call = None if sample is None else without_cache(module, *_arguments(sample))
         if self.split == "auto":
             self.split = automatic_split(module, self.devices, call, self._dims)
         self.split = list(self.split)
@@ -93,14 +94,14 @@ class SplitPipe(Pipe):
     def _check_layout(self, check: Validator) -> int:
         stages = len(self.split) + 1
         places = check.call(places_of, self.devices)
-        if places is not None and len(places) < stages:
+        if places is not None and len(places) != stages:
             check.errors.append(
                 PartitionError(
-                    f"{stages - 1} split points make {stages} stages, but there are {len(places)} devices; one may be "
-                    f"there more than once, as in devices=['cpu'] * {stages}"
+                    f"{stages - 1} split points make {stages} stages, but there are {len(places)} devices; give one "
+                    f"per stage, which may repeat, as in devices=['cpu'] * {stages}"
                 )
             )
-        self.devices = places[:stages] if places else self.devices
+        self.devices = places or self.devices
         self.balance = [1] * stages
         return stages
 
@@ -121,7 +122,9 @@ class SplitPipe(Pipe):
         forbid_tracing(args, kwargs)
         self._made_runtime()
         targets = self._targets(kwargs)
-        args, kwargs = self._without_cache(args, kwargs)
+        if "target" in kwargs and not accepts(self.module, "target"):
+            raise UsageError(NO_LOSS)
+        args, kwargs = without_cache(self.module, args, kwargs)
         rows: Any = self._dims.whole
         axis = rows
         if rows is None:
@@ -137,14 +140,6 @@ class SplitPipe(Pipe):
             call, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale, scalars, owners
         )
         return runtime.serve(request, training=self.module.training)
-
-    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with ``use_cache=False`` where forward() would hand a cache of keys and values from block to
-        block, which no training needs."""
-        wanted = getattr(getattr(self.module, "config", None), "use_cache", False) is True
-        if wanted and "use_cache" in inspect.signature(self.module.forward).parameters:
-            kwargs = {"use_cache": False, **kwargs}
-        return args, kwargs
 
     @property
     def routes(self) -> list[CrossingValue]:
@@ -340,6 +335,7 @@ class SplitModel:
             try:
                 verify(self._recorder, program, *calls[(other or at)[-1]])
             except BaseException as error:
+                advise(error)
                 if program.steps > 1:
                     error.add_note(f"weft: found at step {program.steps} of this program; it was right at its first")
                 self._drop(program)

@@ -1,0 +1,329 @@
+"""A pipe under the tools of Hugging Face does what the model itself does: Trainer, accelerate, save_pretrained."""
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional
+
+import weft
+from tests.pipeline.pipe_cases import assert_close, rows
+from tests.pipeline.split.test_split_pipe import Chain, cut
+from tests.pipeline.split.test_zoo import needs_transformers
+from tests.pipeline.split.zoo import HUGGING, gpt2, hugging, ids
+from weft.core.errors import BatchError, SplitError
+
+pytestmark = [needs_transformers, pytest.mark.filterwarnings("ignore")]
+
+LABELS = dict[str, Tensor]
+
+
+def _loss(logits: Tensor, labels: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Tensor:
+    """The causal loss of Hugging Face, which itself computes in float32."""
+    shifted = labels[:, 1:]
+    total = functional.cross_entropy(logits[:, :-1].flatten(0, 1), shifted.flatten(), reduction="sum")
+    return total / ((shifted != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    model: Any = gpt2(layers=2).double()
+    model.loss_function = _loss
+    return model
+
+
+def _same(model: Any) -> Any:
+    return model
+
+
+def _pipe(model: Any) -> Any:
+    return cut(model, "transformer.h.1", chunks=2)
+
+
+def _data(count: int) -> list[LABELS]:
+    """Sentences, of which unequal numbers of tokens count, with a column that no model takes."""
+    tokens = torch.randint(3, 50, (count, 9), generator=torch.Generator().manual_seed(count))
+    labels = tokens.clone()
+    for row in range(count):
+        labels[row, : row % 4] = -100
+    return [{"input_ids": one, "labels": other, "sentence": one} for one, other in zip(tokens, labels, strict=True)]
+
+
+def _trainer(model: Any, folder: Path, **settings: Any) -> Any:
+    """A plain Trainer with its default arguments, but for the number and frequency of things."""
+    import transformers  # noqa: PLC0415 - an extra
+
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        **{"use_cpu": True, "disable_tqdm": True, "report_to": [], "max_steps": 4, "logging_steps": 1},
+        **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": 1e-2, **settings},
+    )
+    return transformers.Trainer(model, arguments, train_dataset=_data(12), eval_dataset=_data(6))
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.1], ids=["plain", "smoothed"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The model and a pipe of it after the same training, with the best of several checkpoints loaded."""
+    steps: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    # The label smoother of Hugging Face adds in float32.
+    made = SimpleNamespace(folder=tmp_path_factory.mktemp("trained"), smoothing=request.param)
+    made.tolerance = 1e-6 if request.param else 1e-10
+    for name, wrap in (("plain", _same), ("pipe", _pipe)):
+        trainer = _trainer(wrap(_model()), made.folder / name, label_smoothing_factor=request.param, **steps)
+        trainer.train()
+        setattr(made, name, trainer)
+    return made
+
+
+def test_trainer_trains_as_with_the_model(trained: SimpleNamespace) -> None:
+    """The losses of training and evaluation, and the best weights. Labels of a causal model are shifted also by label
+    smoothing, which goes by the class name."""
+    histories = [
+        [{key: log[key] for key in ("loss", "eval_loss", "grad_norm") if key in log} for log in each.state.log_history]
+        for each in (trained.plain, trained.pipe)
+    ]
+    assert sum("eval_loss" in log for log in histories[0]) == 2
+    for plain, pipe in zip(*histories, strict=True):
+        assert pipe == pytest.approx(plain, rel=trained.tolerance)
+    assert trained.pipe.state.best_metric == pytest.approx(trained.plain.state.best_metric, rel=trained.tolerance)
+    assert_close(trained.pipe.model.state_dict(), trained.plain.model.state_dict(), trained.tolerance)
+
+
+def test_trainer_predicts_as_with_the_model(trained: SimpleNamespace) -> None:
+    seen, wanted = (each.predict(_data(6)) for each in (trained.pipe, trained.plain))
+    assert seen.predictions.shape == (6, 9, 50) and seen.label_ids.shape == (6, 9)
+    assert_close(*(torch.tensor(each.predictions) for each in (seen, wanted)), trained.tolerance)
+    assert seen.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=trained.tolerance)
+
+
+def test_trainer_saves_a_model_that_loads(trained: SimpleNamespace) -> None:
+    """Tied weights are saved once, with the config, by `save_model` and by `save_pretrained`."""
+    import transformers  # noqa: PLC0415 - an extra
+
+    trained.pipe.save_model(str(trained.folder / "saved"))
+    trained.pipe.model.save_pretrained(trained.folder / "pretrained")
+    trained.plain.save_model(str(trained.folder / "wanted"))
+    config = (trained.folder / "wanted" / "config.json").read_text()
+    for name in ("saved", "pretrained"):
+        files = {each.name for each in (trained.folder / name).iterdir()}
+        assert files - {"training_args.bin"} == {"config.json", "generation_config.json", "model.safetensors"}
+        assert (trained.folder / name / "config.json").read_text() == config
+        again = transformers.AutoModelForCausalLM.from_pretrained(trained.folder / name)
+        assert_close(again.state_dict(), trained.pipe.model.state_dict())
+
+
+def test_trainer_resumes_as_with_the_model(trained: SimpleNamespace) -> None:
+    """From a checkpoint of a pipe, or of the model itself."""
+    weights: list[LABELS] = []
+    for wrap, saved in ((_same, "plain"), (_pipe, "pipe"), (_pipe, "plain")):
+        folder = trained.folder / f"again-{len(weights)}"
+        trainer = _trainer(wrap(_model()), folder, label_smoothing_factor=trained.smoothing)
+        trainer.train(resume_from_checkpoint=str(trained.folder / saved / "checkpoint-2"))
+        weights.append(trainer.model.state_dict())
+    for each in weights[1:]:
+        assert_close(each, weights[0], trained.tolerance)
+
+
+def test_trainer_takes_models_that_are_not_of_hugging_face(tmp_path: Path) -> None:
+    class Regression(Chain):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            y = super().forward(x)
+            return y if labels is None else {"loss": (y - labels).square().mean(), "logits": y}
+
+    import transformers  # noqa: PLC0415 - an extra
+
+    torch.manual_seed(0)
+    plain, data = Regression().double(), [{"x": x, "labels": x.cos(), "other": x} for x in rows(6, 8)]
+    kept: list[Any] = []
+    for model in (cut(copy.deepcopy(plain), chunks=2), plain):
+        arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, max_steps=1)
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+        trainer.train()
+        kept.append((trainer.evaluate()["eval_loss"], torch.tensor(trainer.predict(data).predictions)))
+    assert kept[0][0] == pytest.approx(kept[1][0], rel=1e-10)
+    assert_close(kept[0][1], kept[1][1], 1e-10)
+
+
+def test_a_pipe_on_several_devices_stays_where_it_is(tmp_path: Path) -> None:
+    """Trainer moves a model to its device, and wraps it in `nn.DataParallel`, unless it has a map of devices."""
+    pipe = _pipe(_model())
+    assert pipe.hf_device_map == {} and _trainer(pipe, tmp_path).place_model_on_device
+    pipe.devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert pipe.hf_device_map == {"": "cuda:0", "transformer.h.1": "cuda:1"}
+    trainer = _trainer(pipe, tmp_path)
+    assert trainer.is_model_parallel and not trainer.place_model_on_device
+
+
+def test_accelerate_saves_and_loads_the_state(tmp_path: Path) -> None:
+    import accelerate  # noqa: PLC0415 - an extra
+
+    weights: list[LABELS] = []
+    batch = {key: torch.stack([each[key] for each in _data(4)]) for key in ("input_ids", "labels")}
+    count = (batch["labels"][:, 1:] != -100).sum()
+    for wrap in (_same, _pipe):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = wrap(_model())
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+
+        def step(model: Any = model, optimizer: Any = optimizer, accelerator: Any = accelerator) -> None:
+            optimizer.zero_grad()
+            accelerator.backward(model(**batch, num_items_in_batch=count).loss)
+            optimizer.step()
+
+        step()
+        accelerator.save_state(str(tmp_path / wrap.__name__))
+        step()
+        wanted = copy.deepcopy(model.state_dict())
+        accelerator.load_state(str(tmp_path / wrap.__name__))
+        step()
+        assert_close(model.state_dict(), wanted)
+        weights.append(wanted)
+    assert_close(weights[1], weights[0], 1e-10)
+
+
+def test_mixed_precision_of_accelerate_reaches_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replaces the pipe's `forward`, and takes that back."""
+    import accelerate  # noqa: PLC0415 - an extra
+
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})  # one kind of precision per process
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    pipe = accelerator.prepare(cut(model := Chain(), chunks=2))
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(rows(4, 8).float())
+    assert_close(pipe(rows(4, 8).float()), wanted.float())
+    again = accelerator.unwrap_model(pipe, keep_fp32_wrapper=False)
+    before = again.statistics()["recordings"]
+    again(rows(6, 8).float())
+    assert again.statistics()["recordings"] > before  # it still runs in stages
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_pipe_is_a_pipe_and_a_model() -> None:
+    """Copies, pickles and a sharded pipe too."""
+    import transformers  # noqa: PLC0415 - an extra
+
+    pipe = _pipe(_model())
+    sharded = _pipe(_model())
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    assert isinstance(sharded, FSDPModule)
+    for each in (pipe, copy.deepcopy(pipe), copy.copy(pipe), pickle.loads(pickle.dumps(pipe)), sharded):
+        assert isinstance(each, weft.Pipe) and isinstance(each, transformers.GPT2LMHeadModel)
+        assert inspect.signature(each.forward) == inspect.signature(each.module.forward)
+        assert repr(each).startswith("Pipe of GPT2LMHeadModel(\n  split=['transformer.h.1'], stages: 1 on cpu")
+        each(input_ids=ids(2)).logits.sum().backward()
+        assert each.statistics()["recordings"] == 1
+    assert cut(Chain()).__class__ is Chain and type(cut(Chain())) is type(pipe)
+
+
+_VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 16, "patch_size": 8}
+_TEXT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 1}
+
+
+def _blip() -> nn.Module:
+    return hugging(
+        *("Blip2", "Blip2ForConditionalGeneration"),
+        text_config={
+            "model_type": "opt",
+            "word_embed_proj_dim": 16,
+            "ffn_dim": 32,
+            "dropout": 0.0,
+            "vocab_size": 50,
+            **_TEXT,
+        },
+        vision_config=_VISION,
+        qformer_config={**_VISION, "encoder_hidden_size": 16, "vocab_size": 50},
+        num_query_tokens=4,
+        image_token_index=45,
+    )()
+
+
+_EXPERTS = {"num_experts_per_tok": 1, "num_local_experts": 2, "experts_implementation": "eager"}
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "split"),
+    [
+        (HUGGING["llava"].make, HUGGING["llava"].inputs, HUGGING["llava"].split),
+        (_blip, HUGGING["llava"].inputs, ["language_model.model.decoder.layers.1"]),
+        (
+            hugging("GraniteMoe", "GraniteMoeForCausalLM", **_TEXT, **_EXPERTS, num_key_value_heads=1),
+            *(lambda n: {"input_ids": ids(n)}, ["model.layers.1"]),
+        ),
+        (
+            hugging(
+                *("SwitchTransformers", "SwitchTransformersForConditionalGeneration"),
+                **{"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2},
+                **{"num_experts": 2, "expert_capacity": 64, "experts_implementation": "eager"},
+            ),
+            *(lambda n: {"input_ids": ids(n), "decoder_input_ids": ids(n, 7)}, ["encoder.block.1", "decoder.block.1"]),
+        ),
+    ],
+    ids=["llava", "blip2", "granitemoe", "switch"],
+)
+def test_no_cache_is_asked_for(make: Any, inputs: Any, split: Any) -> None:
+    """The config of the text can be nested, and ``use_cache`` one of ``**kwargs``."""
+    torch.manual_seed(0)
+    model, batch = make().double().eval(), inputs(4)
+    batch = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+    assert model.config.get_text_config().use_cache
+    assert_close(cut(model, *split, chunks=2)(**batch).logits, model(**batch).logits, 1e-10)
+
+
+def test_keys_and_values_that_layers_share_are_refused() -> None:
+    layers = {"layer_types": ["full_attention"] * 4, "activation_sparsity_pattern": [0.0] * 4, "head_dim": 8}
+    sizes = {"vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8, "laurel_rank": 4, **layers}
+    sizes |= {**_TEXT, "num_hidden_layers": 4, "num_key_value_heads": 1, "intermediate_size": 32}
+    model = hugging("Gemma3nText", "Gemma3nForCausalLM", **sizes, num_kv_shared_layers=2, altup_num_inputs=2)()
+    with pytest.raises(SplitError, match=r"a KVSharingDict carries tensors .* layers share keys and values") as seen:
+        cut(model, "model.layers.2", chunks=2)(input_ids=ids(2))
+    assert "use_cache" not in str(seen.value)
+
+
+@pytest.mark.usefixtures("double")
+def test_packed_images_are_given_by_row() -> None:
+    """Qwen2-VL takes the patches of all images in one row after the other; the recipe of docs/which_models.md."""
+    import transformers  # noqa: PLC0415 - an extra
+
+    class ByRow(transformers.Qwen2VLForConditionalGeneration):
+        def forward(self, pixel_values: Any = None, image_grid_thw: Any = None, **others: Any) -> Any:
+            counts = image_grid_thw.prod(1).tolist()
+            packed = torch.cat([patches[:count] for patches, count in zip(pixel_values, counts, strict=True)])
+            return super().forward(pixel_values=packed, image_grid_thw=image_grid_thw, **others)
+
+    rope = {"rope_type": "default", "type": "mrope", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    config = transformers.Qwen2VLConfig(
+        text_config={**_TEXT, "vocab_size": 60, "num_key_value_heads": 1, "rope_parameters": rope},
+        vision_config={
+            **{"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 2},
+            **{"spatial_merge_size": 2, "temporal_patch_size": 1, "in_channels": 3},
+        },
+        **{"image_token_id": 51, "vision_start_token_id": 53, "vision_end_token_id": 54},
+    )
+    model = ByRow(config)
+    plain = transformers.Qwen2VLForConditionalGeneration(config)
+    plain.load_state_dict(model.state_dict())
+    grids = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 2], [1, 4, 4]])
+    tokens, patches = ids(4, 12) % 50, [torch.randn(count, 12) for count in grids.prod(1).tolist()]
+    for row, each in enumerate(patches):
+        tokens[row, 1], tokens[row, 2 : 2 + len(each) // 4] = 53, 51
+    batch = {"input_ids": tokens, "image_grid_thw": grids, "mm_token_type_ids": (tokens == 51).long()}
+    pipe = cut(model, "model.language_model.layers.1", chunks=2)
+    found = pipe(**batch, pixel_values=nn.utils.rnn.pad_sequence(patches, batch_first=True)).logits
+    wanted = plain(**batch, pixel_values=torch.cat(patches)).logits
+    assert_close(found, wanted)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    for seen, each in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(seen.grad, each.grad, 1e-10)
+    packed = cut(plain, "model.language_model.layers.1", chunks=2)
+    with pytest.raises(BatchError, match=r"(?s)several rows for one sample.*pixel_values'\]: 48 rows"):
+        packed(**batch, pixel_values=torch.cat(patches))
