@@ -46,11 +46,14 @@ from weft.pipeline.split.program import (
     tensor_of,
 )
 from weft.pipeline.split.record import PLAIN, ForwardRecorder, check_names, named_modules
+from weft.pipeline.split.recording_group import RecordingGroups
 from weft.pipeline.split.verify import ITEMS, check_order, divides, verify
 from weft.pipeline.stage import TABLES, Stage
 
 PROGRAMS = 64
 """How many programs a pipe keeps; the least recently used one goes first."""
+VARIANTS = 256
+"""How many more it keeps of those that differ from others only in sizes."""
 
 _EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -222,6 +225,7 @@ class SplitModel:
         self.blocks: list[dict[nn.Module, str]] = [{} for _ in devices]
         self._recorder = ForwardRecorder(model, split, devices)
         self._programs: dict[Hashable, list[Program]] = {}
+        self._groups = RecordingGroups()
         self._uses = count()
         self._churns = False
         self._order: list[str] = []
@@ -267,6 +271,8 @@ class SplitModel:
             if program is None:
                 program = self._record(unflatten(plan.structure, piece), piece, keys[rows], plan.axes)
                 settings = self._settings()  # a first run may set some
+                self._groups.join(program, piece, (settings, plan.structure, joins and len(pieces) > 1))
+                self._bound(program)
                 recorded[program] = i
             chosen.append(program)
         if check and not all(program.verified for program in chosen):
@@ -297,18 +303,24 @@ class SplitModel:
         self._order = program.order
         self._extend(program)
         self._programs.setdefault((self._settings(), shape), []).append(program)
-        if sum(map(len, self._programs.values())) > PROGRAMS:
-            self._drop(min(chain(*self._programs.values()), key=lambda each: each.used))
+        return program
+
+    def _bound(self, program: Program) -> None:
+        """Drop the least recently used program of the kind of this new one, if there are too many."""
+        is_variant = self._groups[program].is_common
+        limit = VARIANTS if is_variant else PROGRAMS
+        alike = [x for x in chain(*self._programs.values()) if self._groups[x].is_common == is_variant]
+        if len(alike) > limit:
+            self._drop(min(alike, key=lambda each: each.used))
             if not self._churns:
                 warnings.warn(
-                    f"more than {PROGRAMS} programs of {type(self.model).__name__} were recorded, and old ones are "
+                    f"more than {limit} programs of {type(self.model).__name__} were recorded, and old ones are "
                     "dropped: shapes, arguments, or what the code between blocks reads out of its inputs change at "
                     "nearly every step. Pad to a few lengths, give numbers that change as tensors without dimensions, "
                     "or move such decisions into a submodule",
                     stacklevel=2,
                 )
             self._churns = True
-        return program
 
     def _drop(self, program: Program) -> None:
         kept = {key: [each for each in programs if each is not program] for key, programs in self._programs.items()}
@@ -327,6 +339,10 @@ class SplitModel:
         none, on that one now, and again on the next one that comes."""
         calls = [unflatten(plan.structure, piece) for piece in plan.split(leaves)]
         for program in dict.fromkeys(each for each in chosen if not each.verified):
+            group = self._groups[program]
+            if group.is_proven:
+                program.verified = True
+                continue
             at = [i for i, each in enumerate(chosen) if each is program]
             other = [i for i in at if i != recorded.get(program)]
             try:
@@ -337,8 +353,10 @@ class SplitModel:
                     check_order(self._recorder, plan, leaves, self._dims.outputs)
             except BaseException:
                 self._drop(program)
+                group.verified = 0
                 raise
             program.verified = bool(other)
+            group.verified += program.verified
 
     def _settings(self) -> Hashable:
         """What the code between blocks may go by besides its arguments."""
