@@ -231,6 +231,7 @@ def test_the_program_that_was_used_least_recently_leaves_first(monkeypatch: pyte
             return super().forward(x) * int(x[0, 0])
 
     monkeypatch.setattr(split_pipe, "PROGRAMS", 2)
+    monkeypatch.setattr(split_pipe, "VARIANTS", 2)
     pipe = cut(Deciding(), chunks=1, verify=False)
 
     def recordings(rows: int, number: int) -> int:

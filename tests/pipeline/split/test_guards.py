@@ -309,7 +309,7 @@ def test_a_tensor_that_leaves_a_block_by_a_hook_opens_the_block() -> None:
 
 
 def test_programs_are_dropped_and_churn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_pipe, "PROGRAMS", 2)
+    monkeypatch.setattr(split_pipe, "VARIANTS", 2)
     pipe = cut(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "1", chunks=1)
     for count in (2, 3):
         pipe(rows(count, 4))

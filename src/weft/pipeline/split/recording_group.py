@@ -9,6 +9,7 @@ itself, and no number is ever computed from a guess. A group only says which rec
 comparison with the plain forward.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,9 +25,8 @@ from weft.pipeline.split.record import PLAIN
 GROUPS = 64
 """How many groups are kept; the oldest one goes first."""
 
-_ENOUGH = 3  # verified recordings of a group; two points make a line, and the third one tests it
+_ENOUGH = 3  # recordings
 _SAMPLES = 8  # recordings of a group whose integers are kept
-_DIVISORS = range(2, 33)  # of a size, as strides and patches divide it
 
 
 @dataclass(eq=False)
@@ -36,15 +36,17 @@ class RecordingGroup:
     anchor: Program  # while it lives, the ids in the form of its recording stay those of its objects
     samples: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list[Any])
     """Of some recordings, the sizes of the inputs and all integers."""
-    verified: int = 0
-    """How many recordings were compared with the plain forward on another micro-batch than their own."""
+    verified: Counter[bool] = field(default_factory=Counter[bool])
+    """How many recordings were compared with the plain forward on another micro-batch than their own: in steps whose
+    outputs are joined of several micro-batches (True), which includes a check of their order, and in others."""
 
-    @property
-    def is_proven(self) -> bool:
-        return self.verified >= _ENOUGH
+    def is_proven(self, *, joined: bool) -> bool:
+        """Whether one more recording needs no verification."""
+        return self.verified[True] + (0 if joined else self.verified[False]) >= _ENOUGH
 
     @property
     def is_common(self) -> bool:
+        """Whether several recordings differed only in sizes."""
         return len(self.samples) >= _ENOUGH
 
 
@@ -91,15 +93,10 @@ def _follow(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
 
 
 def _follows(numbers: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether ``number == factor * size + offset`` or ``number == size // divisor + offset`` in all samples."""
-    other = next((k for k, size in enumerate(sizes) if size != sizes[0]), None)
-    if other is None:
-        return False
-    factor, rest = divmod(numbers[other] - numbers[0], sizes[other] - sizes[0])
+    """Whether integers have one difference from a size that changes, or one ratio to it, in all samples."""
     pairs = list(zip(numbers, sizes, strict=True))
-    if not rest and len({number - factor * size for number, size in pairs}) == 1:
-        return True
-    return any(len({number - size // divisor for number, size in pairs}) == 1 for divisor in _DIVISORS)
+    same_difference = len({number - size for number, size in pairs}) == 1
+    return same_difference or all(number * sizes[0] == numbers[0] * size for number, size in pairs)
 
 
 def _kind(leaf: Any) -> Hashable:

@@ -271,7 +271,7 @@ class SplitModel:
             if program is None:
                 program = self._record(unflatten(plan.structure, piece), piece, keys[rows], plan.axes)
                 settings = self._settings()  # a first run may set some
-                self._groups.join(program, piece, (settings, plan.structure, joins and len(pieces) > 1))
+                self._groups.join(program, piece, (settings, plan.structure))
                 self._bound(program)
                 recorded[program] = i
             chosen.append(program)
@@ -338,9 +338,10 @@ class SplitModel:
         """Compare new programs with the plain forward: on another micro-batch than the recorded one. If there is
         none, on that one now, and again on the next one that comes."""
         calls = [unflatten(plan.structure, piece) for piece in plan.split(leaves)]
+        joined = joins and len(calls) > 1
         for program in dict.fromkeys(each for each in chosen if not each.verified):
             group = self._groups[program]
-            if group.is_proven:
+            if group.is_proven(joined=joined):
                 program.verified = True
                 continue
             at = [i for i, each in enumerate(chosen) if each is program]
@@ -349,14 +350,14 @@ class SplitModel:
                 args, kwargs = calls[(other or at)[-1]]
                 found = verify(self._recorder, program, args, kwargs)
                 tensors = [x for k, x in found.items() if k.startswith("output") and isinstance(x, Tensor) and x.dim()]
-                if joins and len(calls) > 1 and any(len(x) > plan.sizes[at[0]] for x in tensors):
+                if joined and any(len(x) > plan.sizes[at[0]] for x in tensors):
                     check_order(self._recorder, plan, leaves, self._dims.outputs)
             except BaseException:
                 self._drop(program)
-                group.verified = 0
+                group.verified.clear()
                 raise
             program.verified = bool(other)
-            group.verified += program.verified
+            group.verified[joined] += program.verified
 
     def _settings(self) -> Hashable:
         """What the code between blocks may go by besides its arguments."""
