@@ -48,7 +48,7 @@ HERE = object()
 """Stands among the constants of a step for the device of the stage that runs it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Step:
     """One instruction. Its arguments are `leaves`, with None where `reads` says what is there: in order, the last of
     them by `names`; or nested as `structure` says, if it is set."""

@@ -9,7 +9,8 @@ frozen. It decided by what is in the key of a program (shapes, arguments, flags)
 which is a guard that every replay checks.
 
 A `TorchFunctionMode` sees the functions, a patched ``__call__`` of the module classes the blocks, and a
-`TorchDispatchMode` every tensor that is made inside of blocks: one that leaves it other than in its result opens it.
+`TorchDispatchMode` every tensor that is made between blocks. If another tensor turns up there, the run is repeated with
+blocks watched too: a tensor that leaves its block other than in its result opens the block.
 """
 
 import random

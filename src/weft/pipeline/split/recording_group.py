@@ -166,7 +166,8 @@ def _masked(value: Any, numbers: list[int] | None) -> Hashable:
         items = cast("dict[Any, Any]", value).items()
         return kind, *((_masked(key, None), _masked(each, numbers)) for key, each in items)
     if isinstance(value, slice | range):
-        return kind, *(_masked(each, numbers) for each in (value.start, value.stop, value.step))
+        bounds = cast("list[Any]", [value.start, value.stop, value.step])
+        return kind, *(_masked(each, numbers) for each in bounds)
     if isinstance(value, float | complex):
         return kind, repr(value)  # 0.0 == -0.0, and nan != nan
     return kind, value if isinstance(value, PLAIN) else id(value)
