@@ -6,11 +6,16 @@
 The costs are of one micro-batch of a GPT-2 with 12 layers in 4 stages: its recorded program beside forward() itself,
 both forward and backward in the caller's thread; a recording in plain forwards; and what choosing the programs of a
 step of 8 micro-batches takes.
+
+Dynamic padding is a run of training steps whose rows and lengths are random, so that most micro-batches have a shape
+that is new. Each batch goes through the pipe and the plain model in turn; processor time of all steps is compared.
 """
 
 import copy
 import io
 import logging
+import random
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -24,7 +29,7 @@ import weft
 from benchmarks.harness import progress, race
 from benchmarks.table import Row, Table, at_most
 from weft.core.pytree import flatten, unflatten
-from weft.pipeline.microbatch import plan_split
+from weft.pipeline.microbatch import micro_sizes, plan_split
 from weft.pipeline.split.program import OpenCode
 
 _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
@@ -91,6 +96,8 @@ def _table(quick: bool) -> Table:
         if transformers is not None:
             for width in (64,) if quick else (64, 256):
                 rows += _costs(transformers, width, rounds=2 if quick else 25)
+            progress("dynamic padding")
+            rows += _dynamic_padding(transformers, steps=12 if quick else 401)
     notes = [] if transformers is not None else ["there is no transformers; the extra `hf` brings it"]
     return Table("any model in stages: against torch.distributed.pipelining's tracer, and what it costs", rows, notes)
 
@@ -155,9 +162,14 @@ def _theirs(model: nn.Module, split: tuple[str, ...]) -> str:
     return ", ".join(faults) or "exact"
 
 
-def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
+def _gpt2(transformers: Any, width: int) -> nn.Module:
+    """A GPT-2 with 12 layers, without dropout."""
     settings = {"n_embd": width, "n_layer": 12, "n_head": 4, "n_positions": 64, "vocab_size": 500, "use_cache": False}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)).eval()
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)).eval()
+
+
+def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
+    model = _gpt2(transformers, width)
     tokens = torch.randint(0, 500, (4, 32))
     split = ["transformer.h.3", "transformer.h.6", "transformer.h.9"]
     options = {"split": split, "devices": ["cpu"] * 4, "executor": "serial"}
@@ -194,4 +206,37 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
     return [
         {"model": f"GPT-2, 12 layers, d {width}", "figure": name, "measured": f"{value:.3f}", **at_most(value, wanted)}
         for name, (value, wanted) in figures.items()
+    ]
+
+
+def _dynamic_padding(transformers: Any, steps: int) -> list[Row]:
+    """Processor time of steps with 1 to 12 rows of 4 to 40 tokens, in 4 micro-batches and 2 stages."""
+    model, chunks, draw = _gpt2(transformers, 64), 4, random.Random(0)
+    pipe = weft.Pipe(model, chunks=chunks, split=["transformer.h.6"], devices=["cpu"] * 2, executor="serial")
+
+    def in_parts(**batch: Tensor) -> None:
+        for ids, mask in zip(*(x.split(micro_sizes(len(x), chunks)) for x in batch.values()), strict=True):
+            model(input_ids=ids, attention_mask=mask).logits.sum().backward()
+
+    works: dict[str, Callable[..., Any]] = {
+        "plain": lambda **batch: model(**batch).logits.sum().backward(),
+        "in parts": in_parts,
+        "pipe": lambda **batch: pipe(**batch).logits.sum().backward(),
+    }
+    seconds = dict.fromkeys(works, 0.0)
+    for _ in range(steps):
+        count, length = draw.randint(1, 12), draw.randint(4, 40)
+        mask = (torch.arange(length) < torch.randint(length // 2, length + 1, (count, 1))).long()
+        batch = {"input_ids": torch.randint(0, 500, (count, length)), "attention_mask": mask}
+        for name, work in works.items():
+            start = time.process_time()
+            work(**batch)
+            seconds[name] += time.process_time() - start
+            model.zero_grad()
+    recordings = pipe.statistics()["recordings"]
+    ratio, in_micro_batches = (seconds["pipe"] / seconds[name] for name in ("plain", "in parts"))
+    label = f"dynamic padding, {steps} steps, {recordings} recordings"
+    return [
+        {"model": label, "figure": "pipe / plain", "measured": f"{ratio:.2f}", **at_most(ratio, 3.0)},
+        {"model": label, "figure": "pipe / plain in micro-batches", "measured": f"{in_micro_batches:.2f}"},
     ]

@@ -52,7 +52,6 @@ class OpenState:
         # By the id of a table of attributes or globals, and a name in it: the table, the name, and words for people.
         self._places: dict[tuple[int, str], tuple[Mapping[str, Any], str, str]] = {}
         self._codes: set[types.CodeType] = set()
-        self._readers: dict[Any, tuple[Any, Callable[..., Any]]] = {}  # by class: its own reader, and ours
 
     @contextmanager
     def watching(self, model: nn.Module, is_open: Callable[[], bool]) -> Generator[None]:
@@ -71,33 +70,18 @@ class OpenState:
             return watched
 
         kinds = cast("set[Any]", {type(module) for module in model.modules()})
-        self._readers = {kind: (vars(kind).get("__getattribute__"), reader(kind.__getattribute__)) for kind in kinds}
-        self._install()
+        own: dict[Any, Any] = {kind: vars(kind).get("__getattribute__") for kind in kinds}
+        readers = {kind: reader(kind.__getattribute__) for kind in kinds}  # all of them before one is replaced
         try:
+            for kind, read in readers.items():
+                kind.__getattribute__ = read
             yield
         finally:
-            self._remove()
-            self._readers = {}
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Put the classes' own `__getattribute__` back: torch.compile rejects modules with another one."""
-        self._remove()
-        try:
-            yield
-        finally:
-            self._install()
-
-    def _install(self) -> None:
-        for kind, (_, ours) in self._readers.items():
-            kind.__getattribute__ = ours
-
-    def _remove(self) -> None:
-        for kind, (own, _) in self._readers.items():
-            if own is None:
-                del kind.__getattribute__
-            else:
-                kind.__getattribute__ = own
+            for kind, read in own.items():
+                if read is None:
+                    del kind.__getattribute__
+                else:
+                    kind.__getattribute__ = read
 
     def key(self) -> tuple[Hashable, ...]:
         """The present values, equal to an earlier key if nothing has changed."""

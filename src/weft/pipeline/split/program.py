@@ -48,7 +48,7 @@ HERE = object()
 """Stands among the constants of a step for the device of the stage that runs it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Step:
     """One instruction. Its arguments are `leaves`, with None where `reads` says what is there: in order, the last of
     them by `names`; or nested as `structure` says, if it is set."""
@@ -147,6 +147,15 @@ class Part:
         self.clones: set[RecordedValue] = set()  # that come in, and are written into here
 
 
+@dataclass(eq=False, slots=True)
+class ProgramGroup:
+    """Programs with the same steps, which differ only in sizes: how far they were compared with forward()."""
+
+    verified: int = 0  # programs that were compared on another micro-batch than their own
+    steps: int = 0  # calls that ran one of them
+    next_check: int = 10  # the step in which one of them is compared again
+
+
 class Program:
     """What stages run for micro-batches of one key. It holds no tensor but constants of the model's code.
 
@@ -157,8 +166,7 @@ class Program:
     def __init__(self, recording: Recording, devices: Sequence[torch.device]) -> None:
         self.recording = recording
         self.verified = False
-        self.steps = 0  # that it was chosen for
-        self.next_check = 10  # the step at which it is compared with forward() again
+        self.group = ProgramGroup()
         self.used = 0  # a number that is larger the later it was chosen
         self.anchors: Sequence[Any] = ()
         self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)

@@ -9,7 +9,8 @@ frozen. It decided by what is in the key of a program (shapes, arguments, flags)
 which is a guard that every replay checks.
 
 A `TorchFunctionMode` sees the functions, a patched ``__call__`` of the module classes the blocks, and a
-`TorchDispatchMode` every tensor that is made inside of blocks: one that leaves it other than in its result opens it.
+`TorchDispatchMode` every tensor that is made between blocks. If another tensor turns up there, the run is repeated with
+blocks watched too: a tensor that leaves its block other than in its result opens the block.
 """
 
 import random
@@ -30,7 +31,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _pop_mode_temporarily as _pop_dispatch_mode
 from torch.utils.checkpoint import CheckpointFunction
 
 from weft.core.errors import SplitError, listed
@@ -83,6 +85,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._leaking: set[nn.Module] = set()
         self._exits: dict[nn.Module, str] = {}  # how a tensor left a block that was opened for it, in words
         self._running: list[nn.Module] = []  # open modules whose forward() is under way
+        self._watches_blocks, self._has_strangers = False, False
         self._inside, self._keep = True, False
         self._resolve()
 
@@ -90,12 +93,13 @@ class ForwardRecorder(TorchFunctionMode):
         """Find the modules that are named, as they are now."""
         check_names(self.model, self._split_names)
         modules = dict(named_modules(self.model, again=True))
+        self._modules = list(dict.fromkeys(modules.values()))
         self.split = {modules[name]: name for name in self._split_names}
         parts = [name.split(".") for name in self._split_names]
         self.open = self.open.intersection(modules.values()) | {
             modules[".".join(each[:k])] for each in parts for k in range(len(each))
         }
-        self.names = {id(module): name for name, module in named_modules(self.model)}
+        self.names = {id(module): name for name, module in reversed(modules.items())}  # the first of several names
 
     def plain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The plain forward; where stages have several devices, tensors are moved as in a recording."""
@@ -117,8 +121,13 @@ class ForwardRecorder(TorchFunctionMode):
                 headline = "no backward goes through a module that is cut as a whole; hook submodules that are not:"
                 raise SplitError(listed(headline, hooked))
             while True:  # until no block is left that a tensor comes out of by another door than its result
-                self._leaking = set()
+                self._leaking, self._has_strangers = set(), False
                 found = self._record(args, kwargs)
+                # Watching every operator inside of blocks doubles the time of a recording. It is needed only to tell
+                # tensors that leave a block from the user's constants, so not before there is one or the other.
+                if self._has_strangers and not self._watches_blocks:
+                    self._watches_blocks = True
+                    continue
                 if not self._leaking:
                     break
                 self.open |= self._leaking
@@ -160,11 +169,15 @@ class ForwardRecorder(TorchFunctionMode):
             found.reads = self._reads(made)
             found.leaves = [None if k in found.reads else leaf for k, leaf in enumerate(made)]
             found.has_scalars = any(isinstance(x, Tensor) and not x.dim() and x.is_floating_point() for x in made)
-        self._begin()  # lets go of what the run has made
+        self._recording, self._known, self._nodes, self.births = Recording([]), {}, {}, {}  # keeps nothing of the run
+        self._steps = self._recording.steps
         return found
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        with self._patched(), self._noting_reads(), _Births(self), self:
+        # Blocks run uncompiled: code that is compiled now would hold the patches, and modules with another
+        # __getattribute__ cannot be compiled.
+        eager = torch.compiler.set_stance("force_eager")
+        with self._patched(), self._noting_reads(), eager, _Births(self), self:
             self._inside = False
             try:
                 return self.model(*args, **kwargs)
@@ -201,7 +214,7 @@ class ForwardRecorder(TorchFunctionMode):
         for leaf, value in zip(leaves, inputs, strict=True):
             if not isinstance(leaf, PLAIN):
                 self._know(leaf, value)
-        for module in self.model.modules():
+        for module in self._modules:
             prefix = self.names[id(module)]
             for key, each in (*module._parameters.items(), *module._buffers.items()):
                 if each is not None and id(each) not in self._known:
@@ -230,7 +243,12 @@ class ForwardRecorder(TorchFunctionMode):
             finally:
                 self._running.pop()
         mine = _get_current_function_mode() is self
-        with self._unwatched(), self.state.paused(), _pop_mode_temporarily() if mine else nullcontext():
+        hides = not self._watches_blocks and isinstance(_get_current_dispatch_mode(), _Births)
+        with (
+            self._unwatched(),
+            _pop_mode_temporarily() if mine else nullcontext(),
+            _pop_dispatch_mode() if hides else nullcontext(),
+        ):
             return self._block(plain, module, args, kwargs)
 
     @contextmanager
@@ -361,6 +379,7 @@ class ForwardRecorder(TorchFunctionMode):
         """A tensor that no step has made: one of the user's constants, or made where a recorder does not look."""
         made, block = self.births.get(id(leaf), (None, None))
         ours = made is not None and made() is leaf
+        self._has_strangers |= not ours
         if ours and block is not None:
             self._leaking.add(block)
             self._exits.setdefault(block, path_of(block, self.names[id(block)], leaf))
@@ -421,7 +440,7 @@ class ForwardRecorder(TorchFunctionMode):
 
             return call
 
-        kinds = cast("set[Any]", {kind for module in self.model.modules() for kind in type(module).__mro__})
+        kinds = cast("set[Any]", {kind for module in self._modules for kind in type(module).__mro__})
         calls = {k: vars(k)["__call__"] for k in kinds if "__call__" in vars(k) and issubclass(k, nn.Module)}
         function = cast(Any, torch.autograd.Function)
         apply = cast(Any, vars(function)["apply"])

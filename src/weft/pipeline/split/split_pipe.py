@@ -42,6 +42,7 @@ from weft.pipeline.split.program import (
     CrossingValue,
     OpenCode,
     Program,
+    ProgramGroup,
     SplitCall,
     SplitStage,
     bundle,
@@ -51,8 +52,9 @@ from weft.pipeline.split.record import ForwardRecorder, check_names, named_modul
 from weft.pipeline.split.verify import verify
 from weft.pipeline.stage import Stage
 
-PROGRAMS = 64
+PROGRAMS = 256
 """How many programs a pipe keeps; the least recently used one goes first."""
+_ENOUGH = 3  # compared programs of a group
 
 
 class SplitPipe(ModelFacade):
@@ -222,6 +224,7 @@ class SplitModel:
         self.blocks: list[dict[nn.Module, str]] = [{} for _ in devices]
         self._recorder = ForwardRecorder(model, split, devices)
         self._programs: dict[Hashable, list[Program]] = {}
+        self._groups: dict[Hashable, ProgramGroup] = {}
         self._uses = count()
         self._churns = False
         self._order: list[str] = []
@@ -272,7 +275,7 @@ class SplitModel:
         self.latest = chosen[0]
         scalars = None
         if joins:
-            join = self._join_of(settings, plan.structure, pieces[0])
+            join = self._join_of(_kind(settings, plan.structure, pieces[0]))
             for program in recorded:
                 join.add_marks(program.recording)
             scalars = join.reduction(plan, leaves, numbers=chosen[0].recording.has_scalars)
@@ -299,7 +302,13 @@ class SplitModel:
             )
         self._order = program.order
         self._extend(program)
-        self._programs.setdefault((self._settings(), shape), []).append(program)
+        settings = self._settings()
+        steps = [(step.name, step.where, id(step.module)) for step in recording.steps]
+        form = _kind(settings, recording.structure, piece), *steps
+        if len(self._groups) >= PROGRAMS:
+            self._groups.clear()
+        program.group = self._groups.setdefault(form, program.group)
+        self._programs.setdefault((settings, shape), []).append(program)
         if sum(map(len, self._programs.values())) > PROGRAMS:
             self._drop(min(chain(*self._programs.values()), key=lambda each: each.used))
             if not self._churns:
@@ -321,13 +330,18 @@ class SplitModel:
         self, chosen: Sequence[Program], recorded: dict[Program, int], plan: SplitPlan, leaves: Sequence[Any]
     ) -> None:
         """Compare new programs with the plain forward: on another micro-batch than the recorded one. If there is
-        none, on that one now, and again on the next one that comes. Compare each again in the steps 10, 100, 1,000
-        and so on that it is chosen for: what forward() reads out of anybody's sight may change later."""
-        due: list[Program] = []
-        for program in dict.fromkeys(chosen):
-            program.steps += 1
-            if not program.verified or program.steps == program.next_check:
-                due.append(program)
+        none, on that one now, and again on the next one that comes.
+
+        Of a group, a few programs vouch for the others: each has a recording of its own, and a comparison would only
+        show state that no recording sees. Later changes of such state are found by comparing again in the steps 10,
+        100, 1,000, ... of a group.
+        """
+        due = [each for each in dict.fromkeys(chosen) if not each.verified and each.group.verified < _ENOUGH]
+        for group, program in {each.group: each for each in chosen}.items():
+            group.steps += 1
+            if group.steps == group.next_check:
+                group.next_check *= 10
+                due += [program] * (program not in due)
         calls = [unflatten(plan.structure, piece) for piece in plan.split(leaves)] if due else []
         for program in due:
             at = [i for i, each in enumerate(chosen) if each is program]
@@ -336,13 +350,13 @@ class SplitModel:
                 verify(self._recorder, program, *calls[(other or at)[-1]])
             except BaseException as error:
                 advise(error)
-                if program.steps > 1:
-                    error.add_note(f"weft: found at step {program.steps} of this program; it was right at its first")
+                if program.group.steps > 1:
+                    error.add_note(f"weft: found at step {program.group.steps}, and not at the comparison before")
                 self._drop(program)
+                program.group.verified = 0
                 raise
-            program.verified = bool(other)
-            if program.steps == program.next_check:
-                program.next_check *= 10
+            program.group.verified += bool(other) and not program.verified
+            program.verified |= bool(other)
 
     def _settings(self) -> Hashable:
         """What the code between blocks may go by besides its arguments."""
@@ -420,15 +434,13 @@ class SplitModel:
             owners.update({id(copies[id(p)]): p for p in away})
         return owners
 
-    def _join_of(self, settings: Hashable, structure: Structure, piece: Sequence[Any]) -> OutputJoin:
-        """How outputs of this kind of call are joined. Calls that differ in sizes alone are of one kind."""
-        kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else cast("type[Any]", type(x)) for x in piece]
-        key = settings, structure, *kinds
-        if key not in self._joins:
+    def _join_of(self, kind: Hashable) -> OutputJoin:
+        """How outputs of this kind of call are joined."""
+        if kind not in self._joins:
             while len(self._joins) >= PROGRAMS:
                 del self._joins[next(iter(self._joins))]
-            self._joins[key] = OutputJoin(self._recorder, self._dims.outputs, self._reduction)
-        return self._joins[key]
+            self._joins[kind] = OutputJoin(self._recorder, self._dims.outputs, self._reduction)
+        return self._joins[kind]
 
 
 def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int) -> bool:
@@ -439,6 +451,12 @@ def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int)
 def _copied(away: Iterable[nn.Parameter], device: torch.device, graph: bool) -> Copies:
     copies = {id(p): (p if graph else p.detach()).to(device, copy=True) for p in away}
     return copies if graph else {id(p): copies[id(p)].requires_grad_(p.requires_grad) for p in away}
+
+
+def _kind(settings: Hashable, structure: Structure, leaves: Sequence[Any]) -> Hashable:
+    """The kind of a call. Calls that differ only in sizes are of one kind."""
+    kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else cast("type[Any]", type(x)) for x in leaves]
+    return settings, structure, *kinds
 
 
 def _leaf_key(leaf: Any) -> Hashable:

@@ -1,0 +1,153 @@
+"""Shapes that change at nearly every step: every number is the model's, and few recordings need a verification."""
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal
+from tests.pipeline.split.test_zoo import needs_transformers
+from tests.pipeline.split.zoo import gpt2
+from weft.pipeline.microbatch import micro_sizes
+from weft.pipeline.split import split_pipe
+
+pytestmark = pytest.mark.usefixtures("double")
+
+WIDTH = 4
+SIZES = [(count, length) for count in range(1, 13) for length in range(4, 41)]  # rows and lengths of mini-batches
+_random = random.Random(3)
+NUMBERS = {length: _random.randint(1, 9) for length in range(41)}
+Code = Callable[[Tensor], Tensor]
+
+
+class Between(nn.Module):
+    """Code between two layers, on x of (rows, length, WIDTH)."""
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self.first, self.second, self.code = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), code
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.code(self.first(x)))
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def repeated(x: Tensor) -> Tensor:
+    for _ in range(x.shape[1] // 8):
+        x = x.sin()
+    return x
+
+
+def masked(x: Tensor) -> Tensor:
+    places = torch.arange(x.shape[1])
+    return (places[:, None] >= places[None]).to(x) @ x.reshape(-1, x.shape[1], WIDTH)[: len(x)]
+
+
+CODES: dict[str, Code] = {
+    "branch": lambda x: x * 2 if x.shape[1] > 16 else x + 1,
+    "branch of gradients alone": lambda x: x.detach() * x if x.shape[1] > 16 else x * x,
+    "branch by rows": lambda x: x.cos() if len(x) > 2 else x,
+    "clamp": lambda x: x + x[:, : min(x.shape[1], 16)].sum(1, keepdim=True),
+    "clamp of gradients alone": lambda x: Scaled.apply(x, min(x.shape[1], 16)),
+    "loop": repeated,
+    "square root": lambda x: x / math.sqrt(x.shape[1]),
+    "float": lambda x: x * (0.1 + 0.37 * x.size(1)),
+    "table": lambda x: x * NUMBERS[x.shape[1]],
+    "table by remainder": lambda x: x * (2, 3, 5)[x.shape[1] % 3],
+    "mask": masked,
+    "rows and lengths": lambda x: x * (x.shape[0] * x.shape[1]) + (x.shape[1] - 1) - 2 * x.shape[0],
+    "quotient": lambda x: x[:, x.shape[1] // 3 :].mean(1, keepdim=True) + x,
+    "write": lambda x: x.contiguous().mul_(x.shape[1] - 1),
+}
+
+
+def cut(model: nn.Module, **settings: Any) -> weft.Pipe:
+    options = {"chunks": 4, "split": ["second"], "devices": ["cpu"] * 2, "executor": "serial", **settings}
+    return weft.Pipe(model, **options)
+
+
+def plain_step(model: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
+    """The outputs of the same micro-batches by the model itself."""
+    return torch.cat([model(piece) for piece in x.split(micro_sizes(len(x), chunks))])
+
+
+def some_sizes(count: int) -> list[tuple[int, int]]:
+    return random.Random(0).sample(SIZES, count)
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry per verification of a program."""
+    seen: list[object] = []
+
+    def counted(recorder: Any, program: Any, *call: Any) -> Any:
+        seen.append(program)
+        return plain(recorder, program, *call)
+
+    plain = split_pipe.verify
+    monkeypatch.setattr(split_pipe, "verify", counted)
+    return seen
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+def test_code_that_goes_by_sizes_is_exact(code: Code) -> None:
+    """Whatever Python computes of rows and lengths, outputs and gradients are those of the model."""
+    model = Between(code)
+    plain = copy.deepcopy(model)
+    pipe = cut(model)
+    for count, length in some_sizes(24):
+        x = torch.randn(count, length, WIDTH)
+        wanted, found = plain_step(plain, x), pipe(x)
+        assert_close(found, wanted)
+        for each, output in ((plain, wanted), (model, found)):
+            each.zero_grad()
+            output.square().mean().backward()
+        assert_gradients_equal(model, plain, 1e-10)
+
+
+@needs_transformers
+def test_lengths_of_a_language_model_are_exact(verified: list[object]) -> None:
+    """Padded batches of random sizes: the model's logits, and far fewer verifications than recordings."""
+    model = gpt2().eval()
+    pipe = weft.Pipe(model, chunks=4, split=["transformer.h.2"], devices=["cpu"] * 2)
+    for count, length in some_sizes(40):
+        tokens = torch.randint(3, 50, (count, min(length, 16)))
+        mask = torch.ones_like(tokens)
+        mask[: count // 2, tokens.shape[1] // 2 :] = 0
+        parts = zip(*(each.split(micro_sizes(count, 4)) for each in (tokens, mask)), strict=True)
+        wanted = torch.cat([model(input_ids=ids, attention_mask=kept).logits for ids, kept in parts])
+        assert_close(pipe(input_ids=tokens, attention_mask=mask).logits, wanted, 1e-10)
+    assert len(verified) < pipe.statistics()["recordings"] / 2
+
+
+def test_sizes_alone_need_few_verifications(verified: list[object]) -> None:
+    """Three verified programs vouch for the others of their group, until the steps 10, 100, ..."""
+    pipe = cut(Between(CODES["rows and lengths"]))
+    for length in range(4, 24):
+        pipe(torch.randn(8, length, WIDTH))
+    assert (len(verified), pipe.statistics()["recordings"]) == (4, 20)
+
+
+def test_another_branch_is_verified_by_itself(verified: list[object]) -> None:
+    pipe = cut(Between(CODES["branch"]))
+    for length in (4, 5, 6, 7, 20, 21, 22, 23):
+        pipe(torch.randn(8, length, WIDTH))
+    assert len(verified) == 6
