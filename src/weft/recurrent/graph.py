@@ -77,6 +77,11 @@ class StepGraph:
         """The operators, in an order in which they can run."""
         return [node for node in self.module.graph.nodes if node.op == "call_function"]
 
+    @property
+    def checks(self) -> list[fx.Node]:
+        """See `is_check`."""
+        return [node for node in self.nodes if is_check(node)]
+
     def reference(self, node: fx.Node) -> Tensor:
         """The tensor behind one of the references."""
         return _alive(getattr(self.module, str(node.target)))
@@ -134,6 +139,11 @@ def _alive(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
     tensor = held()
     assert tensor is not None
     return tensor
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether an operator yields nothing, but can raise an error, as for a singular matrix."""
+    return node.target is _aten._linalg_check_errors.default
 
 
 def alike(node: fx.Node) -> bool:

@@ -382,7 +382,10 @@ def unobserved() -> Generator[None]:
     def same(tensor: Tensor) -> Tensor:
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(same, same), torch.autograd.set_detect_anomaly(False):
+    with torch.autograd.set_detect_anomaly(False), ExitStack() as hooks:
+        # Only over hooks of the caller: `torch.func.grad` in a cell accepts no hooks at all.
+        if cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None:
+            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(same, same))
         yield
 
 

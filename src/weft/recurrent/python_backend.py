@@ -281,6 +281,7 @@ class PythonBackend:
         names = [each.name for each in fields(parts)]
         later = [node for each in names[names.index(name) + 1 :] for node in getattr(parts, each)]
         ends = [*signature.outputs, *signature.new_states, *signature.input_gradients, *signature.parameter_gradients]
+        ends += self.captured.checks
         if name != "loop_back":  # whose last ones are all that is asked for
             ends += signature.state_gradients
         read = {each for node in later for each in node.all_input_nodes} | {*ends}

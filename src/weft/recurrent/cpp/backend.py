@@ -32,7 +32,7 @@ from weft.recurrent.cpp.ir import REDUCED_PRECISION, LoopValue, Product, TimeRed
 from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
 from weft.recurrent.cpp.scheduling import explain_function
-from weft.recurrent.graph import StepGraph
+from weft.recurrent.graph import StepGraph, is_check
 from weft.recurrent.plan import BulkEvaluator, explain, leading_to, summed_at_once
 
 _HERE = Path(__file__).parent
@@ -159,7 +159,8 @@ class TorchStage:
     """Operators that PyTorch runs for all steps of a chunk at once, and those of them that somebody else reads."""
 
     def __init__(self, nodes: Sequence[fx.Node], views: Sequence[fx.Node], readers: set[fx.Node]) -> None:
-        self.wanted = [node for node in nodes if node in readers and isinstance(node.meta["val"], Tensor)]
+        made = [node for node in nodes if node in readers and isinstance(node.meta.get("val"), Tensor)]
+        self.wanted = [*made, *(node for node in nodes if is_check(node))]
         self._nodes = [*views, *nodes]
 
     def run(self, bulk: BulkEvaluator) -> None:
@@ -233,7 +234,8 @@ class CppBackend:
         rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
         self.chunk_steps = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, rows)
         self._constants = list(dict.fromkeys([*self._lowered.constants, *self._outside.constants]))
-        self._made_once = [each for each in self._constants if each.op == "call_function"]
+        checks = [each for each in captured.checks if not self._split.varies(each)]
+        self._made_once = [*(each for each in self._constants if each.op == "call_function"), *checks]
         once = leading_to(self._made_once)
         self._once = [node for node in captured.nodes if node in once]
         wanted = {*self._constants, *(each for node in self._once for each in node.all_input_nodes)}
@@ -380,7 +382,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _size(node: fx.Node) -> int:
     """Bytes of a step."""
-    value: Any = node.meta["val"]
+    value: Any = node.meta.get("val")
     values = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
     return sum(each.numel() * each.element_size() for each in values if isinstance(each, Tensor))
 

@@ -180,6 +180,11 @@ LIBRARY(trunc, trunc)
 LIBRARY(round, rint)
 LIBRARY2(atan2, atan2)
 LIBRARY2(pow, pow)
+LIBRARY2(fmod, fmod)
+template <class R> F R w_remainder(R a, R b) {  // with the sign of b
+    const R rest = w_fmod(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
 
 // Sums of what lies one behind the other, in a vector of LANES sums that is folded in halves: the order is written
 // here, and not the compiler's choice, since what is computed again must have the same bits wherever it stands.
