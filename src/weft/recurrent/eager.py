@@ -80,6 +80,12 @@ class SequenceRun:
             collected.append(ys)
         return _stacked(outputs.structure, collected, border.structure, states)
 
+    def head(self, steps: int) -> "SequenceRun":
+        """The first `steps` of its steps, of which there must be as many."""
+        leaves = [leaf[:steps] if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.leaves]
+        rows = RowMasks(*(None if each is None else each[:steps] for each in (self.rows.valid, self.rows.reset)))
+        return replace(self, inputs=replace(self.inputs, leaves=leaves, steps=steps), rows=rows)
+
     def _no_steps(self) -> Unrolled:
         """T = 0: the cell runs once, on a blank step, for the shapes of its results; the generators are restored."""
         blank = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.blank()]

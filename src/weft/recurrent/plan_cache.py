@@ -30,7 +30,6 @@ from weft.recurrent.backends import Backend, Memory, choose_policy, size_of
 from weft.recurrent.capture import CaptureError, MisfitError, capture
 from weft.recurrent.cell import Linked
 from weft.recurrent.cpp.backend import CppBackend
-from weft.recurrent.cpp.compiler import CompileError
 from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.cpp.lowering import decomposition_table
 from weft.recurrent.graph import StepGraph, drawn, memory_order
@@ -88,6 +87,8 @@ class PlanChoice:
     why: str
     warning: str | None = None
     """For the user, once."""
+    impossible: bool = False
+    """Whether the backend that was asked for must not be replaced: an explicit "c" is an error then."""
     held: tuple[object, ...] = ()
     """Objects whose addresses are part of the key, kept alive with it."""
 
@@ -115,25 +116,30 @@ class PlanCache:
         """Run by a plan, or by the eager loop; with a warning, once, if it is not by the plan asked for."""
         if torch.is_inference_mode_enabled():  # a plan that is made in it could not be used outside
             with torch.inference_mode(False), torch.no_grad():
-                found, warning = self._by_plan(job)
+                found, choice = self._by_plan(job)
         else:
-            found, warning = self._by_plan(job)
-        found = job.run() if found is None else found
+            found, choice = self._by_plan(job)
+        if choice.impossible:
+            job.head(1).run()  # if the cell itself is faulty, its own error says more
+            raise UsageError(
+                f'backend="c" cannot run cell {job.cell.name}: {choice.why}; change the cell, or use backend="auto", '
+                "which runs it by another plan, or by the eager loop"
+            )
+        found, warning = job.run() if found is None else found, choice.warning
         if warning is not None and warning not in self._warned:
             # Only now that it ran: if the cell is faulty, the eager loop's error says more.
             self._warned.add(warning)
             warnings.warn(warning, NoPlanWarning, stacklevel=2)
         return found
 
-    def _by_plan(self, job: eager.SequenceRun) -> tuple[eager.Unrolled | None, str | None]:
-        """The results, None if the eager loop must run it; and the warning for the user."""
+    def _by_plan(self, job: eager.SequenceRun) -> tuple[eager.Unrolled | None, PlanChoice]:
+        """The results, None if the eager loop must run it; and what was chosen."""
         call, choice = self._planned(job)
-        found = None if call is None or choice.engine is None else call.run(choice.engine, self._memory)
-        return found, choice.warning
+        return None if call is None or choice.engine is None else call.run(choice.engine, self._memory), choice
 
     def _planned(self, job: eager.SequenceRun) -> "tuple[PlannedCall | None, PlanChoice]":
         """What runs a sequence; a plan is made, if there is none yet."""
-        kind, why, warning = "sequences of every kind", "it was asked for", None
+        kind, why, warning, strict = "sequences of every kind", "it was asked for", None, False
         if self._backend != "eager":
             reason = unfit(job.inputs, job.initial)
             kind, why = f"calls where {reason}", "no plan can run those"
@@ -143,7 +149,8 @@ class PlanCache:
                     return call, self._choice(call)
                 kind, why = "calls where the cell reads a computed tensor", COMPUTED
                 warning = f"cell {job.cell.name} runs by the eager loop: {COMPUTED}"
-        choice = PlanChoice(kind, None, "eager", why, warning)
+                strict = self._backend == "c"
+        choice = PlanChoice(kind, None, "eager", why, warning, strict)
         with self._lock:
             self._known.setdefault((kind, None), choice)
         return None, choice
@@ -193,7 +200,8 @@ class PlanCache:
         return found
 
     def _made(self, call: "PlannedCall") -> PlanChoice:
-        refused, wrong, candidates = list[str](), False, dict[str, Backend]()
+        refused, wrong, candidates = dict[str, list[str]](), False, dict[str, Backend]()
+        strict = self._backend == "c"
         automatic = ("inductor" if call.inputs.device.type == "cuda" else "c", "python")
         names: tuple[str, ...] = automatic if self._backend == "auto" else (self._backend,)
         for name in names:
@@ -203,22 +211,21 @@ class PlanCache:
                     if self._verify == "first":
                         call.verify(engine, self._memory)
             except MisfitError as error:
-                return PlanChoice(call.kind, None, "eager", str(error))
-            except (Unsupported, CompileError) as error:
-                refused.append(f"not {name}: {error}")
-            except PlanError as error:
-                refused.append(f"not {name}: {error}")
-                wrong = True  # worth a warning even where another plan is right
-            except Exception as error:  # whatever tracing a user's code may raise: the eager loop is there
+                return PlanChoice(call.kind, None, "eager", str(error), impossible=strict)
+            except Exception as error:  # whatever tracing a user's code may raise: another plan, or the eager loop
                 told = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {str(error)[:500]}"
-                refused.append(f"no plan could be made: {told}")
-                break
+                refused.setdefault(told, []).append(name)
+                wrong = wrong or isinstance(error, PlanError)  # worth a warning even where another plan is right
             else:
                 candidates[name] = engine
                 if name != "inductor":
                     break
-        why = "; ".join(refused)
-        choice = self._chosen(call, candidates, refused) if candidates else PlanChoice(call.kind, None, "eager", why)
+        reasons = [f"not {' or '.join(each)}: {told}" for told, each in refused.items()]
+        why = "; ".join(reasons)
+        if not candidates:
+            choice = PlanChoice(call.kind, None, "eager", why, impossible=strict)
+        else:
+            choice = self._chosen(call, candidates, reasons)
         if wrong or not candidates:
             way = "the eager loop" if choice.engine is None else f"the {choice.backend} plan"
             return replace(choice, warning=f"cell {call.cell.name} runs by {way}: {why}")
@@ -364,7 +371,7 @@ class PlannedCall:
     def verify(self, engine: Backend, memory: Memory) -> None:
         """See `weft.recurrent.verify`."""
         with self.guards.undone():
-            verify(engine, self._step(), self._leaves(), self.states, memory)
+            verify(engine, self._step(), self._leaves(), self.states, memory, self.guards.widened)
 
     def run(self, engine: Backend, memory: Memory) -> eager.Unrolled:
         """The whole sequence."""

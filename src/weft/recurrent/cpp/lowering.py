@@ -361,6 +361,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
         aten.native_group_norm.default: _group_norm,
         aten.index.Tensor: _index,
         aten.index_put.default: _index_put,
+        aten._weight_norm_interface_backward.default: _weight_norm_backward,
         aten._linalg_solve_ex.default: _solve,
         aten.linalg_lu_solve.default: _lu_solve,
         aten.max.dim: _max,
@@ -457,6 +458,13 @@ def _group_norm(
     return out.reshape(x.shape).to(x.dtype), mean, rstd
 
 
+def _weight_norm_backward(gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Of v * (g / norms). PyTorch has no rule for many steps at once, and its forward norms along one axis only."""
+    others = [i for i in range(v.dim()) if i != axis]
+    along = (gradient * v).sum(others, True) / norms
+    return g / norms * (gradient - v * (along / norms)), along
+
+
 def _flattened(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, list[int], int] | None:
     """Several indices of integers as one; None if there is only one, or a mask.
 
@@ -484,7 +492,7 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
         return NotImplemented
     table, flat, _, start = found
     picked = table.index_select(0, flat.reshape(-1)).reshape(*flat.shape, *table.shape[1:])
-    return picked.movedim(list(range(flat.dim())), list(range(start, start + flat.dim())))
+    return picked.movedim(list(range(flat.dim())), list(range(start, start + flat.dim()))).contiguous()
 
 
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
@@ -497,7 +505,8 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
     values = values.movedim(list(range(start, start + dims)), list(range(dims))).reshape(-1, *rest)
     flat = flat.reshape(-1)
     made = table.index_add(0, flat, values) if accumulate else table.index_put([flat], values)
-    return made.reshape([x.shape[i] for i in order]).permute(sorted(range(x.dim()), key=order.__getitem__))
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return made.reshape([x.shape[i] for i in order]).permute(back).contiguous()
 
 
 def _solve(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:

@@ -409,9 +409,8 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys([aten.amin.default, aten.min.default], partial(_reduced, "min")),
     **dict.fromkeys([aten.any.dim, aten.any.default], partial(_reduced, "any")),
     **dict.fromkeys([aten.all.dim, aten.all.default], partial(_reduced, "all")),
-    **{
-        getattr(getattr(aten, name), form): _remainder for name in ("remainder", "fmod") for form in ("Tensor", "Scalar")
-    },
+    **dict.fromkeys([aten.remainder.Tensor, aten.remainder.Scalar], _remainder),
+    **dict.fromkeys([aten.fmod.Tensor, aten.fmod.Scalar], _remainder),
     **dict.fromkeys([aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default], _product),
 }
 

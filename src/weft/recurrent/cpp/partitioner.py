@@ -98,8 +98,8 @@ def reduction_patterns(
             seen = at.reshape(before.shape)
             if at.shape == before.shape or shares_storage(seen, at):  # without a copy
                 return reduction_patterns(source, seen, varies, made)
-        widens = node.target is aten._to_copy.default and before.dtype in REDUCED_PRECISION
-        if widens and compute_dtype(before.dtype) == node.meta["val"].dtype:  # so is its sum, which is the better for it
+        casts = node.target is aten._to_copy.default and before.dtype in REDUCED_PRECISION
+        if casts and compute_dtype(before.dtype) == node.meta["val"].dtype:  # so is its sum, which is the better for it
             return reduction_patterns(source, at, varies, made)
     if node.target is aten.add.Tensor and not node.kwargs and alike(node):
         return [piece for each in node.args for piece in reduction_patterns(cast(fx.Node, each), at, varies, made)]
