@@ -153,6 +153,30 @@ def alike(node: fx.Node) -> bool:
     return len(seen) == 1 and None not in seen
 
 
+def same_but_rows(one: StepGraph, other: StepGraph) -> bool:
+    """Whether two steps are the same but for the number of rows: in no other number than sizes, which are in lists.
+
+    A cell that divides by `len(x)`, say, has that number in its graph.
+    """
+    n, m = (each.signature.states[0].meta["val"].shape[0] for each in (one, other))
+
+    def same(a: Any, b: Any, size: bool = False) -> bool:
+        if isinstance(a, list | tuple | torch.Size) and isinstance(b, list | tuple | torch.Size):
+            pairs = zip(cast("list[Any]", a), cast("list[Any]", b), strict=False)
+            return len(cast("list[Any]", a)) == len(cast("list[Any]", b)) and all(same(*each, True) for each in pairs)
+        if isinstance(a, fx.Node) or isinstance(b, fx.Node):
+            return str(a) == str(b)
+        return type(a) is type(b) and bool(a == b or (size and type(a) is int and a * m == b * n))
+
+    def parts(node: fx.Node) -> list[Any]:
+        return [node.target, node.args, [*node.kwargs.items()], getattr(node.meta.get("val"), "shape", None)]
+
+    references = zip(one.signature.references, other.signature.references, strict=False)
+    tensors = [(one.reference(a), other.reference(b)) for a, b in references]
+    held = all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in tensors)
+    return n != m and held and same([*map(parts, one.nodes)], [*map(parts, other.nodes)])
+
+
 def _meta(node: fx.Node) -> TensorMeta:
     value: Tensor = node.meta["val"]
     return TensorMeta(tuple(value.shape), value.dtype)

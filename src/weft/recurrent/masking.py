@@ -162,7 +162,6 @@ class MaskedStep:
 
     cell: Cell
     on: Conditions
-    rows: int | None
 
     def __call__(
         self, inputs: tuple[Any, Sequence[Tensor]], states: tuple[Any, Any, Any, Sequence[Tensor]]
@@ -186,7 +185,7 @@ class MaskedStep:
             t = int(t)  # as the eager loop has it: what the check compares with, and 1 / t has more digits so
         y, new = result_of(cell(x, state, t))
         if valid is not None:
-            if any(leaf.shape[:1] != (self.rows,) for leaf in (*present(flatten(y)[0]), *flatten(new)[0])):
+            if any(leaf.shape[:1] != valid.shape for leaf in (*present(flatten(y)[0]), *flatten(new)[0])):
                 raise CaptureError("rows are masked, but not all that the cell returns has rows")
             new, y = _picked(valid, new, state), _picked(valid, y)
         return y, (new, fresh, references, held)

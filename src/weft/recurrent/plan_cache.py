@@ -24,7 +24,7 @@ from weft.core.errors import UsageError, WeftError
 from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.validation import Validator
 from weft.recurrent import eager
-from weft.recurrent.autograd import EagerReplay, run_derived
+from weft.recurrent.autograd import EagerReplay, filled_up, run_derived
 from weft.recurrent.backends import NAMES as MEMORY
 from weft.recurrent.backends import Backend, Memory, choose_policy, size_of
 from weft.recurrent.capture import CaptureError, MisfitError, capture
@@ -32,7 +32,7 @@ from weft.recurrent.cell import Linked
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.cpp.lowering import decomposition_table
-from weft.recurrent.graph import StepGraph, drawn, memory_order
+from weft.recurrent.graph import StepGraph, drawn, memory_order, same_but_rows
 from weft.recurrent.guards import CellGuards, no_foreign_draws, unobserved
 from weft.recurrent.inductor_backend import InductorBackend
 from weft.recurrent.masking import Conditions, MaskedStep, RowMasks, check_number, stand_ins
@@ -87,6 +87,8 @@ class PlanChoice:
     why: str
     warning: str | None = None
     """For the user, once."""
+    family: Hashable = None
+    """Equal for kinds that differ in the number of rows only."""
     impossible: bool = False
     """Whether the backend that was asked for must not be replaced: an explicit "c" is an error then."""
     held: tuple[object, ...] = ()
@@ -199,7 +201,41 @@ class PlanCache:
             self._known.popitem(last=False)
         return found
 
+    def _filled_up(self, call: "PlannedCall") -> CppBackend | None:
+        """The plan for a few more rows, if it gives these the same bits, from the third size of a batch on: a batch of
+        one size, with a last one that is smaller, is not filled up."""
+        relatives = [
+            each.engine
+            for (_, cell), each in self._known.items()
+            if each.family == call.step_key(1) and cell == call.cell_key
+            if isinstance(each.engine, CppBackend) and not each.engine.missing
+        ]
+        if len(relatives) < 2 or call.rows is None or isinstance(self._memory, int):
+            return None
+        first, second, *_ = relatives
+        rows = 1 << (call.rows - 1).bit_length()
+        rows = rows * 3 // 4 if 4 * call.rows <= 3 * rows else rows  # 1, 2, 3, 4, 6, 8, 12, 16, 24 ...
+        if rows == call.rows or first.apart is None or not same_but_rows(first.captured, second.captured):
+            return None
+        engine = self._choice(call.with_rows(rows)).engine
+        alike = isinstance(engine, CppBackend) and any(same_but_rows(engine.captured, e.captured) for e in relatives)
+        found = engine.for_rows(call.rows) if isinstance(engine, CppBackend) and alike else None
+        if found is not None and self._verify == "first":
+            try:
+                with unobserved():
+                    call.verify(found, self._memory)
+            except Exception:  # it has a plan of its own, then
+                return None
+        return found
+
     def _made(self, call: "PlannedCall") -> PlanChoice:
+        larger = self._filled_up(call)
+        if larger is not None:
+            why = f"its rows are filled up by {larger.missing}, to a number for which there is a plan"
+            return PlanChoice(call.kind, larger, "c", why)
+        return replace(self._planned_anew(call), family=call.step_key(1))
+
+    def _planned_anew(self, call: "PlannedCall") -> PlanChoice:
         refused, wrong, candidates = dict[str, list[str]](), False, dict[str, Backend]()
         strict = self._backend == "c"
         automatic = ("inductor" if call.inputs.device.type == "cuda" else "c", "python")
@@ -270,6 +306,9 @@ class PlannedCall:
         self.states, self._structure = flatten((state, fresh, references, held))
         self.guards = CellGuards(cell.function)
         self.cell_key = tuple(self.guards.key)
+        alike = all(isinstance(e, Tensor) and e.shape[:1] == (inputs.rows,) for e in self.states)
+        self.rows = inputs.rows if alike else None
+        """N, where all states have rows."""
         self.computed = not all([each.is_leaf for each in self.guards.tensors])
         grad = torch.is_grad_enabled()
         self._wants = tuple([grad and leaf.requires_grad for leaf in inputs.leaves])
@@ -284,16 +323,26 @@ class PlannedCall:
         flags = [name for name, on in self._on._asdict().items() if on]
         return f"steps of {shapes}" + (f" with {', '.join(flags)}" if flags else "")
 
-    def step_key(self) -> Hashable:
-        """All that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes."""
+    def with_rows(self, rows: int) -> "PlannedCall":
+        """The same call, filled up to so many rows."""
+        job, more = self._job, rows - (self.rows or 0)
+        over, first = (partial(filled_up, axis=axis, more=more) for axis in (1, 0))
+        inputs = replace(self.inputs, leaves=[*map(over, self.inputs.leaves)], rows=rows)
+        tables = RowMasks(*(None if each is None else over(each) for each in (job.rows.valid, job.rows.reset)))
+        initial, fresh = (None if each is None else map_leaves(first, each) for each in (job.initial, job.fresh))
+        return PlannedCall(replace(job, inputs=inputs, rows=tables, initial=initial, fresh=fresh))
+
+    def step_key(self, begin: int = 0) -> Hashable:
+        """All that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes. Of shapes
+        only what comes from axis `begin` on."""
         casting = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         return (
             self.cell.form,
             self._on,
             self.inputs.structure,
             self._structure,
-            tuple([_meta(leaf[0]) for leaf in self.inputs.leaves]),
-            tuple([_meta(leaf) for leaf in self.states]),
+            tuple([_meta(leaf[0], begin) for leaf in self.inputs.leaves]),
+            tuple([_meta(leaf, begin) for leaf in self.states]),
             self._wants,
             *casting,
             torch.is_grad_enabled(),  # a cell may ask, and a plan without backward is the smaller one
@@ -311,7 +360,7 @@ class PlannedCall:
         return [*self.inputs.leaves, *(each for each in more if each is not None)]
 
     def _step(self) -> MaskedStep:
-        return MaskedStep(self.cell, self._on, self.inputs.rows)
+        return MaskedStep(self.cell, self._on)
 
     def make(self, name: str) -> Backend:
         """A new plan by this backend. Raises CaptureError, Unsupported and CompileError."""
@@ -434,11 +483,11 @@ def unfit(inputs: SequenceInputs, state: Any) -> str | None:
     return None
 
 
-def _meta(value: Any) -> Hashable:
+def _meta(value: Any, begin: int) -> Hashable:
     if not isinstance(value, Tensor):
         return repr(type(cast(object, value)))
     plain = value.layout is torch.strided and value.is_contiguous()
-    return value.shape, value.dtype, value.device, None if plain else memory_order(value)
+    return value.shape[begin:], value.dtype, value.device, None if plain else memory_order(value)
 
 
 def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor]) -> float:

@@ -143,6 +143,8 @@ def _arguments(node: fx.Node, names: dict[str, Any]) -> str:
 class PythonBackend:
     """See `weft.recurrent.backends.Backend`: the parts of a captured step, and the two loops that are left of it."""
 
+    missing = 0
+
     def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
         self.parts: DependencePartition = partition(captured)

@@ -7,6 +7,7 @@ C gets addresses: inputs, states and outputs of the caller, and one workspace. P
 once; partitioner.py decides on what.
 """
 
+import copy
 import ctypes
 import mmap
 import os
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +32,7 @@ from weft.recurrent.cpp.gemm import ALIGN, aligned
 from weft.recurrent.cpp.ir import REDUCED_PRECISION, LoopValue, Product, TimeReduction, meta_value
 from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
-from weft.recurrent.cpp.scheduling import explain_function
+from weft.recurrent.cpp.scheduling import SequenceAxes, axis_in_view, explain_function, rows_apart
 from weft.recurrent.graph import StepGraph, is_check
 from weft.recurrent.plan import BulkEvaluator, explain, leading_to, summed_at_once
 
@@ -81,9 +82,10 @@ class CompiledFunction:
         self._entry = ctypes.c_void_p(_address(library, self.function.name))
         self._run = kernels().weft_run
 
-    def call(self, steps: int, threads: int, arguments: Sequence[int], workspace: Tensor) -> None:
-        """Run over `steps` steps; `arguments` are addresses, in the order of the function's arguments (0: none)."""
-        values = (ctypes.c_void_p * (len(arguments) + 1))(*arguments, workspace.data_ptr())
+    def call(self, steps: int, threads: int, arguments: Sequence[int], workspace: Tensor, rows: int) -> None:
+        """Run over `steps` steps; `arguments` are addresses, in the order of the function's arguments (0: none). Sums
+        over time are those of the first `rows` rows."""
+        values = (ctypes.c_void_p * (len(arguments) + 2))(*arguments, workspace.data_ptr(), rows)
         self._run(self._entry, ctypes.c_long(threads), ctypes.c_long(steps), values)
 
 
@@ -222,6 +224,8 @@ class TorchStages:
 class CppBackend:
     """See `weft.recurrent.backends.Backend`. Raises Unsupported and CompileError when it is made."""
 
+    missing = 0
+
     def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
         self.compiled = CompiledStep(captured)
@@ -231,7 +235,7 @@ class CppBackend:
         self._saved = [_size(each) for each in self._split.saved]
         self._outside = TorchStages(self._split, self._lowered)
         stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in self.compiled.functions)
-        rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
+        self._rows = rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
         self.chunk_steps = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, rows)
         self._constants = list(dict.fromkeys([*self._lowered.constants, *self._outside.constants]))
         checks = [each for each in captured.checks if not self._split.varies(each)]
@@ -240,6 +244,51 @@ class CppBackend:
         self._once = [node for node in captured.nodes if node in once]
         wanted = {*self._constants, *(each for node in self._once for each in node.all_input_nodes)}
         self._references = [node for node in captured.signature.references if node in wanted]
+
+    @cached_property
+    def apart(self) -> list[SequenceAxes] | None:
+        """The row axes of values forward, in recomputation and backward, where a row hangs on nothing but itself."""
+        signature, rows, found = self.captured.signature, self._rows, list[SequenceAxes]()
+        ends = [node for node in (*signature.outputs, *signature.new_states) if node is not None]
+        if self.captured.draws or self._outside.works or any(meta_value(e).shape[:1] != (rows,) for e in ends):
+            return None
+        alike = {"c", "dp"}  # what is the same for all rows, by the letters of its name or by all of it
+        for function in self._lowered.functions:
+            given = [value for value in function.layouts if value.made is None and value.shape]
+            starts = [v for v in given if v.name not in alike and v.name.rstrip("0123456789") not in alike]
+            axes = rows_apart(function, rows, starts)
+            for view, argument in function.wanted if axes is not None else ():
+                axis = axes.get(view.value)
+                if axis is None and argument.name.startswith("v"):
+                    alike.add(argument.name)
+                elif axis is not None and axis_in_view(view, axis, rows) != 0:
+                    axes = None
+                    break
+            if axes is None:
+                return None
+            found.append(axes)
+        return found
+
+    def for_rows(self, rows: int) -> "CppBackend | None":
+        """This plan for fewer rows, which `run_derived` fills up; None unless each number keeps the bits that it has by a
+        plan for just these rows. So chunks are as long as there: their bounds order the sums over time."""
+        if self.apart is None:
+            return None
+
+        def size(value: LoopValue, axes: SequenceAxes) -> int:
+            return value.bytes if axes.get(value) is None else value.bytes // self._rows * rows
+
+        functions = self._lowered.functions
+        saved = sum(
+            size(view.value, self.apart[0]) * view.at.numel() // view.value.size
+            for view, argument in functions[0].wanted
+            if argument.name.startswith("v")
+        )
+        pairs = zip(functions, self.apart, strict=True)
+        stacks = max(sum(size(each, axes) for each in function.stacks) for function, axes in pairs)
+        found = copy.copy(self)
+        found.missing, found.chunk_steps = self._rows - rows, chunk_length(saved + stacks, rows)
+        return found
 
     def begin(self) -> Constants:
         values: dict[fx.Node, Any] = {**self.captured.referred(self._references)}
@@ -371,7 +420,7 @@ class CppBackend:
         ]
         threads = torch.get_num_threads() if routine.work * steps > MIN_PARALLEL_OPERATIONS else 1
         work = pool.take(self._workspace(steps), "work")
-        routine.call(steps, threads, addresses, work)
+        routine.call(steps, threads, addresses, work, self._rows - self.missing)
         pool.give(work, "work")
 
 

@@ -337,6 +337,23 @@ def row_axes(
     return found
 
 
+def rows_apart(function: LoopFunction, rows: int, starts: Sequence[LoopValue]) -> SequenceAxes | None:
+    """The row axis of every value, in the main loop and outside; None if rows meet anywhere but in sums over time.
+
+    `starts` are the arguments with rows. The sums must be of those that the kernels take of some rows only.
+    """
+    totals = [value for value in function.values if isinstance(value.made, TimeReduction)]
+    axes = row_axes([value for value in function.values if value not in totals], starts)
+    for value in totals if axes is not None else ():
+        views = operand_views(value.made)
+        seen = [None if (axis := axes[view.value]) is None else axis_in_view(view, axis, rows) for view in views]
+        of = value.made.of if isinstance(value.made, TimeReduction) else None
+        by_rows = seen == [1, 0] or (seen == [0] and isinstance(of, Reduce) and of.axes == (0,) and len(views[0].shape) == 2)
+        if not by_rows:
+            return None
+    return axes
+
+
 def axis_in_view(view: View, axis: int, rows: int) -> int | None:
     """The row axis of a value in a view of it; None if it is split, joined with another, shifted or cut.
 
