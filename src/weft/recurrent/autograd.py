@@ -95,10 +95,8 @@ def run_derived(
 
 
 def filled_up(tensor: Tensor, axis: int, more: int) -> Tensor:
-    """So many more rows along an axis, each a copy of the first, to which no gradient goes; without such an axis, as is.
-
-    A copy, because a cell can be singular at zero, and is known to accept this row.
-    """
+    """Add rows along an axis, copies of the first one without its gradient: a cell can be singular at zero, but it is
+    known to accept this row. A tensor without such an axis is returned as it is."""
     if tensor.dim() <= axis:
         return tensor
     first = tensor.detach().narrow(axis, 0, 1)

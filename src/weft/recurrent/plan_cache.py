@@ -333,8 +333,10 @@ class PlannedCall:
         return PlannedCall(replace(job, inputs=inputs, rows=tables, initial=initial, fresh=fresh))
 
     def step_key(self, begin: int = 0) -> Hashable:
-        """All that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes. Of shapes
-        only what comes from axis `begin` on."""
+        """All that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes.
+
+        Shapes count from axis `begin` on.
+        """
         casting = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         return (
             self.cell.form,

@@ -162,7 +162,7 @@ class Step(nn.Module):
         return h, h
 
     def initial_state(self, x: Tensor) -> Tensor:
-        return x.new_zeros(len(x), D)
+        return x.new_zeros(x.shape[0], D)
 
 
 def found(net: Recurrent, **call: Tensor) -> tuple[int, int]:

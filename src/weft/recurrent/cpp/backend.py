@@ -235,7 +235,9 @@ class CppBackend:
         self._saved = [_size(each) for each in self._split.saved]
         self._outside = TorchStages(self._split, self._lowered)
         stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in self.compiled.functions)
-        self._rows = rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
+        self._rows = rows = next(
+            (size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1
+        )
         self.chunk_steps = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, rows)
         self._constants = list(dict.fromkeys([*self._lowered.constants, *self._outside.constants]))
         checks = [each for each in captured.checks if not self._split.varies(each)]
@@ -270,8 +272,8 @@ class CppBackend:
         return found
 
     def for_rows(self, rows: int) -> "CppBackend | None":
-        """This plan for fewer rows, which `run_derived` fills up; None unless each number keeps the bits that it has by a
-        plan for just these rows. So chunks are as long as there: their bounds order the sums over time."""
+        """This plan for fewer rows, which `run_derived` fills up. None unless results and gradients have the bits of an
+        exact plan for these rows. Chunks are as long as by that plan, because their bounds order the sums over time."""
         if self.apart is None:
             return None
 

@@ -348,7 +348,9 @@ def rows_apart(function: LoopFunction, rows: int, starts: Sequence[LoopValue]) -
         views = operand_views(value.made)
         seen = [None if (axis := axes[view.value]) is None else axis_in_view(view, axis, rows) for view in views]
         of = value.made.of if isinstance(value.made, TimeReduction) else None
-        by_rows = seen == [1, 0] or (seen == [0] and isinstance(of, Reduce) and of.axes == (0,) and len(views[0].shape) == 2)
+        by_rows = seen == [1, 0] or (
+            seen == [0] and isinstance(of, Reduce) and of.axes == (0,) and len(views[0].shape) == 2
+        )
         if not by_rows:
             return None
     return axes
