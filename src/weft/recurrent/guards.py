@@ -134,7 +134,7 @@ class CellGuards:
     def _holding(self, instead: Mapping[int, Tensor]) -> Generator[None]:
         """Inside, modules and closures hold these tensors in place of those with the ids."""
         names = ("_parameters", "_buffers", "__dict__")
-        tables = [cast(Any, getattr(module, name)) for module in self._modules for name in names]
+        tables = [getattr(module, name) for module in self._modules for name in names]
         before = [dict(table) for table in tables]
         closures = [(closure, closure.cell_contents) for closure in self._closures]
         try:

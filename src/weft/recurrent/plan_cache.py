@@ -202,29 +202,28 @@ class PlanCache:
         return found
 
     def _filled_up(self, call: "PlannedCall") -> CppBackend | None:
-        """The plan for a few more rows, if it gives these the same bits, from the third size of a batch on: a batch of
-        one size, with a last one that is smaller, is not filled up."""
+        """The plan for a few more rows, if it gives these the same bits: from the third size of a batch on, so that a
+        last batch that is smaller than the others is not filled up."""
         relatives = [
             each.engine
             for (_, cell), each in self._known.items()
-            if each.family == call.step_key(1) and cell == call.cell_key
-            if isinstance(each.engine, CppBackend) and not each.engine.missing
+            if each.family == call.step_key(1) and cell == call.cell_key and isinstance(each.engine, CppBackend)
         ]
         if len(relatives) < 2 or call.rows is None or isinstance(self._memory, int):
             return None
-        first, second, *_ = relatives
-        rows = 1 << (call.rows - 1).bit_length()
+        rows, first = 1 << (call.rows - 1).bit_length(), relatives[0]
         rows = rows * 3 // 4 if 4 * call.rows <= 3 * rows else rows  # 1, 2, 3, 4, 6, 8, 12, 16, 24 ...
-        if rows == call.rows or first.apart is None or not same_but_rows(first.captured, second.captured):
+        if rows == call.rows or not (first.apart and same_but_rows(first.captured, relatives[1].captured)):
             return None
         engine = self._choice(call.with_rows(rows)).engine
-        alike = isinstance(engine, CppBackend) and any(same_but_rows(engine.captured, e.captured) for e in relatives)
-        found = engine.for_rows(call.rows) if isinstance(engine, CppBackend) and alike else None
-        if found is not None and self._verify == "first":
+        if not (isinstance(engine, CppBackend) and engine.apart and same_but_rows(first.captured, engine.captured)):
+            return None
+        found = engine.for_rows(call.rows)
+        if self._verify == "first":
             try:
                 with unobserved():
                     call.verify(found, self._memory)
-            except Exception:  # it has a plan of its own, then
+            except Exception:  # a plan of its own serves, then
                 return None
         return found
 

@@ -34,7 +34,7 @@ from weft.core.validation import Validator
 from weft.recurrent import eager
 from weft.recurrent.backends import Memory
 from weft.recurrent.cell import Cell, Linked, Links, StepSpec, StoredState, adapt, check_links, spread
-from weft.recurrent.masking import ALL_ROWS, RowMasks, pick, read_rows, replaced, stand_ins
+from weft.recurrent.masking import ALL_ROWS, RowMasks, choose_rows, read_rows, replaced, stand_ins
 from weft.recurrent.plan_cache import BackendName, PlanCache, VerifyMode, check_settings
 from weft.recurrent.sequence import Lengths, SequenceInputs, batch_first_again, pack_like, read_inputs
 
@@ -209,7 +209,7 @@ class Recurrent(nn.Module):
         if eager.stops(t, self.truncate):
             entered = map_leaves(torch.detach, entered)
         if flags is not None and state is not None:
-            entered = map_leaves(lambda new, old: pick(flags[0], new, old, old.dtype), fresh, entered)
+            entered = choose_rows(~flags[0], entered, fresh)
         y, new = eager.call(cell, x, entered, t)
         return y, cell.leave(unflatten(border.structure, border.accept(new, t)))
 

@@ -8,8 +8,9 @@ near to that as the eager loop is in the dtype of the cell.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ NEAR = 8
 """How many times the eager loop's own error, against float64, a plan may have."""
 Widened = Callable[[], AbstractContextManager[Mapping[int, Tensor]]]
 """Inside, the cell reads its tensors in float64; yields them by the ids of the originals."""
+_as_it_is: Widened = partial(nullcontext, dict[int, Tensor]())
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -43,7 +45,7 @@ def verify(
     inputs: Sequence[Tensor],
     states: Sequence[Tensor],
     memory: Memory = "full",
-    widened: Widened | None = None,
+    widened: Widened = _as_it_is,
 ) -> None:
     """Compare the plan with the eager loop over the first steps of a sequence (inputs T x ..., T at least 1).
 
@@ -52,67 +54,59 @@ def verify(
     Raises PlanError that names every value which differs, with the difference.
     """
     for steps, every in TRIALS:
-        faults = _faults(plan, cell, [each[:steps] for each in inputs], states, memory, every, widened)
+        trial = _Trial(plan, cell, [each[:steps] for each in inputs], states, every)
+        faults = trial.faults("states" if isinstance(memory, int) else memory, widened)  # it makes use of every routine
         if faults:
             raise PlanError(listed("a derived plan does not compute what its cell computes:", faults))
 
 
-def _faults(
-    plan: Backend,
-    cell: Cell,
-    short: Sequence[Tensor],
-    states: Sequence[Tensor],
-    memory: Memory,
-    every: bool,
-    widened: Widened | None,
-) -> list[str]:
-    way = "states" if isinstance(memory, int) else memory  # it makes use of every routine
-    device = short[0].device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        seed = int(torch.randint(2**31, (1,)))
-        torch.manual_seed(seed)  # what the cell draws, drawn for both alike
-        random = drawn(plan.captured.draws, len(short[0]), device)
-        ours, theirs = _leaves(plan, [*short, *random], states), _leaves(plan, short, states)
-        derived = run_derived(plan, *ours, way)
-        torch.manual_seed(seed)
-        eager = stepwise(plan.captured, cell, *theirs)
-    if not derived.states:  # not all are kept, so none is there to be compared
-        eager.states.clear()
-    parameters = plan.captured.parameters
-    wanted, seen = _values(parameters, eager, *theirs, every), _values(parameters, derived, *ours, every)
-    triples = [(name, each, other) for (name, each), (_, other) in zip(wanted, seen, strict=True)]
-    faults = {name: fault for name, each, other in triples if (fault := _difference(name, each, other))}
-    if faults and widened is not None and not plan.captured.draws:  # in float64 other numbers would be drawn
-        exact = _exact(plan, cell, short, states, widened, every, bool(eager.states))
-        near = [name for name, each, other in triples if name in exact and _near(each, other, exact[name])]
-        faults = {name: fault for name, fault in faults.items() if name not in near}
-    return [*faults.values()]
+@dataclass
+class _Trial:
+    plan: Backend
+    cell: Cell
+    inputs: Sequence[Tensor]
+    states: Sequence[Tensor]
+    every: bool
 
+    def faults(self, memory: Memory, widened: Widened) -> list[str]:
+        plan, short, states = self.plan, self.inputs, self.states
+        device, parameters = short[0].device, plan.captured.parameters
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            seed = int(torch.randint(2**31, (1,)))
+            torch.manual_seed(seed)  # what the cell draws, drawn for both alike
+            random = drawn(plan.captured.draws, len(short[0]), device)
+            ours, theirs = _leaves(plan, [*short, *random], states), _leaves(plan, short, states)
+            derived = run_derived(plan, *ours, memory)
+            torch.manual_seed(seed)
+            eager = stepwise(plan.captured, self.cell, *theirs)
+        if not derived.states:  # not all are kept, so none is there to be compared
+            eager.states.clear()
+            self.every = False
+        wanted, seen = (
+            _values(parameters, ends, *leaves, self.every) for ends, leaves in ((eager, theirs), (derived, ours))
+        )
+        faults = {name: fault for name, each in wanted.items() if (fault := _difference(name, each, seen[name]))}
+        exact = self._exact(widened) if faults and not plan.captured.draws else {}  # float64 would draw other numbers
+        return [
+            f for name, f in faults.items() if name not in exact or not _near(wanted[name], seen[name], exact[name])
+        ]
 
-def _exact(
-    plan: Backend,
-    cell: Cell,
-    short: Sequence[Tensor],
-    states: Sequence[Tensor],
-    widened: Widened,
-    every: bool,
-    kept: bool,
-) -> dict[str, Tensor]:
-    """The values of the eager loop in float64, by name; none if the cell cannot be run so."""
-    wide = [[each.double() if each.is_floating_point() else each for each in part] for part in (short, states)]
-    try:
-        with widened() as held:
-            theirs = _leaves(plan, wide[0], wide[1])
-            ends = stepwise(plan.captured, cell, *theirs)
-            ends = ends if kept else replace(ends, states=[])
-            return dict(_values([held[id(each)] for each in plan.captured.parameters], ends, *theirs, every))
-    except Exception:  # whatever a cell of the user's raises that is bound to its dtype: then there is no such value
-        return {}
+    def _exact(self, widened: Widened) -> dict[str, Tensor]:
+        """The values of the eager loop in float64; none if the cell cannot be run so."""
+        parts = (self.inputs, self.states)
+        wide = [[each.double() if each.is_floating_point() else each for each in part] for part in parts]
+        try:
+            with widened() as held:
+                leaves = _leaves(self.plan, *wide)
+                parameters = [held[id(each)] for each in self.plan.captured.parameters]
+                return _values(parameters, stepwise(self.plan.captured, self.cell, *leaves), *leaves, self.every)
+        except Exception:  # whatever a cell of the user's raises that is bound to its dtype
+            return {}
 
 
 def _near(wanted: Tensor, seen: Tensor, exact: Tensor) -> bool:
-    """Whether a plan's value is as near to the exact one as the eager loop's, about; NaN is near to nothing."""
-    if not (differentiable(wanted) and wanted.shape == seen.shape == exact.shape and wanted.dtype == seen.dtype):
+    """Whether a plan's value is about as near to the exact one as the eager loop's; NaN is near to nothing."""
+    if not differentiable(wanted) or not wanted.shape == seen.shape == exact.shape or wanted.dtype != seen.dtype:
         return False
     theirs, ours = (float((each.double() - exact).abs().max()) for each in (wanted, seen))
     return ours <= max(NEAR * theirs, _allowed(wanted, float(exact.abs().max())))
@@ -130,7 +124,7 @@ def _values(
     inputs: list[Tensor],
     states: list[Tensor],
     every: bool,
-) -> list[tuple[str, Tensor]]:
+) -> dict[str, Tensor]:
     """Outputs and states, and, where gradients are on, those of everything, each with its name; zeros for none."""
     named = ends.named()
     parts = {"input": inputs, "initial state": states, "parameter": parameters}
@@ -138,7 +132,7 @@ def _values(
     asked = [(name, each) for name, each in sources if each.requires_grad]
     read = ends if every else replace(ends, states=[])
     roots = [end for _, end in read.named() if end.requires_grad]
-    found = [(name, end.detach()) for name, end in named]
+    found = {name: end.detach() for name, end in named}
     if not roots or not asked or not torch.is_grad_enabled():
         return found
     numbers = [torch.linspace(0.5, 1.5, each.numel(), device=each.device).view_as(each) for each in roots]
@@ -146,7 +140,7 @@ def _values(
     leaves = [each for _, each in asked]
     with quiet_hooks(parameters):
         gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True, materialize_grads=True)
-    return found + [(f"gradient of {name}", each) for (name, _), each in zip(asked, gradients, strict=True)]
+    return found | {f"gradient of {name}": each for (name, _), each in zip(asked, gradients, strict=True)}
 
 
 def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:

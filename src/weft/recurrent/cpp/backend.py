@@ -32,7 +32,7 @@ from weft.recurrent.cpp.gemm import ALIGN, aligned
 from weft.recurrent.cpp.ir import REDUCED_PRECISION, LoopValue, Product, TimeReduction, meta_value
 from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
-from weft.recurrent.cpp.scheduling import SequenceAxes, axis_in_view, explain_function, rows_apart
+from weft.recurrent.cpp.scheduling import explain_function, rows_apart
 from weft.recurrent.graph import StepGraph, is_check
 from weft.recurrent.plan import BulkEvaluator, explain, leading_to, summed_at_once
 
@@ -235,10 +235,9 @@ class CppBackend:
         self._saved = [_size(each) for each in self._split.saved]
         self._outside = TorchStages(self._split, self._lowered)
         stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in self.compiled.functions)
-        self._rows = rows = next(
-            (size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1
-        )
-        self.chunk_steps = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, rows)
+        self.rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
+        self._step_bytes = sum(self._saved) + stacks + self._outside.step_bytes
+        self.chunk_steps = chunk_length(self._step_bytes, self.rows)
         self._constants = list(dict.fromkeys([*self._lowered.constants, *self._outside.constants]))
         checks = [each for each in captured.checks if not self._split.varies(each)]
         self._made_once = [*(each for each in self._constants if each.op == "call_function"), *checks]
@@ -248,48 +247,20 @@ class CppBackend:
         self._references = [node for node in captured.signature.references if node in wanted]
 
     @cached_property
-    def apart(self) -> list[SequenceAxes] | None:
-        """The row axes of values forward, in recomputation and backward, where a row hangs on nothing but itself."""
-        signature, rows, found = self.captured.signature, self._rows, list[SequenceAxes]()
+    def apart(self) -> bool:
+        """Whether no row depends on another, anywhere in the plan: then it serves for fewer rows, bit for bit."""
+        signature, rows = self.captured.signature, self.rows
         ends = [node for node in (*signature.outputs, *signature.new_states) if node is not None]
-        if self.captured.draws or self._outside.works or any(meta_value(e).shape[:1] != (rows,) for e in ends):
-            return None
-        alike = {"c", "dp"}  # what is the same for all rows, by the letters of its name or by all of it
-        for function in self._lowered.functions:
-            given = [value for value in function.layouts if value.made is None and value.shape]
-            starts = [v for v in given if v.name not in alike and v.name.rstrip("0123456789") not in alike]
-            axes = rows_apart(function, rows, starts)
-            for view, argument in function.wanted if axes is not None else ():
-                axis = axes.get(view.value)
-                if axis is None and argument.name.startswith("v"):
-                    alike.add(argument.name)
-                elif axis is not None and axis_in_view(view, axis, rows) != 0:
-                    axes = None
-                    break
-            if axes is None:
-                return None
-            found.append(axes)
-        return found
+        by_rows = all(meta_value(node).shape[:1] == (rows,) for node in ends)
+        alone = by_rows and not self.captured.draws and not self._outside.works
+        return alone and all(rows_apart(function, rows) for function in self._lowered.functions)
 
-    def for_rows(self, rows: int) -> "CppBackend | None":
-        """This plan for fewer rows, which `run_derived` fills up. None unless results and gradients have the bits of an
-        exact plan for these rows. Chunks are as long as by that plan, because their bounds order the sums over time."""
-        if self.apart is None:
-            return None
-
-        def size(value: LoopValue, axes: SequenceAxes) -> int:
-            return value.bytes if axes.get(value) is None else value.bytes // self._rows * rows
-
-        functions = self._lowered.functions
-        saved = sum(
-            size(view.value, self.apart[0]) * view.at.numel() // view.value.size
-            for view, argument in functions[0].wanted
-            if argument.name.startswith("v")
-        )
-        pairs = zip(functions, self.apart, strict=True)
-        stacks = max(sum(size(each, axes) for each in function.stacks) for function, axes in pairs)
+    def for_rows(self, rows: int) -> "CppBackend":
+        """This plan for fewer rows, which `run_derived` fills up, with chunks as long as by a plan for just these rows:
+        their bounds order the sums over time."""
         found = copy.copy(self)
-        found.missing, found.chunk_steps = self._rows - rows, chunk_length(saved + stacks, rows)
+        found.missing = self.rows - rows
+        found.chunk_steps = chunk_length(self._step_bytes // self.rows * rows, rows)
         return found
 
     def begin(self) -> Constants:
@@ -422,7 +393,7 @@ class CppBackend:
         ]
         threads = torch.get_num_threads() if routine.work * steps > MIN_PARALLEL_OPERATIONS else 1
         work = pool.take(self._workspace(steps), "work")
-        routine.call(steps, threads, addresses, work, self._rows - self.missing)
+        routine.call(steps, threads, addresses, work, self.rows - self.missing)
         pool.give(work, "work")
 
 

@@ -444,22 +444,17 @@ def _var_mean(
     return _var(x, axes, correction=correction, keepdim=keepdim), mean
 
 
-def _group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: int, channels: int, inner: int, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace PyTorch's decomposition, which reads by strides (`as_strided`): stacked over time, a value has others."""
-    wide = x.reshape(rows, groups, channels // groups, inner).to(compute_dtype(x.dtype))
-    variance, mean = torch.var_mean(wide, (2, 3), correction=0, keepdim=True)
-    rstd, shape = (variance + eps).rsqrt(), (1, groups, channels // groups, 1)
-    out = (wide - mean) * rstd
+def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's function without weights: with weights it reads by strides, which stacked values do not have."""
+    plain = cast("Callable[..., tuple[Tensor, ...]]", _decomp.decomposition_table[aten.native_group_norm.default])
+    out, mean, rstd = plain(x, None, None, *rest)
+    shape = (1, -1, *[1] * (x.dim() - 2))
     out = out if weight is None else out * weight.reshape(shape)
-    out = out if bias is None else out + bias.reshape(shape)
-    mean, rstd = (each.reshape(rows, groups).to(x.dtype) for each in (mean, rstd))
-    return out.reshape(x.shape).to(x.dtype), mean, rstd
+    return (out if bias is None else out + bias.reshape(shape)).to(x.dtype), mean, rstd
 
 
 def _weight_norm_backward(gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Of v * (g / norms). PyTorch has no rule for many steps at once, and its forward norms along one axis only."""
+    """The gradients of v * (g / norms), for which `vmap` has no rule."""
     others = [i for i in range(v.dim()) if i != axis]
     along = (gradient * v).sum(others, True) / norms
     return g / norms * (gradient - v * (along / norms)), along
@@ -512,7 +507,7 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 def _solve(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
     if a.dim() != 2 or a.is_complex():
         return NotImplemented
-    lu, pivots, info = torch.linalg.lu_factor_ex(a)
+    lu, pivots, info = aten.linalg_lu_factor_ex.default(a)
     found = _lu_solve(lu, pivots, b.unsqueeze(-1) if b.dim() == 1 else b, left=left)
     return found.squeeze(-1) if b.dim() == 1 else found, lu, pivots, info
 
@@ -521,9 +516,9 @@ def _lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, adjoi
     """A product by the inverse, which is made once where the factors are those of a weight."""
     if lu.dim() != 2 or lu.is_complex():
         return NotImplemented
-    permuted, lower, upper = torch.lu_unpack(lu, pivots)
-    inverse = torch.linalg.solve_triangular(lower, permuted.mT, upper=False, unitriangular=True)
-    inverse = torch.linalg.solve_triangular(upper, inverse, upper=True)
+    permuted, lower, upper = aten.lu_unpack.default(lu, pivots)
+    inverse = aten.linalg_solve_triangular.default(lower, permuted.mT, upper=False, unitriangular=True)
+    inverse = aten.linalg_solve_triangular.default(upper, inverse, upper=True)
     inverse = inverse.mT if adjoint else inverse
     return inverse @ b if left else b @ inverse
 
