@@ -197,6 +197,36 @@ def test_a_jit_trace_records_the_eager_loop() -> None:
     assert [used for _, used, _ in net.why()] == ["eager", "python"]
 
 
+class Begun(nn.Module):
+    """As the cell in the docs: its first state has as many rows as its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(D, H)
+
+    def initial_state(self, x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], H)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x, h)
+        return h, h
+
+
+@symbolic
+@pytest.mark.filterwarnings("ignore:The tensor attribute")  # by torch's own layer
+def test_export_leaves_steps_and_rows_free() -> None:
+    """Both T and N; torch's own layer keeps the T that it was exported with."""
+    dims = ({0: torch.export.Dim("T"), 1: torch.export.Dim("N")},)
+    net = Recurrent(Begun())
+    x = torch.randn(5, 4, D)
+    exported = torch.export.export(net, (x,), dynamic_shapes=dims).module()
+    for steps, rows in ((5, 4), (9, 7), (2, 3)):
+        x = torch.randn(steps, rows, D)
+        close(exported(x)[0], net(x).outputs)
+    with pytest.raises(Exception, match="marked T as dynamic but your code specialized it"):
+        torch.export.export(nn.GRU(D, H), (x,), dynamic_shapes=dims)
+
+
 @symbolic
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # PyTorch 2.11's own
 def test_an_export_runs_for_other_lengths_and_is_saved_and_loaded() -> None:
