@@ -89,7 +89,9 @@ def run_derived(
     with torch.set_grad_enabled(tracked):
         ends = function.ends(apply(function, function.tensors) if tracked else function.forward()[0])
         if missing:
-            outputs, every = ([e[:, :-missing].contiguous() for e in part] for part in (ends.outputs, ends.states))
+            parts = [[(each, each[:, :-missing]) for each in part] for part in (ends.outputs, ends.states)]
+            # Only what is one row for all steps, as an unchanged state, is not contiguous, and stays so.
+            outputs, every = ([cut.contiguous() if e.is_contiguous() else cut for e, cut in part] for part in parts)
             ends = SequenceLeaves(outputs, every, [each[:-missing] for each in ends.last])
     return ends
 

@@ -204,11 +204,8 @@ class PlanCache:
     def _filled_up(self, call: "PlannedCall") -> CppBackend | None:
         """The plan for a few more rows, if it gives these the same bits: from the third size of a batch on, so that a
         last batch that is smaller than the others is not filled up."""
-        relatives = [
-            each.engine
-            for (_, cell), each in self._known.items()
-            if each.family == call.step_key(1) and cell == call.cell_key and isinstance(each.engine, CppBackend)
-        ]
+        family, same = call.step_key(1), [each for (_, cell), each in self._known.items() if cell == call.cell_key]
+        relatives = [e.engine for e in same if e.family == family and isinstance(e.engine, CppBackend)]
         if len(relatives) < 2 or call.rows is None or isinstance(self._memory, int):
             return None
         rows, first = 1 << (call.rows - 1).bit_length(), relatives[0]
@@ -257,10 +254,8 @@ class PlanCache:
                     break
         reasons = [f"not {' or '.join(each)}: {told}" for told, each in refused.items()]
         why = "; ".join(reasons)
-        if not candidates:
-            choice = PlanChoice(call.kind, None, "eager", why, impossible=strict)
-        else:
-            choice = self._chosen(call, candidates, reasons)
+        none = PlanChoice(call.kind, None, "eager", why, impossible=strict)
+        choice = self._chosen(call, candidates, reasons) if candidates else none
         if wrong or not candidates:
             way = "the eager loop" if choice.engine is None else f"the {choice.backend} plan"
             return replace(choice, warning=f"cell {call.cell.name} runs by {way}: {why}")
@@ -305,9 +300,6 @@ class PlannedCall:
         self.states, self._structure = flatten((state, fresh, references, held))
         self.guards = CellGuards(cell.function)
         self.cell_key = tuple(self.guards.key)
-        alike = all(isinstance(e, Tensor) and e.shape[:1] == (inputs.rows,) for e in self.states)
-        self.rows = inputs.rows if alike else None
-        """N, where all states have rows."""
         self.computed = not all([each.is_leaf for each in self.guards.tensors])
         grad = torch.is_grad_enabled()
         self._wants = tuple([grad and leaf.requires_grad for leaf in inputs.leaves])
@@ -321,6 +313,12 @@ class PlannedCall:
         )
         flags = [name for name, on in self._on._asdict().items() if on]
         return f"steps of {shapes}" + (f" with {', '.join(flags)}" if flags else "")
+
+    @property
+    def rows(self) -> int | None:
+        """N, where all states have rows, and nothing else is read that could have some."""
+        by_rows = all(isinstance(each, Tensor) and each.shape[:1] == (self.inputs.rows,) for each in self.states)
+        return self.inputs.rows if by_rows and getattr(self.cell, "references", None) is None else None
 
     def with_rows(self, rows: int) -> "PlannedCall":
         """The same call, filled up to so many rows."""

@@ -87,9 +87,8 @@ class _Trial:
         )
         faults = {name: fault for name, each in wanted.items() if (fault := _difference(name, each, seen[name]))}
         exact = self._exact(widened) if faults and not plan.captured.draws else {}  # float64 would draw other numbers
-        return [
-            f for name, f in faults.items() if name not in exact or not _near(wanted[name], seen[name], exact[name])
-        ]
+        near = [name for name in faults.keys() & exact.keys() if _near(wanted[name], seen[name], exact[name])]
+        return [fault for name, fault in faults.items() if name not in near]
 
     def _exact(self, widened: Widened) -> dict[str, Tensor]:
         """The values of the eager loop in float64; none if the cell cannot be run so."""
