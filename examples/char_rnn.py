@@ -43,7 +43,7 @@ class IntegratingCell(nn.Module):
         self.norm = nn.LayerNorm(hidden)
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        zero = x.new_zeros(len(x), self.recurrent.in_features)
+        zero = x.new_zeros(x.shape[0], self.recurrent.in_features)
         return zero, zero
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:

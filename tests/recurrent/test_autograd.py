@@ -144,7 +144,7 @@ class Dropping(nn.Module):
         return h.sin(), (h, c)
 
     def initial_state(self, x: Tensor) -> Any:
-        return (x.new_full((len(x), H), 0.2),) * 2
+        return (x.new_full((x.shape[0], H), 0.2),) * 2
 
 
 CELLS: dict[str, Callable[[], nn.Module]] = {

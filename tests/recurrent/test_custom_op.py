@@ -88,10 +88,11 @@ symbolic = pytest.mark.skipif(CHECKED, reason="a symbolic size is no int, so the
 @pytest.mark.long
 @pytest.mark.skipif(not CHECKED, reason="they run here")
 def test_those_with_symbolic_sizes_pass_in_an_interpreter_without_checks_of_types() -> None:
-    marked = "another_length_no_new_graph or export_runs_for_other_lengths or jit_trace or layer_itself_is_exported"
+    names = ("another_length_no_new_graph", "export_leaves_steps", "export_runs_for_other_lengths", "jit_trace")
+    marked = " or ".join([*names, "layer_itself_is_exported"])
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-k", marked, __file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout[-3000:]
 
 
 def sequence(*shape: int) -> Tensor:
@@ -195,6 +196,36 @@ def test_a_jit_trace_records_the_eager_loop() -> None:
     x = sequence().detach()
     assert torch.allclose(traced(x)[0], net(x).outputs, atol=1e-12)
     assert [used for _, used, _ in net.why()] == ["eager", "python"]
+
+
+class Begun(nn.Module):
+    """As the cell in the docs: its first state has as many rows as its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(D, H)
+
+    def initial_state(self, x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], H)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x, h)
+        return h, h
+
+
+@symbolic
+@pytest.mark.filterwarnings("ignore:The tensor attribute")  # by torch's own layer
+def test_export_leaves_steps_and_rows_free() -> None:
+    """Both T and N; torch's own layer keeps the T that it was exported with."""
+    dims = ({0: torch.export.Dim("T"), 1: torch.export.Dim("N")},)
+    net = Recurrent(Begun())
+    x = torch.randn(5, 4, D)
+    exported = torch.export.export(net, (x,), dynamic_shapes=dims).module()
+    for steps, rows in ((5, 4), (9, 7), (2, 3)):
+        x = torch.randn(steps, rows, D)
+        close(exported(x)[0], net(x).outputs)
+    with pytest.raises(Exception, match="marked T as dynamic but your code specialized it"):
+        torch.export.export(nn.GRU(D, H), (x,), dynamic_shapes=dims)
 
 
 @symbolic

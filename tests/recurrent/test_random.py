@@ -17,6 +17,7 @@ from tests.recurrent.recurrent_cases import (
     planned,
     run_by,
 )
+from weft.core.errors import UsageError
 from weft.recurrent.plan_cache import NoPlanWarning
 
 
@@ -116,5 +117,10 @@ def test_inputs_and_states_that_lie_otherwise_in_memory_draw_what_the_eager_loop
     if rows == 1:
         close(outcome(net, x, other_h), outcome(eagerly(cell), x, other_h))
         return
-    with pytest.warns(NoPlanWarning, match=r"another memory layout than later ones.*\.contiguous\(\)"):
+    words = r"another memory layout than later ones.*\.contiguous\(\)"
+    if backend == "c":
+        with pytest.raises(UsageError, match=words):
+            net(x, other_h)
+        net.backend = "auto"
+    with pytest.warns(NoPlanWarning, match=words):
         close(outcome(net, x, other_h), outcome(eagerly(cell), x, other_h))

@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import Awkward, at_once, close, eagerly, equal, gradients, grid, random_case, told
+from tests.recurrent.recurrent_cases import (
+    Awkward,
+    at_once,
+    by_any,
+    close,
+    eagerly,
+    equal,
+    gradients,
+    grid,
+    random_case,
+    told,
+)
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
 from weft.recurrent import LSTM, Recurrent
@@ -301,3 +312,55 @@ def test_a_state_nested_otherwise_than_the_one_that_a_reset_brings_back_is_refus
     net = eagerly(nn.GRUCell(3, 4))
     with pytest.raises(SpecError, match="is not nested as its initial state: state should be a leaf"):
         net(torch.ones(2, 2, 3), (torch.ones(2, 4),), reset=torch.ones(2, 2, dtype=torch.bool))
+
+
+@by_any
+def test_step_with_reset_is_as_the_sequence(backend: str) -> None:
+    """Rows that start anew, one step at a time, have the numbers and gradients of `reset=` over the whole."""
+    torch.manual_seed(0)
+    x, reset = torch.randn(6, 4, 3).double().requires_grad_(), torch.rand(6, 4) < 0.4
+    cell = nn.LSTMCell(3, 5).double()
+    first = nn.Parameter(torch.randn(5).double()), nn.Parameter(torch.randn(5).double())
+    net = Recurrent(cell, initial=first, truncate=4, backend=backend)
+    state, ys = None, []
+    for t in range(6):
+        y, state = net.step(x[t], state, t=t, reset=reset[t])
+        ys.append(y)
+    whole = net(x, reset=reset)
+    ends = ((torch.stack(ys), state), (whole.outputs, whole.last))
+    close(*ends)
+    close(*(gradients(each, [x, *net.parameters()]) for each in ends))
+
+
+def test_reset_of_a_step_drops_nan_and_wants_an_initial_state() -> None:
+    """What a row had before does not count, be it NaN; without an initial state there is nothing to begin from."""
+    net = Recurrent(nn.GRUCell(3, 2))
+    x, reset = torch.randn(4, 3), torch.tensor([True, False, True, False])
+    y, _ = net.step(x, torch.full((4, 2), torch.nan), reset=reset)
+    assert equal(y[reset], net.step(x)[0][reset]) and y[~reset].isnan().all()
+    with pytest.raises(UsageError, match=r"reset was given, but neither the network nor .* has an initial state"):
+        Recurrent(lambda x, h: (x, h)).step(x, x, reset=reset)
+    with pytest.raises(SpecError, match=r"reset has dtype torch.int64.*\n.*reset has shape \(1, 3\)"):
+        net.step(x, reset=torch.ones(3, dtype=torch.int64))
+
+
+class Joining(nn.Module):
+    """Takes rows: a step without a batch axis does not fit."""
+
+    def initial_state(self, x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], 2)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, torch.cat([h, x], -1)[:, -2:]
+
+
+def test_lists_of_steps_and_missing_batch_axes_get_the_mend() -> None:
+    """Both are forms that some cells take, so the error comes where the cell fails."""
+    x = torch.randn(5, 4, 3)
+    for cell in (Joining(), nn.GRUCell(3, 2)):
+        with pytest.raises(SpecError, match=r"a list.*torch.stack\(steps\)"):
+            Recurrent(cell)(list(x))
+    with pytest.raises(SpecError, match=r"x float32 \(3,\).*no batch axis.*T x N x D.*unsqueeze\(1\)"):
+        Recurrent(Joining())(x[:, 0])
+    assert Recurrent(lambda x, h: (x[0] + h, x[1]))([x, x], x[0]).outputs.shape == x.shape
+    assert Recurrent(nn.GRUCell(3, 2))(x[:, 0]).outputs.shape == (5, 2)

@@ -76,18 +76,33 @@ def run_derived(
     Where not all states are kept, `states` of the result is empty. Without `replay` a gradient of a gradient is
     refused. Raises UsageError if `memory` is too small.
     """
-    steps = len(inputs[0])
+    steps, missing = len(inputs[0]), backend.missing
     parameters = backend.captured.parameters
+    if missing:
+        inputs, states = ([filled_up(e, axis, missing) for e in part] for axis, part in ((1, inputs), (0, states)))
     tracked = torch.is_grad_enabled() and any([each.requires_grad for each in (*inputs, *states, *parameters)])
     if tracked and memory not in ("full", "states"):
         policy = choose_policy(memory, size_of(backend, steps, states))
     else:
         policy = MemoryPolicy(values=tracked and memory == "full")
     function = ScanFunction(backend, inputs, states, parameters, policy, tracked, replay)
-    if tracked:
-        return function.ends(apply(function, function.tensors))
-    with torch.no_grad():
-        return function.ends(function.forward()[0])
+    with torch.set_grad_enabled(tracked):
+        ends = function.ends(apply(function, function.tensors) if tracked else function.forward()[0])
+        if missing:
+            parts = [[(each, each[:, :-missing]) for each in part] for part in (ends.outputs, ends.states)]
+            # Only what is one row for all steps, as an unchanged state, is not contiguous, and stays so.
+            outputs, every = ([cut.contiguous() if e.is_contiguous() else cut for e, cut in part] for part in parts)
+            ends = SequenceLeaves(outputs, every, [each[:-missing] for each in ends.last])
+    return ends
+
+
+def filled_up(tensor: Tensor, axis: int, more: int) -> Tensor:
+    """Add rows along an axis, copies of the first one without its gradient: a cell can be singular at zero, but it is
+    known to accept this row. A tensor without such an axis is returned as it is."""
+    if tensor.dim() <= axis:
+        return tensor
+    first = tensor.detach().narrow(axis, 0, 1)
+    return torch.cat([tensor, first.expand(*tensor.shape[:axis], more, *tensor.shape[axis + 1 :])], axis)
 
 
 class Buffers:

@@ -66,10 +66,12 @@ class Backend(Protocol):
     Attributes:
         captured: the step that the plan was derived from.
         chunk_steps: the length of a chunk.
+        missing: how many rows a batch has fewer than the plan is for.
     """
 
     captured: StepGraph
     chunk_steps: int
+    missing: int
 
     def begin(self) -> Any:
         """Constants: values that depend on the references only, computed once per call of the network."""

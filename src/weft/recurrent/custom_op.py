@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -38,7 +38,6 @@ from weft.core.segment import differentiable
 from weft.recurrent import eager
 from weft.recurrent.capture import gradients_of
 from weft.recurrent.guards import CellGuards
-from weft.recurrent.masking import RowMasks
 from weft.recurrent.plan_cache import PlanCache
 from weft.recurrent.recurrent import NETWORKS, Recurrent, Result
 
@@ -189,12 +188,10 @@ class OutputMeta(PlanCache):
 
     def run(self, job: eager.SequenceRun) -> eager.Unrolled:
         """See `PlanCache.run`."""
-        inputs, rows, steps = job.inputs, job.rows, job.inputs.steps
+        steps = job.inputs.steps
         if not steps:
             return job.run()
-        leaves = [leaf[:1] if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves]
-        tables = RowMasks(*(None if each is None else each[:1] for each in (rows.valid, rows.reset)))
-        outputs, last, states = replace(job, inputs=replace(inputs, leaves=leaves, steps=1), rows=tables).run()
+        outputs, last, states = job.head(1).run()
 
         def stretched(leaf: Any) -> Any:
             return leaf.new_empty((steps, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf

@@ -80,6 +80,12 @@ class SequenceRun:
             collected.append(ys)
         return _stacked(outputs.structure, collected, border.structure, states)
 
+    def head(self, steps: int) -> "SequenceRun":
+        """The first `steps` of its steps, of which there must be as many."""
+        leaves = [leaf[:steps] if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.leaves]
+        rows = RowMasks(*(None if each is None else each[:steps] for each in (self.rows.valid, self.rows.reset)))
+        return replace(self, inputs=replace(self.inputs, leaves=leaves, steps=steps), rows=rows)
+
     def _no_steps(self) -> Unrolled:
         """T = 0: the cell runs once, on a blank step, for the shapes of its results; the generators are restored."""
         blank = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.blank()]
@@ -108,6 +114,7 @@ def call(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
         fault = cell.width_fault(x)
         if fault is not None:
             raise InputWidthError(f"{fault}, in step {t}") from error
+        refuse_form(cell, x, error)
         error.add_note(f"weft: in step {t} of cell {cell.name}, x {_shapes(x)}, state {_shapes(state)}")
         raise
     values = cast("tuple[Any, ...]", pair) if isinstance(pair, tuple) else (pair,)
@@ -115,6 +122,18 @@ def call(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
         kinds = ", ".join(type(each).__name__ for each in values)
         raise SpecError(f"cell {cell.name} returned ({kinds}) at step {t}, wanted a pair (y, new_state)")
     return values[0], values[1]
+
+
+def refuse_form(cell: Cell, x: Any, error: Exception) -> None:
+    """Raise ``SpecError`` if the input, on which the cell failed with ``error``, has a form that few cells take."""
+    leaves = flatten(x)[0]
+    if isinstance(x, list):
+        what = "a list, which a cell gets as it is; if it holds the steps, stack them: torch.stack(steps)"
+    elif leaves and all(isinstance(leaf, Tensor) and leaf.dim() < 2 for leaf in leaves):
+        what = f"x {_shapes(x)}, which has no batch axis; give inputs of T x N x D, such as inputs.unsqueeze(1)"
+    else:
+        return
+    raise SpecError(f"cell {cell.name} failed on {what} ({error})") from error
 
 
 def _shapes(value: Any) -> str:

@@ -6,6 +6,7 @@ Each step draws what the eager loop would draw, in its order, from the same gene
 what was drawn. What depends on a computed value, as a sampled action does, cannot be drawn in advance.
 """
 
+import re
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -77,6 +78,11 @@ class StepGraph:
         """The operators, in an order in which they can run."""
         return [node for node in self.module.graph.nodes if node.op == "call_function"]
 
+    @property
+    def checks(self) -> list[fx.Node]:
+        """See `is_check`."""
+        return [node for node in self.nodes if is_check(node)]
+
     def reference(self, node: fx.Node) -> Tensor:
         """The tensor behind one of the references."""
         return _alive(getattr(self.module, str(node.target)))
@@ -136,11 +142,27 @@ def _alive(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
     return tensor
 
 
+def is_check(node: fx.Node) -> bool:
+    """Whether an operator yields nothing, but can raise an error, as for a singular matrix."""
+    return node.target is _aten._linalg_check_errors.default
+
+
 def alike(node: fx.Node) -> bool:
     """Whether all arguments of an operator have the shape and dtype of its result: no broadcast, no conversion."""
     metas = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (*node.args, node)]
     seen = {(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in metas}
     return len(seen) == 1 and None not in seen
+
+
+def same_but_rows(one: StepGraph, other: StepGraph) -> bool:
+    """Whether two steps differ in sizes only, which stand in lists. A `len(x)` that the cell divides by does not."""
+    texts = [
+        [re.sub(r"\[[-\d, ]*\]", "[]", f"{node.target} {node.args} {node.kwargs}") for node in graph.nodes]
+        for graph in (one, other)
+    ]
+    references = [[graph.reference(node) for node in graph.signature.references] for graph in (one, other)]
+    held = all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(*references, strict=False))
+    return texts[0] == texts[1] and held
 
 
 def _meta(node: fx.Node) -> TensorMeta:

@@ -119,16 +119,35 @@ class CellGuards:
         After `torch.func.functional_call` they hold others than in its forward. Flags and attributes are not put back.
         """
         now = CellGuards(function)
-        then = {id(new): old for new, old in zip(now.tensors, self.tensors, strict=False)}
-        tables = [cast(Any, table) for module in now._modules for table in (module._parameters, module._buffers)]
+        with now._holding({id(new): old for new, old in zip(now.tensors, self.tensors, strict=False)}):
+            yield CellGuards(function).key == self.key
+
+    @contextmanager
+    def widened(self) -> Generator[dict[int, Tensor]]:
+        """See `weft.recurrent.verify.Widened`."""
+        floats = [each for each in self.tensors if each.is_floating_point()]
+        wide = {id(each): each.detach().double().requires_grad_(each.requires_grad) for each in floats}
+        with self._holding(wide):
+            yield wide
+
+    @contextmanager
+    def _holding(self, instead: Mapping[int, Tensor]) -> Generator[None]:
+        """Inside, modules and closures hold these tensors in place of those with the ids."""
+        names = ("_parameters", "_buffers", "__dict__")
+        tables = [getattr(module, name) for module in self._modules for name in names]
         before = [dict(table) for table in tables]
+        closures = [(closure, closure.cell_contents) for closure in self._closures]
         try:
             for table in tables:
-                table.update({name: then.get(id(tensor), tensor) for name, tensor in table.items()})
-            yield CellGuards(function).key == self.key
+                table.update({name: instead.get(id(value), value) for name, value in table.items()})
+            for closure, value in closures:
+                closure.cell_contents = instead.get(id(value), value)
+            yield
         finally:
-            for table, tensors in zip(tables, before, strict=True):
-                table.update(tensors)
+            for table, values in zip(tables, before, strict=True):
+                table.update(values)
+            for closure, value in closures:
+                closure.cell_contents = value
 
     # -- the walk over what a cell can reach ------------------------------------------------------------------------
 
@@ -382,7 +401,10 @@ def unobserved() -> Generator[None]:
     def same(tensor: Tensor) -> Tensor:
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(same, same), torch.autograd.set_detect_anomaly(False):
+    with torch.autograd.set_detect_anomaly(False), ExitStack() as hooks:
+        # Only over hooks of the caller: `torch.func.grad` in a cell accepts no hooks at all.
+        if cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None:
+            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(same, same))
         yield
 
 

@@ -162,7 +162,6 @@ class MaskedStep:
 
     cell: Cell
     on: Conditions
-    rows: int | None
 
     def __call__(
         self, inputs: tuple[Any, Sequence[Tensor]], states: tuple[Any, Any, Any, Sequence[Tensor]]
@@ -180,19 +179,19 @@ class MaskedStep:
             leaves, structure = flatten(state)
             state = unflatten(structure, [torch.where(cut, leaf.detach(), leaf) for leaf in leaves])
         if flags is not None:
-            state = _picked(flags, fresh, state)
+            state = choose_rows(flags, fresh, state)
         t: Any = next(rest) if self.on.time else 0
         if self.on.time and _tracer() is None:
             t = int(t)  # as the eager loop has it: what the check compares with, and 1 / t has more digits so
         y, new = result_of(cell(x, state, t))
         if valid is not None:
-            if any(leaf.shape[:1] != (self.rows,) for leaf in (*present(flatten(y)[0]), *flatten(new)[0])):
+            if any(leaf.shape[:1] != valid.shape for leaf in (*present(flatten(y)[0]), *flatten(new)[0])):
                 raise CaptureError("rows are masked, but not all that the cell returns has rows")
-            new, y = _picked(valid, new, state), _picked(valid, y)
+            new, y = choose_rows(valid, new, state), choose_rows(valid, y)
         return y, (new, fresh, references, held)
 
 
-def _picked(flags: Tensor, yes: Any, *no: Any) -> Any:
+def choose_rows(flags: Tensor, yes: Any, *no: Any) -> Any:
     """Row by row one value or the other, which is zero if it is not given."""
 
     def one(new: Tensor | None, *old: Tensor) -> Tensor | None:

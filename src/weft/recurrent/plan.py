@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.graph import StepGraph, Value
+from weft.recurrent.graph import StepGraph, Value, is_check
 
 INPUT, STATE, CARRIED, GIVEN = "input", "state", "carried gradient", "output gradient"
 
@@ -64,7 +64,7 @@ def partition(captured: StepGraph) -> DependencePartition:
     signature, on = captured.signature, dependences(captured)
     to_state = leading_to(signature.new_states)
     to_carry = leading_to(signature.state_gradients)
-    to_output = leading_to(signature.outputs)
+    to_output = leading_to([*signature.outputs, *captured.checks])
     parts = DependencePartition([], [], [], [], [], [], [])
     placed: dict[fx.Node, str] = {}
     for node in captured.nodes:
@@ -150,6 +150,14 @@ class BulkEvaluator:
 
     def evaluate(self, nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> None:
         """Compute `wanted`, all of them among `nodes`, for all steps, and nothing that they do not need."""
+        checks = [node for node in wanted if is_check(node)]
+        if checks:  # `vmap` wants tensors as results
+            read = [each for node in checks for each in node.all_input_nodes if each not in self.env]
+            self.evaluate(nodes, [*dict.fromkeys([*(node for node in wanted if node not in checks), *read])])
+            for node, info in ((node, node.all_input_nodes[0]) for node in checks):
+                for step in self.env[info].unbind(0) if self.varies(info) else [self.env[info]]:
+                    _call(node, {info: step})
+            return
         if not wanted:
             return
         inside = leading_to(wanted, set(nodes))

@@ -24,16 +24,15 @@ from weft.core.errors import UsageError, WeftError
 from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.validation import Validator
 from weft.recurrent import eager
-from weft.recurrent.autograd import EagerReplay, run_derived
+from weft.recurrent.autograd import EagerReplay, filled_up, run_derived
 from weft.recurrent.backends import NAMES as MEMORY
 from weft.recurrent.backends import Backend, Memory, choose_policy, size_of
 from weft.recurrent.capture import CaptureError, MisfitError, capture
 from weft.recurrent.cell import Linked
 from weft.recurrent.cpp.backend import CppBackend
-from weft.recurrent.cpp.compiler import CompileError
 from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.cpp.lowering import decomposition_table
-from weft.recurrent.graph import StepGraph, drawn, memory_order
+from weft.recurrent.graph import StepGraph, drawn, memory_order, same_but_rows
 from weft.recurrent.guards import CellGuards, no_foreign_draws, unobserved
 from weft.recurrent.inductor_backend import InductorBackend
 from weft.recurrent.masking import Conditions, MaskedStep, RowMasks, check_number, stand_ins
@@ -88,6 +87,10 @@ class PlanChoice:
     why: str
     warning: str | None = None
     """For the user, once."""
+    family: Hashable = None
+    """Equal for kinds that differ in the number of rows only."""
+    impossible: bool = False
+    """Whether the backend that was asked for must not be replaced: an explicit "c" is an error then."""
     held: tuple[object, ...] = ()
     """Objects whose addresses are part of the key, kept alive with it."""
 
@@ -115,25 +118,30 @@ class PlanCache:
         """Run by a plan, or by the eager loop; with a warning, once, if it is not by the plan asked for."""
         if torch.is_inference_mode_enabled():  # a plan that is made in it could not be used outside
             with torch.inference_mode(False), torch.no_grad():
-                found, warning = self._by_plan(job)
+                found, choice = self._by_plan(job)
         else:
-            found, warning = self._by_plan(job)
-        found = job.run() if found is None else found
+            found, choice = self._by_plan(job)
+        if choice.impossible:
+            job.head(1).run()  # if the cell itself is faulty, its own error says more
+            raise UsageError(
+                f'backend="c" cannot run cell {job.cell.name}: {choice.why}; change the cell, or use backend="auto", '
+                "which runs it by another plan, or by the eager loop"
+            )
+        found, warning = job.run() if found is None else found, choice.warning
         if warning is not None and warning not in self._warned:
             # Only now that it ran: if the cell is faulty, the eager loop's error says more.
             self._warned.add(warning)
             warnings.warn(warning, NoPlanWarning, stacklevel=2)
         return found
 
-    def _by_plan(self, job: eager.SequenceRun) -> tuple[eager.Unrolled | None, str | None]:
-        """The results, None if the eager loop must run it; and the warning for the user."""
+    def _by_plan(self, job: eager.SequenceRun) -> tuple[eager.Unrolled | None, PlanChoice]:
+        """The results, None if the eager loop must run it; and what was chosen."""
         call, choice = self._planned(job)
-        found = None if call is None or choice.engine is None else call.run(choice.engine, self._memory)
-        return found, choice.warning
+        return None if call is None or choice.engine is None else call.run(choice.engine, self._memory), choice
 
     def _planned(self, job: eager.SequenceRun) -> "tuple[PlannedCall | None, PlanChoice]":
         """What runs a sequence; a plan is made, if there is none yet."""
-        kind, why, warning = "sequences of every kind", "it was asked for", None
+        kind, why, warning, strict = "sequences of every kind", "it was asked for", None, False
         if self._backend != "eager":
             reason = unfit(job.inputs, job.initial)
             kind, why = f"calls where {reason}", "no plan can run those"
@@ -143,7 +151,8 @@ class PlanCache:
                     return call, self._choice(call)
                 kind, why = "calls where the cell reads a computed tensor", COMPUTED
                 warning = f"cell {job.cell.name} runs by the eager loop: {COMPUTED}"
-        choice = PlanChoice(kind, None, "eager", why, warning)
+                strict = self._backend == "c"
+        choice = PlanChoice(kind, None, "eager", why, warning, strict)
         with self._lock:
             self._known.setdefault((kind, None), choice)
         return None, choice
@@ -192,8 +201,39 @@ class PlanCache:
             self._known.popitem(last=False)
         return found
 
+    def _filled_up(self, call: "PlannedCall") -> CppBackend | None:
+        """The plan for a few more rows, if it gives these the same bits: from the third size of a batch on, so that a
+        last batch that is smaller than the others is not filled up."""
+        family, same = call.step_key(1), [each for (_, cell), each in self._known.items() if cell == call.cell_key]
+        relatives = [e.engine for e in same if e.family == family and isinstance(e.engine, CppBackend)]
+        if len(relatives) < 2 or call.rows is None or isinstance(self._memory, int):
+            return None
+        rows, first = 1 << (call.rows - 1).bit_length(), relatives[0]
+        rows = rows * 3 // 4 if 4 * call.rows <= 3 * rows else rows  # 1, 2, 3, 4, 6, 8, 12, 16, 24 ...
+        if rows == call.rows or not (first.apart and same_but_rows(first.captured, relatives[1].captured)):
+            return None
+        engine = self._choice(call.with_rows(rows)).engine
+        if not (isinstance(engine, CppBackend) and engine.apart and same_but_rows(first.captured, engine.captured)):
+            return None
+        found = engine.for_rows(call.rows)
+        if self._verify == "first":
+            try:
+                with unobserved():
+                    call.verify(found, self._memory)
+            except Exception:  # a plan of its own serves, then
+                return None
+        return found
+
     def _made(self, call: "PlannedCall") -> PlanChoice:
-        refused, wrong, candidates = list[str](), False, dict[str, Backend]()
+        larger = self._filled_up(call)
+        if larger is not None:
+            why = f"its rows are filled up by {larger.missing}, to a number for which there is a plan"
+            return PlanChoice(call.kind, larger, "c", why)
+        return replace(self._planned_anew(call), family=call.step_key(1))
+
+    def _planned_anew(self, call: "PlannedCall") -> PlanChoice:
+        refused, wrong, candidates = dict[str, list[str]](), False, dict[str, Backend]()
+        strict = self._backend == "c"
         automatic = ("inductor" if call.inputs.device.type == "cuda" else "c", "python")
         names: tuple[str, ...] = automatic if self._backend == "auto" else (self._backend,)
         for name in names:
@@ -203,22 +243,19 @@ class PlanCache:
                     if self._verify == "first":
                         call.verify(engine, self._memory)
             except MisfitError as error:
-                return PlanChoice(call.kind, None, "eager", str(error))
-            except (Unsupported, CompileError) as error:
-                refused.append(f"not {name}: {error}")
-            except PlanError as error:
-                refused.append(f"not {name}: {error}")
-                wrong = True  # worth a warning even where another plan is right
-            except Exception as error:  # whatever tracing a user's code may raise: the eager loop is there
+                return PlanChoice(call.kind, None, "eager", str(error), impossible=strict)
+            except Exception as error:  # whatever tracing a user's code may raise: another plan, or the eager loop
                 told = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {str(error)[:500]}"
-                refused.append(f"no plan could be made: {told}")
-                break
+                refused.setdefault(told, []).append(name)
+                wrong = wrong or isinstance(error, PlanError)  # worth a warning even where another plan is right
             else:
                 candidates[name] = engine
                 if name != "inductor":
                     break
-        why = "; ".join(refused)
-        choice = self._chosen(call, candidates, refused) if candidates else PlanChoice(call.kind, None, "eager", why)
+        reasons = [f"not {' or '.join(each)}: {told}" for told, each in refused.items()]
+        why = "; ".join(reasons)
+        none = PlanChoice(call.kind, None, "eager", why, impossible=strict)
+        choice = self._chosen(call, candidates, reasons) if candidates else none
         if wrong or not candidates:
             way = "the eager loop" if choice.engine is None else f"the {choice.backend} plan"
             return replace(choice, warning=f"cell {call.cell.name} runs by {way}: {why}")
@@ -277,16 +314,34 @@ class PlannedCall:
         flags = [name for name, on in self._on._asdict().items() if on]
         return f"steps of {shapes}" + (f" with {', '.join(flags)}" if flags else "")
 
-    def step_key(self) -> Hashable:
-        """All that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes."""
+    @property
+    def rows(self) -> int | None:
+        """N, where all states have rows, and nothing else is read that could have some."""
+        by_rows = all(isinstance(each, Tensor) and each.shape[:1] == (self.inputs.rows,) for each in self.states)
+        return self.inputs.rows if by_rows and getattr(self.cell, "references", None) is None else None
+
+    def with_rows(self, rows: int) -> "PlannedCall":
+        """The same call, filled up to so many rows."""
+        job, more = self._job, rows - (self.rows or 0)
+        over, first = (partial(filled_up, axis=axis, more=more) for axis in (1, 0))
+        inputs = replace(self.inputs, leaves=[*map(over, self.inputs.leaves)], rows=rows)
+        tables = RowMasks(*(None if each is None else over(each) for each in (job.rows.valid, job.rows.reset)))
+        initial, fresh = (None if each is None else map_leaves(first, each) for each in (job.initial, job.fresh))
+        return PlannedCall(replace(job, inputs=inputs, rows=tables, initial=initial, fresh=fresh))
+
+    def step_key(self, begin: int = 0) -> Hashable:
+        """All that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes.
+
+        Shapes count from axis `begin` on.
+        """
         casting = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         return (
             self.cell.form,
             self._on,
             self.inputs.structure,
             self._structure,
-            tuple([_meta(leaf[0]) for leaf in self.inputs.leaves]),
-            tuple([_meta(leaf) for leaf in self.states]),
+            tuple([_meta(leaf[0], begin) for leaf in self.inputs.leaves]),
+            tuple([_meta(leaf, begin) for leaf in self.states]),
             self._wants,
             *casting,
             torch.is_grad_enabled(),  # a cell may ask, and a plan without backward is the smaller one
@@ -304,7 +359,7 @@ class PlannedCall:
         return [*self.inputs.leaves, *(each for each in more if each is not None)]
 
     def _step(self) -> MaskedStep:
-        return MaskedStep(self.cell, self._on, self.inputs.rows)
+        return MaskedStep(self.cell, self._on)
 
     def make(self, name: str) -> Backend:
         """A new plan by this backend. Raises CaptureError, Unsupported and CompileError."""
@@ -364,7 +419,7 @@ class PlannedCall:
     def verify(self, engine: Backend, memory: Memory) -> None:
         """See `weft.recurrent.verify`."""
         with self.guards.undone():
-            verify(engine, self._step(), self._leaves(), self.states, memory)
+            verify(engine, self._step(), self._leaves(), self.states, memory, self.guards.widened)
 
     def run(self, engine: Backend, memory: Memory) -> eager.Unrolled:
         """The whole sequence."""
@@ -427,11 +482,11 @@ def unfit(inputs: SequenceInputs, state: Any) -> str | None:
     return None
 
 
-def _meta(value: Any) -> Hashable:
+def _meta(value: Any, begin: int) -> Hashable:
     if not isinstance(value, Tensor):
         return repr(type(cast(object, value)))
     plain = value.layout is torch.strided and value.is_contiguous()
-    return value.shape, value.dtype, value.device, None if plain else memory_order(value)
+    return value.shape[begin:], value.dtype, value.device, None if plain else memory_order(value)
 
 
 def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor]) -> float:

@@ -143,6 +143,8 @@ def _arguments(node: fx.Node, names: dict[str, Any]) -> str:
 class PythonBackend:
     """See `weft.recurrent.backends.Backend`: the parts of a captured step, and the two loops that are left of it."""
 
+    missing = 0
+
     def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
         self.parts: DependencePartition = partition(captured)
@@ -281,6 +283,7 @@ class PythonBackend:
         names = [each.name for each in fields(parts)]
         later = [node for each in names[names.index(name) + 1 :] for node in getattr(parts, each)]
         ends = [*signature.outputs, *signature.new_states, *signature.input_gradients, *signature.parameter_gradients]
+        ends += self.captured.checks
         if name != "loop_back":  # whose last ones are all that is asked for
             ends += signature.state_gradients
         read = {each for node in later for each in node.all_input_nodes} | {*ends}

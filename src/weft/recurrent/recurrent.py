@@ -34,7 +34,7 @@ from weft.core.validation import Validator
 from weft.recurrent import eager
 from weft.recurrent.backends import Memory
 from weft.recurrent.cell import Cell, Linked, Links, StepSpec, StoredState, adapt, check_links, spread
-from weft.recurrent.masking import ALL_ROWS, RowMasks, read_rows, replaced, stand_ins
+from weft.recurrent.masking import ALL_ROWS, RowMasks, choose_rows, read_rows, replaced, stand_ins
 from weft.recurrent.plan_cache import BackendName, PlanCache, VerifyMode, check_settings
 from weft.recurrent.sequence import Lengths, SequenceInputs, batch_first_again, pack_like, read_inputs
 
@@ -185,24 +185,31 @@ class Recurrent(nn.Module):
         cell = self._adapted()
         return run(cell, self._settings(cell, self._current() if plans is None else plans), inputs, state, **rows)
 
-    def step(self, x: Any, state: Any = None, *, t: int = 0) -> tuple[Any, Any]:
+    def step(self, x: Any, state: Any = None, *, t: int = 0, reset: Tensor | None = None) -> tuple[Any, Any]:
         """One step, number ``t``, of a stream: ``(y, new_state)``, the same numbers as in the whole sequence.
 
-        ``x`` is nested as the cell wants it, N x ...; ``state`` is what the step before returned, or ``None``.
+        ``x`` is nested as the cell wants it, N x ...; ``state`` is what the step before returned, or ``None``. Where
+        ``reset``, N bool, is true, a row begins with the network's own initial state, as in :meth:`forward`.
         """
         cell = self._adapted()
         settings = self._settings(cell)
         leaves, structure = flatten(x)
         one = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with Validator(f"cell {cell.name} cannot take a step on these arguments") as check:
-            read = read_inputs(unflatten(structure, one), batch_first=False, certain=False, check=check)
+            read = read_inputs(unflatten(structure, one), batch_first=False, certain=reset is not None, check=check)
+            table = reset.unsqueeze(0) if isinstance(reset, Tensor) else reset
+            flags = read_rows(read, None, None, table, batch_first=False, check=check).reset
+            has = reset is None or settings.initial is not None
+            check.that(has, f"reset was given, but neither the network nor {cell.name} has an initial state")
             entered = _given(cell, settings, state, read, check)
         assert read is not None
-        if state is None:
-            entered = _own(cell, settings, read, ALL_ROWS)
-        border = StepSpec.of_states(entered, None)
+        fresh = None if state is not None and flags is None else _own(cell, settings, read, ALL_ROWS)
+        entered = fresh if state is None else entered
+        border = StepSpec.of_states(entered, None if flags is None else read.rows)
         if eager.stops(t, self.truncate):
             entered = map_leaves(torch.detach, entered)
+        if flags is not None and state is not None:
+            entered = choose_rows(~flags[0], entered, fresh)
         y, new = eager.call(cell, x, entered, t)
         return y, cell.leave(unflatten(border.structure, border.accept(new, t)))
 
@@ -461,7 +468,13 @@ def _own(cell: Cell, settings: RecurrentSettings, inputs: SequenceInputs, rows: 
     if inputs.steps and rows.valid is not None:
         step = replaced(step, rows.valid[0], stand_ins(inputs, rows.valid))
     with Validator(f"the initial state of the recurrent network of cell {cell.name} does not fit its inputs") as check:
-        entered = cell.enter(make(unflatten(inputs.structure, step)), check)
+        x = unflatten(inputs.structure, step)
+        try:
+            made = make(x)
+        except Exception as error:
+            eager.refuse_form(cell, x, error)
+            raise
+        entered = cell.enter(made, check)
         return spread(entered, inputs, check, for_one_row=isinstance(make, StoredState))
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, grid, needs_compiler, planned, run_by
+from weft.core.errors import UsageError
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent, cells
 from weft.recurrent.cpp import backend
-from weft.recurrent.plan_cache import NoPlanWarning
 
 pytestmark = needs_compiler
 
@@ -32,9 +32,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     call = backend.CompiledFunction.call
 
-    def noted(self: backend.CompiledFunction, steps: int, threads: int, arguments: Any, workspace: Tensor) -> None:
+    def noted(self: backend.CompiledFunction, steps: int, threads: int, *rest: Any) -> None:
         seen.append(threads)
-        call(self, steps, threads, arguments, workspace)
+        call(self, steps, threads, *rest)
 
     monkeypatch.setattr(backend.CompiledFunction, "call", noted)
     return seen
@@ -123,9 +123,11 @@ def test_what_the_loops_do_not_know_is_named_and_run_by_another_backend(
 ) -> None:
     x, h = torch.randn(4, 2, 3).to(dtype), torch.zeros(2, 3, dtype=dtype)
     net = planned(cell, "c")
-    with pytest.warns(NoPlanWarning, match=words):
-        close(net(x, h).outputs, eagerly(cell)(x, h).outputs)
-    assert run_by(net) == {"eager"}
+    with pytest.raises(UsageError, match=words):
+        net(x, h)
+    net.backend = "auto"
+    close(net(x, h).outputs, eagerly(cell)(x, h).outputs)
+    assert run_by(net) <= {"python", "eager"} and words in net.why()[0][2]
 
 
 def test_the_worth_of_threads_is_that_of_a_chunk_not_of_a_step() -> None:

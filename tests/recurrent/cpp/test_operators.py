@@ -49,6 +49,13 @@ ANY: dict[str, Make] = {
     "as truth": lambda x, y: x.bool(),
     "as float": lambda x, y: x.float() * y.double(),
     "as long, compared with a float": lambda x, y: x.nan_to_num(0, 0, 0).long() > y.double(),
+    "remainder": lambda x, y: torch.remainder(x, 3),
+    "fmod": lambda x, y: torch.fmod(x, 3),
+    "any": lambda x, y: x.any(1),
+    "any of all": lambda x, y: (x > 2).any(),
+    "all": lambda x, y: x.all(0, keepdim=True),
+    "two indices": lambda x, y: x[:, torch.tensor([[0], [2]]), None][torch.tensor([[1], [-1]]), torch.tensor([0, 1])],
+    "two indices apart": lambda x, y: x[None, :, :, None][[0, 0], :, [1, -2]],
     "amax": lambda x, y: x.amax(1),
     "amin": lambda x, y: x.amin(0, keepdim=True),
     "max of all": lambda x, y: x.max(),
@@ -82,6 +89,10 @@ FLOATING: dict[str, Make] = {
     "to the y": lambda x, y: x**y,
     "2 to the x": lambda x, y: 2**x,
     "atan2": torch.atan2,
+    "remainder of a fraction": lambda x, y: torch.remainder(x, -1.5),
+    "remainder by y": torch.remainder,
+    "fmod by y": torch.fmod,
+    "safe softmax": lambda x, y: torch.ops.aten._safe_softmax(torch.where(y > 0, x, -math.inf), 1),
     "mean": lambda x, y: x.mean(1),
     "mean of all": lambda x, y: x.mean(),
     "mean of nothing": lambda x, y: x[:, :0].mean(1),
@@ -101,6 +112,7 @@ TRUTH: dict[str, Make] = {
     for name, make in (ANY | WHOLE).items()
     if name
     not in ("sign", "abs", "relu", "floor", "clamp", "clamp below", "clamp by tensors", "square", "cube", "to the 0")
+    and name not in ("remainder", "fmod")
 }
 NUMBERS = (0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, 1e-3, 90.0, math.inf, -math.inf, math.nan)
 

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from tests.recurrent.layers.layer_cases import DROP_INS, HIDDEN, WIDTH, everything, first_state, pair
 from tests.recurrent.recurrent_cases import at_once, close, grid, told
 from weft.core.errors import SpecError, UsageError
+from weft.recurrent import GRU, LSTM
 from weft.recurrent.layers.rnn import LayerInputError, WeightKeyedCache
 
 KINDS = sorted(DROP_INS)
@@ -248,3 +249,10 @@ def test_it_is_made_again_only_when_a_tensor_was_replaced() -> None:
     assert beside.get(weights, make) == 1
     assert beside.get([weights[0], weights[1].clone()], make) == 2
     assert beside.get(weights[:1], make) == 3
+
+
+def test_misspelled_option_names_the_near_one() -> None:
+    with pytest.raises(SpecError, match=r"num_layer is not an option of LSTM; did you mean num_layers\?"):
+        LSTM(3, 4, num_layer=2)
+    with pytest.raises(SpecError, match=r"quite_other is not an option of GRU$"):
+        GRU(3, 4, quite_other=2)

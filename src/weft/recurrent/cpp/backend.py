@@ -7,6 +7,7 @@ C gets addresses: inputs, states and outputs of the caller, and one workspace. P
 once; partitioner.py decides on what.
 """
 
+import copy
 import ctypes
 import mmap
 import os
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -31,8 +32,8 @@ from weft.recurrent.cpp.gemm import ALIGN, aligned
 from weft.recurrent.cpp.ir import REDUCED_PRECISION, LoopValue, Product, TimeReduction, meta_value
 from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
-from weft.recurrent.cpp.scheduling import explain_function
-from weft.recurrent.graph import StepGraph
+from weft.recurrent.cpp.scheduling import explain_function, rows_apart
+from weft.recurrent.graph import StepGraph, is_check
 from weft.recurrent.plan import BulkEvaluator, explain, leading_to, summed_at_once
 
 _HERE = Path(__file__).parent
@@ -81,9 +82,10 @@ class CompiledFunction:
         self._entry = ctypes.c_void_p(_address(library, self.function.name))
         self._run = kernels().weft_run
 
-    def call(self, steps: int, threads: int, arguments: Sequence[int], workspace: Tensor) -> None:
-        """Run over `steps` steps; `arguments` are addresses, in the order of the function's arguments (0: none)."""
-        values = (ctypes.c_void_p * (len(arguments) + 1))(*arguments, workspace.data_ptr())
+    def call(self, steps: int, threads: int, arguments: Sequence[int], workspace: Tensor, rows: int) -> None:
+        """Run over `steps` steps; `arguments` are addresses, in the order of the function's arguments (0: none). Sums
+        over time are those of the first `rows` rows."""
+        values = (ctypes.c_void_p * (len(arguments) + 2))(*arguments, workspace.data_ptr(), rows)
         self._run(self._entry, ctypes.c_long(threads), ctypes.c_long(steps), values)
 
 
@@ -159,7 +161,8 @@ class TorchStage:
     """Operators that PyTorch runs for all steps of a chunk at once, and those of them that somebody else reads."""
 
     def __init__(self, nodes: Sequence[fx.Node], views: Sequence[fx.Node], readers: set[fx.Node]) -> None:
-        self.wanted = [node for node in nodes if node in readers and isinstance(node.meta["val"], Tensor)]
+        made = [node for node in nodes if node in readers and isinstance(node.meta.get("val"), Tensor)]
+        self.wanted = [*made, *(node for node in nodes if is_check(node))]
         self._nodes = [*views, *nodes]
 
     def run(self, bulk: BulkEvaluator) -> None:
@@ -221,6 +224,8 @@ class TorchStages:
 class CppBackend:
     """See `weft.recurrent.backends.Backend`. Raises Unsupported and CompileError when it is made."""
 
+    missing = 0
+
     def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
         self.compiled = CompiledStep(captured)
@@ -230,14 +235,33 @@ class CppBackend:
         self._saved = [_size(each) for each in self._split.saved]
         self._outside = TorchStages(self._split, self._lowered)
         stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in self.compiled.functions)
-        rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
-        self.chunk_steps = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, rows)
+        self.rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
+        self._step_bytes = sum(self._saved) + stacks + self._outside.step_bytes
+        self.chunk_steps = chunk_length(self._step_bytes, self.rows)
         self._constants = list(dict.fromkeys([*self._lowered.constants, *self._outside.constants]))
-        self._made_once = [each for each in self._constants if each.op == "call_function"]
+        checks = [each for each in captured.checks if not self._split.varies(each)]
+        self._made_once = [*(each for each in self._constants if each.op == "call_function"), *checks]
         once = leading_to(self._made_once)
         self._once = [node for node in captured.nodes if node in once]
         wanted = {*self._constants, *(each for node in self._once for each in node.all_input_nodes)}
         self._references = [node for node in captured.signature.references if node in wanted]
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether no row depends on another, anywhere in the plan: then it serves for fewer rows, bit for bit."""
+        signature, rows = self.captured.signature, self.rows
+        ends = [node for node in (*signature.outputs, *signature.new_states) if node is not None]
+        by_rows = all(meta_value(node).shape[:1] == (rows,) for node in ends)
+        alone = by_rows and not self.captured.draws and not self._outside.works
+        return alone and all(rows_apart(function, rows) for function in self._lowered.functions)
+
+    def for_rows(self, rows: int) -> "CppBackend":
+        """This plan for fewer rows, which `run_derived` fills up, with chunks as long as by a plan for just these rows:
+        their bounds order the sums over time."""
+        found = copy.copy(self)
+        found.missing = self.rows - rows
+        found.chunk_steps = chunk_length(self._step_bytes // self.rows * rows, rows)
+        return found
 
     def begin(self) -> Constants:
         values: dict[fx.Node, Any] = {**self.captured.referred(self._references)}
@@ -369,7 +393,7 @@ class CppBackend:
         ]
         threads = torch.get_num_threads() if routine.work * steps > MIN_PARALLEL_OPERATIONS else 1
         work = pool.take(self._workspace(steps), "work")
-        routine.call(steps, threads, addresses, work)
+        routine.call(steps, threads, addresses, work, self.rows - self.missing)
         pool.give(work, "work")
 
 
@@ -380,7 +404,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _size(node: fx.Node) -> int:
     """Bytes of a step."""
-    value: Any = node.meta["val"]
+    value: Any = node.meta.get("val")
     values = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
     return sum(each.numel() * each.element_size() for each in values if isinstance(each, Tensor))
 

@@ -72,6 +72,7 @@ class Emitter:
         lines = [
             f'extern "C" void {self.function.name}(long thread, long threads, long steps, void **values, int *gate) {{',
             *(_pointer(each.dtype, each.name, f"values[{i}]") for i, each in enumerate(arguments)),
+            f"const long count = (long)values[{len(arguments) + 1}];",
             f"char *const work = w_align((char *)values[{len(arguments)}]);",
             f"char *const room = work + {start}L + thread * {room + own}L, *const own = room + {room}L;",
             f"char *const first = work + {start + room}L;",
@@ -88,7 +89,7 @@ class Emitter:
         for value in self.function.stacks:
             size = f"(steps * {value.bytes}L + {ALIGN - 1}) / {ALIGN} * {ALIGN}"
             lines += [_pointer(value.dtype, f"s_{value}", "stack"), f"stack += {size};"]
-        return [*lines, "(void)own; (void)first; (void)stack;"]
+        return [*lines, "(void)own; (void)first; (void)stack; (void)count;"]
 
     def _phase(self, phase: Phase) -> list[str]:
         lines = self._bulk(phase.bulk)

@@ -223,7 +223,12 @@ class MatrixProducts:
         near = flat and layout.strides[-1] == 1 and to.strides[-1] == 1
         if not near or row is None or layout.size != rows * row or not source.value.dtype.is_floating_point:
             return None
-        return call("w_columns", f"{rows} * steps", source.shape[-1], layout.first, row, to.first, "thread", "threads")
+        where = (layout.first, row, to.first, "thread", "threads")
+        return call("w_columns", f"{rows} * steps", source.shape[-1], *where, rows, self._counting(rows))
+
+    def _counting(self, rows: int) -> int | str:
+        """How many of so many rows of a step count: see `CppBackend.for_rows`."""
+        return "count" if rows == self._function.rows else rows
 
     def _gather(self, made: Product, to: MemoryLayout) -> str:
         """A weight's gradient; step by step where a side has no row for each step."""
@@ -247,5 +252,6 @@ class MatrixProducts:
             *(a, a_row, a_col, b, b_row, b_col),
             *(to.first, c_row, c_col, f"({C_TYPES[made.left.value.dtype]} *)room", "thread", "threads"),
             "(const boolean *)0" if mask is None else mask.first if merged else mask.pointer,
+            *(inner, self._counting(inner)),
         )
         return line if merged else f"for (long t = 0; t < steps; t++) {line}"

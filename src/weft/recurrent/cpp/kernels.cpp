@@ -184,18 +184,19 @@ template <class R> void pack(long K, long N, const R *b, long row, long col, R *
 }
 
 // C += A B over a long inner axis: in blocks of it, each packed. `room` holds BLOCK x (N + NR) + BLOCK x TALL numbers
-// of this thread's own. Rows of C are shared out over threads. With `live`, only so much of the inner axis counts.
+// of this thread's own. Rows of C are shared out over threads. With `live`, only so much of the inner axis counts; of
+// every `each` of it only the first `count`: the others repeat a row, and would move the bounds of the blocks.
 template <class R>
 void gather(long M, long N, long K, const R *a, long a_row, long a_col, const R *b, long b_row, long b_col, R *c,
-            long c_row, long c_col, R *room, long thread, long threads, const unsigned char *live) {
+            long c_row, long c_col, R *room, long thread, long threads, const unsigned char *live, long each, long count) {
     constexpr long NR = wide<R>();
     const long panels = (N + NR - 1) / NR, tiles = (M + TALL - 1) / TALL;
     const long from = tiles * thread / threads, to = tiles * (thread + 1) / threads;
     R *const packed_a = room + BLOCK * panels * NR;
-    for (long k = 0; k < K && from < to;) {
+    for (long k = 0, row = 0; k < K && from < to;) {
         long inner = 0, at[BLOCK];
-        for (; k < K && inner < BLOCK; k++)
-            if (!live || live[k]) at[inner++] = k;
+        for (; k < K && inner < BLOCK; k++, row = row + 1 < each ? row + 1 : 0)
+            if (row < count && (!live || live[k])) at[inner++] = k;
         for (long j = 0; j < N; j += NR)
             for (long q = 0; q < inner; q++)
                 take<R, NR>(N - j < NR ? N - j : NR, b + at[q] * b_row + j * b_col, b_col, room + j * inner + q * NR);
@@ -209,24 +210,28 @@ void gather(long M, long N, long K, const R *a, long a_row, long a_col, const R 
     }
 }
 
-// c[j] += the sum of a[i][j] over the M rows, for the columns of this thread, a few vectors of columns at a time.
-template <class R> void columns(long M, long N, const R *a, long a_row, R *c, long thread, long threads) {
+// c[j] += the sum of a[i][j] over the M rows, for the columns of this thread, a few vectors of columns at a time. Of
+// every `each` rows only the first `count` are read.
+template <class R>
+void columns(long M, long N, const R *a, long a_row, R *c, long thread, long threads, long each, long count) {
     typedef typename Vector<R>::type V;
     constexpr long W = lanes<R>(), MANY = 8;
     const long end = N * (thread + 1) / threads;
-    for (long m = 0; m < M; m += BLOCK) {
-        const R *const block = a + m * a_row;
-        const long rows = M - m < BLOCK ? M - m : BLOCK;
+    for (long m = 0, row = 0; m < M;) {
+        const R *block[BLOCK];
+        long rows = 0;
+        for (; m < M && rows < BLOCK; m++, row = row + 1 < each ? row + 1 : 0)
+            if (row < count) block[rows++] = a + m * a_row;
         long j = N * thread / threads;
         for (; j + MANY * W <= end; j += MANY * W) {
             V sums[MANY] = {};
             for (long i = 0; i < rows; i++)
-                UNROLL for (int v = 0; v < MANY; v++) sums[v] += *(const V *)(block + i * a_row + j + v * W);
+                UNROLL for (int v = 0; v < MANY; v++) sums[v] += *(const V *)(block[i] + j + v * W);
             UNROLL for (int v = 0; v < MANY; v++) *(V *)(c + j + v * W) += sums[v];
         }
         for (; j < end; j++) {
             R sum = 0;
-            for (long i = 0; i < rows; i++) sum += block[i * a_row + j];
+            for (long i = 0; i < rows; i++) sum += block[i][j];
             c[j] += sum;
         }
     }
@@ -248,11 +253,13 @@ template <class R> void columns(long M, long N, const R *a, long a_row, R *c, lo
     }                                                                                                                  \
     extern "C" void weft_gather_##X(long M, long N, long K, const R *a, long a_row, long a_col, const R *b,            \
                                     long b_row, long b_col, R *c, long c_row, long c_col, R *room, long thread,        \
-                                    long threads, const unsigned char *live) {                                         \
-        gather<R>(M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live);            \
+                                    long threads, const unsigned char *live, long each, long count) {                  \
+        gather<R>(M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live, each,       \
+                  count);                                                                                              \
     }                                                                                                                  \
-    extern "C" void weft_columns_##X(long M, long N, const R *a, long a_row, R *c, long thread, long threads) {        \
-        columns<R>(M, N, a, a_row, c, thread, threads);                                                                \
+    extern "C" void weft_columns_##X(long M, long N, const R *a, long a_row, R *c, long thread, long threads,          \
+                                     long each, long count) {                                                          \
+        columns<R>(M, N, a, a_row, c, thread, threads, each, count);                                                   \
     }
 API(float, f)
 API(double, d)

@@ -180,6 +180,11 @@ LIBRARY(trunc, trunc)
 LIBRARY(round, rint)
 LIBRARY2(atan2, atan2)
 LIBRARY2(pow, pow)
+LIBRARY2(fmod, fmod)
+template <class R> F R w_remainder(R a, R b) {  // with the sign of b
+    const R rest = w_fmod(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
 
 // Sums of what lies one behind the other, in a vector of LANES sums that is folded in halves: the order is written
 // here, and not the compiler's choice, since what is computed again must have the same bits wherever it stands.
@@ -256,11 +261,11 @@ static __attribute__((noinline, noclone)) void w_small(long M, long N, long K, c
      long s_row, long s_col, long first, long last)
 #define GATHER(R)                                                                                                      \
     (long M, long N, long K, const R *a, long a_row, long a_col, const R *b, long b_row, long b_col, R *c, long c_row, \
-     long c_col, R *room, long thread, long threads, const boolean *live)
+     long c_col, R *room, long thread, long threads, const boolean *live, long each, long count)
 #define SOME(R)                                                                                                        \
     (long M, long N, long K, const R *a, long a_row, long a_col, const R *b, R *c, long c_row, long c_col, const R *s, \
      long s_row, long s_col, long first, long last, const boolean *live)
-#define COLUMNS(R) (long M, long N, const R *a, long a_row, R *c, long thread, long threads)
+#define COLUMNS(R) (long M, long N, const R *a, long a_row, R *c, long thread, long threads, long each, long count)
 
 struct Kernels {  // in the order in which backend.py gives them
     void(*pack_f) PACK(float);
@@ -284,7 +289,7 @@ extern "C" void weft_bind(const Kernels *given) { kernels = *given; }
 EITHER(pack, PACK, K, N, b, row, col, to)
 EITHER(product, PRODUCT, M, N, K, a, a_row, a_col, b, c, c_row, c_col, s, s_row, s_col, first, last)
 EITHER(some, SOME, M, N, K, a, a_row, a_col, b, c, c_row, c_col, s, s_row, s_col, first, last, live)
-EITHER(gather, GATHER, M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live)
-EITHER(columns, COLUMNS, M, N, a, a_row, c, thread, threads)
+EITHER(gather, GATHER, M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live, each, count)
+EITHER(columns, COLUMNS, M, N, a, a_row, c, thread, threads, each, count)
 
 F char *w_align(char *at) { return (char *)(((uintptr_t)at + 63) & ~(uintptr_t)63); }

@@ -333,9 +333,9 @@ _BY_PYTORCH = """
     hardswish hardswish_backward mish mish_backward leaky_relu leaky_relu_backward glu glu_backward
     threshold softshrink softshrink_backward hardshrink logit logit_backward tan_backward
 
-    native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
-    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data logsumexp logaddexp
-    norm linalg_vector_norm std aminmax nansum mse_loss huber_loss
+    native_layer_norm native_layer_norm_backward native_group_norm_backward
+    _softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data logsumexp logaddexp
+    native_batch_norm native_batch_norm_backward norm linalg_vector_norm std aminmax nansum mse_loss huber_loss
 
     addmv addr mv dot vdot outer baddbmm addcmul addcdiv lerp xlogy rsub
     select_backward slice_backward stack unsafe_split unsafe_chunk narrow narrow_copy
@@ -358,6 +358,12 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
         aten.repeat.default: _repeat,
         aten.var.correction: _var,
         aten.var_mean.correction: _var_mean,
+        aten.native_group_norm.default: _group_norm,
+        aten.index.Tensor: _index,
+        aten.index_put.default: _index_put,
+        aten._weight_norm_interface_backward.default: _weight_norm_backward,
+        aten._linalg_solve_ex.default: _solve,
+        aten.linalg_lu_solve.default: _lu_solve,
         aten.max.dim: _max,
         aten.min.dim: _min,
         aten.convolution.default: convolution,
@@ -436,6 +442,85 @@ def _var_mean(
 ) -> tuple[Tensor, Tensor]:
     mean = x.mean(list(axes or range(x.dim())), keepdim)
     return _var(x, axes, correction=correction, keepdim=keepdim), mean
+
+
+def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's function without weights: with weights it reads by strides, which stacked values do not have."""
+    plain = cast("Callable[..., tuple[Tensor, ...]]", _decomp.decomposition_table[aten.native_group_norm.default])
+    out, mean, rstd = plain(x, None, None, *rest)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    out = out if weight is None else out * weight.reshape(shape)
+    return (out if bias is None else out + bias.reshape(shape)).to(x.dtype), mean, rstd
+
+
+def _weight_norm_backward(gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """The gradients of v * (g / norms), for which `vmap` has no rule."""
+    others = [i for i in range(v.dim()) if i != axis]
+    along = (gradient * v).sum(others, True) / norms
+    return g / norms * (gradient - v * (along / norms)), along
+
+
+def _flattened(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, list[int], int] | None:
+    """Several indices of integers as one; None if there is only one, or a mask.
+
+    Returns x with the indexed axes in front, as a single one; the index into that; the order of x's axes; and the place
+    of the index's axes in the result.
+    """
+    places = [i for i, each in enumerate(indices) if each is not None]
+    given = [each for each in indices if each is not None]
+    if len(places) < 2 or any(each.dtype not in (torch.int64, torch.int32) for each in given):
+        return None
+    order = [*places, *(i for i in range(x.dim()) if i not in places)]
+    table = x.permute(order).reshape(-1, *[x.shape[i] for i in order[len(places) :]])
+    flat, within = given[0] * 0, given[0] == given[0]
+    for i, index in zip(places, given, strict=True):
+        flat = flat * x.shape[i] + torch.where(index < 0, index + x.shape[i], index)
+        within = within & (index >= -x.shape[i]) & (index < x.shape[i])
+    # What is out of range along one axis must not hit another element: it stays out of range.
+    flat = torch.where(within, flat, len(table))
+    return table, flat, order, places[0] if places[-1] - places[0] == len(places) - 1 else 0
+
+
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    found = _flattened(x, indices)
+    if found is None:
+        return NotImplemented
+    table, flat, _, start = found
+    picked = table.index_select(0, flat.reshape(-1)).reshape(*flat.shape, *table.shape[1:])
+    return picked.movedim(list(range(flat.dim())), list(range(start, start + flat.dim()))).contiguous()
+
+
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    found = _flattened(x, indices)
+    if found is None:
+        return NotImplemented
+    (table, flat, order, start), dims = found, found[1].dim()
+    rest = table.shape[1:]
+    values = values.expand(*rest[:start], *flat.shape, *rest[start:])
+    values = values.movedim(list(range(start, start + dims)), list(range(dims))).reshape(-1, *rest)
+    flat = flat.reshape(-1)
+    made = table.index_add(0, flat, values) if accumulate else table.index_put([flat], values)
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return made.reshape([x.shape[i] for i in order]).permute(back).contiguous()
+
+
+def _solve(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
+    if a.dim() != 2 or a.is_complex():
+        return NotImplemented
+    lu, pivots, info = aten.linalg_lu_factor_ex.default(a)
+    found = _lu_solve(lu, pivots, b.unsqueeze(-1) if b.dim() == 1 else b, left=left)
+    return found.squeeze(-1) if b.dim() == 1 else found, lu, pivots, info
+
+
+def _lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, adjoint: bool = False) -> Any:
+    """A product by the inverse, which is made once where the factors are those of a weight."""
+    if lu.dim() != 2 or lu.is_complex():
+        return NotImplemented
+    permuted, lower, upper = aten.lu_unpack.default(lu, pivots)
+    inverse = aten.linalg_solve_triangular.default(lower, permuted.mT, upper=False, unitriangular=True)
+    inverse = aten.linalg_solve_triangular.default(upper, inverse, upper=True)
+    inverse = inverse.mT if adjoint else inverse
+    return inverse @ b if left else b @ inverse
 
 
 def _max(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:

@@ -336,9 +336,23 @@ def _written(context: LoweringContext, node: fx.Node) -> View:
 # -- sums and products ------------------------------------------------------------------------------------------------
 
 
+def _remainder(context: LoweringContext, node: fx.Node) -> View:
+    operands, truncates = [context.operand(each) for each in node.args[:2]], "fmod" in str(node.target)
+    if meta_value(node).is_floating_point():
+        return context.like(node, "w_fmod({0},{1})" if truncates else "w_remainder({0},{1})", operands)
+    divisor = operands[1]
+    if isinstance(divisor, View) or not 0 < divisor < 1 << 30:  # beyond, the sum below could overflow
+        raise Unsupported(f"loops in C divide integers by constants from 1 to 2**30 only ({node.target})")
+    return context.like(node, "({0}%{1})" if truncates else "(({0}%{1}+{1})%{1})", operands)
+
+
+_TRUTH = {"any": "max", "all": "min"}
+
+
 def _reduced(kind: Any, context: LoweringContext, node: fx.Node) -> View:
     given, value = schema_arguments(node).get("dim"), meta_value(node)
-    wide = compute_dtype(value.dtype)
+    wide = torch.bool if kind in _TRUTH else compute_dtype(value.dtype)
+    kind = _TRUTH.get(kind, kind)
     source = context.as_dtype(_source(context, node), wide)
     dims = len(source.shape)
     several = cast("list[int]", [given] if isinstance(given, int) else given)  # none: along all
@@ -393,6 +407,10 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys([aten.mean.dim, aten.mean.default], partial(_reduced, "mean")),
     **dict.fromkeys([aten.amax.default, aten.max.default], partial(_reduced, "max")),
     **dict.fromkeys([aten.amin.default, aten.min.default], partial(_reduced, "min")),
+    **dict.fromkeys([aten.any.dim, aten.any.default], partial(_reduced, "any")),
+    **dict.fromkeys([aten.all.dim, aten.all.default], partial(_reduced, "all")),
+    **dict.fromkeys([aten.remainder.Tensor, aten.remainder.Scalar], _remainder),
+    **dict.fromkeys([aten.fmod.Tensor, aten.fmod.Scalar], _remainder),
     **dict.fromkeys([aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default], _product),
 }
 

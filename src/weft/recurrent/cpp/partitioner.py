@@ -98,8 +98,8 @@ def reduction_patterns(
             seen = at.reshape(before.shape)
             if at.shape == before.shape or shares_storage(seen, at):  # without a copy
                 return reduction_patterns(source, seen, varies, made)
-        widened = before.dtype in REDUCED_PRECISION and compute_dtype(before.dtype) == node.meta["val"].dtype
-        if node.target is aten._to_copy.default and widened:  # so is its sum, which is the better for it
+        casts = node.target is aten._to_copy.default and before.dtype in REDUCED_PRECISION
+        if casts and compute_dtype(before.dtype) == node.meta["val"].dtype:  # so is its sum, which is the better for it
             return reduction_patterns(source, at, varies, made)
     if node.target is aten.add.Tensor and not node.kwargs and alike(node):
         return [piece for each in node.args for piece in reduction_patterns(cast(fx.Node, each), at, varies, made)]
@@ -271,7 +271,8 @@ class ForwardBackwardSplit:
         self._on = dependences(captured, invariant=INPUT)
         signature, nodes = captured.signature, captured.nodes
         ends = [each for each in (*signature.outputs, *signature.new_states) if each is not None]
-        front = self.ancestors(ends, {*signature.inputs, *signature.states})
+        checks = [node for node in captured.checks if self.varies(node)]
+        front = self.ancestors([*ends, *checks], {*signature.inputs, *signature.states})
         pieces = [[] if node is None else self._pieces(node, front) for node in signature.parameter_gradients]
         gradients = [each for each in (*signature.input_gradients, *signature.state_gradients) if each is not None]
         wanted = {*gradients, *(each for some in pieces for piece in some for each in piece.read)}
@@ -356,7 +357,7 @@ class ForwardBackwardSplit:
 
     def _sparsity(self) -> MaskSparsity:
         """That of the most effective mask; none where float16 could overflow."""
-        values = [node.meta["val"] for node in self.captured.nodes]
+        values = [node.meta.get("val") for node in self.captured.nodes]
         half = any(isinstance(value, Tensor) and value.dtype == torch.float16 for value in values)
         inputs = [(node, meta_value(node)) for node in ([] if half else self.captured.signature.inputs)]
         masks = [node for node, value in inputs if value.dtype == torch.bool and value.dim() == 1]

@@ -337,6 +337,28 @@ def row_axes(
     return found
 
 
+def rows_apart(function: LoopFunction, rows: int) -> bool:
+    """Whether all that a function computes or writes has rows along its first axis, none of which depends on another.
+
+    Sums over time are over rows; they must be such as the kernels can take of some rows only.
+    """
+    starts = [v for v in function.layouts if v.made is None and v.shape and not v.name.startswith(("c", "dp"))]
+    axes = row_axes([v for v in function.values if not isinstance(v.made, TimeReduction)], starts)
+    if axes is None or any(axes[value] is None for value in function.stacks):
+        return False
+
+    def seen(view: View) -> int | None:
+        axis = axes.get(view.value)
+        return None if axis is None else axis_in_view(view, axis, rows)
+
+    for value, _ in function.totals:
+        of = value.made.of if isinstance(value.made, TimeReduction) else None
+        plain = isinstance(of, Reduce) and of.axes == (0,) and len(of.source.shape) == 2
+        if [seen(view) for view in operand_views(value.made)] != ([1, 0] if isinstance(of, Product) else [0] * plain):
+            return False
+    return all(seen(view) == 0 for view, _ in function.wanted)
+
+
 def axis_in_view(view: View, axis: int, rows: int) -> int | None:
     """The row axis of a value in a view of it; None if it is split, joined with another, shifted or cut.
 

@@ -13,8 +13,10 @@ and direction, over cells that register the layer's own parameters.
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -172,6 +174,10 @@ class RNNBase(nn.RNNBase):
         super().__init__(*arguments, **options)
         with Validator(f"invalid arguments of {type(self).__name__}") as check:
             check.add(*(f"{name}: {why}" for name, why in _REFUSED.items() if name in how))
+            known = {*_TORCHS, *_REFUSED, *inspect.signature(Recurrent).parameters} - {"cell"}
+            for name in how.keys() - known:
+                near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))
+                check.mismatch(f"{name} is not an option of {type(self).__name__}{near}")
         self.how = how
         self._nets: WeightKeyedCache[Nets] = WeightKeyedCache()
         self._networks()
