@@ -48,7 +48,7 @@ def outcome(net: Recurrent, x: Tensor, **call: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "steps", "options"),
     [
-        (lambda: nn.LSTMCell(D, H), 500, {}),  # chunks, in the order of which gradients are summed
+        (lambda: nn.LSTMCell(D, 128), 300, {}),  # chunks, in the order of which gradients are summed
         (lambda: nn.GRUCell(D, H), 300, {"memory": "sqrt", "reset": True}),
         (Normed, 20, {"memory": "states", "lengths": True}),
     ],
