@@ -7,7 +7,7 @@
 
 Of every first call the time of the second one, over as many steps, is taken off: what remains must not depend on T.
 `tracing` is what the very first plan of a process takes beyond the next one: PyTorch's tracing is imported. The cells
-are told without it.
+are told without it. `batch size` is the third number of rows that a network sees, which a plan for more rows serves.
 """
 
 import os
@@ -43,6 +43,7 @@ class First:
 
     products: float
     tracing: float
+    batch: float
     cells: dict[str, float]
     backends: dict[str, str]
 
@@ -100,7 +101,22 @@ def first_calls(names: tuple[str, ...], steps: int, cache: str) -> First:
     early, late = (_plan_seconds(cells.ElmanCell(WIDTH, width), (WIDTH,), lambda: None, steps)[0] for width in (24, 40))
     plans = {name: _of_zoo(name, steps) for name in names}
     seconds = {name: each for name, (each, _) in plans.items()}
-    return First(products, max(0.0, early - late), seconds, {name: backend for name, (_, backend) in plans.items()})
+    backends = {name: backend for name, (_, backend) in plans.items()}
+    return First(products, max(0.0, early - late), _batch_seconds(steps), seconds, backends)
+
+
+def _batch_seconds(steps: int) -> float:
+    """The first call beyond the second one with a third batch size, which is filled up to the first one."""
+    net = Recurrent(LSTMCell(WIDTH, WIDTH))
+
+    def call(rows: int) -> object:
+        state = tuple([torch.zeros(rows, WIDTH) for _ in range(2)])
+        return net(torch.randn(steps, rows, WIDTH), state).outputs.sum().backward()
+
+    call(ROWS)
+    call(ROWS // 2 + 1)
+    first, second = (_seconds(lambda: call(ROWS - 1)) for _ in range(2))
+    return first - second
 
 
 def _of_zoo(name: str, steps: int) -> tuple[float, str]:
@@ -154,6 +170,7 @@ def _once(found: Results) -> Iterator[Row]:
     tracing = {at: each.value.tracing for at, each in found.items()}
     yield {"what": "matrix products, once per machine", **_columns(products)}
     yield {"what": "tracing, once per process", **_columns(tracing)}
+    yield {"what": "batch size, the third", **_columns({at: each.value.batch for at, each in found.items()})}
 
 
 def _by_torch(steps: int) -> Row:
