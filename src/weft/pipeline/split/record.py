@@ -62,6 +62,7 @@ _REFUSED: dict[Any, str] = {
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
 _CONTAINERS = (list, tuple, dict)
+_LEAVES = {Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device}
 _MOVE = "move that into a submodule"
 _WATCHED = 4
 """Number of recordings of a kind in which reads are noted. Later recordings read the same state. Noting replaces a
@@ -496,6 +497,8 @@ def _tags(func: Any) -> tuple[bool, bool]:
 def _step(name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], **more: Any) -> Step:
     """A step with arguments one after the other where that will do, since nesting them costs time at every call."""
     given = [*args, *kwargs.values()]
+    if all(type(x) in _LEAVES for x in given):  # the usual case; flattening would take most of the time here
+        return Step(name, call, given, tuple(kwargs), **more)
     leaves, structure = flatten((args, kwargs))
     flat = len(given) == len(leaves) and all(map(is_, given, leaves))
     if flat or not ("module" in more or any(isinstance(x, _CONTAINERS) and _holds_values(x) for x in given)):
