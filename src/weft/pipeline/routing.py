@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from weft.core.pytree import flatten, unflatten
-from weft.core.segment import Gradients
+from weft.core.segment import Gradients, leaf_of
 
 
 class Message(NamedTuple):
@@ -136,12 +136,12 @@ class EntryPoints:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The leaf on another device, still a leaf that wants a gradient if it did."""
+    """The leaf on another device: still a leaf, which wants a gradient if it did, and lets none accumulate there."""
     if tensor.device == device:
         return tensor
     # Blocking, which concerns copies between CPU and CUDA only: the caller may write into its pinned tensor as
     # soon as the pipe returns, and whoever reads a result on the CPU must find it there.
-    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+    return leaf_of(tensor.detach().to(device), tensor.requires_grad)
 
 
 class Place:
