@@ -85,7 +85,7 @@ class _Trial:
         wanted, seen = (
             _values(parameters, ends, *leaves, self.every) for ends, leaves in ((eager, theirs), (derived, ours))
         )
-        faults = {name: fault for name, each in wanted.items() if (fault := _difference(name, each, seen[name]))}
+        faults = {name: fault for name, each in wanted.items() if (fault := difference(name, each, seen[name]))}
         exact = self._exact(widened) if faults and not plan.captured.draws else {}  # float64 would draw other numbers
         near = [name for name in faults.keys() & exact.keys() if _near(wanted[name], seen[name], exact[name])]
         return [fault for name, fault in faults.items() if name not in near]
@@ -142,7 +142,7 @@ def _values(
     return found | {f"gradient of {name}": each for (name, _), each in zip(asked, gradients, strict=True)}
 
 
-def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
+def difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
     """A description of the difference; None if it is rounding."""
     if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
         kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (seen, wanted)]
