@@ -41,6 +41,19 @@ def test_a_moved_leaf_lets_no_gradient_accumulate() -> None:
         (kept * 2).sum().backward()
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_graph_moves_values_between_devices(monkeypatch: pytest.MonkeyPatch, checkpoint: Any) -> None:
+    """The values, and the target for the loss on the last device. (No gradient can come back from the meta device.)"""
+    on = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind != "meta" and on(kind))  # which refuses meta
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    pipe = Pipe(model, chunks=2, devices=["cpu", "meta"], executor="graph", loss=nn.MSELoss(), checkpoint=checkpoint)
+    loss = pipe(torch.ones(4, 2), target=torch.ones(4, 1))
+    loss.backward()
+    assert loss.device == META
+    assert [each.grad.device for each in model.parameters() if each.grad is not None] == [META, META]
+
+
 def test_on_the_cpu_nothing_waits() -> None:
     place, x = Place(CPU), torch.ones(2)
     assert message_of(x).ready is None and place.depart(x).ready is None
