@@ -116,6 +116,71 @@ def test_the_flags_of_the_process_are_those_of_forward_while_going_back() -> Non
         assert ProcessFlags.capture() == before
 
 
+def older(name: str) -> None:
+    torch.set_float32_matmul_precision(name)
+
+
+def newer(backend: Any, precision: str) -> None:
+    backend.fp32_precision = precision
+
+
+BACKENDS: Any = torch.backends
+PRECISIONS: dict[str, Callable[[], None]] = {
+    "default": lambda: None,
+    "older": lambda: older("high"),
+    "matmul": lambda: newer(BACKENDS.cuda.matmul, "tf32"),
+    "all": lambda: newer(BACKENDS, "tf32"),
+    "one of cudnn": lambda: newer(BACKENDS.cudnn.conv, "ieee"),
+    "both interfaces": lambda: (older("medium"), newer(BACKENDS.cuda.matmul, "ieee"))[1],
+}
+
+
+@pytest.fixture
+def restored_precision() -> Iterator[None]:
+    before = ProcessFlags.capture()
+    yield
+    before.establish()
+
+
+@pytest.mark.usefixtures("restored_precision")
+@pytest.mark.parametrize("here", PRECISIONS)
+@pytest.mark.parametrize("there", PRECISIONS)
+def test_float32_precision_survives_both_interfaces(here: str, there: str) -> None:
+    """Whichever interface set the precision in forward and around backward: each has its own settings, exactly."""
+    start = ProcessFlags.capture()
+    PRECISIONS[there]()
+    forward = ExecutionContext.capture(["cpu"])
+    start.establish()
+    assert ProcessFlags.capture().precisions == start.precisions
+    PRECISIONS[here]()
+    before = ProcessFlags.capture()
+    with forward.process_flags():
+        assert ProcessFlags.capture().precisions == forward.flags.precisions
+        assert forward.flags.older in (None, ProcessFlags.capture().older)
+    assert ProcessFlags.capture().precisions == before.precisions
+
+
+@pytest.mark.usefixtures("restored_precision")
+def test_an_inherited_precision_stays_inherited() -> None:
+    """Establishing flags writes no setting that reads right already, so the general setting still governs it."""
+    BACKENDS.fp32_precision = "tf32"
+    with_tf32 = ExecutionContext.capture(["cpu"])
+    BACKENDS.fp32_precision = "none"
+    with with_tf32.process_flags():
+        assert BACKENDS.mkldnn.matmul.fp32_precision == "tf32"
+    BACKENDS.fp32_precision = "ieee"
+    assert BACKENDS.mkldnn.matmul.fp32_precision == "ieee"
+
+
+@pytest.mark.usefixtures("restored_precision")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_pipe_runs_with_tf32_by_the_newer_interface(checkpoint: Any) -> None:
+    """The older interface raises when it is asked for a precision that the newer one has set."""
+    BACKENDS.cuda.matmul.fp32_precision = "tf32"
+    pipe = Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), chunks=2, devices=["cpu"], checkpoint=checkpoint)
+    pipe(torch.ones(4, 2)).sum().backward()
+
+
 def test_the_phase_belongs_to_a_thread_and_is_restored_on_error() -> None:
     seen: list[tuple[bool, bool]] = []
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from weft.core.errors import UsageError
 from weft.core.rng import RandomUse, RngStreams, RngVote, generators, mix
 
 
@@ -68,6 +69,24 @@ def test_mixed_seeds_can_seed_a_generator_follow_from_the_keys_and_do_not_meet()
 def test_the_cpu_has_one_generator_and_meta_none_of_its_own() -> None:
     found = generators([torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
     assert found == (torch.default_generator,)
+
+
+def test_cuda_starts_before_its_generators_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has no generators of CUDA devices until CUDA is initialized, which a pipe without weights is the first
+    to need."""
+    of_devices = (torch.Generator(), torch.Generator())
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", of_devices))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found = generators([torch.device("cuda", 1), torch.device("cuda")])
+    assert found == (torch.default_generator, of_devices[1], of_devices[0])
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu:0"])
+def test_an_untested_device_type_is_rejected(name: str) -> None:
+    """The error names the device and the types that can be used."""
+    with pytest.raises(UsageError, match=f"'{name}' is not supported: .* 'cpu' or 'cuda'"):
+        generators([torch.device(name)])
 
 
 @given(st.permutations(ALL))

@@ -259,6 +259,14 @@ def test_all_devices_that_are_none_are_listed() -> None:
         places_of(3.5)
 
 
+def test_devices_of_untested_types_are_rejected() -> None:
+    """Each is named once, with the types that can be used."""
+    with pytest.raises(UsageError, match="devices are names") as caught:
+        Pipe(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()), chunks=1, devices=["mps", "xpu:1", "mps"])
+    why = "is not supported: nothing was tested there; use 'cpu' or 'cuda'"
+    assert told(caught) == [f"device 'mps' {why}", f"device 'xpu:1' {why}"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPUs")
 def test_without_devices_there_are_two_stages_on_the_cpu_or_as_many_as_the_balance_says() -> None:
     assert resolve_layout(linears(1, 2, 3, 4), None, None, None)[1] == [CPU, CPU]

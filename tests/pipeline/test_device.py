@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from weft import Pipe
+from weft.core.errors import UsageError
+from weft.core.segment import leaf_of
 from weft.pipeline.routing import CudaPlace, Message, Place, join_walk, leave_walk, message_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -30,6 +32,26 @@ def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted()
     assert [x.device for x in arrived] == [META, META]
     assert [x.requires_grad for x in arrived] == [True, False]
     assert all(x.is_leaf for x in arrived)
+
+
+def test_a_moved_leaf_lets_no_gradient_accumulate() -> None:
+    """A layer that keeps its input, which a loss then reads, would lose the gradient of the stages before."""
+    kept = Place(META).arrive(Message(leaf_of(torch.ones(2), True)))
+    with pytest.raises(UsageError, match="made inside a stage is used outside"):
+        (kept * 2).sum().backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_graph_moves_values_between_devices(monkeypatch: pytest.MonkeyPatch, checkpoint: Any) -> None:
+    """The values, and the target for the loss on the last device. (No gradient can come back from the meta device.)"""
+    on = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind != "meta" and on(kind))  # which refuses meta
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    pipe = Pipe(model, chunks=2, devices=["cpu", "meta"], executor="graph", loss=nn.MSELoss(), checkpoint=checkpoint)
+    loss = pipe(torch.ones(4, 2), target=torch.ones(4, 1))
+    loss.backward()
+    assert loss.device == META
+    assert [each.grad.device for each in model.parameters() if each.grad is not None] == [META, META]
 
 
 def test_on_the_cpu_nothing_waits() -> None:

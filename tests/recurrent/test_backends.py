@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.recurrent.recurrent_cases import (
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
 from weft.recurrent.cpp.backend import CppBackend
+from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.plan_cache import NoPlanWarning, PlanCache, PlannedCall
 from weft.recurrent.recurrent import _check
 from weft.recurrent.verify import PlanError
@@ -123,6 +125,27 @@ def test_new_shapes_of_one_cell_are_no_waste_and_a_cell_that_is_new_every_time_i
         for net in nets[2:]:
             net.run_plainly(ONE, ZERO, plans=plans)
     assert len(told) == 1
+
+
+def test_auto_leaves_out_recorded_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have never run on a GPU, and a stale one would be wrong in silence."""
+    tried: list[str] = []
+
+    def make(call: PlannedCall, name: str) -> Any:
+        tried.append(name)
+        raise Unsupported("nothing here is on a GPU")
+
+    monkeypatch.setattr(PlannedCall, "make", make)
+    begin = PlannedCall.__init__
+
+    def on_cuda(call: PlannedCall, job: Any) -> None:
+        begin(call, job)
+        call.inputs = replace(call.inputs, device=torch.device("cuda"))
+
+    monkeypatch.setattr(PlannedCall, "__init__", on_cuda)
+    with pytest.warns(NoPlanWarning, match="runs by the eager loop: not python"):
+        Recurrent(nn.GRUCell(3, 4))(torch.randn(2, 1, 3))
+    assert tried == ["python"]
 
 
 @needs_compiler

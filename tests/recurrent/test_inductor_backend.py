@@ -1,6 +1,10 @@
 """Compiled steps and recorded chunks give the numbers of the plan that Python runs."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,7 +97,7 @@ class Recorder:
         return outputs, replay
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, recorder: Recorder, **options: Any) -> tuple[Recurrent, Recurrent]:
+def recorded(monkeypatch: pytest.MonkeyPatch, recorder: module.Recorder, **options: Any) -> tuple[Recurrent, Recurrent]:
     """A network whose chunks are recorded (its steps run by Python, so nothing is compiled), and the eager loop."""
     monkeypatch.setattr(module, "_compiled", lambda graph, arguments: graph)
     monkeypatch.setattr(module, "cuda_recorder", recorder)
@@ -137,8 +141,117 @@ def test_what_cannot_be_recorded_runs_step_by_step_and_says_why(monkeypatch: pyt
     assert "not permitted when stream is capturing" in net.explain()
 
 
+def test_an_empty_recording_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that missed the kernels leaves the first results in its buffers. Compared with other values, it shows."""
+
+    def empty(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        return function(), lambda: None
+
+    net, loop = recorded(monkeypatch, empty)
+    for _ in range(3):
+        close(results(net), results(loop))
+    assert "could not be recorded: a value of its replay is NaN at other places" in net.explain()
+
+
+def test_a_recording_that_reads_old_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes all values again, but out of what was there when it was recorded."""
+
+    def stale(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        outputs = [each.clone() for each in function()]
+        buffers = {id(each): each for cell in function.__closure__ or () for each in _tensors(cell.cell_contents)}
+        first = [(each, each.clone()) for each in (*buffers.values(), *outputs)]
+        return outputs, lambda: [each.copy_(old) for each, old in first] and None
+
+    net, loop = recorded(monkeypatch, stale)
+    for steps in (T, T, 4):
+        close(results(net, steps), results(loop, steps))
+    assert "could not be recorded: a value of its replay differs" in net.explain()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in value if isinstance(each, Tensor)] if isinstance(value, list) else []
+
+
+def test_threads_that_share_a_network_get_their_own_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording has one set of buffers for all of them."""
+    net, loop = recorded(monkeypatch, Recorder())
+    begin, inputs = state(), [torch.randn(T, N, D, dtype=torch.float64) for _ in range(4)]
+    expected = [loop(x, begin).outputs.detach() for x in inputs]
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        for _ in range(30):
+            found = net(inputs[number], begin).outputs.detach()
+            wrong.extend([number] * (not torch.allclose(found, expected[number])))
+
+    run_all([partial(call, number) for number in range(4)])
+    assert not wrong
+
+
+def test_networks_are_recorded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch records one graph per process; a second one would fail, or get the kernels of the first."""
+    within, overlaps = [0], list[int]()
+    record = Recorder()
+
+    def slow(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        within[0] += 1
+        time.sleep(0.05)  # another thread would begin
+        overlaps.append(within[0])
+        within[0] -= 1
+        return record(function)
+
+    nets = [recorded(monkeypatch, slow, verify="never")[0] for _ in range(3)]
+    for net in nets:
+        results(net, 4)  # makes the plans, which takes long; what follows is a new length of chunks
+    run_all([partial(results, net, 1) for net in nets])
+    assert set(overlaps) == {1} and len(overlaps) == record.recorded == 3 * 4
+
+
+def run_all(calls: Sequence[Callable[[], object]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+class FakeStream:
+    """A stream that notes what it waits for."""
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.device, self.waits = device, list[Any]()
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waits.append(other)
+
+
+def test_every_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made current on that very device, and waits for the caller's stream as that one waits for it, also after an
+    error: a graph that is recorded on a stream of another device is empty."""
+    devices = [torch.device("cuda", number) for number in range(2)]
+    here = {device: FakeStream(device) for device in devices}
+    entered: list[FakeStream] = []
+
+    @contextmanager
+    def stream(which: FakeStream) -> Iterator[None]:
+        entered.append(which)
+        yield
+
+    monkeypatch.setattr(module, "_streams", {})
+    for name, fake in (("Stream", FakeStream), ("current_stream", here.__getitem__), ("stream", stream)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for device in (*devices, devices[1]):
+        with pytest.raises(KeyError), module.recording_stream(device):
+            assert entered[-1].device == device
+            assert entered[-1].waits[-1] is here[device] and len(here[device].waits) < len(entered[-1].waits)
+            raise KeyError
+        assert here[device].waits[-1] is entered[-1]
+    assert entered[1] is entered[2] is not entered[0]
+
+
 @pytest.mark.cuda
-def test_on_a_gpu_chunks_are_recorded_and_auto_races_the_plans() -> None:
+def test_on_a_gpu_chunks_are_recorded_and_auto_leaves_them_out() -> None:
     x = torch.randn(T, N, D, dtype=torch.float64, device="cuda", requires_grad=True)
     nets = {name: Recurrent(nn.GRUCell(D, H).double().cuda(), backend=name) for name in ("inductor", "eager", "auto")}
     found: dict[str, list[Tensor]] = {}
@@ -151,4 +264,4 @@ def test_on_a_gpu_chunks_are_recorded_and_auto_races_the_plans() -> None:
     for name in ("inductor", "auto"):
         close(found[name], found["eager"], 1e-11)
     assert "a chunk at a time, recorded" in nets["inductor"].explain()
-    assert "inductor plan" in nets["auto"].why()[0][2]
+    assert "python plan" in nets["auto"].why()[0][2]

@@ -1,6 +1,7 @@
 """Nothing that computes something else than its cell is let through."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import BACKENDS, by_plan, grid
 from tests.recurrent.step_cases import CASES, Case, engine_of
 from tests.recurrent.test_autograd import sequence
+from weft.core.context import ProcessFlags
 from weft.recurrent import python_backend as python_engine
 from weft.recurrent.capture import capture
 from weft.recurrent.plan import partition
 from weft.recurrent.python_backend import PythonBackend
-from weft.recurrent.verify import PlanError, verify
+from weft.recurrent.verify import PlanError, rounded_factors, verify
 
 
 @grid(make=CASES, backend=BACKENDS)
@@ -63,6 +65,55 @@ def test_a_fault_that_shows_in_one_step_without_gradients_of_all_states_is_seen(
     engine = engine_of("python", Case(swapped, x, state, []))
     with pytest.raises(PlanError, match="gradient of initial state"):
         verify(engine, swapped, [torch.randn(4, 2, 3, dtype=torch.float64)], list(state))
+
+
+class Shifted(PythonBackend):
+    """A plan whose states are off by some of what TF32 rounds away."""
+
+    def run_forward(self, *given: Any) -> Any:
+        outputs, states, kept = super().run_forward(*given)
+        return outputs, [each * (1 + 5e-4) for each in states], kept
+
+
+@pytest.fixture
+def precision() -> Iterator[Any]:
+    """PyTorch's settings, to be changed."""
+    before = ProcessFlags.capture()
+    yield torch.backends
+    before.establish()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_right_plan_passes_where_products_use_tf32(precision: Any, dtype: torch.dtype) -> None:
+    """Kernels for one step and for all of them round differently. Without TF32, and in float64, that is a fault."""
+
+    def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x @ weight + state
+
+    weight, x, state = (torch.randn(*shape, dtype=dtype) for shape in ((3, 4), (4, 2, 3), (2, 4)))
+    plan = Shifted(engine_of("python", Case(cell, x[0], state, [])).captured)
+    with torch.no_grad():
+        with pytest.raises(PlanError, match="state 0 differs"):
+            verify(plan, cell, [x], [state])
+        precision.mkldnn.matmul.fp32_precision = "tf32"
+        with nullcontext() if dtype is torch.float32 else pytest.raises(PlanError):
+            verify(plan, cell, [x], [state])
+
+
+def test_only_convolutions_use_tf32_by_default(precision: Any) -> None:
+    """On CUDA. So a step without one is compared as strictly as without TF32."""
+
+    def convolved(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return x, nn.functional.conv1d(state, weight)
+
+    weight, x = torch.randn(3, 3, 1), torch.randn(2, 3, 4)
+    steps = [capture(cell, x, x, [weight]) for cell in (convolved, lambda x, state: (x, state @ x.mT @ x))]
+    assert [rounded_factors(each, "cuda") for each in steps] == [2e-3, 0]
+    precision.cudnn.conv.fp32_precision = "ieee"
+    assert [rounded_factors(each, "cuda") for each in steps] == [0, 0]
+    precision.cuda.matmul.fp32_precision = "tf32"
+    assert [rounded_factors(each, "cuda") for each in steps] == [2e-3, 2e-3]
+    assert [rounded_factors(each, "cpu") for each in steps] == [0, 0]
 
 
 @by_plan

@@ -10,8 +10,9 @@ need no carrying into threads, but a recomputation must see those of its forward
 import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -69,24 +70,47 @@ def has_local_modes() -> bool:
     return any(type(_c._get_function_stack_at(i)) is not DeviceContext for i in range(count))
 
 
+_PRECISIONS = [("generic", "all"), *product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn"))]
+"""Backend and operator of each ``torch.backends.*.fp32_precision``, after the setting that it inherits from."""
+
+
+def float32_precision(backend: str, operator: str) -> str:
+    """The precision of products in float32: "tf32", "bf16", or without rounding "ieee" or "none"."""
+    return _c._get_fp32_precision_getter(backend, operator)
+
+
 class ProcessFlags(NamedTuple):
-    """The process-wide switches that change what an operator computes."""
+    """The process-wide switches that change what an operator computes. Of PyTorch's two interfaces for precision,
+    operators read the newer one. The `older` one raises where the newer one was set to something else: None then."""
 
     deterministic: bool
     warn_only: bool
-    matmul_precision: str
+    older: tuple[str, bool] | None
+    precisions: tuple[str, ...]
 
     @staticmethod
     def capture() -> "ProcessFlags":
+        try:
+            older = torch.get_float32_matmul_precision(), _c._get_cudnn_allow_tf32()
+        except RuntimeError:
+            older = None
         return ProcessFlags(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.get_float32_matmul_precision(),
+            older,
+            tuple([float32_precision(*key) for key in _PRECISIONS]),
         )
 
     def establish(self) -> None:
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
-        torch.set_float32_matmul_precision(self.matmul_precision)
+        if self.older is not None:
+            torch.set_float32_matmul_precision(self.older[0])
+            _c._set_cudnn_allow_tf32(self.older[1])
+        # Last, since the calls above change these too. A setting that reads right already may be inherited. If it was
+        # written, a later change of the setting that it inherits from would have no effect on it.
+        for key, precision in zip(_PRECISIONS, self.precisions, strict=True):
+            if float32_precision(*key) != precision:
+                _c._set_fp32_precision_setter(*key, precision)
 
 
 @dataclass(frozen=True)
@@ -146,13 +170,13 @@ class ExecutionContext:
 
         self.context.copy().run(inside)
 
-    def process_flags(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def process_flags(self) -> Generator[None]:
         """Re-establish the process-wide flags of the capture, where they have changed since."""
         now = ProcessFlags.capture()
-        return nullcontext() if now == self.flags else self._flags_of_capture(now)
-
-    @contextmanager
-    def _flags_of_capture(self, now: ProcessFlags) -> Generator[None]:
+        if now == self.flags:
+            yield
+            return
         self.flags.establish()
         try:
             yield

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from weft.core.context import is_recomputing
-from weft.core.errors import RandomnessError
+from weft.core.errors import RandomnessError, UsageError
 from weft.core.segment import children_first
 
 
@@ -232,14 +232,21 @@ def mix(seed: int, *keys: int) -> int:
 
 
 def generators(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
-    """The default generators that a stage on these devices may draw from: the CPU's, and each device's own."""
+    """The default generators that a stage on these devices may draw from: the CPU's, and each CUDA device's own."""
     found = [torch.default_generator]
     for device in dict.fromkeys(devices):
-        if device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device)
+        require_supported(device)
+        if device.type == "cuda":
+            torch.cuda.init()  # PyTorch makes the generators of CUDA devices only then
             index = cast("int | None", device.index)
-            found.append(module.default_generators[module.current_device() if index is None else index])
+            found.append(torch.cuda.default_generators[torch.cuda.current_device() if index is None else index])
     return tuple(found)
+
+
+def require_supported(device: torch.device) -> None:
+    """Raise UsageError for a device of a type that weft was not tested on."""
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise UsageError(f"device {str(device)!r} is not supported: nothing was tested there; use 'cpu' or 'cuda'")
 
 
 def drawn(

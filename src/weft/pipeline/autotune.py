@@ -238,6 +238,9 @@ def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, p
     values: dict[int, Any] = {entry.route: part for entry, part in zip(plan.entry_points.entries, parts, strict=True)}
     for stage, function in enumerate(plan.functions):
         inputs = [values[route] for route in plan.wiring.inputs[stage]]
+        if (place := plan.places[stage]) is not None:
+            leaves, structure = flatten(inputs)
+            inputs = unflatten(structure, [x.to(place.device) if isinstance(x, Tensor) else x for x in leaves])
         try:
             repeated = keeps is not None and keeps[stage][context.micro_batch] == "inputs"
             outputs = _checkpointed(function, context, inputs) if repeated else function(context, *inputs)

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, listed
 from weft.core.pytree import flatten
+from weft.core.rng import require_supported
 from weft.core.validation import Validator, is_whole
 from weft.pipeline.loss import own_reduction
 from weft.pipeline.partition import balance_by_parameters, balance_by_time
@@ -413,6 +414,8 @@ def places_of(devices: Any) -> list[torch.device]:
                     check.add(f"that of stage {stage} is {each!r}, and the number of CUDA devices here is {count}")
             except (TypeError, RuntimeError):
                 check.add(f"that of stage {stage} is {each!r}")
+        for place in dict.fromkeys(places):
+            check.call(require_supported, place)
     return places
 
 

@@ -26,15 +26,16 @@ wrote are seen by whoever reads them next.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.core.pytree import flatten, unflatten
-from weft.core.segment import Gradients
+from weft.core.segment import Gradients, leaf_of
 
 
 class Message(NamedTuple):
@@ -136,12 +137,12 @@ class EntryPoints:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The leaf on another device, still a leaf that wants a gradient if it did."""
+    """The leaf on another device: still a leaf, which wants a gradient if it did, and lets none accumulate there."""
     if tensor.device == device:
         return tensor
     # Blocking, which concerns copies between CPU and CUDA only: the caller may write into its pinned tensor as
     # soon as the pipe returns, and whoever reads a result on the CPU must find it there.
-    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+    return leaf_of(tensor.detach().to(device), tensor.requires_grad)
 
 
 class Place:
@@ -173,12 +174,13 @@ class Place:
 
 
 class CudaPlace(Place):
-    """A CUDA device with one stream to compute and one to copy, both this worker's own."""
+    """A CUDA device with streams of this worker's own: to compute, to copy, and to read on devices that values left."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.compute = torch.cuda.Stream(device)
         self.copy = torch.cuda.Stream(device)
+        self._source = cache(torch.cuda.Stream)
 
     def _arrive(self, tensor: Tensor, message: Message) -> Tensor:
         if tensor.device == self.device:
@@ -186,12 +188,17 @@ class CudaPlace(Place):
                 self.compute.wait_event(message.ready)
             tensor.record_stream(self.compute)
             return tensor
-        if message.ready is not None:
-            self.copy.wait_event(message.ready)
-        with torch.cuda.stream(self.copy):
+        with ExitStack() as stack:
+            if tensor.is_cuda:
+                # PyTorch reads the source on the current stream of the source's device, so that one must wait for the
+                # value. It waits for the copy stream, but only after a strided source was made contiguous.
+                source = self._source(tensor.device)
+                if message.ready is not None:
+                    source.wait_event(message.ready)
+                tensor.record_stream(source)
+                stack.enter_context(torch.cuda.stream(source))
+            stack.enter_context(torch.cuda.stream(self.copy))
             moved = _moved(tensor, self.device)
-        if tensor.is_cuda:
-            tensor.record_stream(self.copy)
         self.compute.wait_stream(self.copy)
         moved.record_stream(self.compute)
         return moved
@@ -209,7 +216,8 @@ def join_walk(places: Iterable[Place | None]) -> None:
     """Before a walk: let the places wait for what the caller's streams were given."""
     for place in places:
         if isinstance(place, CudaPlace):
-            place.compute.wait_stream(torch.cuda.current_stream(place.device))
+            for stream in (place.compute, place.copy):
+                stream.wait_stream(torch.cuda.current_stream(place.device))
 
 
 def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None]) -> None:
@@ -221,6 +229,13 @@ def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None])
     for tensor in results:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def join_current(places: Iterable[Place | None]) -> None:
+    """At the end of backward: let the current stream wait for those of all devices. Autograd lets whatever reads a
+    gradient wait for that stream alone."""
+    for device in {place.device for place in places if place is not None and place.device.type == "cuda"}:
+        torch.cuda.current_stream().wait_stream(torch.cuda.current_stream(device))
 
 
 def message_of(value: Any) -> Message:

@@ -45,7 +45,7 @@ from weft.pipeline.loss import LossScale, WeightedLoss
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.recompute import Unchanged
-from weft.pipeline.routing import OUTSIDE, Address, Given, Message, Place, Wiring, join_walk, leave_walk
+from weft.pipeline.routing import OUTSIDE, Address, Given, Message, Place, Wiring, join_current, join_walk, leave_walk
 from weft.pipeline.schedule import Action, Schedule
 from weft.pipeline.tracing import Recorder, Watcher
 
@@ -360,6 +360,7 @@ class PipeStep:
             found = self._walk_backward(run, self.output.spread(gradients), retain=retain)
             if retain and self._unchanged is not None:
                 self._unchanged.seal()  # what layers note of themselves while they run is their own
+        join_current(self.plan.places)
         without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
         return found
 
@@ -395,11 +396,14 @@ class PipeStep:
         if not any(places):
             return self.plan.executor.walk(schedule, run.perform, given, self.ambient)
         join_walk(places)
-        left = self.plan.executor.walk(schedule, run.perform, given, self.ambient)
-        made = [leaf for each in left.values() for leaf in flatten(each.value)[0]]
-        made += [total for each in run.sums.values() for total in each.totals]
-        leave_walk(places, [each for each in made if isinstance(each, Tensor)])
-        return left
+        made: list[Any] = []
+        try:
+            left = self.plan.executor.walk(schedule, run.perform, given, self.ambient)
+            made += [leaf for each in left.values() for leaf in flatten(each.value)[0]]
+            made += [total for each in run.sums.values() for total in each.totals]
+            return left
+        finally:  # after a failure too: layers may have written to buffers, which the caller reads next
+            leave_walk(places, [each for each in made if isinstance(each, Tensor)])
 
     def _collected(self, left: dict[Address, Message], run: Run) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""

@@ -13,16 +13,20 @@ A kernel of a small step runs for microseconds, about as long as the host takes 
 are launched as a whole. What they read is copied into memory of the recording, and what they computed out of it.
 """
 
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
+from weft.core.segment import differentiable
 from weft.recurrent.cpp.compiler import CompileError
 from weft.recurrent.graph import StepGraph
 from weft.recurrent.python_backend import CompiledLoop, Loop, PythonBackend
+from weft.recurrent.verify import difference
 
 Recorder = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]
 """Makes of a function its outputs, in memory that stays theirs, and a way to fill them anew."""
@@ -31,18 +35,41 @@ MAX_RECORDINGS = 16
 _aten, _foreach_copy = cast(Any, torch.ops.aten), cast(Any, torch)._foreach_copy_
 
 
+_RECORDING = threading.RLock()
+"""Held in the whole process while a chunk is recorded or replayed: a recording has one set of buffers, which threads
+that share a network would overwrite for each other, and PyTorch records one graph at a time."""
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+@contextmanager
+def recording_stream(device: torch.device) -> Generator[None]:
+    """Make the one stream of all recordings on this device current, in order with the caller's current stream. Their
+    buffers belong to it, so replays run one after another, whichever streams they serve."""
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            # PyTorch hands out 32 streams of each priority in turn. Stages have normal ones; if a stage had this one
+            # too, its kernels would be recorded into our graph.
+            aside = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device, priority=-1))
+            here = torch.cuda.current_stream(device)
+            aside.wait_stream(here)
+            stack.callback(here.wait_stream, aside)
+            stack.enter_context(torch.cuda.stream(aside))  # also makes the device the current one
+        yield
+
+
 def cuda_recorder(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Record on the current device. Raises RuntimeError if the function does what cannot be recorded."""
-    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):  # what happens once only, compiling and making handles, must happen before
-        function()
-        function()
-    here.wait_stream(aside)
+    """Record on the current stream. Raises RuntimeError if the function does what cannot be recorded."""
+    function()  # what happens once only, compiling and making handles, must happen before
+    function()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # By default PyTorch records on a stream of the device that recorded first, where kernels of another are not seen.
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         outputs = function()
     return outputs, graph.replay
+
+
+_Recording = tuple[list[Tensor], list[Tensor], list[Tensor], Callable[[], None]]
+"""Buffers that are read, rows that are written, the carried values at the end, and how to compute them again."""
 
 
 class InductorStep:
@@ -53,7 +80,7 @@ class InductorStep:
         self._at = [loop.saved.index(end) if end in loop.saved else None for end in loop.ends]
         self.module = self._graph()
         self._compiled: Callable[..., Sequence[Tensor]] | None = None
-        self._recordings: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor], Callable[[], None]]] = {}
+        self._recordings: dict[int, _Recording] = {}
 
     def run(self, steps: int, *given: Any) -> list[Tensor]:
         """As the function of a `CompiledLoop`; see the source that `Loop.compile` writes."""
@@ -83,25 +110,51 @@ class InductorStep:
 
     def _replayed(self, steps: int, values: list[Tensor], places: list[Tensor]) -> list[Tensor]:
         """As `_steps`, by a recording; by `_steps` if it cannot be recorded."""
-        if steps not in self._recordings:
-            read, written = [each.clone() for each in values], [torch.empty_like(each) for each in places]
-            assert self._plan.record is not None
-            try:
-                if any(each.device != values[0].device for each in values):
-                    raise RuntimeError("the loop reads tensors of several devices")
-                ends, replay = self._plan.record(lambda: self._steps(steps, read, written))
-            except RuntimeError as error:
-                self._plan.record, self._plan.why_not = None, f", since it could not be recorded: {error}"
-                return self._steps(steps, values, places)
-            self._recordings[steps] = read, written, ends, replay
-            if len(self._recordings) > MAX_RECORDINGS:
-                del self._recordings[next(iter(self._recordings))]
-        read, written, ends, replay = self._recordings[steps]
-        _foreach_copy(read, values)
+        device = values[0].device
+        with _RECORDING:
+            with recording_stream(device):
+                recording = self._recording(steps, values, places)
+            if recording is not None:
+                read, written, ends, replay = recording
+                results = [torch.empty_like(each) for each in ends]  # memory of the current stream
+                with recording_stream(device):
+                    _foreach_copy(read, values)
+                    replay()
+                    _foreach_copy([*places, *results], [*written, *ends])
+                return results
+        return self._steps(steps, values, places)
+
+    def _recording(self, steps: int, values: list[Tensor], places: list[Tensor]) -> _Recording | None:
+        """The recording for so many steps. After one that fails, or computes something else, no more are made."""
+        found = self._recordings.get(steps)
+        if found is not None or self._plan.record is None:
+            return found
+        read, written = [each.clone() for each in values], [torch.empty_like(each) for each in places]
+        try:
+            if any(each.device != values[0].device for each in values):
+                raise RuntimeError("the loop reads tensors of several devices")
+            found = read, written, *self._plan.record(lambda: self._steps(steps, read, written))
+            self._compare(found, steps)
+        except RuntimeError as error:
+            self._plan.record, self._plan.why_not = None, f", since it could not be recorded: {error}"
+            return None
+        if len(self._recordings) == MAX_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]
+        return self._recordings.setdefault(steps, found)
+
+    def _compare(self, recording: _Recording, steps: int) -> None:
+        """Replay with other values. Raises RuntimeError if the results are stale or otherwise not those of `_steps`."""
+        read, written, ends, replay = recording
+        other = [each * 0.5 + 0.25 if differentiable(each) else each.clone() for each in read]
+        rows, results = [torch.empty_like(each) for each in written], [*written, *ends]
+        expected = [*rows, *self._steps(steps, other, rows)]
+        for each in results:
+            each.fill_(float("nan") if differentiable(each) else 1)  # what an empty replay would leave
+        _foreach_copy(read, other)  # after that, because an end can be one of these
         replay()
-        if places:
-            _foreach_copy(places, written)
-        return [each.clone() for each in ends]
+        for wanted, seen in zip(expected, results, strict=True):
+            if fault := difference("a value of its replay", wanted, seen):
+                raise RuntimeError(fault)
 
     def _graph(self) -> fx.GraphModule:
         """The step as a function, its arguments in the order in which `_steps` gives them."""

@@ -232,9 +232,10 @@ class PlanCache:
         return replace(self._planned_anew(call), family=call.step_key(1))
 
     def _planned_anew(self, call: "PlannedCall") -> PlanChoice:
-        refused, wrong, candidates = dict[str, list[str]](), False, dict[str, Backend]()
+        refused, wrong, planned = dict[str, list[str]](), False, None
         strict = self._backend == "c"
-        automatic = ("inductor" if call.inputs.device.type == "cuda" else "c", "python")
+        # On CUDA "auto" leaves out Inductor: its recorded graphs have never run on a GPU.
+        automatic = ("python",) if call.inputs.device.type == "cuda" else ("c", "python")
         names: tuple[str, ...] = automatic if self._backend == "auto" else (self._backend,)
         for name in names:
             try:
@@ -249,32 +250,27 @@ class PlanCache:
                 refused.setdefault(told, []).append(name)
                 wrong = wrong or isinstance(error, PlanError)  # worth a warning even where another plan is right
             else:
-                candidates[name] = engine
-                if name != "inductor":
-                    break
+                planned = name, engine
+                break
         reasons = [f"not {' or '.join(each)}: {told}" for told, each in refused.items()]
         why = "; ".join(reasons)
         none = PlanChoice(call.kind, None, "eager", why, impossible=strict)
-        choice = self._chosen(call, candidates, reasons) if candidates else none
-        if wrong or not candidates:
+        choice = self._chosen(call, *planned, reasons) if planned else none
+        if wrong or not planned:
             way = "the eager loop" if choice.engine is None else f"the {choice.backend} plan"
             return replace(choice, warning=f"cell {call.cell.name} runs by {way}: {why}")
         return choice
 
-    def _chosen(self, call: "PlannedCall", candidates: dict[str, Backend], refused: list[str]) -> PlanChoice:
-        """The only candidate, or the fastest of several and the eager loop, by the first steps of this sequence."""
-        name, engine = next(iter(candidates.items()))
+    def _chosen(self, call: "PlannedCall", name: str, engine: Backend, refused: list[str]) -> PlanChoice:
+        """The plan; for "auto" the faster one of it and the eager loop, by the first steps of this sequence."""
         if self._backend != "auto":
             return PlanChoice(call.kind, engine, name, "it was asked for")
         if name == "c":
             return PlanChoice(call.kind, engine, name, "its loops could be compiled, and nothing here is faster")
-        times = {name: call.race(engine) for name, engine in candidates.items()}
-        best = min(times, key=lambda name: times[name][0])
-        loop = min(slow for _, slow in times.values())
-        told = ", ".join(f"{1e3 * ours:.2f} ms by the {name} plan" for name, (ours, _) in times.items())
-        why = "; ".join([f"{RACE_STEPS} steps took {told} and {1e3 * loop:.2f} ms by the eager loop", *refused])
-        engine, name = (candidates[best], best) if times[best][0] < loop else (None, "eager")
-        return PlanChoice(call.kind, engine, name, why)
+        ours, loop = call.race(engine)
+        told = f"{1e3 * ours:.2f} ms by the {name} plan and {1e3 * loop:.2f} ms by the eager loop"
+        why = "; ".join([f"{RACE_STEPS} steps took {told}", *refused])
+        return PlanChoice(call.kind, engine, name, why) if ours < loop else PlanChoice(call.kind, None, "eager", why)
 
 
 _CAPTURING = threading.RLock()

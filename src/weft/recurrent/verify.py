@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from weft.core.autograd import quiet_hooks
+from weft.core.context import float32_precision
 from weft.core.errors import WeftError, listed
 from weft.core.segment import differentiable
 from weft.recurrent.autograd import SequenceLeaves, run_derived, stepwise
 from weft.recurrent.backends import Backend, Memory
 from weft.recurrent.capture import Cell
-from weft.recurrent.graph import drawn
+from weft.recurrent.graph import StepGraph, drawn
 
 TRIALS = ((3, True), (1, False))
 """Steps, and whether gradients come to the states after all of them too, or only to what most losses read. Gradients of
@@ -33,6 +34,8 @@ Widened = Callable[[], AbstractContextManager[Mapping[int, Tensor]]]
 """Inside, the cell reads its tensors in float64; yields them by the ids of the originals."""
 _as_it_is: Widened = partial(nullcontext, dict[int, Tensor]())
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+ROUNDED_FACTORS = {"tf32": 2e-3, "bf16": TOLERANCE[torch.bfloat16]}
+"""Tolerance for float32 where PyTorch may round the factors of products to this precision."""
 
 
 class PlanError(WeftError, RuntimeError):
@@ -85,7 +88,8 @@ class _Trial:
         wanted, seen = (
             _values(parameters, ends, *leaves, self.every) for ends, leaves in ((eager, theirs), (derived, ours))
         )
-        faults = {name: fault for name, each in wanted.items() if (fault := _difference(name, each, seen[name]))}
+        more = rounded_factors(plan.captured, device.type)
+        faults = {name: fault for name, each in wanted.items() if (fault := difference(name, each, seen[name], more))}
         exact = self._exact(widened) if faults and not plan.captured.draws else {}  # float64 would draw other numbers
         near = [name for name in faults.keys() & exact.keys() if _near(wanted[name], seen[name], exact[name])]
         return [fault for name, fault in faults.items() if name not in near]
@@ -101,6 +105,14 @@ class _Trial:
                 return _values(parameters, stepwise(self.plan.captured, self.cell, *leaves), *leaves, self.every)
         except Exception:  # whatever a cell of the user's raises that is bound to its dtype
             return {}
+
+
+def rounded_factors(captured: StepGraph, kind: str) -> float:
+    """Tolerance for the step's products in float32 on this type of device; 0 where their factors are not rounded."""
+    # cuDNN's convolutions use TF32 by default. A step without one is compared as strictly as ever.
+    convolves = any("convolution" in str(node.target) for node in captured.nodes)
+    backend, operators = "cuda" if kind == "cuda" else "mkldnn", ("matmul", "conv") if convolves else ("matmul",)
+    return max(ROUNDED_FACTORS.get(float32_precision(backend, each), 0.0) for each in operators)
 
 
 def _near(wanted: Tensor, seen: Tensor, exact: Tensor) -> bool:
@@ -142,8 +154,8 @@ def _values(
     return found | {f"gradient of {name}": each for (name, _), each in zip(asked, gradients, strict=True)}
 
 
-def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
-    """A description of the difference; None if it is rounding."""
+def difference(name: str, wanted: Tensor, seen: Tensor, rounded: float = 0.0) -> str | None:
+    """A description of the difference; None if it is rounding. For `rounded` see `rounded_factors`."""
     if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
         kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (seen, wanted)]
         return f"{name} is {kinds[0]}, the cell's is {kinds[1]}"
@@ -155,15 +167,16 @@ def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
         return f"{name} is infinite at other places"
     wanted, seen = wanted.nan_to_num(), seen.nan_to_num()
     gap, size = (float(each.abs().max()) if each.numel() else 0.0 for each in (seen - wanted, wanted))
-    if gap <= _allowed(wanted, size):
+    if gap <= _allowed(wanted, size, rounded):
         return None
     return f"{name} differs by {gap:.1e} at most (its largest value is {size:.1e})"
 
 
-def _allowed(wanted: Tensor, size: float) -> float:
+def _allowed(wanted: Tensor, size: float, rounded: float = 0.0) -> float:
     """The largest difference that is rounding, for values of this dtype, the largest of which is `size`."""
     # What cancels to nearly nothing is as wrong as the sums that it is the difference of: a few units of rounding.
     kind = wanted.device.type
     coarse = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else wanted.dtype
     allowed = max(TOLERANCE.get(each, 1e-4) for each in (wanted.dtype, coarse))
+    allowed = max(allowed, rounded) if wanted.dtype is torch.float32 else allowed
     return allowed * size + ROUNDINGS * torch.finfo(coarse).eps
