@@ -19,7 +19,7 @@ SHARED = (
 
 
 def path_of(block: nn.Module, name: str, tensor: Tensor) -> str:
-    """How the code around a block got a tensor that the block made and did not return, in words."""
+    """Describe how the code around a block got a tensor that the block made and did not return."""
     modules = cast("Iterable[tuple[str, nn.Module]]", cast(Any, block).named_modules(prefix=name))
     found = [f"{path}.{key}" for path, module in modules for key, x in vars(module).items() if x is tensor]
     return found[0] if found else f"a tensor that a hook or a global took out of {name}"
@@ -33,7 +33,7 @@ def forbid_stored_activations(
 ) -> None:
     """Raise SplitError if the code between blocks has stored an activation in an attribute of a module, which had other
     attributes `before`. `values` are those of the run, by the id() of a tensor."""
-    # What follows from inputs, buffers and constants alone, such as a cached mask, is no activation.
+    # A tensor that depends on inputs, buffers and constants alone, such as a cached mask, is not an activation.
     active: set[RecordedValue | None] = set()
     for step in recording.steps:
         reads = any(x in active or (x.kind == "own" and x.key in parameters) for x in step.reads.values())

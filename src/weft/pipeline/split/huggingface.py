@@ -1,6 +1,6 @@
 """Let the libraries of Hugging Face see the model in a pipe.
 
-Trainer goes by the class of what it trains: by its name (labels of causal models are shifted), by the signature of its
+Trainer goes by the class of its model: by its name (labels of causal models are shifted), by the signature of its
 ``forward`` (which columns are inputs or labels), and by ``isinstance`` (a `PreTrainedModel` saves itself). A class that
 inherits from both would run the model's methods on the pipe, where the model's attributes are missing. So the pipe
 reports the model's class as its ``__class__``, as `unittest.mock` does with ``spec=``: ``isinstance`` accepts both.

@@ -424,7 +424,7 @@ class ForwardRecorder(TorchFunctionMode):
         return SplitError(f"{_site()}: {what} between blocks, where the model is cut; {self._advice(instead)}")
 
     def _advice(self, instead: str) -> str:
-        """What to do about the code that is running: `instead`, unless it is that of a block which had to be opened."""
+        """Advice about the code that is running: `instead`, unless it belongs to a block that had to be opened."""
         exits = dict.fromkeys(self._exits[module] for module in self._running if module in self._exits)
         return OPENED.format(" and ".join(exits)) if exits else instead
 

@@ -435,7 +435,7 @@ class SplitModel:
         return owners
 
     def _join_of(self, kind: Hashable) -> OutputJoin:
-        """How outputs of this kind of call are joined."""
+        """The rules that join outputs of this kind of call."""
         if kind not in self._joins:
             while len(self._joins) >= PROGRAMS:
                 del self._joins[next(iter(self._joins))]

@@ -32,7 +32,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
     def plain(given: list[Any]) -> Any:
         before = recorder.state_in_words()
         result = recorder.plain(*unflatten(structure, given))
-        # A change alone is no fault: the first run may fill a cache. A counter changes in the next run, too.
+        # A change alone is allowed, because a first run can fill a cache. A counter changes in the next run, too.
         if recorder.state_in_words() != before:
             before = recorder.state_in_words()
             with torch.no_grad():

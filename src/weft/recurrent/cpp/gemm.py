@@ -227,7 +227,7 @@ class MatrixProducts:
         return call("w_columns", f"{rows} * steps", source.shape[-1], *where, rows, self._counting(rows))
 
     def _counting(self, rows: int) -> int | str:
-        """How many of so many rows of a step count: see `CppBackend.for_rows`."""
+        """The number of rows of a step that count, out of `rows`: see `CppBackend.for_rows`."""
         return "count" if rows == self._function.rows else rows
 
     def _gather(self, made: Product, to: MemoryLayout) -> str:

@@ -476,7 +476,7 @@ def _flattened(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Tensor, Ten
     for i, index in zip(places, given, strict=True):
         flat = flat * x.shape[i] + torch.where(index < 0, index + x.shape[i], index)
         within = within & (index >= -x.shape[i]) & (index < x.shape[i])
-    # What is out of range along one axis must not hit another element: it stays out of range.
+    # An index that is out of range along one axis must not reach another element, so it stays out of range.
     flat = torch.where(within, flat, len(table))
     return table, flat, order, places[0] if places[-1] - places[0] == len(places) - 1 else 0
 
