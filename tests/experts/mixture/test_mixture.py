@@ -490,7 +490,7 @@ def test_a_cell_that_calls_servers_says_so(kind: type) -> None:
         else:
             inner = RemoteMixtureOfExperts(in_features=4, grid_size=[1], uid_prefix="f", connections=connections)
         cell = Recurrent(Cell(inner))
-        words = f"made: the cell reads {kind.__name__}, which servers compute"
+        words = f"the cell reads {kind.__name__}, which servers compute"
         with pytest.warns(NoPlanWarning, match=words):
             cell(torch.ones(3, 2, 4), torch.zeros(2, 4))
     directory.close()
