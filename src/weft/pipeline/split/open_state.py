@@ -112,10 +112,12 @@ class OpenState:
         return lines.get("STORE_ATTR") or next(iter(lines.values()), "")
 
     def _note_attribute(self, module: nn.Module, name: str, words: str) -> None:
-        if (id(module), name) in self._places:
+        # By the table and not by the module: the entry keeps the table alive, so that no other one gets its id.
+        table = vars(module)
+        if (id(table), name) in self._places:
             return
-        self._places[id(module), name] = vars(module), name, f"{words}.{name}"
-        self._note_function(vars(module).get(name), DEPTH)
+        self._places[id(table), name] = table, name, f"{words}.{name}"
+        self._note_function(table.get(name), DEPTH)
         kind = next((each for each in type(module).__mro__ if name in vars(each)), None)
         if kind is not None and not _is_constant(kind.__module__) and not self._note_function(vars(kind)[name], DEPTH):
             self._places[id(kind), name] = vars(kind), name, f"{kind.__name__}.{name}"
