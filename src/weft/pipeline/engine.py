@@ -229,16 +229,16 @@ class PipeRuntime:
             tracked=tracked,
             keeps=self._keeps(schedule, count, tracked=tracked, loss=bool(call.targets)),
             deferred=[norm for scan in scans.values() for norm in scan.deferred],
-            new_rng=partial(self._streams, [scan.configuration for scan in scans.values()]),
+            new_rng=partial(self._streams, {number: scan.configuration for number, scan in scans.items()}),
             ambient=ambient,
             watcher=call.watcher,
             scale=call.scale,
             owners=call.owners,
         )
 
-    def _streams(self, configurations: Sequence[Hashable]) -> RngStreams:
+    def _streams(self, configurations: Mapping[int, Hashable]) -> RngStreams:
         with nullcontext() if self._cuts else outside_transforms():  # a step that is cut is not run inside of one
-            return RngStreams(self.uses[: len(configurations)], configurations)
+            return RngStreams({stage: self.uses[stage] for stage in configurations}, configurations)
 
     def _functions(self, plan: PipelinePlan, *, tracked: bool) -> Sequence[Function]:
         """What the segments run: where a search for foreign parameters is due, with it."""
