@@ -16,7 +16,7 @@ between walks, not even the executor; when it is dropped, they end.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -121,9 +121,11 @@ class SerialExecutor:
         """Begin what ends in `commit` or `abort`: a walk, and everything in its call that can fail. `what` names it in
         messages. Does nothing if it has begun."""
 
-    def exchange_gradients(self, by_worker: dict[int, dict[int, Tensor]]) -> dict[int, dict[int, Tensor]]:
-        """Gradients of parameters, by worker and by the parameter's id(), with those that other processes have made of
-        the parameters here. Between `open` and `commit`."""
+    def exchange_gradients(
+        self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
+    ) -> dict[int, dict[int, Tensor]]:
+        """Gradients of parameters, by worker and by the parameter's id(). Those of `borrowed` copies go to the processes
+        that own the parameters, and those of copies that this process lent are added. Between `open` and `commit`."""
         return by_worker
 
     def commit(self, report: Report) -> list[Report]:

@@ -16,16 +16,18 @@ that run here and no others.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from weft.core.autograd import quiet_hooks, without_gradient
 from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, RandomnessError, UsageError, advise
 from weft.core.pytree import flatten
-from weft.core.rng import TRIES, RngStreams, RngVote
+from weft.core.rng import TRIES, DrawnSeed, RngStreams, RngVote
 from weft.core.segment import (
     Function,
     Gradients,
@@ -48,6 +50,9 @@ from weft.pipeline.recompute import Unchanged
 from weft.pipeline.routing import OUTSIDE, Address, Given, Message, Place, Wiring, join_current, join_walk, leave_walk
 from weft.pipeline.schedule import Action, Schedule
 from weft.pipeline.tracing import Recorder, Watcher
+
+GradientsByWorker = dict[int, dict[int, Tensor]]
+"""Sums of parameter gradients, by worker and by the parameter's id()."""
 
 
 class Run:
@@ -125,11 +130,11 @@ class Run:
             raise
 
     def parameter_gradients(
-        self, exchange: Callable[[dict[int, dict[int, Tensor]]], dict[int, dict[int, Tensor]]] = lambda found: found
+        self, exchange: Callable[[GradientsByWorker], GradientsByWorker] = lambda found: found
     ) -> dict[int, Tensor]:
         """The sum for every parameter, by its id(): over micro-batches, then over the stages of each worker, then over
         workers, each in order. `exchange` adds the sums of workers in other processes before the last of these."""
-        by_worker: dict[int, dict[int, Tensor]] = {}
+        by_worker: GradientsByWorker = {}
         for stage in sorted(self.sums):
             of_worker = by_worker.setdefault(self._worker_of[stage], {})
             for parameter, gradient in zip(self.segments[stage].parameters, self.sums[stage].totals, strict=True):
@@ -330,6 +335,24 @@ _SHARED = (
 )
 
 
+class Agreement(NamedTuple):
+    """What all processes of a step agree on before it begins. The defaults stand for a step of a single process.
+
+    `name` is the step's in messages. `anchors` are inputs of the node without a gradient: they make a node also in a
+    process that has no parameters. `loss_seed` is the loss gradient that backward begins with if it begins early.
+    `borrowed` are copies of parameters that belong to other processes, for this step, by the number of the loan.
+    """
+
+    name: str = ""
+    anchors: Sequence[Tensor] = ()
+    rng: DrawnSeed | None = None
+    loss_seed: float | None = None
+    borrowed: Mapping[int, Tensor] = MappingProxyType({})
+
+
+_ALONE = Agreement()
+
+
 class ForwardReport(NamedTuple):
     """What the processes of a step tell each other after its forward: their `RngVote`, and the weights of the
     micro-batches' losses, which only the process with the target knows."""
@@ -361,6 +384,7 @@ class PipeStep:
     watcher: Watcher | None
     scale: LossScale
     owners: Mapping[int, Tensor]
+    agreed: Agreement = _ALONE
     _run: Run | None = None
     _unchanged: Unchanged | None = None
     _made: list[Tensor | None] | None = None
@@ -374,7 +398,7 @@ class PipeStep:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """All that the step has gradients for, in order."""
-        return [*self.mini_batch.tensors, *self._parameters]
+        return [*self.mini_batch.tensors, *self.agreed.anchors, *self._parameters]
 
     def trusted(self, forward: Callable[[RngStreams], Result]) -> Result:
         """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`RngStreams.settle`).
@@ -385,7 +409,7 @@ class PipeStep:
         shared = self.mini_batch.shared and versions(self.mini_batch.shared)
         executor = self.plan.executor
         while True:
-            executor.open("forward")
+            executor.open(f"the forward{self.agreed.name}")
             rng = self.new_rng()
             try:
                 for norm in self.deferred:
@@ -410,12 +434,12 @@ class PipeStep:
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
         if self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.splits:
-            self._seed = self.scale.seed()  # gradients are made while going forward
-        left, run = self.trusted(self._walk_forward)
+            # Gradients are made while going forward.
+            told = self.agreed.loss_seed
+            self._seed = self.scale.seed() if told is None else torch.tensor(told, dtype=torch.float64)
+        left, run, self._made = self.trusted(self._walk_forward)
         results = self.plan.entry_points.results(left, self.mini_batch.micro_batches)
-        if self._seed is not None:
-            self._made = self._collected(left, run)
-        else:
+        if self._seed is None:
             self._run = run
             again = run.recomputing()
             self._unchanged = Unchanged([self.plan.stages[stage].replay for stage in again]) if again else None
@@ -425,7 +449,7 @@ class PipeStep:
         """See `CutFunction.backward`. Raises BackwardTwiceError if it was freed, ChangedError if layers changed."""
         executor = self.plan.executor
         try:
-            executor.open("backward")
+            executor.open(f"the backward{self.agreed.name}")
             found = self._gradients(gradients, retain=retain)
             reports = executor.commit(None if executor.alone else self._loss_gradient(gradients))
         except BaseException as error:
@@ -461,20 +485,23 @@ class PipeStep:
         seed = gradients[0] if isinstance(self.output, WeightedLoss) else None
         return None if seed is None else repr(float(seed))
 
-    def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], Run]:
+    def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], Run, list[Tensor | None] | None]:
+        """What left the walk, its run, and the gradients of `tensors` if the schedule makes them on the way."""
         plan, count = self.plan, self.schedule.micro_batches
         segments = {stage: Segment(self.functions[stage], owned) for stage, owned in self.parameters.items()}
-        contexts = [MicroBatchContext(i, self.ambient, rng, micro_batches=count) for i in range(count)]
+        borrowed = self.agreed.borrowed
+        contexts = [MicroBatchContext(i, self.ambient, rng, {}, count, borrowed) for i in range(count)]
         workers = self.schedule.worker_of
         run = Run(plan.wiring, segments, contexts, self.keeps, plan.places, self.watcher, rng, workers)
         given = plan.entry_points.enter(self.mini_batch.leaves(), streams=any(plan.places))
         if self._seed is None:
-            return self._walk(run, self.schedule.forward_only, given), run
+            return self._walk(run, self.schedule.forward_only, given), run, None
         seeds = self.output.spread([self._seed.to(plan.stages[-1].device)])
         for segment, messages in plan.entry_points.seed(seeds, streams=any(plan.places)).items():
             given.setdefault(segment, {}).update(messages)
         with quiet_hooks(self._parameters):
-            return self._walk(run, self.schedule, given), run
+            left = self._walk(run, self.schedule, given)
+        return left, run, self._collected(left, run)
 
     def _walk_backward(self, run: Run, gradients: Sequence[Gradients], *, retain: bool) -> list[Tensor | None]:
         run.turn_back(retain=retain)
@@ -500,7 +527,8 @@ class PipeStep:
 
     def _collected(self, left: dict[Address, Message], run: Run) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
-        by_id = run.parameter_gradients(self.plan.executor.exchange_gradients)
+        exchange = partial(self.plan.executor.exchange_gradients, self.agreed.borrowed)
+        by_id = run.parameter_gradients(exchange)
         for copy, owner in self.owners.items():
             if (gradient := by_id.pop(copy, None)) is not None:
                 add_gradient(by_id, id(owner), gradient.to(owner.device))
@@ -509,7 +537,7 @@ class PipeStep:
             batch = self.mini_batch
             pieces = self.plan.entry_points.gradients(left, batch.micro_batches, batch.present)
             inputs = self.mini_batch.gradients(pieces)
-        return [*inputs, *(by_id.get(id(each)) for each in self._parameters)]
+        return [*inputs, *(by_id.get(id(each)) for each in (*self.agreed.anchors, *self._parameters))]
 
     def _rescaled(self, made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:
         """Gradients that were made for the seed, for the loss gradient that arrived."""

@@ -1,0 +1,75 @@
+"""Work for ranks: a pipe over processes beside the serial one, on the same batches."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import weft
+from weft import pop, skippable, stash
+
+
+@skippable(stash=["a"])
+class Stash(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor):
+        yield stash("a", x)
+        return torch.tanh(self.linear(x))
+
+
+@skippable(pop=["a"])
+class Pop(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor):
+        a = yield pop("a")
+        return torch.tanh(self.linear(x)) + a
+
+
+def layers(stages: int, width: int = 6, drop: float = 0.2) -> nn.Sequential:
+    """One layer per stage, with a long skip, dropout, and a second reader where there is room."""
+    torch.manual_seed(3)
+    made: list[nn.Module] = [Stash(width)]
+    made += [nn.Sequential(nn.Linear(width, width), nn.Dropout(drop), nn.Tanh()) for _ in range(stages - 2)]
+    made.append(Pop(width))
+    return nn.Sequential(*made).double()
+
+
+def batch(rows: int, width: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, width, generator=generator).double(), torch.randn(rows, width, generator=generator).double()
+
+
+def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int]) -> dict[str, Any]:
+    """Differences between a pipe over the ranks and a serial pipe under the same table."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = layers(stages)
+    settings: Any = {"chunks": 4, "balance": [1] * stages, "schedule": schedule, "checkpoint": checkpoint}
+    settings["loss"] = nn.functional.mse_loss
+    serial = weft.Pipe(copy.deepcopy(model), devices=["cpu"] * stages, executor="serial", **settings)
+    pipe = weft.Pipe(copy.deepcopy(model), group=dist.group.WORLD, **settings)
+    worst, states = 0.0, True
+    for rows in sizes:
+        x, y = batch(rows)
+        for each in (serial, pipe):
+            each.zero_grad()
+        torch.manual_seed(rows)
+        wanted = serial(x, target=y)
+        wanted.backward()
+        state = torch.get_rng_state()
+        torch.manual_seed(rows)
+        loss = pipe(x if rank == 0 else None, target=y if rank == pipe._made_of[1][-1] else 0)
+        loss.backward()
+        states = states and bool(torch.equal(torch.get_rng_state(), state))
+        named = dict(serial.named_parameters())
+        worst = max([worst, abs(float(loss - wanted))])
+        for name, parameter in pipe.named_parameters():
+            worst = max(worst, float((parameter.grad - named[name].grad).abs().max()))
+    return {"worst": worst, "states": states, "keys": [name for name, _ in pipe.named_parameters()], "size": size}
