@@ -33,7 +33,7 @@ from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.plan import Crossing, PipelinePlan, staged_plan
 from weft.pipeline.schedule import Schedule, build
 from weft.pipeline.stage import ModuleScan, Stage, serialize_shared
-from weft.pipeline.step import Agreement, PipeStep
+from weft.pipeline.step import ALONE, Agreement, PipeStep
 from weft.pipeline.tracing import Watcher
 
 _numbers = count()
@@ -211,7 +211,7 @@ class PipeRuntime:
         mini_batch: MiniBatch,
         scans: Mapping[int, ModuleScan],
         ambient: ExecutionContext,
-        agreed: Agreement = Agreement(),
+        agreed: Agreement = ALONE,
     ) -> PipeStep:
         tracked = torch.is_grad_enabled() and bool(
             mini_batch.tensors or agreed.anchors or any(scan.parameters for scan in scans.values())

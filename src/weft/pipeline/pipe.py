@@ -117,8 +117,9 @@ class Pipe(nn.Module):
             stage. The others then get a zero, to call ``backward()`` on. A loss is always on all ranks.
 
     `chunks`, `balance`, `split`, `devices`, `checkpoint`, `schedule` and `executor` are attributes too, which each step
-    reads anew; a step raises what is wrong with them. With `group`, a `batch_tag` can be set before each call, such as
-    the number of the batch: a call whose tag differs between ranks raises UsageError on all of them. Layers stay where they are when `balance` or `devices` change.
+    reads anew; a step raises what is wrong with them. Layers stay where they are when `balance` or `devices` change.
+    With `group`, a `batch_tag` can be set before each call, such as the number of the batch. A call whose tag differs
+    between ranks raises UsageError.
 
     All executors and schedules give the same gradients as the undivided model, to rounding. A layer's random numbers
     depend on its place in the model and the micro-batch only (with hooks on `partitions`, also on the cut). Raises
@@ -141,7 +142,7 @@ class Pipe(nn.Module):
         if cls is Pipe and settings.get("group") is not None:
             from weft.pipeline.processes.process_pipe import ProcessPipe  # noqa: PLC0415 - as below
 
-            return super().__new__(cast("type[Any]", ProcessPipe))
+            return super().__new__(cast(Any, ProcessPipe))
         if cls is Pipe and settings.get("split") is not None:
             from weft.pipeline.split.split_pipe import SplitPipe  # noqa: PLC0415 - most programs have no use for it
 

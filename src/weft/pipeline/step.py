@@ -350,7 +350,7 @@ class Agreement(NamedTuple):
     borrowed: Mapping[int, Tensor] = MappingProxyType({})
 
 
-_ALONE = Agreement()
+ALONE = Agreement()
 
 
 class ForwardReport(NamedTuple):
@@ -384,7 +384,7 @@ class PipeStep:
     watcher: Watcher | None
     scale: LossScale
     owners: Mapping[int, Tensor]
-    agreed: Agreement = _ALONE
+    agreed: Agreement = ALONE
     _run: Run | None = None
     _unchanged: Unchanged | None = None
     _made: list[Tensor | None] | None = None

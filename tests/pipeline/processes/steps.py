@@ -42,15 +42,26 @@ def layers(stages: int, width: int = 6, drop: float = 0.2) -> nn.Sequential:
     return nn.Sequential(*made).double()
 
 
+def tied(stages: int, width: int = 6) -> nn.Sequential:
+    """Layers of which the first and the last have the same weight, and all the same bias."""
+    model = layers(stages, width)
+    model[-1].module.linear.weight = model[0].module.linear.weight
+    for layer in model[1:]:
+        linear = next(module for module in layer.modules() if isinstance(module, nn.Linear))
+        linear.bias = model[0].module.linear.bias
+    return model
+
+
 def batch(rows: int, width: int = 6) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, width, generator=generator).double(), torch.randn(rows, width, generator=generator).double()
+    x, y = (torch.randn(rows, width, generator=generator).double() for _ in range(2))
+    return x, y
 
 
-def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int]) -> dict[str, Any]:
+def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int], ties: bool = False) -> dict[str, Any]:
     """Differences between a pipe over the ranks and a serial pipe under the same table."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = layers(stages)
+    model = tied(stages) if ties else layers(stages)
     settings: Any = {"chunks": 4, "balance": [1] * stages, "schedule": schedule, "checkpoint": checkpoint}
     settings["loss"] = nn.functional.mse_loss
     serial = weft.Pipe(copy.deepcopy(model), devices=["cpu"] * stages, executor="serial", **settings)
@@ -65,11 +76,11 @@ def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int]) -> di
         wanted.backward()
         state = torch.get_rng_state()
         torch.manual_seed(rows)
-        loss = pipe(x if rank == 0 else None, target=y if rank == pipe._made_of[1][-1] else 0)
+        loss = pipe(x if rank == 0 else None, target=y if rank == pipe._workers_made[-1] else 0)
         loss.backward()
         states = states and bool(torch.equal(torch.get_rng_state(), state))
         named = dict(serial.named_parameters())
-        worst = max([worst, abs(float(loss - wanted))])
+        worst = max([worst, abs(float((loss - wanted).detach()))])
         for name, parameter in pipe.named_parameters():
             worst = max(worst, float((parameter.grad - named[name].grad).abs().max()))
     return {"worst": worst, "states": states, "keys": [name for name, _ in pipe.named_parameters()], "size": size}

@@ -11,7 +11,7 @@ all of them return, or all of them raise.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -122,10 +122,12 @@ class ProcessExecutor(SerialExecutor):
 
     def commit(self, report: Report) -> list[Report]:
         """See `SerialExecutor.commit`. A report is None, a string, or a named tuple of plain values."""
-        kind: Any = type(report)
-        reports = self._channel.walk.agree(list(report) if isinstance(report, tuple) else report)
+        plain: Any = report
+        kind = cast(Any, type(plain))
+        is_tuple = isinstance(plain, tuple)
+        reports = self._channel.walk.agree([*plain] if is_tuple else plain)
         self._channel.end()
-        return [kind(*each) for each in reports] if isinstance(report, tuple) else reports
+        return [kind(*each) for each in reports] if is_tuple else reports
 
     def abort(self, error: BaseException) -> None:
         """See `SerialExecutor.abort`."""

@@ -50,7 +50,7 @@ class Loans:
         for loan in self._loans:
             if loan.borrower == self._rank:
                 copy: Tensor = walk.receive((_LENT, 0, loan.number), loan.owner)
-                borrowed[loan.number] = copy.requires_grad_(loan.trainable)
+                borrowed[loan.number] = nn.Parameter(copy, loan.trainable)
         return borrowed
 
     def return_gradients(
@@ -86,16 +86,16 @@ class BorrowingStage(Stage):
 
     def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """As of any stage. A recomputation finds the copies of its own step in the context."""
-        with self._substituted(context.borrowed):
+        with self._with_copies(context.borrowed):
             return super().run(context, main, skips)
 
     def scan(self) -> ModuleScan:
         """As of any stage, with the copies of the next step."""
-        with self._substituted(self._borrowed):
+        with self._with_copies(self._borrowed):
             return super().scan()
 
     @contextmanager
-    def _substituted(self, borrowed: Mapping[int, Tensor]) -> Generator[None]:
+    def _with_copies(self, borrowed: Mapping[int, Tensor]) -> Generator[None]:
         try:
             for number, (table, key) in self._slots:
                 table[key] = cast(nn.Parameter, borrowed[number])

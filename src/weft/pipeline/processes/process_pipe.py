@@ -22,7 +22,14 @@ from weft.pipeline.plan import Crossing, build_stages
 from weft.pipeline.processes.executor import Channel
 from weft.pipeline.processes.links import Links
 from weft.pipeline.processes.loans import BorrowingStage, Loans
-from weft.pipeline.processes.ownership import Ownership, placeholder_of
+from weft.pipeline.processes.ownership import (
+    HiddenTensors,
+    find_uses,
+    first_homes,
+    forbid_shared_statistics,
+    placeholder_of,
+    plan_loans,
+)
 from weft.pipeline.processes.runtime import Placement, ProcessRuntime
 from weft.pipeline.schedule import build
 from weft.pipeline.stage import Stage
@@ -51,10 +58,11 @@ class GroupHandle:
         return GroupHandle, (None,)
 
 
-class ProcessPipe(Pipe):
-    """See `Pipe`, which makes one where `group` is given."""
+class OverProcesses(Pipe):
+    """What pipes over processes have in common: the group, the links to its ranks, equal settings on all of them."""
 
-    _stage_type = BorrowingStage
+    _workers_made: tuple[int, ...]
+    """The rank of each stage, when the pipe was made."""
 
     def _lay_out(self, check: Validator, module: Any, dims: Any, **given: Any) -> int:
         group = check.call(_checked_group, given["group"])
@@ -71,19 +79,11 @@ class ProcessPipe(Pipe):
             return 0
         return super()._lay_out(check, module, dims, **{**given, "devices": [device] * stages})
 
-    def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
-        self._partitions = (None, [])
-        for name, layer in layers_of(module):
-            self._modules[name] = convert_deferred_batch_norm(layer) if deferred_batch_norm else layer
-        stages = build_stages(self._layers(), self.balance, self.devices)[0]
-        workers = self._workers()
-        self._made_of = list(self.balance), workers
-        self._ownership = Ownership([stage.layers for stage in stages], workers, self.group.rank())
-        self._ownership.hide(placeholder_of)
-        for _, layer in self._layers():
-            if not on_meta(layer):
-                layer.to(self.devices[0])
+    def _keep_workers(self) -> tuple[int, ...]:
+        """The rank of each stage, which stays from now on. Nothing is connected yet."""
+        self._workers_made = self._workers()
         self.__dict__["_channel"] = self.__dict__["_compared"] = None
+        return self._workers_made
 
     @property
     def group(self) -> ProcessGroup:
@@ -113,16 +113,15 @@ class ProcessPipe(Pipe):
             self._compared = self._checked
         return runtime
 
-    def _new_runtime(self, splits: bool) -> PipeRuntime:
+    def _runtime_over(self, loans: Loans, stages: Sequence[Stage], crossing: Crossing, splits: bool) -> ProcessRuntime:
+        """A runtime for stages of all ranks. Raises UsageError if a stage is on another rank than before."""
         workers = self._workers()
-        if (list(self.balance), workers) != self._made_of:
+        if workers != self._workers_made:
             raise UsageError(
-                "balance, or the rank of a stage, changed after this Pipe was made, but its parameters are spread over "
-                "processes already; make another Pipe, and load a checkpoint into it"
+                "the number of stages, or the rank of a stage, changed after this Pipe was made, but its parameters "
+                "are spread over processes already; make another Pipe, and load a checkpoint into it"
             )
-        loans = Loans(self._ownership.loans, self.group.rank())
         placement = Placement(self._linked(), workers, loans, self.output == "all")
-        stages, crossing = self._built_stages()
         loss, reduction = self._loss
         return ProcessRuntime(
             placement,
@@ -137,14 +136,8 @@ class ProcessPipe(Pipe):
             splits=splits,
         )
 
-    def _built_stages(self) -> tuple[list[Stage], Crossing]:
-        stages, crossing = super()._built_stages()
-        for number, slots in self._ownership.slots.items():
-            cast(BorrowingStage, stages[number]).borrow_into(slots)
-        return stages, crossing
-
     def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
-        if self._dims.whole is not None or self._made_of[1][0] == self.group.rank():
+        if self._dims.whole is not None or self._workers_made[0] == self.group.rank():
             return super()._axes_of(args, kwargs, target=target)
         # The arguments count on the rank of the first stage only, so others can leave them out.
         return (None, self._dims.of_call(0, ["target"], target=False)[1]["target"]) if target else None
@@ -170,7 +163,7 @@ class ProcessPipe(Pipe):
         """All that must be equal on all ranks, as plain values."""
         loss, reduction = self._loss
         given: Any = self.checkpoint
-        modes = cast("list[Any]", list(given) if isinstance(given, list | tuple) else [given])
+        modes: list[Any] = [*given] if isinstance(given, list | tuple) else [given]
         layers = {
             f"layer {name!r}": f"{type(layer).__name__} with {sum(1 for _ in layer.modules())} modules"
             for name, layer in self._layers()
@@ -196,8 +189,42 @@ class ProcessPipe(Pipe):
         return {**super().__getstate__(), "_channel": None, "_compared": None}
 
 
+class ProcessPipe(OverProcesses):
+    """See `Pipe`, which makes one where `group` is given."""
+
+    _stage_type = BorrowingStage
+
+    def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
+        self._partitions = (None, [])
+        for name, layer in layers_of(module):
+            self._modules[name] = convert_deferred_batch_norm(layer) if deferred_batch_norm else layer
+        workers, rank = self._keep_workers(), self.group.rank()
+        stages = build_stages(self._layers(), self.balance, self.devices)[0]
+        uses = list(find_uses([stage.layers for stage in stages]))
+        forbid_shared_statistics(uses, workers)
+        homes = first_homes(uses, workers)
+        self._loans, self._slots = plan_loans(uses, homes, workers, rank)
+        local = {id(use.module) for use in uses if workers[use.stage] == rank}
+        self._hidden = HiddenTensors(uses, homes, rank, lambda use: id(use.module) in local, placeholder_of)
+        for _, layer in self._layers():
+            if not on_meta(layer):
+                layer.to(self.devices[0])
+        self._balance_made = list(self.balance)
+
+    def _new_runtime(self, splits: bool) -> PipeRuntime:
+        if list(self.balance) != self._balance_made:
+            raise UsageError(
+                f"balance is {list(self.balance)}, but the parameters of this Pipe are spread over processes by "
+                f"{self._balance_made}; make another Pipe, and load a checkpoint into it"
+            )
+        stages, crossing = self._built_stages()
+        for number, slots in self._slots.items():
+            cast(BorrowingStage, stages[number]).borrow_into(slots)
+        return self._runtime_over(Loans(self._loans, self.group.rank()), stages, crossing, splits)
+
+
 def _checked_group(given: Any) -> ProcessGroup:
-    """The process group. Raises UsageError for a mesh of several dimensions, and for a rank that is not in the group."""
+    """The process group. Raises UsageError for a mesh of several dimensions, and where this rank is not in the group."""
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
             raise UsageError(
