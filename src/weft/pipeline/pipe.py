@@ -142,7 +142,7 @@ class Pipe(nn.Module):
         if cls is Pipe and settings.get("group") is not None:
             from weft.pipeline.processes.process_pipe import ProcessPipe  # noqa: PLC0415 - as below
 
-            return super().__new__(cast(Any, ProcessPipe))
+            return super().__new__(cast("type[Any]", ProcessPipe))
         if cls is Pipe and settings.get("split") is not None:
             from weft.pipeline.split.split_pipe import SplitPipe  # noqa: PLC0415 - most programs have no use for it
 
