@@ -17,6 +17,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -63,14 +65,13 @@ class Frame(NamedTuple):
         return join_value(self.shape, plain, self.tensors)
 
 
-def _release(work: Any, tensor: torch.Tensor) -> None:
-    """Keep a tensor until it has left."""
-    try:
+def _changes_until_sent(work: Any, tensor: torch.Tensor, version: int) -> bool:
+    """Keep a tensor until it has left; whether it was written to before."""
+    with suppress(RuntimeError):  # the reader reports the lost rank
         work.wait()
         while tensor.device.type != "cpu" and not work.is_completed():
             time.sleep(1e-3)  # NCCL's wait() is for the stream
-    except RuntimeError:  # the reader reports the lost rank
-        pass
+    return tensor._version != version
 
 
 def _forget_sockets() -> None:
@@ -121,7 +122,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._lanes, self._lock = sock, lanes, threading.Lock()
         self._frames: deque[tuple[memoryview, list[int]]] = deque()  # to be sent, with the bytes of each that are gone
-        self._draining = self._finishing = False
+        self._draining = self._finishing = self._changed = False
         self.sent_shapes, self._shapes = SentShapes(), ReceivedShapes()
         self._drain, self.bodies, self._releases = (
             Worker(f"weft-{name}-{rank}") for name in ("drain", "bodies", "releases")
@@ -149,12 +150,23 @@ class Connection:
                 self.write(frame)
                 for tensor in on_lanes:
                     work = self._lanes.send(self.rank, tensor)
-                    self._releases.submit(lambda work=work, tensor=tensor: _release(work, tensor))
+                    self._releases.submit(partial(self._release, work, tensor, tensor._version))
             except BaseException:
                 # A header without its send would let the next tensor arrive in the wrong place.
                 if on_lanes:
                     self._shut(socket.SHUT_RDWR)
                 raise
+
+    def _release(self, work: Any, tensor: torch.Tensor, version: int) -> None:
+        self._changed |= _changes_until_sent(work, tensor, version)
+
+    def changed(self, seconds: float) -> bool:
+        """Whether a tensor was written to before it had left. Waits for those that are leaving."""
+        if self._releases.started:
+            done = threading.Event()
+            self._releases.submit(done.set)
+            done.wait(seconds)
+        return self._changed
 
     def write(self, frame: bytes) -> None:
         """Send a frame as far as the socket takes it; a thread goes on with the rest. Raises OSError."""
@@ -247,10 +259,8 @@ class Connection:
         self.bodies.submit(wait)
 
     def _shut(self, how: int) -> None:
-        try:
+        with suppress(OSError):
             self._socket.shutdown(how)
-        except OSError:
-            pass
 
     def close(self, deadline: float) -> None:
         """End all threads. The other end is expected to have answered the announced end before the deadline."""

@@ -17,12 +17,13 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from weft.core.errors import RankFailedError, RankLostError, UsageError, WeftError
+from weft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError, WeftError
 from weft.pipeline.processes.connection import Connection, Frame
 from weft.pipeline.processes.frames import (
     BYE,
@@ -70,18 +71,19 @@ class Inbox:
             kind, text = self.failure
             raise kind(text)
 
-    def take(self, key: Any, source: int, timeout: float, has_left: Callable[[], bool]) -> Any:
+    def wait_for(self, source: int | None) -> None:
+        """Note what this rank waits for, for peers that ask."""
+        self.waiting = source
+
+    def take(self, key: Any, timeout: float, has_left: Callable[[], bool]) -> Any:
         """The item of a key. Raises the failure of the walk; Empty after the timeout, or if the source has left."""
-        deadline, self.waiting = time.monotonic() + timeout, source
-        try:
-            while key not in self._shelf:
-                self.check()
-                left = has_left()  # asked first: all that the source has sent is in the queue by then
-                rest = 0.0 if left else max(0.0, deadline - time.monotonic())
-                arrived, item = self._arriving.get(timeout=rest) if rest else self._arriving.get_nowait()
-                self._shelf[arrived] = item
-        finally:
-            self.waiting = None
+        deadline = time.monotonic() + timeout
+        while key not in self._shelf:
+            self.check()
+            left = has_left()  # asked first: all that the source has sent is in the queue by then
+            rest = 0.0 if left else max(0.0, deadline - time.monotonic())
+            arrived, item = self._arriving.get(timeout=rest)
+            self._shelf[arrived] = item
         return self._shelf.pop(key)
 
 
@@ -159,15 +161,14 @@ class Links:
         """Send a plain message to every rank that is still there."""
         frame = encode_control(kind, number, content)
         for connection in self._connections.values():
-            try:
+            with suppress(OSError):  # its reader reports it
                 connection.write(frame)
-            except OSError:  # its reader reports it
-                pass
 
     def take(self, number: int, inbox: Inbox, key: Any, source: int) -> Any:
         """Wait for an item. A rank that has left or hangs makes the walk fail, on all ranks."""
+        inbox.wait_for(source)
         try:
-            return inbox.take(key, source, self.timeout, lambda: source in self._parted)
+            return inbox.take(key, self.timeout, lambda: source in self._parted)
         except Empty:
             if source in self._parted:
                 text = f"{self.name_of(source)} has closed its connections: its script ended, or it dropped the Pipe"
@@ -176,6 +177,17 @@ class Links:
             if inbox.fail(RankLostError, text):
                 self.broadcast(FAILED, number, [True, text])
             inbox.check()
+        finally:
+            inbox.wait_for(None)
+
+    def check_sent(self) -> None:
+        """Raise if a tensor was written to while it was sent: what has arrived is not known."""
+        changed = [rank for rank, connection in self._connections.items() if connection.changed(self.timeout)]
+        if changed:
+            raise InPlaceError(
+                f"a tensor was written to in place while it was sent to {self.name_of(changed[0])}; use the "
+                "out-of-place form of the operation, or let it write into a clone"
+            )
 
     def close_walk(self, number: int) -> None:
         with self._lock:
@@ -290,10 +302,8 @@ def _part(connections: Sequence[Connection], lanes: Lanes, process: int) -> None
         return
     deadline = time.monotonic() + _CLOSE_SECONDS
     for connection in connections:
-        try:
+        with suppress(OSError):
             connection.write(encode_control(BYE, 0, None))
-        except OSError:
-            pass
         connection.finish()
     for connection in connections:
         connection.close(deadline)
@@ -323,6 +333,7 @@ class Walk:
         """End the walk well: the plain reports of all ranks, by rank. Raises if the walk failed on any of them."""
         self._inbox.check()
         links = self._links
+        links.check_sent()
         links.broadcast(DONE, self._number, [self._what, report])
         reports: list[Any] = [json.loads(encode_plain(report))] * links.size
         for rank in range(links.size):
