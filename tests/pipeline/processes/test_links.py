@@ -55,6 +55,33 @@ def test_values_arrive_in_any_order(ranks: Find) -> None:
         assert counts == {str(1 - rank): {"1": 12 + 2 * LARGE}}
 
 
+def infer() -> list:
+    with linked() as links, torch.inference_mode():
+        walk = links.open_walk("step 0")
+        if links.rank == 0:
+            walk.send(1, (0, 0, 0), [torch.ones(LARGE) * 2, torch.ones(2) * 3])
+        seen = [tensor.unique().tolist() for tensor in walk.receive((0, 0, 0), 0)] if links.rank else []
+        walk.agree(None)
+        return seen
+
+
+def test_tensors_of_inference_mode_arrive(ranks: Find) -> None:
+    assert ranks(2).run(infer)[1] == [[2.0], [3.0]]
+
+
+def use_part_of_the_ranks() -> list:
+    group = dist.new_group([1, 2])
+    alone = dist.new_group([0])
+    links = Links(group if dist.get_rank() else alone)
+    reports = links.open_walk("step 0").agree(links.name_of(links.rank).partition(" (")[0])
+    links.close()
+    return reports
+
+
+def test_a_group_has_its_own_numbers_and_global_names(ranks: Find) -> None:
+    assert ranks(3).run(use_part_of_the_ranks) == [["rank 0"], ["rank 1", "rank 2"], ["rank 1", "rank 2"]]
+
+
 def run_ahead() -> list:
     with linked() as links:
         seen = []

@@ -113,9 +113,7 @@ def test_a_listener_without_the_secret_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         meeting = Meeting(dist.HashStore(), [0, 10], 1, time.monotonic() + 1)
         done: Any = membership.SimpleQueue()
-        caller = threading.Thread(
-            target=meeting._call, args=(impostor.getsockname(), 0, b"secret", done), daemon=True
-        )
+        caller = threading.Thread(target=meeting._call, args=(impostor.getsockname(), 0, b"secret", done), daemon=True)
         caller.start()
         connection, _ = impostor.accept()
         membership._receive(connection, membership._HELLO.size)

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from ctypes import c_char, string_at
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -128,7 +128,7 @@ def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], lis
             shapes.append(TensorShape(tensor.dtype, tuple(tensor.shape), leaf.requires_grad, way, on_device))
             tensors.append(tensor)
         else:
-            kind: Any = type(leaf)
+            kind = cast("type[Any]", type(leaf))
             if kind not in _PLAIN:
                 if kind not in _WRITERS:  # a subclass, such as numpy.float64, would arrive as another type
                     raise _refusal(structure, place, f"a {kind.__name__}")
@@ -228,7 +228,7 @@ def join_value(shape: Shape, plain: Sequence[Any], tensors: Sequence[torch.Tenso
         if leaf is None:
             item = next(left)
             if isinstance(item, dict):
-                ((name, content),) = item.items()
+                ((name, content),) = cast("dict[str, Any]", item).items()
                 item = _READERS[name](content)
             leaves.append(item)
         else:

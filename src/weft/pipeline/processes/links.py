@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from weft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError, WeftError
-from weft.pipeline.processes.connection import Connection, Frame
+from weft.pipeline.processes.connection import Connection, Frame, Handle
 from weft.pipeline.processes.frames import (
     BYE,
     DATA,
@@ -180,10 +180,10 @@ class Links:
         finally:
             inbox.wait_for(None)
 
-    def check_sent(self) -> None:
-        """Raise if a tensor was written to while it was sent: what has arrived is not known."""
-        changed = [rank for rank, connection in self._connections.items() if connection.changed(self.timeout)]
-        if changed:
+    def check_sent(self, number: int) -> None:
+        """Raise if a tensor of a walk was written to while it was sent: what has arrived is not known."""
+        connections = self._connections.items()
+        if changed := [rank for rank, other in connections if other.find_change(number, self.timeout)]:
             raise InPlaceError(
                 f"a tensor was written to in place while it was sent to {self.name_of(changed[0])}; use the "
                 "out-of-place form of the operation, or let it write into a clone"
@@ -285,7 +285,7 @@ def _in(what: str | None) -> str:
     return "outside of any walk" if what is None else f"in {what}"
 
 
-def _handler(links: "weakref.ref[Links]") -> Callable[[Connection, Frame | None, str], bool]:
+def _handler(links: "weakref.ref[Links]") -> Handle:
     """Handle frames for links that are dropped while a reader waits for the next one."""
 
     def handle(connection: Connection, frame: Frame | None, reason: str) -> bool:
@@ -333,7 +333,7 @@ class Walk:
         """End the walk well: the plain reports of all ranks, by rank. Raises if the walk failed on any of them."""
         self._inbox.check()
         links = self._links
-        links.check_sent()
+        links.check_sent(self._number)
         links.broadcast(DONE, self._number, [self._what, report])
         reports: list[Any] = [json.loads(encode_plain(report))] * links.size
         for rank in range(links.size):

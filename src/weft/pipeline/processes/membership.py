@@ -22,9 +22,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from torch.distributed import PrefixStore, Store
-
 from weft.core.errors import RankLostError, UsageError
+from weft.pipeline.processes.lanes import PrefixStore, Store, host_of
 
 _HELLO = struct.Struct("<4si32s")
 _MAGIC, _SHAKE_SECONDS, _POLL_SECONDS = b"weft", 5.0, 0.02
@@ -74,7 +73,8 @@ class Meeting:
         machines = self.exchange("machine", _network_stack())
         address = _own_address(self._host_store, alone=len(set(machines)) == 1)
         secret = secrets.token_bytes(32)
-        with socket.create_server((address, 0), backlog=128 + len(self._ranks)) as listener:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=128 + len(self._ranks)) as listener:
             told = self.exchange("member", [*me, *listener.getsockname()[:2], secret.hex()])
             members = [Member(*entry[:3]) for entry in told]
             secret = bytes.fromhex(told[0][5])  # that of the first rank
@@ -188,13 +188,14 @@ def _own_address(store: Any, *, alone: bool) -> str:
             raise UsageError(f"{variable}={wanted}: this host has no such network interface")
     if alone:
         return "127.0.0.1"
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", None) or socket.gethostname()
+    host = host_of(store) or socket.gethostname()
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing: it only chooses the interface
-        return probe.getsockname()[0]
+        found = probe.getsockname()[0]
+    if found.startswith("127.") or found == "::1":
+        raise UsageError(f"{host} is {found} here, which other hosts cannot reach; set {_VARIABLES[0]} to an interface")
+    return found
 
 
 def _address_of(interface: str) -> str:
