@@ -126,7 +126,7 @@ def send_many_shapes() -> list:
         lengths = [len(walk.receive((0, 0, place), other)) for place in range(count)]
         walk.agree(None)
         connection = links._connections[other]
-        return [lengths == list(range(count)), len(connection.sent_shapes), len(connection._shapes)]
+        return [lengths == list(range(count)), len(connection.sent_shapes), len(connection.received_shapes)]
 
 
 def test_the_cache_of_shapes_is_bounded_at_both_ends(ranks: Find) -> None:

@@ -1,4 +1,4 @@
-"""Who gets in: members of the group, and nobody else."""
+"""Rendezvous: members of the group get in, strangers do not."""
 
 import json
 import socket
@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from weft.core.errors import RankLostError, UsageError
 from weft.pipeline.processes import membership
-from weft.pipeline.processes.membership import Meeting
+from weft.pipeline.processes.membership import Rendezvous
 
 
 def meet(store: Any, ranks: list[int], rank: int, seconds: float, found: dict[int, Any]) -> None:
     try:
-        found[rank] = Meeting(store, ranks, rank, time.monotonic() + seconds).connect()
+        found[rank] = Rendezvous(store, ranks, rank, time.monotonic() + seconds).connect()
     except BaseException as error:
         found[rank] = error
 
@@ -41,7 +41,7 @@ def start_meetings(
 
 
 def port_of(store: Any, rank: int) -> int:
-    """Where a rank listens, as soon as it is known."""
+    """The port of a rank, as soon as it is in the store."""
     key, end = f"weft/links/1/member/{rank}", time.monotonic() + 10
     while not store.check([key]):
         assert time.monotonic() < end
@@ -74,13 +74,13 @@ def test_every_pair_of_ranks_gets_one_connection() -> None:
 
 
 def test_strangers_neither_enter_nor_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, strangers_are_there, call = dist.HashStore(), threading.Event(), Meeting._call
+    store, strangers_are_there, call = dist.HashStore(), threading.Event(), Rendezvous._call
 
-    def call_late(meeting: Meeting, *args: Any) -> None:
+    def call_late(meeting: Rendezvous, *args: Any) -> None:
         assert strangers_are_there.wait(20)
         call(meeting, *args)
 
-    monkeypatch.setattr(Meeting, "_call", call_late)
+    monkeypatch.setattr(Rendezvous, "_call", call_late)
     found, wait = start_meetings(store, 3, [0, 1, 2], 30)
     port = port_of(store, 0)
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]  # silent
@@ -111,7 +111,7 @@ def test_the_port_is_closed_when_all_are_there() -> None:
 def test_a_listener_without_the_secret_is_refused() -> None:
     """An impostor that answers with the caller's own proof is not taken for a member."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
-        meeting = Meeting(dist.HashStore(), [0, 10], 1, time.monotonic() + 1)
+        meeting = Rendezvous(dist.HashStore(), [0, 10], 1, time.monotonic() + 1)
         done: Any = membership.SimpleQueue()
         caller = threading.Thread(target=meeting._call, args=(impostor.getsockname(), 0, b"secret", done), daemon=True)
         caller.start()

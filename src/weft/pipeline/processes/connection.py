@@ -5,8 +5,7 @@
     bodies           waits for tensors that arrive on the CPU lane, so that the reader goes on with the next frame
     releases         waits for tensors that leave, and keeps them alive until then
 
-A send never blocks: the thread that sends is also the one that takes what arrives, and two ranks that send large values
-to each other would both wait. All threads but the reader start at their first job.
+A send never blocks, because the same thread receives: two ranks that send large values to each other would both wait. All threads but the reader start at their first job.
 """
 
 import os
@@ -30,12 +29,12 @@ from weft.pipeline.processes.frames import (
     DATA,
     DEVICE_LANE,
     FRAME,
-    Head,
-    ReceivedShapes,
+    HEADER_BYTES,
+    FrameHeader,
     SentShapes,
     Shape,
-    allocate,
-    decode_head,
+    decode_header,
+    decode_shape,
     encode_tensors,
     join_value,
     memory_of,
@@ -47,10 +46,10 @@ _inherited: list[Lanes] = []
 """In a forked child: never freed, because gloo would wait for threads that are not there."""
 
 
-class Frame(NamedTuple):
+class ReceivedFrame(NamedTuple):
     """A frame as it arrives. The works are receives of tensors that are still on their way."""
 
-    head: Head
+    header: FrameHeader
     plain: bytes
     shape: Shape | None = None
     tensors: Sequence[torch.Tensor] = ()
@@ -122,7 +121,8 @@ class Connection:
         self._frames: deque[tuple[memoryview, list[int]]] = deque()  # to be sent, with the bytes of each that are gone
         self._draining = self._finishing = False
         self._changed: set[int] = set()  # walks
-        self.sent_shapes, self._shapes = SentShapes(), ReceivedShapes()
+        self.sent_shapes = SentShapes()
+        self.received_shapes: dict[int, Shape] = {}
         self._drain, self._bodies, self._releases = (
             Worker(f"weft-{name}-{rank}") for name in ("drain", "bodies", "releases")
         )
@@ -136,19 +136,19 @@ class Connection:
         )
         self._reader.start()
 
-    def send(self, head: Head, shape: Shape, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, header: FrameHeader, shape: Shape, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
         """Send a value. Its large tensors are kept until they have left, and must not be written to before."""
         ways = list(zip(shape.tensors, tensors, strict=True))
         inline = encode_tensors([tensor.cpu() for leaf, tensor in ways if leaf.way == FRAME])
         on_lanes = [tensor for leaf, tensor in ways if leaf.way != FRAME]
         with self._sending:  # frames and sends of a lane keep one order
-            slot, text = self.sent_shapes.number(shape)
-            head = head._replace(slot=slot, shape_bytes=len(text), plain_bytes=len(plain))
+            slot, text = self.sent_shapes.find(shape)
+            header = header._replace(slot=slot, shape_bytes=len(text), plain_bytes=len(plain))
             try:
-                self.write(b"".join([head.encode(), text, plain, inline]))
+                self.write(b"".join([header.encode(), text, plain, inline]))
                 for tensor in on_lanes:
                     work = self._lanes.send(self.rank, tensor)
-                    self._releases.submit(partial(self._release, work, tensor, _version_of(tensor), head.walk))
+                    self._releases.submit(partial(self._release, work, tensor, _version_of(tensor), header.walk))
             except BaseException:
                 # A header without its send would let the next tensor arrive in the wrong place.
                 if on_lanes:
@@ -181,7 +181,7 @@ class Connection:
                 self._drain.submit(self._drain_frames)
 
     def finish(self) -> None:
-        """Announce to the other end that nothing more will come, after what is still to be sent."""
+        """Announce the end of this direction, after the frames that are still to be sent."""
         with self._lock:
             self._finishing = True
             if not self._draining:
@@ -230,29 +230,32 @@ class Connection:
             reason = f"it sent what no member sends ({type(error).__name__}: {error})"
         handle(self, None, reason)
 
-    def _read_frame(self, file: Any) -> Frame:
+    def _read_frame(self, file: Any) -> ReceivedFrame:
         def read(count: int) -> bytes:
             if len(data := file.read(count)) < count:
                 raise EOFError
             return data
 
-        head = decode_head(read(Head.SIZE))
-        text, plain = read(head.shape_bytes), read(head.plain_bytes)
-        if head.kind != DATA:
-            return Frame(head, plain)
-        shape = self._shapes.find(head.slot, text)
-        tensors = [allocate(leaf, self._lanes.device) for leaf in shape.tensors]
+        header = decode_header(read(HEADER_BYTES))
+        text, plain = read(header.shape_bytes), read(header.plain_bytes)
+        if header.kind != DATA:
+            return ReceivedFrame(header, plain)
+        if text:
+            self.received_shapes[header.slot] = decode_shape(text)
+        shape = self.received_shapes[header.slot]
+        places = {DEVICE_LANE: self._lanes.device}
+        tensors = [torch.empty(leaf.dims, dtype=leaf.dtype, device=places.get(leaf.way)) for leaf in shape.tensors]
         works: dict[int, list[Any]] = {CPU_LANE: [], DEVICE_LANE: []}
         for leaf, tensor in zip(shape.tensors, tensors, strict=True):
             if leaf.way != FRAME:
                 works[leaf.way].append(self._lanes.receive(self.rank, tensor))
             elif tensor.numel() and file.readinto(memory_of(tensor)) < tensor.nbytes:
                 raise EOFError
-        return Frame(head, plain, shape, tensors, works[CPU_LANE], works[DEVICE_LANE])
+        return ReceivedFrame(header, plain, shape, tensors, works[CPU_LANE], works[DEVICE_LANE])
 
-    def deliver(self, frame: Frame, put: Callable[[], None]) -> None:
+    def deliver(self, frame: ReceivedFrame, put: Callable[[], None]) -> None:
         """Call `put` when the tensors of a frame are here; for the last frame, those of all frames before it."""
-        if not frame.works and not (frame.head.kind == BYE and self._bodies.started):
+        if not frame.works and not (frame.header.kind == BYE and self._bodies.started):
             return put()
 
         def wait() -> None:
@@ -286,5 +289,5 @@ class Connection:
         os.close(self._socket.detach())
 
 
-Handle = Callable[[Connection, Frame | None, str], bool]
+Handle = Callable[[Connection, ReceivedFrame | None, str], bool]
 """Receiver of each frame, at last of None with the reason why nothing more comes; whether the reader goes on."""

@@ -6,7 +6,7 @@ Each message names its walk by number and its place in it by an address, so noth
 rank that is ahead sends into walks that its peers have not opened yet. Messages of a walk that has ended are dropped.
 
 A walk fails on all ranks or on none: an exception is broadcast, a dead process is noticed by its closed socket, and a
-process that hangs by asking all ranks what they wait for, after `timeout` seconds without progress.
+process that hangs by a question to all ranks, after `timeout` seconds without progress.
 """
 
 import json
@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from weft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError, WeftError
-from weft.pipeline.processes.connection import Connection, Frame, Handle
+from weft.pipeline.processes.connection import Connection, Handle, ReceivedFrame
 from weft.pipeline.processes.frames import (
     BYE,
     DATA,
@@ -32,13 +32,13 @@ from weft.pipeline.processes.frames import (
     FAILED,
     PING,
     PONG,
-    Head,
+    FrameHeader,
     encode_control,
     encode_plain,
     split_value,
 )
 from weft.pipeline.processes.lanes import Lanes, store_of, timeout_of
-from weft.pipeline.processes.membership import Meeting, Member
+from weft.pipeline.processes.membership import RankProcess, Rendezvous
 
 _ANSWER_SECONDS, _CLOSE_SECONDS = 1.5, 2.0
 _LONGEST_REPORT = 32_000  # characters of a traceback
@@ -46,15 +46,20 @@ Address = tuple[int, int, int]
 Failure = tuple[type[WeftError], str]
 
 
-class Inbox:
+class WalkInbox:
     """The messages to this rank in one walk. Readers put; the thread of the walk takes."""
 
     def __init__(self) -> None:
-        self.what: str | None = None  # until this rank opens the walk
+        self.walks: dict[int, str] = {}  # the name of this walk at each rank that has told it
         self.waiting: int | None = None
         self.failure: Failure | None = None
         self._arriving: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
         self._shelf: dict[Any, Any] = {}
+
+    def name_walk(self, rank: int, what: str) -> bool:
+        """Note which walk this is for a rank; whether all ranks are in the same one."""
+        self.walks[rank] = what
+        return len(set(self.walks.values())) == 1
 
     def put(self, key: Any, item: Any) -> None:
         self._arriving.put((key, item))
@@ -72,7 +77,7 @@ class Inbox:
             raise kind(text)
 
     def wait_for(self, source: int | None) -> None:
-        """Note what this rank waits for, for peers that ask."""
+        """Note for which rank this one waits, so that peers can ask."""
         self.waiting = source
 
     def take(self, key: Any, timeout: float, has_left: Callable[[], bool]) -> Any:
@@ -99,16 +104,17 @@ class Links:
     def __init__(self, group: ProcessGroup, timeout: float | None = None) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.timeout = timeout_of(group) if timeout is None else timeout
-        meeting = Meeting(store_of(group), get_process_group_ranks(group), self.rank, time.monotonic() + self.timeout)
+        meeting = Rendezvous(
+            store_of(group), get_process_group_ranks(group), self.rank, time.monotonic() + self.timeout
+        )
         members, sockets, address = meeting.connect()
-        self._members: list[Member] = members
-        lanes = self._lanes = Lanes(group, meeting.store, address, self.timeout)
+        self._members: list[RankProcess] = members
+        lanes = self._lanes = Lanes(group, rendezvous.store, address, self.timeout)
         self._connections = {rank: Connection(rank, socket, lanes) for rank, socket in sorted(sockets.items())}
         self._lock, self._number = threading.Lock(), 0
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, WalkInbox] = {}
         self._lost: dict[int, str] = {}
         self._parted: set[int] = set()
-        self._told: dict[tuple[int, int], str] = {}  # walks that other ranks are in, until this one opens them
         self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._bytes: Counter[tuple[int, int]] = Counter()
         self._process = os.getpid()
@@ -127,13 +133,10 @@ class Links:
             raise UsageError("this process was forked from a rank of a pipeline; only the rank itself can run the Pipe")
         with self._lock:
             self._number += 1
-            number, inbox = self._number, self._inboxes.setdefault(self._number, Inbox())
-            inbox.what = what
-            told = [(rank, self._told.pop((rank, number))) for rank in range(self.size) if (rank, number) in self._told]
+            number, inbox = self._number, self._inboxes.setdefault(self._number, WalkInbox())
             for text in self._lost.values():
                 inbox.fail(RankLostError, text)
-        for rank, theirs in told:
-            self._compare(number, inbox, rank, theirs)
+        self._name_walk(number, inbox, self.rank, what)
         return Walk(self, number, what, inbox)
 
     def close(self) -> None:
@@ -152,7 +155,7 @@ class Links:
         shape, plain, tensors = split_value(value, device_lane=self._lanes.device is not None)
         text = encode_plain([greeting, *plain])
         try:
-            self._connections[rank].send(Head(DATA, number, address), shape, text, tensors)
+            self._connections[rank].send(FrameHeader(DATA, number, address), shape, text, tensors)
         except OSError as error:
             raise RankLostError(self._lost.get(rank, f"{self.name_of(rank)} is gone: {error}")) from error
         self._bytes[rank, address[0]] += sum(tensor.nbytes for tensor in tensors)
@@ -164,7 +167,7 @@ class Links:
             with suppress(OSError):  # its reader reports it
                 connection.write(frame)
 
-    def take(self, number: int, inbox: Inbox, key: Any, source: int) -> Any:
+    def take(self, number: int, inbox: WalkInbox, key: Any, source: int) -> Any:
         """Wait for an item. A rank that has left or hangs makes the walk fail, on all ranks."""
         inbox.wait_for(source)
         try:
@@ -173,7 +176,7 @@ class Links:
             if source in self._parted:
                 text = f"{self.name_of(source)} has closed its connections: its script ended, or it dropped the Pipe"
             else:
-                text = self._find_culprit(inbox.what, source)
+                text = self._find_culprit(inbox.walks[self.rank], source)
             if inbox.fail(RankLostError, text):
                 self.broadcast(FAILED, number, [True, text])
             inbox.check()
@@ -181,7 +184,7 @@ class Links:
             inbox.wait_for(None)
 
     def check_sent(self, number: int) -> None:
-        """Raise if a tensor of a walk was written to while it was sent: what has arrived is not known."""
+        """Raise if a tensor of a walk was written to while it was sent, so that other values may have arrived."""
         connections = self._connections.items()
         if changed := [rank for rank, other in connections if other.find_change(number, self.timeout)]:
             raise InPlaceError(
@@ -194,7 +197,7 @@ class Links:
             self._inboxes.pop(number, None)
 
     def _find_culprit(self, what: str | None, source: int) -> str:
-        """Ask all ranks what they wait for; the rank that keeps the others waiting, in words."""
+        """Ask all ranks for their state; return which of them keeps the others waiting, in words."""
         waited = f"waited {self.timeout:g} s in {what} for {self.name_of(source)}"
         question = time.monotonic_ns()
         self.broadcast(PING, 0, question)
@@ -222,44 +225,36 @@ class Links:
         waits = [f"rank {rank} {_in(theirs)} for rank {waiting}" for rank, (theirs, waiting) in answers.items()]
         return f"the ranks of the pipeline wait for each other: {'; '.join(waits)}. {self.name_of(self.rank)} {waited}"
 
-    def _compare(self, number: int, inbox: Inbox, rank: int, theirs: str) -> None:
+    def _name_walk(self, number: int, inbox: WalkInbox, rank: int, what: str) -> None:
         """Fail a walk that is another one on another rank."""
-        with self._lock:
-            mine = inbox.what
-            if mine is None:
-                self._told[rank, number] = theirs
-        if mine is None:
-            return
-        if mine != theirs:
-            text = (
-                f"the ranks are in different walks: {self.name_of(self.rank)} in {mine}, {self.name_of(rank)} in "
-                f"{theirs}; call the Pipe in the same way on all ranks"
-            )
+        if not inbox.name_walk(rank, what):
+            names = ", ".join(f"{self.name_of(rank)} in {what}" for rank, what in sorted(inbox.walks.items()))
+            text = f"the ranks are in different walks: {names}; call the Pipe in the same way on all ranks"
             if inbox.fail(RankFailedError, text):
                 self.broadcast(FAILED, number, [False, text])
 
-    def handle(self, connection: Connection, frame: Frame | None, reason: str) -> None:
+    def handle(self, connection: Connection, frame: ReceivedFrame | None, reason: str) -> None:
         """Handle a frame, in the reader's thread; without one, the connection has ended."""
         rank = connection.rank
         if frame is None:
             return self._lose(rank, reason)
-        content, kind, number = json.loads(frame.plain), frame.head.kind, frame.head.walk
+        content, kind, number = json.loads(frame.plain), frame.header.kind, frame.header.walk
         if kind in (DATA, DONE, FAILED):
             with self._lock:
                 if number <= self._number:
-                    inbox = self._inboxes.get(number) or Inbox()  # of a walk that has ended: dropped
+                    inbox = self._inboxes.get(number) or WalkInbox()  # of a walk that has ended: dropped
                 else:
-                    inbox = self._inboxes.setdefault(number, Inbox())
+                    inbox = self._inboxes.setdefault(number, WalkInbox())
             if kind == FAILED:
                 inbox.fail(RankLostError if content[0] else RankFailedError, content[1])
             else:
                 if content[0] is not None:
-                    self._compare(number, inbox, rank, content[0])
-                key = frame.head.address if kind == DATA else ("done", rank)
+                    self._name_walk(number, inbox, rank, content[0])
+                key = frame.header.address if kind == DATA else ("done", rank)
                 connection.deliver(frame, lambda: inbox.put(key, (frame, content[1:])))
         elif kind == PING:
-            inbox = self._inboxes.get(self._number) or Inbox()
-            connection.write(encode_control(PONG, 0, [content, inbox.what, inbox.waiting]))
+            inbox = self._inboxes.get(self._number) or WalkInbox()
+            connection.write(encode_control(PONG, 0, [content, inbox.walks.get(self.rank), inbox.waiting]))
         elif kind == PONG:
             self._answers.put((rank, content))
         elif kind == BYE:
@@ -288,10 +283,10 @@ def _in(what: str | None) -> str:
 def _handler(links: "weakref.ref[Links]") -> Handle:
     """Handle frames for links that are dropped while a reader waits for the next one."""
 
-    def handle(connection: Connection, frame: Frame | None, reason: str) -> bool:
+    def handle(connection: Connection, frame: ReceivedFrame | None, reason: str) -> bool:
         if (alive := links()) is not None:
             alive.handle(connection, frame, reason)
-        return alive is not None and frame is not None and frame.head.kind != BYE
+        return alive is not None and frame is not None and frame.header.kind != BYE
 
     return handle
 
@@ -313,7 +308,7 @@ def _part(connections: Sequence[Connection], lanes: Lanes, process: int) -> None
 class Walk:
     """The messages of one walk: all ranks see it end well, or all see it fail."""
 
-    def __init__(self, links: Links, number: int, what: str, inbox: Inbox) -> None:
+    def __init__(self, links: Links, number: int, what: str, inbox: WalkInbox) -> None:
         self._links, self._number, self._what, self._inbox = links, number, what, inbox
         self._greeted: set[int] = set()
 
@@ -343,7 +338,7 @@ class Walk:
         return reports
 
     def fail(self, error: BaseException) -> None:
-        """End the walk on all ranks: the others raise what `error` says."""
+        """End the walk on all ranks; the others raise the words and the traceback of `error`."""
         links = self._links
         lines = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
         text = f"{links.name_of(links.rank)} raised {type(error).__name__}: {error}"[:_LONGEST_REPORT]
@@ -357,5 +352,5 @@ class Walk:
             self._inbox.check()
 
     def close(self) -> None:
-        """Drop what is still here or arrives later."""
+        """Drop the messages that are still here or arrive later."""
         self._links.close_walk(self._number)
