@@ -5,7 +5,8 @@
     bodies           waits for tensors that arrive on the CPU lane, so that the reader goes on with the next frame
     releases         waits for tensors that leave, and keeps them alive until then
 
-A send never blocks, because the same thread receives: two ranks that send large values to each other would both wait. All threads but the reader start at their first job.
+A send never blocks, because the same thread receives: two ranks that send large values to each other would both wait.
+All threads but the reader start at their first job.
 """
 
 import os

@@ -104,10 +104,9 @@ class Links:
     def __init__(self, group: ProcessGroup, timeout: float | None = None) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.timeout = timeout_of(group) if timeout is None else timeout
-        meeting = Rendezvous(
-            store_of(group), get_process_group_ranks(group), self.rank, time.monotonic() + self.timeout
-        )
-        members, sockets, address = meeting.connect()
+        deadline = time.monotonic() + self.timeout
+        rendezvous = Rendezvous(store_of(group), get_process_group_ranks(group), self.rank, deadline)
+        members, sockets, address = rendezvous.connect()
         self._members: list[RankProcess] = members
         lanes = self._lanes = Lanes(group, rendezvous.store, address, self.timeout)
         self._connections = {rank: Connection(rank, socket, lanes) for rank, socket in sorted(sockets.items())}

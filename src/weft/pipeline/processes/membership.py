@@ -4,8 +4,8 @@
     connecting rank  ── nonce, rank ──>  <── nonce ──  ── proof ──>  <── proof ──  listening rank
 
 A proof is an HMAC of both nonces, both ranks and the role of its author, so that it cannot be reflected or replayed.
-Each handshake has its own thread and deadline, so that a stranger on the port delays no member. The listener is bound to
-one interface, and closed when all members are connected.
+Each handshake has its own thread and deadline, so that a stranger on the port delays no member. The listener is bound
+to one interface, and closed when all members are connected.
 """
 
 import hashlib
