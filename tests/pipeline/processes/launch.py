@@ -34,7 +34,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 class Outcome(NamedTuple):
-    """What one rank did: its result, or the error that it raised with its traceback."""
+    """The result of one rank, or the error that it raised with its traceback."""
 
     result: Any = None
     error: BaseException | None = None
@@ -79,7 +79,7 @@ class Ranks:
     def outcomes(
         self, work: Callable[..., Any], *args: Any, seconds: float = 60.0, without: tuple[int, ...] = ()
     ) -> list[Outcome | None]:
-        """What each rank did; None for a rank that died, or is one of `without`, which are not waited for."""
+        """The outcome of each rank; None if it died, or is one of `without`, which are not waited for."""
         self.start(work, *args)
         return self.collect(seconds, without)
 
@@ -89,7 +89,7 @@ class Ranks:
             pipe.send((work, args))
 
     def collect(self, seconds: float = 60.0, without: tuple[int, ...] = ()) -> list[Outcome | None]:
-        """Wait for what `start` began."""
+        """Wait for the outcomes of the last `start`."""
         outcomes: list[Outcome | None] = [None] * self.size
         waiting = {self._pipes[rank]: rank for rank in range(self.size) if rank not in without}
         self.broken = self.broken or bool(without)

@@ -1,1 +1,1 @@
-"""Connections between the processes of a pipeline: who takes part, messages, failures."""
+"""Connections between the processes of a pipeline: membership, messages, failures."""

@@ -5,8 +5,8 @@
     bodies           waits for tensors that arrive on the CPU lane, so that the reader goes on with the next frame
     releases         waits for tensors that leave, and keeps them alive until then
 
-A send never blocks: the thread that sends is also the one that takes what arrives, and two ranks that send large values
-to each other would both wait. All threads but the reader start at their first job.
+A send never blocks, because the same thread receives: two ranks that send large values to each other would both wait.
+All threads but the reader start at their first job.
 """
 
 import os
@@ -17,22 +17,25 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 
 from weft.pipeline.processes.frames import (
+    BYE,
     CPU_LANE,
     DATA,
     DEVICE_LANE,
     FRAME,
-    Head,
-    ReceivedShapes,
+    HEADER_BYTES,
+    FrameHeader,
     SentShapes,
     Shape,
-    allocate,
-    decode_head,
+    decode_header,
+    decode_shape,
     encode_tensors,
     join_value,
     memory_of,
@@ -40,12 +43,14 @@ from weft.pipeline.processes.frames import (
 from weft.pipeline.processes.lanes import Lanes
 
 _connections: "weakref.WeakSet[Connection]" = weakref.WeakSet()
+_inherited: list[Lanes] = []
+"""In a forked child: never freed, because gloo would wait for threads that are not there."""
 
 
-class Frame(NamedTuple):
+class ReceivedFrame(NamedTuple):
     """A frame as it arrives. The works are receives of tensors that are still on their way."""
 
-    head: Head
+    header: FrameHeader
     plain: bytes
     shape: Shape | None = None
     tensors: Sequence[torch.Tensor] = ()
@@ -61,16 +66,6 @@ class Frame(NamedTuple):
         for work in self.device_works:  # the current stream waits, not the host
             work.wait()
         return join_value(self.shape, plain, self.tensors)
-
-
-def _release(work: Any, tensor: torch.Tensor) -> None:
-    """Keep a tensor until it has left."""
-    try:
-        work.wait()
-        while tensor.device.type != "cpu" and not work.is_completed():
-            time.sleep(1e-3)  # NCCL's wait() is for the stream
-    except RuntimeError:  # the reader reports the lost rank
-        pass
 
 
 def _forget_sockets() -> None:
@@ -112,49 +107,71 @@ def _run_jobs(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
         del job
 
 
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Connection:
-    """The connection to `rank`. `handle` gets each frame, then None and the reason when nothing more can come."""
+    """The connection to `rank`."""
 
     def __init__(self, rank: int, sock: socket.socket, lanes: Lanes) -> None:
-        self.rank, self.sending = rank, threading.Lock()
+        self.rank = rank
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._lanes, self._lock = sock, lanes, threading.Lock()
+        self._socket, self._lanes, self._lock, self._sending = sock, lanes, threading.Lock(), threading.Lock()
         self._frames: deque[tuple[memoryview, list[int]]] = deque()  # to be sent, with the bytes of each that are gone
         self._draining = self._finishing = False
-        self.sent_shapes, self._shapes = SentShapes(), ReceivedShapes()
-        self._drain, self.bodies, self._releases = (
+        self._changed: set[int] = set()  # walks
+        self.sent_shapes = SentShapes()
+        self.received_shapes: dict[int, Shape] = {}
+        self._drain, self._bodies, self._releases = (
             Worker(f"weft-{name}-{rank}") for name in ("drain", "bodies", "releases")
         )
         self._reader: threading.Thread | None = None
         _connections.add(self)
 
-    def start(self, handle: Callable[["Connection", Frame | None, str], bool]) -> None:
-        """Start the reader. It ends when `handle` returns False."""
+    def start(self, handle: "Handle") -> None:
+        """Start the reader."""
         self._reader = threading.Thread(
             target=self._read_frames, args=(handle,), name=f"weft-reader-{self.rank}", daemon=True
         )
         self._reader.start()
 
-    def send(self, head: Head, shape: Shape, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Send a value. Its large tensors are kept until they have left; nobody may write to them before."""
-        with self.sending:  # the frames of the socket and the sends of a lane must keep one order
-            slot, text = self.sent_shapes.number(shape)
-            head = head._replace(slot=slot, shape_bytes=len(text), plain_bytes=len(plain))
-            ways = list(zip(shape.tensors, tensors, strict=True))
-            inline = [tensor for leaf, tensor in ways if leaf.way == FRAME]
-            on_lanes = [tensor for leaf, tensor in ways if leaf.way != FRAME]
-            frame = b"".join([head.encode(), text, plain, encode_tensors([tensor.cpu() for tensor in inline])])
+    def send(self, header: FrameHeader, shape: Shape, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        """Send a value. Its large tensors are kept until they have left, and must not be written to before."""
+        ways = list(zip(shape.tensors, tensors, strict=True))
+        inline = encode_tensors([tensor.cpu() for leaf, tensor in ways if leaf.way == FRAME])
+        on_lanes = [tensor for leaf, tensor in ways if leaf.way != FRAME]
+        with self._sending:  # frames and sends of a lane keep one order
+            slot, text = self.sent_shapes.find(shape)
+            header = header._replace(slot=slot, shape_bytes=len(text), plain_bytes=len(plain))
             try:
-                self.write(frame)
+                self.write(b"".join([header.encode(), text, plain, inline]))
                 for tensor in on_lanes:
                     work = self._lanes.send(self.rank, tensor)
-                    self._releases.submit(lambda work=work, tensor=tensor: _release(work, tensor))
+                    self._releases.submit(partial(self._release, work, tensor, _version_of(tensor), header.walk))
             except BaseException:
                 # A header without its send would let the next tensor arrive in the wrong place.
                 if on_lanes:
                     self._shut(socket.SHUT_RDWR)
                 raise
+
+    def _release(self, work: Any, tensor: torch.Tensor, version: int, walk: int) -> None:
+        """Keep a tensor until it has left."""
+        with suppress(RuntimeError):  # the reader reports the lost rank
+            work.wait()
+            while tensor.device.type != "cpu" and not work.is_completed():
+                time.sleep(1e-3)  # wait() of NCCL is for the stream
+        if _version_of(tensor) != version:
+            self._changed.add(walk)
+
+    def find_change(self, walk: int, seconds: float) -> bool:
+        """Whether a tensor of a walk was written to before it had left. Waits for those that are leaving."""
+        if self._releases.started:
+            done = threading.Event()
+            self._releases.submit(done.set)
+            done.wait(seconds)
+        return walk in self._changed
 
     def write(self, frame: bytes) -> None:
         """Send a frame as far as the socket takes it; a thread goes on with the rest. Raises OSError."""
@@ -165,7 +182,7 @@ class Connection:
                 self._drain.submit(self._drain_frames)
 
     def finish(self) -> None:
-        """Announce to the other end that nothing more will come, after what is still to be sent."""
+        """Announce the end of this direction, after the frames that are still to be sent."""
         with self._lock:
             self._finishing = True
             if not self._draining:
@@ -199,41 +216,47 @@ class Connection:
         except (OSError, ValueError):  # the reader reports it
             pass
 
-    def _read_frames(self, handle: Callable[["Connection", Frame | None, str], bool]) -> None:
+    def _read_frames(self, handle: "Handle") -> None:
         reason = "its process ended, or its host is unreachable"
         try:
             with self._socket.makefile("rb", 1 << 16) as file:
-                while (frame := self._read_frame(file)) is not None:
-                    if not handle(self, frame, ""):
-                        return
-                    del frame
-        except OSError as error:
-            reason = f"{reason} ({error})"
+                frame = self._read_frame(file)
+                while handle(self, frame, ""):
+                    del frame  # nothing is held while the reader waits
+                    frame = self._read_frame(file)
+                return
+        except (EOFError, OSError) as error:
+            reason += f" ({error})" if str(error) else ""
         except Exception as error:
             reason = f"it sent what no member sends ({type(error).__name__}: {error})"
         handle(self, None, reason)
 
-    def _read_frame(self, file: Any) -> Frame | None:
-        data = file.read(Head.SIZE)
-        if len(data) < Head.SIZE:
-            return None
-        head = decode_head(data)
-        text, plain = file.read(head.shape_bytes), file.read(head.plain_bytes)
-        if head.kind != DATA:
-            return Frame(head, plain)
-        shape = self._shapes.find(head.slot, text)
-        tensors = [allocate(leaf, self._lanes.device) for leaf in shape.tensors]
+    def _read_frame(self, file: Any) -> ReceivedFrame:
+        def read(count: int) -> bytes:
+            if len(data := file.read(count)) < count:
+                raise EOFError
+            return data
+
+        header = decode_header(read(HEADER_BYTES))
+        text, plain = read(header.shape_bytes), read(header.plain_bytes)
+        if header.kind != DATA:
+            return ReceivedFrame(header, plain)
+        if text:
+            self.received_shapes[header.slot] = decode_shape(text)
+        shape = self.received_shapes[header.slot]
+        places = {DEVICE_LANE: self._lanes.device}
+        tensors = [torch.empty(leaf.dims, dtype=leaf.dtype, device=places.get(leaf.way)) for leaf in shape.tensors]
         works: dict[int, list[Any]] = {CPU_LANE: [], DEVICE_LANE: []}
         for leaf, tensor in zip(shape.tensors, tensors, strict=True):
             if leaf.way != FRAME:
                 works[leaf.way].append(self._lanes.receive(self.rank, tensor))
             elif tensor.numel() and file.readinto(memory_of(tensor)) < tensor.nbytes:
-                return None
-        return Frame(head, plain, shape, tensors, works[CPU_LANE], works[DEVICE_LANE])
+                raise EOFError
+        return ReceivedFrame(header, plain, shape, tensors, works[CPU_LANE], works[DEVICE_LANE])
 
-    def deliver(self, frame: Frame, put: Callable[[], None]) -> None:
-        """Call `put` when the tensors of the frame are here, after those of earlier frames."""
-        if not frame.works and not self.bodies.started:
+    def deliver(self, frame: ReceivedFrame, put: Callable[[], None]) -> None:
+        """Call `put` when the tensors of a frame are here; for the last frame, those of all frames before it."""
+        if not frame.works and not (frame.header.kind == BYE and self._bodies.started):
             return put()
 
         def wait() -> None:
@@ -244,13 +267,11 @@ class Connection:
             except RuntimeError:  # the rank is gone, or its lane is broken: the reader reports it
                 self._shut(socket.SHUT_RDWR)
 
-        self.bodies.submit(wait)
+        return self._bodies.submit(wait)
 
     def _shut(self, how: int) -> None:
-        try:
+        with suppress(OSError):
             self._socket.shutdown(how)
-        except OSError:
-            pass
 
     def close(self, deadline: float) -> None:
         """End all threads. The other end is expected to have answered the announced end before the deadline."""
@@ -260,9 +281,14 @@ class Connection:
             self._reader.join(max(0.0, deadline - time.monotonic()))
             self._shut(socket.SHUT_RDWR)  # wakes a reader that still waits
             self._reader.join(1.0)
-        self.bodies.close(deadline - time.monotonic())
+        self._bodies.close(deadline - time.monotonic())
         self._socket.close()
 
     def forget_socket(self) -> None:
-        """In a forked child: close the descriptor alone, since a shutdown would end the parent's connection."""
+        """Close the descriptor alone: a shutdown in a child would end the connection of its parent."""
+        _inherited.append(self._lanes)
         os.close(self._socket.detach())
+
+
+Handle = Callable[[Connection, ReceivedFrame | None, str], bool]
+"""Receiver of each frame, at last of None with the reason why nothing more comes; whether the reader goes on."""

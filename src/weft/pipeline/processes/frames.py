@@ -1,17 +1,17 @@
 """Encoding of the messages between two ranks; no pickle, no code of the sender runs at the receiver.
 
-    head | shape, if it is new | plain leaves | bytes of small tensors          larger tensors follow on a lane
+    header | shape, if it is new | plain leaves | bytes of small tensors          larger tensors follow on a lane
 
 The shape of a value is its structure and the dtype, size and `requires_grad` of its tensors. It travels once per
 connection and has a slot number afterwards. Plain leaves (numbers, strings) change from message to message, so they
-travel beside it. Both ends keep the same `SHAPES` slots: the sender reuses the oldest one, the receiver overwrites it.
+travel next to it. Both ends keep the same `SHAPES` slots: the sender reuses the oldest, the receiver overwrites it.
 """
 
 import json
 import struct
 from collections.abc import Callable, Sequence
 from ctypes import c_char, string_at
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -25,7 +25,8 @@ SHAPES = 1024
 INLINE = 64 << 10
 """Bytes of tensors that travel within one frame. A lane takes about 1 ms per tensor, a frame 25 us."""
 _LONGEST = 64 << 20  # bytes of a shape or of plain leaves
-_HEAD = struct.Struct("<BQiiiHII")
+_HEADER = struct.Struct("<BQiiiHII")
+HEADER_BYTES = _HEADER.size
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _PLAIN = (type(None), bool, int, float, str)
 _WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
@@ -65,7 +66,7 @@ class Shape(NamedTuple):
         return [leaf for leaf in self.leaves if leaf is not None]
 
 
-class Head(NamedTuple):
+class FrameHeader(NamedTuple):
     """The fixed start of a frame."""
 
     kind: int
@@ -75,18 +76,16 @@ class Head(NamedTuple):
     shape_bytes: int = 0
     plain_bytes: int = 0
 
-    SIZE = _HEAD.size
-
     def encode(self) -> bytes:
-        return _HEAD.pack(self.kind, self.walk, *self.address, self.slot, self.shape_bytes, self.plain_bytes)
+        return _HEADER.pack(self.kind, self.walk, *self.address, *self[3:])
 
 
-def decode_head(data: bytes) -> Head:
+def decode_header(data: bytes) -> FrameHeader:
     """Raises ``ValueError`` for a frame that no member sends."""
-    kind, walk, *address, slot, shape_bytes, plain_bytes = _HEAD.unpack(data)
+    kind, walk, *address, slot, shape_bytes, plain_bytes = _HEADER.unpack(data)
     if kind > BYE or slot >= SHAPES or max(shape_bytes, plain_bytes) > _LONGEST:
         raise ValueError(f"a malformed frame: kind {kind}, {shape_bytes} and {plain_bytes} bytes")
-    return Head(kind, walk, (address[0], address[1], address[2]), slot, shape_bytes, plain_bytes)
+    return FrameHeader(kind, walk, (address[0], address[1], address[2]), slot, shape_bytes, plain_bytes)
 
 
 def encode_plain(content: Any) -> bytes:
@@ -103,7 +102,7 @@ def encode_plain(content: Any) -> bytes:
 def encode_control(kind: int, walk: int, content: Any) -> bytes:
     """The whole frame of a message that is plain."""
     text = encode_plain(content)
-    return Head(kind, walk, plain_bytes=len(text)).encode() + text
+    return FrameHeader(kind, walk, plain_bytes=len(text)).encode() + text
 
 
 def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], list[torch.Tensor]]:
@@ -128,7 +127,7 @@ def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], lis
             shapes.append(TensorShape(tensor.dtype, tuple(tensor.shape), leaf.requires_grad, way, on_device))
             tensors.append(tensor)
         else:
-            kind: Any = type(leaf)
+            kind = cast("type[Any]", type(leaf))
             if kind not in _PLAIN:
                 if kind not in _WRITERS:  # a subclass, such as numpy.float64, would arrive as another type
                     raise _refusal(structure, place, f"a {kind.__name__}")
@@ -163,45 +162,28 @@ class SentShapes:
 
     def __init__(self) -> None:
         self._slots: dict[Shape, int] = {}
-        self._known: list[Shape] = []
-        self._next = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def number(self, shape: Shape) -> tuple[int, bytes]:
+    def find(self, shape: Shape) -> tuple[int, bytes]:
         """The slot of a shape, and its text if the other end does not know it."""
         if (slot := self._slots.get(shape)) is not None:
             return slot, b""
         leaves = [leaf and [str(leaf.dtype), *leaf[1:]] for leaf in shape.leaves]
         text = encode_plain([to_plain(shape.structure), leaves])  # may raise: nothing has changed yet
-        slot = self._next
-        if slot < len(self._known):
-            del self._slots[self._known[slot]]
-            self._known[slot] = shape
-        else:
-            self._known.append(shape)
+        slot = len(self._slots)
+        if slot == SHAPES:
+            slot = self._slots.pop(next(iter(self._slots)))
         self._slots[shape] = slot
-        self._next = (slot + 1) % SHAPES
         return slot, text
 
 
-class ReceivedShapes:
-    """The shapes that the other end of a connection has described, by slot."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, Shape] = {}
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def find(self, slot: int, text: bytes) -> Shape:
-        """The shape of a slot, which `text` describes anew unless it is empty."""
-        if text:
-            plain, leaves = json.loads(text)
-            shapes = [leaf and TensorShape(_DTYPES[leaf[0]], tuple(leaf[1]), *leaf[2:]) for leaf in leaves]
-            self._known[slot] = Shape(from_plain(plain), tuple(shapes))
-        return self._known[slot]
+def decode_shape(text: bytes) -> Shape:
+    """The inverse of the text of `SentShapes.find`."""
+    plain, leaves = json.loads(text)
+    shapes = [leaf and TensorShape(_DTYPES[leaf[0]], tuple(leaf[1]), *leaf[2:]) for leaf in leaves]
+    return Shape(from_plain(plain), tuple(shapes))
 
 
 def encode_tensors(tensors: Sequence[torch.Tensor]) -> bytes:
@@ -209,14 +191,8 @@ def encode_tensors(tensors: Sequence[torch.Tensor]) -> bytes:
     return b"".join([string_at(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.numel()])
 
 
-def allocate(shape: TensorShape, device: torch.device | None) -> torch.Tensor:
-    """Memory for a tensor that is about to arrive."""
-    where = device if shape.way == DEVICE_LANE else None
-    return torch.empty(shape.dims, dtype=shape.dtype, device=where)
-
-
 def memory_of(tensor: torch.Tensor) -> Any:
-    """The writable memory of a contiguous CPU tensor."""
+    """The writable memory of a contiguous CPU tensor, which must not be empty."""
     return (c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
@@ -228,7 +204,7 @@ def join_value(shape: Shape, plain: Sequence[Any], tensors: Sequence[torch.Tenso
         if leaf is None:
             item = next(left)
             if isinstance(item, dict):
-                ((name, content),) = item.items()
+                ((name, content),) = cast("dict[str, Any]", item).items()
                 item = _READERS[name](content)
             leaves.append(item)
         else:

@@ -10,18 +10,27 @@ needs two GPUs and is unmeasured.
 """
 
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 
 def store_of(group: ProcessGroup) -> Store:
     """The store by which the ranks of a group met."""
     return _get_process_group_store(group)
+
+
+def host_of(store: Any) -> str | None:
+    """The host that a store is on, if it is reached by TCP."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
 
 
 def timeout_of(group: ProcessGroup) -> float:
@@ -42,18 +51,17 @@ class Lanes:
         self.device: torch.device | None = None
         self._locks = threading.Lock(), threading.Lock()
         for name in ("up", "down"):
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            options._timeout = limit
-            prefix = dist.PrefixStore(f"gloo/{name}", store)
-            self._cpu.append(dist.ProcessGroupGloo(prefix, self.rank, group.size(), options))
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices, options._timeout = [gloo.create_device(hostname=address)], limit
+            self._cpu.append(gloo(PrefixStore(f"gloo/{name}", store), self.rank, group.size(), options))
         if "cuda:nccl" in dist.get_backend_config(group).split(","):
             self.device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
             for name in ("up", "down"):
-                settings: Any = dist.ProcessGroupNCCL.Options()
-                settings._timeout = limit
-                prefix = dist.PrefixStore(f"nccl/{name}", store)
-                self._device.append(dist.ProcessGroupNCCL(prefix, self.rank, group.size(), settings))
+                nccl: Any = dist.ProcessGroupNCCL
+                options = nccl.Options()
+                options._timeout = limit
+                self._device.append(nccl(PrefixStore(f"nccl/{name}", store), self.rank, group.size(), options))
 
     def send(self, rank: int, tensor: torch.Tensor) -> Any:
         """The work of a send. The tensor must stay unchanged until it has ended."""
@@ -65,9 +73,8 @@ class Lanes:
 
     def _post(self, action: str, tensor: torch.Tensor, rank: int, up: bool) -> Any:
         lanes, lane = self._cpu if tensor.device.type == "cpu" else self._device, int(not up)
-        if tensor.device.type != "cpu":
-            torch.cuda.set_device(tensor.device)  # of this thread
-        with self._locks[lane]:
+        here = nullcontext() if tensor.device.type == "cpu" else torch.cuda.device(tensor.device)
+        with self._locks[lane], here:
             return getattr(lanes[lane], action)([tensor.view(-1).view(torch.uint8)], rank, 0)
 
     def abort(self) -> None:

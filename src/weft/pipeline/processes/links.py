@@ -6,7 +6,7 @@ Each message names its walk by number and its place in it by an address, so noth
 rank that is ahead sends into walks that its peers have not opened yet. Messages of a walk that has ended are dropped.
 
 A walk fails on all ranks or on none: an exception is broadcast, a dead process is noticed by its closed socket, and a
-process that hangs by asking all ranks what they wait for, after `timeout` seconds without progress.
+process that hangs by a question to all ranks, after `timeout` seconds without progress.
 """
 
 import json
@@ -17,13 +17,14 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from weft.core.errors import RankFailedError, RankLostError, UsageError, WeftError
-from weft.pipeline.processes.connection import Connection, Frame
+from weft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError, WeftError
+from weft.pipeline.processes.connection import Connection, Handle, ReceivedFrame
 from weft.pipeline.processes.frames import (
     BYE,
     DATA,
@@ -31,13 +32,13 @@ from weft.pipeline.processes.frames import (
     FAILED,
     PING,
     PONG,
-    Head,
+    FrameHeader,
     encode_control,
     encode_plain,
     split_value,
 )
 from weft.pipeline.processes.lanes import Lanes, store_of, timeout_of
-from weft.pipeline.processes.membership import Meeting, Member
+from weft.pipeline.processes.membership import RankProcess, Rendezvous
 
 _ANSWER_SECONDS, _CLOSE_SECONDS = 1.5, 2.0
 _LONGEST_REPORT = 32_000  # characters of a traceback
@@ -45,15 +46,20 @@ Address = tuple[int, int, int]
 Failure = tuple[type[WeftError], str]
 
 
-class Inbox:
+class WalkInbox:
     """The messages to this rank in one walk. Readers put; the thread of the walk takes."""
 
     def __init__(self) -> None:
-        self.what: str | None = None  # until this rank opens the walk
+        self.walks: dict[int, str] = {}  # the name of this walk at each rank that has told it
         self.waiting: int | None = None
         self.failure: Failure | None = None
         self._arriving: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
         self._shelf: dict[Any, Any] = {}
+
+    def name_walk(self, rank: int, what: str) -> bool:
+        """Note which walk this is for a rank; whether all ranks are in the same one."""
+        self.walks[rank] = what
+        return len(set(self.walks.values())) == 1
 
     def put(self, key: Any, item: Any) -> None:
         self._arriving.put((key, item))
@@ -70,18 +76,19 @@ class Inbox:
             kind, text = self.failure
             raise kind(text)
 
-    def take(self, key: Any, source: int, timeout: float, has_left: Callable[[], bool]) -> Any:
+    def wait_for(self, source: int | None) -> None:
+        """Note for which rank this one waits, so that peers can ask."""
+        self.waiting = source
+
+    def take(self, key: Any, timeout: float, has_left: Callable[[], bool]) -> Any:
         """The item of a key. Raises the failure of the walk; Empty after the timeout, or if the source has left."""
-        deadline, self.waiting = time.monotonic() + timeout, source
-        try:
-            while key not in self._shelf:
-                self.check()
-                left = has_left()  # asked first: all that the source has sent is in the queue by then
-                rest = 0.0 if left else max(0.0, deadline - time.monotonic())
-                arrived, item = self._arriving.get(timeout=rest) if rest else self._arriving.get_nowait()
-                self._shelf[arrived] = item
-        finally:
-            self.waiting = None
+        deadline = time.monotonic() + timeout
+        while key not in self._shelf:
+            self.check()
+            left = has_left()  # asked first: all that the source has sent is in the queue by then
+            rest = 0.0 if left else max(0.0, deadline - time.monotonic())
+            arrived, item = self._arriving.get(timeout=rest)
+            self._shelf[arrived] = item
         return self._shelf.pop(key)
 
 
@@ -97,16 +104,16 @@ class Links:
     def __init__(self, group: ProcessGroup, timeout: float | None = None) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.timeout = timeout_of(group) if timeout is None else timeout
-        meeting = Meeting(store_of(group), get_process_group_ranks(group), self.rank, time.monotonic() + self.timeout)
-        members, sockets, address = meeting.connect()
-        self._members: list[Member] = members
-        lanes = self._lanes = Lanes(group, meeting.store, address, self.timeout)
+        deadline = time.monotonic() + self.timeout
+        rendezvous = Rendezvous(store_of(group), get_process_group_ranks(group), self.rank, deadline)
+        members, sockets, address = rendezvous.connect()
+        self._members: list[RankProcess] = members
+        lanes = self._lanes = Lanes(group, rendezvous.store, address, self.timeout)
         self._connections = {rank: Connection(rank, socket, lanes) for rank, socket in sorted(sockets.items())}
         self._lock, self._number = threading.Lock(), 0
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, WalkInbox] = {}
         self._lost: dict[int, str] = {}
         self._parted: set[int] = set()
-        self._told: dict[tuple[int, int], str] = {}  # walks that other ranks are in, until this one opens them
         self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._bytes: Counter[tuple[int, int]] = Counter()
         self._process = os.getpid()
@@ -125,13 +132,10 @@ class Links:
             raise UsageError("this process was forked from a rank of a pipeline; only the rank itself can run the Pipe")
         with self._lock:
             self._number += 1
-            number, inbox = self._number, self._inboxes.setdefault(self._number, Inbox())
-            inbox.what = what
-            told = [(rank, self._told.pop((rank, number))) for rank in range(self.size) if (rank, number) in self._told]
+            number, inbox = self._number, self._inboxes.setdefault(self._number, WalkInbox())
             for text in self._lost.values():
                 inbox.fail(RankLostError, text)
-        for rank, theirs in told:
-            self._compare(number, inbox, rank, theirs)
+        self._name_walk(number, inbox, self.rank, what)
         return Walk(self, number, what, inbox)
 
     def close(self) -> None:
@@ -150,7 +154,7 @@ class Links:
         shape, plain, tensors = split_value(value, device_lane=self._lanes.device is not None)
         text = encode_plain([greeting, *plain])
         try:
-            self._connections[rank].send(Head(DATA, number, address), shape, text, tensors)
+            self._connections[rank].send(FrameHeader(DATA, number, address), shape, text, tensors)
         except OSError as error:
             raise RankLostError(self._lost.get(rank, f"{self.name_of(rank)} is gone: {error}")) from error
         self._bytes[rank, address[0]] += sum(tensor.nbytes for tensor in tensors)
@@ -159,30 +163,40 @@ class Links:
         """Send a plain message to every rank that is still there."""
         frame = encode_control(kind, number, content)
         for connection in self._connections.values():
-            try:
+            with suppress(OSError):  # its reader reports it
                 connection.write(frame)
-            except OSError:  # its reader reports it
-                pass
 
-    def take(self, number: int, inbox: Inbox, key: Any, source: int) -> Any:
+    def take(self, number: int, inbox: WalkInbox, key: Any, source: int) -> Any:
         """Wait for an item. A rank that has left or hangs makes the walk fail, on all ranks."""
+        inbox.wait_for(source)
         try:
-            return inbox.take(key, source, self.timeout, lambda: source in self._parted)
+            return inbox.take(key, self.timeout, lambda: source in self._parted)
         except Empty:
             if source in self._parted:
                 text = f"{self.name_of(source)} has closed its connections: its script ended, or it dropped the Pipe"
             else:
-                text = self._find_culprit(inbox.what, source)
+                text = self._find_culprit(inbox.walks[self.rank], source)
             if inbox.fail(RankLostError, text):
                 self.broadcast(FAILED, number, [True, text])
             inbox.check()
+        finally:
+            inbox.wait_for(None)
+
+    def check_sent(self, number: int) -> None:
+        """Raise if a tensor of a walk was written to while it was sent, so that other values may have arrived."""
+        connections = self._connections.items()
+        if changed := [rank for rank, other in connections if other.find_change(number, self.timeout)]:
+            raise InPlaceError(
+                f"a tensor was written to in place while it was sent to {self.name_of(changed[0])}; use the "
+                "out-of-place form of the operation, or let it write into a clone"
+            )
 
     def close_walk(self, number: int) -> None:
         with self._lock:
             self._inboxes.pop(number, None)
 
     def _find_culprit(self, what: str | None, source: int) -> str:
-        """Ask all ranks what they wait for; the rank that keeps the others waiting, in words."""
+        """Ask all ranks for their state; return which of them keeps the others waiting, in words."""
         waited = f"waited {self.timeout:g} s in {what} for {self.name_of(source)}"
         question = time.monotonic_ns()
         self.broadcast(PING, 0, question)
@@ -210,44 +224,36 @@ class Links:
         waits = [f"rank {rank} {_in(theirs)} for rank {waiting}" for rank, (theirs, waiting) in answers.items()]
         return f"the ranks of the pipeline wait for each other: {'; '.join(waits)}. {self.name_of(self.rank)} {waited}"
 
-    def _compare(self, number: int, inbox: Inbox, rank: int, theirs: str) -> None:
+    def _name_walk(self, number: int, inbox: WalkInbox, rank: int, what: str) -> None:
         """Fail a walk that is another one on another rank."""
-        with self._lock:
-            mine = inbox.what
-            if mine is None:
-                self._told[rank, number] = theirs
-        if mine is None:
-            return
-        if mine != theirs:
-            text = (
-                f"the ranks are in different walks: {self.name_of(self.rank)} in {mine}, {self.name_of(rank)} in "
-                f"{theirs}; call the Pipe in the same way on all ranks"
-            )
+        if not inbox.name_walk(rank, what):
+            names = ", ".join(f"{self.name_of(rank)} in {what}" for rank, what in sorted(inbox.walks.items()))
+            text = f"the ranks are in different walks: {names}; call the Pipe in the same way on all ranks"
             if inbox.fail(RankFailedError, text):
                 self.broadcast(FAILED, number, [False, text])
 
-    def handle(self, connection: Connection, frame: Frame | None, reason: str) -> None:
+    def handle(self, connection: Connection, frame: ReceivedFrame | None, reason: str) -> None:
         """Handle a frame, in the reader's thread; without one, the connection has ended."""
         rank = connection.rank
         if frame is None:
             return self._lose(rank, reason)
-        content, kind, number = json.loads(frame.plain), frame.head.kind, frame.head.walk
+        content, kind, number = json.loads(frame.plain), frame.header.kind, frame.header.walk
         if kind in (DATA, DONE, FAILED):
             with self._lock:
                 if number <= self._number:
-                    inbox = self._inboxes.get(number) or Inbox()  # of a walk that has ended: dropped
+                    inbox = self._inboxes.get(number) or WalkInbox()  # of a walk that has ended: dropped
                 else:
-                    inbox = self._inboxes.setdefault(number, Inbox())
+                    inbox = self._inboxes.setdefault(number, WalkInbox())
             if kind == FAILED:
                 inbox.fail(RankLostError if content[0] else RankFailedError, content[1])
             else:
                 if content[0] is not None:
-                    self._compare(number, inbox, rank, content[0])
-                key = frame.head.address if kind == DATA else ("done", rank)
+                    self._name_walk(number, inbox, rank, content[0])
+                key = frame.header.address if kind == DATA else ("done", rank)
                 connection.deliver(frame, lambda: inbox.put(key, (frame, content[1:])))
         elif kind == PING:
-            inbox = self._inboxes.get(self._number) or Inbox()
-            connection.write(encode_control(PONG, 0, [content, inbox.what, inbox.waiting]))
+            inbox = self._inboxes.get(self._number) or WalkInbox()
+            connection.write(encode_control(PONG, 0, [content, inbox.walks.get(self.rank), inbox.waiting]))
         elif kind == PONG:
             self._answers.put((rank, content))
         elif kind == BYE:
@@ -273,13 +279,13 @@ def _in(what: str | None) -> str:
     return "outside of any walk" if what is None else f"in {what}"
 
 
-def _handler(links: "weakref.ref[Links]") -> Callable[[Connection, Frame | None, str], bool]:
+def _handler(links: "weakref.ref[Links]") -> Handle:
     """Handle frames for links that are dropped while a reader waits for the next one."""
 
-    def handle(connection: Connection, frame: Frame | None, reason: str) -> bool:
+    def handle(connection: Connection, frame: ReceivedFrame | None, reason: str) -> bool:
         if (alive := links()) is not None:
             alive.handle(connection, frame, reason)
-        return alive is not None and frame is not None and frame.head.kind != BYE
+        return alive is not None and frame is not None and frame.header.kind != BYE
 
     return handle
 
@@ -290,10 +296,8 @@ def _part(connections: Sequence[Connection], lanes: Lanes, process: int) -> None
         return
     deadline = time.monotonic() + _CLOSE_SECONDS
     for connection in connections:
-        try:
+        with suppress(OSError):
             connection.write(encode_control(BYE, 0, None))
-        except OSError:
-            pass
         connection.finish()
     for connection in connections:
         connection.close(deadline)
@@ -303,7 +307,7 @@ def _part(connections: Sequence[Connection], lanes: Lanes, process: int) -> None
 class Walk:
     """The messages of one walk: all ranks see it end well, or all see it fail."""
 
-    def __init__(self, links: Links, number: int, what: str, inbox: Inbox) -> None:
+    def __init__(self, links: Links, number: int, what: str, inbox: WalkInbox) -> None:
         self._links, self._number, self._what, self._inbox = links, number, what, inbox
         self._greeted: set[int] = set()
 
@@ -323,6 +327,7 @@ class Walk:
         """End the walk well: the plain reports of all ranks, by rank. Raises if the walk failed on any of them."""
         self._inbox.check()
         links = self._links
+        links.check_sent(self._number)
         links.broadcast(DONE, self._number, [self._what, report])
         reports: list[Any] = [json.loads(encode_plain(report))] * links.size
         for rank in range(links.size):
@@ -332,7 +337,7 @@ class Walk:
         return reports
 
     def fail(self, error: BaseException) -> None:
-        """End the walk on all ranks: the others raise what `error` says."""
+        """End the walk on all ranks; the others raise the words and the traceback of `error`."""
         links = self._links
         lines = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
         text = f"{links.name_of(links.rank)} raised {type(error).__name__}: {error}"[:_LONGEST_REPORT]
@@ -346,5 +351,5 @@ class Walk:
             self._inbox.check()
 
     def close(self) -> None:
-        """Drop what is still here or arrives later."""
+        """Drop the messages that are still here or arrive later."""
         self._links.close_walk(self._number)

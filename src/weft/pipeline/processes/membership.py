@@ -1,11 +1,11 @@
-"""How the ranks of a group find each other: one socket per pair, for members only.
+"""Rendezvous of the ranks of a group: one socket per pair, for members only.
 
     store (of the process group)   a secret, and where each rank listens
     connecting rank  ── nonce, rank ──>  <── nonce ──  ── proof ──>  <── proof ──  listening rank
 
 A proof is an HMAC of both nonces, both ranks and the role of its author, so that it cannot be reflected or replayed.
-Each handshake has a thread and a deadline of its own: a stranger on the port delays nobody. The listener is bound to
-one interface, and closed when all members are connected.
+Each handshake has its own thread and deadline, so that a stranger on the port delays no member. The listener is bound
+to one interface, and closed when all members are connected.
 """
 
 import hashlib
@@ -22,16 +22,15 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from torch.distributed import PrefixStore, Store
-
 from weft.core.errors import RankLostError, UsageError
+from weft.pipeline.processes.lanes import PrefixStore, Store, host_of
 
 _HELLO = struct.Struct("<4si32s")
 _MAGIC, _SHAKE_SECONDS, _POLL_SECONDS = b"weft", 5.0, 0.02
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-class Member(NamedTuple):
+class RankProcess(NamedTuple):
     """One rank of the group: its rank in the whole run, and its process."""
 
     rank: int
@@ -42,7 +41,7 @@ class Member(NamedTuple):
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
 
-class Meeting:
+class Rendezvous:
     """The exchange of a group's ranks through its store, before `deadline`."""
 
     def __init__(self, store: Store, ranks: list[int], rank: int, deadline: float) -> None:
@@ -68,15 +67,16 @@ class Meeting:
             "the group; every rank of the group must make its Pipe, in the same order"
         )
 
-    def connect(self) -> tuple[list[Member], dict[int, socket.socket], str]:
+    def connect(self) -> tuple[list[RankProcess], dict[int, socket.socket], str]:
         """All members, a socket to each other one by its place in the group, and the own address."""
-        me = Member(self._ranks[self._rank], socket.gethostname(), os.getpid())
+        me = RankProcess(self._ranks[self._rank], socket.gethostname(), os.getpid())
         machines = self.exchange("machine", _network_stack())
         address = _own_address(self._host_store, alone=len(set(machines)) == 1)
         secret = secrets.token_bytes(32)
-        with socket.create_server((address, 0), backlog=128 + len(self._ranks)) as listener:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=128 + len(self._ranks)) as listener:
             told = self.exchange("member", [*me, *listener.getsockname()[:2], secret.hex()])
-            members = [Member(*entry[:3]) for entry in told]
+            members = [RankProcess(*entry[:3]) for entry in told]
             secret = bytes.fromhex(told[0][5])  # that of the first rank
             return members, self._shake_all(listener, [tuple(entry[3:5]) for entry in told], secret), address
 
@@ -95,7 +95,7 @@ class Meeting:
                 try:
                     stranger, _ = listener.accept()
                     _start(lambda stranger=stranger: self._answer(stranger, secret, done))
-                except OSError:  # nobody so far, or a connection that is gone already
+                except OSError:  # none so far, or a connection that is gone already
                     pass
                 try:
                     while True:
@@ -188,13 +188,14 @@ def _own_address(store: Any, *, alone: bool) -> str:
             raise UsageError(f"{variable}={wanted}: this host has no such network interface")
     if alone:
         return "127.0.0.1"
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", None) or socket.gethostname()
+    host = host_of(store) or socket.gethostname()
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing: it only chooses the interface
-        return probe.getsockname()[0]
+        found = probe.getsockname()[0]
+    if found.startswith("127.") or found == "::1":
+        raise UsageError(f"{host} is {found} here, which other hosts cannot reach; set {_VARIABLES[0]} to an interface")
+    return found
 
 
 def _address_of(interface: str) -> str:
