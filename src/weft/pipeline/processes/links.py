@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
+from weft.core import errors
 from weft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError, WeftError
 from weft.pipeline.processes.connection import Connection, Handle, ReceivedFrame
 from weft.pipeline.processes.frames import (
@@ -44,6 +45,10 @@ _ANSWER_SECONDS, _CLOSE_SECONDS = 1.5, 2.0
 _LONGEST_REPORT = 32_000  # characters of a traceback
 Address = tuple[int, int, int]
 Failure = tuple[type[WeftError], str]
+# Errors that every rank raises as such, so that `except UsageError` works on all of them.
+_SHARED_ERRORS: dict[str, type[WeftError]] = {
+    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeftError)
+}
 
 
 class WalkInbox:
@@ -177,7 +182,7 @@ class Links:
             else:
                 text = self._find_culprit(inbox.walks[self.rank], source)
             if inbox.fail(RankLostError, text):
-                self.broadcast(FAILED, number, [True, text])
+                self.broadcast(FAILED, number, [RankLostError.__name__, text])
             inbox.check()
         finally:
             inbox.wait_for(None)
@@ -230,7 +235,7 @@ class Links:
             names = ", ".join(f"{self.name_of(rank)} in {what}" for rank, what in sorted(inbox.walks.items()))
             text = f"the ranks are in different walks: {names}; call the Pipe in the same way on all ranks"
             if inbox.fail(RankFailedError, text):
-                self.broadcast(FAILED, number, [False, text])
+                self.broadcast(FAILED, number, [RankFailedError.__name__, text])
 
     def handle(self, connection: Connection, frame: ReceivedFrame | None, reason: str) -> None:
         """Handle a frame, in the reader's thread; without one, the connection has ended."""
@@ -245,7 +250,7 @@ class Links:
                 else:
                     inbox = self._inboxes.setdefault(number, WalkInbox())
             if kind == FAILED:
-                inbox.fail(RankLostError if content[0] else RankFailedError, content[1])
+                inbox.fail(_SHARED_ERRORS.get(content[0], RankFailedError), content[1])
             else:
                 if content[0] is not None:
                     self._name_walk(number, inbox, rank, content[0])
@@ -337,12 +342,17 @@ class Walk:
         return reports
 
     def fail(self, error: BaseException) -> None:
-        """End the walk on all ranks; the others raise the words and the traceback of `error`."""
+        """End the walk on all ranks. The others raise the same error if it is one of weft's own checks. For any other
+        error they raise RankFailedError with its words and its traceback."""
         links = self._links
-        lines = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
-        text = f"{links.name_of(links.rank)} raised {type(error).__name__}: {error}"[:_LONGEST_REPORT]
+        name, kind = links.name_of(links.rank), type(error).__name__
+        if kind in _SHARED_ERRORS:
+            text = f"{error}\n(raised on {name})"
+        else:
+            lines = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
+            text = f"{name} raised {kind}: {str(error)[:_LONGEST_REPORT]}\n\n{lines}"
         if self._inbox.fail(RankFailedError, text):
-            links.broadcast(FAILED, self._number, [False, f"{text}\n\n{lines}"])
+            links.broadcast(FAILED, self._number, [kind, text])
         self.close()
 
     def check(self) -> None:
