@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.laws.models import LayerPlan, ModelPlan
-from weft.pipeline.schedule import Action, Schedule, needs
+from weft.pipeline.actions import Action, needs
+from weft.pipeline.schedule import Schedule
 
 
 @st.composite
