@@ -41,7 +41,7 @@ from weft.pipeline.engine import PipeCall, PipeRuntime, on_meta
 from weft.pipeline.loss import LossFunction, LossScale, LossWeight
 from weft.pipeline.microbatch import micro_sizes
 from weft.pipeline.plan import Crossing, build_stages
-from weft.pipeline.schedule import SCHEDULES, Schedule, build
+from weft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 from weft.pipeline.skip import verify_skippables
 from weft.pipeline.stage import CallArguments, Stage
 from weft.pipeline.tracing import Watcher
@@ -83,7 +83,9 @@ class Pipe(nn.Module):
             1F1B has, nothing is recomputed, since nothing would be saved.
         deferred_batch_norm: turn batch norms into `DeferredBatchNorm`, whose running statistics are those of
             the undivided mini-batch.
-        schedule: ``"gpipe"``, ``"1f1b"``, a table as text (see `weft.Schedule.parse`), or a `weft.Schedule`.
+        schedule: a name (``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
+            ``"dualpipev"``), a table as text (see `weft.Schedule.parse`), a `weft.Schedule`, or a function (stages,
+            micro_batches) -> `weft.Schedule`, such as a `functools.partial` of `weft.pipeline.interleaved`.
         loss: a function ``(output, target) -> number``. With it, ``pipe(x, target=y)`` returns the loss, and
             schedules that begin backward early (1F1B) can run; without a target, the pipe returns the output.
             What it has to learn itself is found when it is a module. It must not read the layers' parameters.
@@ -160,7 +162,7 @@ class Pipe(nn.Module):
         balance: Sequence[int] | None = None,
         checkpoint: Checkpoint | Sequence[Checkpoint | CheckpointRule] | CheckpointRule = "never",
         deferred_batch_norm: bool = False,
-        schedule: str | Schedule = "gpipe",
+        schedule: str | Schedule | ScheduleFunction = "gpipe",
         loss: LossFunction | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
         loss_weight: LossWeight | None = None,
@@ -205,7 +207,7 @@ class Pipe(nn.Module):
         self._dims = dims
         self.chunks = chunks
         self.checkpoint = checkpoint
-        self.schedule = schedule
+        self.schedule: Any = schedule  # assigned by users too, so each step validates it
         self.executor = executor
         self.output = output
         self.batch_tag: str | int | None = None
@@ -383,7 +385,8 @@ class Pipe(nn.Module):
     def extra_repr(self) -> str:
         """What stands behind the class name when the pipe is printed."""
         stages = ", ".join(f"{size} on {device}" for size, device in zip(self.balance, self.devices, strict=True))
-        schedule = self.schedule if self.schedule in SCHEDULES else "a table"
+        unnamed = "a function" if callable(self.schedule) else "a table"
+        schedule = self.schedule if self.schedule in SCHEDULES else unnamed
         loss = None if self._loss[0] is None else getattr(self._loss[0], "__name__", type(self._loss[0]).__name__)
         words = f"chunks={self.chunks}, schedule={schedule!r}, loss={loss}, checkpoint={self.checkpoint!r}"
         return f"stages: {stages}; {words}, executor={self.executor!r}"

@@ -4,6 +4,7 @@ Every rank of the group runs the same script, as under `torchrun`. Worker k of t
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -73,7 +74,7 @@ class OverProcesses(Pipe):
         if group is None:
             return 0
         self._handle = GroupHandle(group)
-        stages = _stages_of(group, given["balance"], given["devices"])
+        stages = check.call(_stages_of, group, given) or group.size()
         device = check.call(_device_of, group, given, stages)
         if device is None:
             return 0
@@ -238,10 +239,20 @@ def _checked_group(given: Any) -> ProcessGroup:
     return given
 
 
-def _stages_of(group: ProcessGroup, balance: Any, devices: Any) -> int:
-    """How many stages there are: as many as the lists that were given, or one per rank."""
-    lists = [len(cast("list[Any]", each)) for each in (balance, devices) if isinstance(each, list | tuple)]
-    return lists[0] if lists else group.size()
+def _stages_of(group: ProcessGroup, given: dict[str, Any]) -> int:
+    """How many stages there are: as many as the lists that were given, or as many as the schedule needs for a worker
+    per rank."""
+    lists = [
+        len(cast("list[Any]", given[key])) for key in ("balance", "devices") if isinstance(given[key], list | tuple)
+    ]
+    if lists:
+        return lists[0]
+    size = group.size()
+    for stages in (size, 2 * size):  # some schedules have two stages per worker
+        with suppress(ScheduleError):
+            if len(build(given["schedule"], stages, given["chunks"]).workers) == size:
+                return stages
+    return size
 
 
 def _device_of(group: ProcessGroup, given: dict[str, Any], stages: int) -> torch.device:
