@@ -142,6 +142,10 @@ class Pipe(nn.Module):
 
     def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
         if cls is Pipe and settings.get("group") is not None:
+            if settings.get("split") is not None:
+                from weft.pipeline.processes.split_process_pipe import ProcessSplitPipe  # noqa: PLC0415 - as below
+
+                return super().__new__(cast("type[Any]", ProcessSplitPipe))
             from weft.pipeline.processes.process_pipe import ProcessPipe  # noqa: PLC0415 - as below
 
             return super().__new__(cast("type[Any]", ProcessPipe))

@@ -240,8 +240,10 @@ def _checked_group(given: Any) -> ProcessGroup:
 
 
 def _stages_of(group: ProcessGroup, given: dict[str, Any]) -> int:
-    """How many stages there are: as many as the lists that were given, or as many as the schedule needs for a worker
-    per rank."""
+    """How many stages there are: as many as the split points make, or as the lists that were given have, or as the
+    schedule needs for a worker per rank."""
+    if isinstance(given["split"], list | tuple):
+        return len(cast("list[Any]", given["split"])) + 1
     lists = [
         len(cast("list[Any]", given[key])) for key in ("balance", "devices") if isinstance(given[key], list | tuple)
     ]
