@@ -21,7 +21,7 @@ from weft.pipeline.plan import Crossing
 from weft.pipeline.processes.executor import Channel
 from weft.pipeline.processes.loans import BorrowingStage, Loan
 from weft.pipeline.processes.ownership import HiddenTensors, find_uses, forbid_shared_statistics, plan_loans
-from weft.pipeline.processes.together import Together, TogetherRecorder
+from weft.pipeline.processes.together import EQUAL_EVERYWHERE, Together, TogetherRecorder
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.output_join import Quiet
 from weft.pipeline.split.program import Choice, Copies, Program, Reads, RecordedValue, SplitCall, SplitStage
@@ -139,8 +139,7 @@ class ProcessSplitModel(SplitModel):
             raise SplitError(
                 f"the ranks {[0, *(rank for rank, _ in faults)]} of the group recorded different programs of the "
                 f"forward of {type(self.model).__name__}, which begin to differ at "
-                f"{steps[at] if at < len(steps) else 'the end'}; what the code between blocks goes by (attributes, "
-                "globals, random numbers, the environment) must be equal on all ranks"
+                f"{steps[at] if at < len(steps) else 'the end'}; {EQUAL_EVERYWHERE}"
             )
         program.number = next(self._numbers)
         self._by_number[program.number] = program

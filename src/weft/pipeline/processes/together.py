@@ -10,13 +10,16 @@ the same order, so a message is found by its number in the walk.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from weft.core.errors import SplitError
 from weft.core.pytree import flatten, from_plain, register_dataclasses, to_plain, unflatten
 from weft.core.segment import version
 from weft.pipeline.microbatch import storage_id
@@ -28,6 +31,10 @@ from weft.pipeline.split.record import ForwardRecorder
 
 _TOLD, _COPIED = -5, -6  # routes of addresses; those of values are numbered from 0
 
+EQUAL_EVERYWHERE = (
+    "what the code between blocks goes by (attributes, globals, random numbers, the environment) must be equal on all "
+    "ranks"
+)
 Finding = TypeVar("Finding")
 Observed = tuple[Any, list[bool]]
 """The result of a call, and flags that only the rank which ran it knows."""
@@ -57,8 +64,9 @@ class Together:
         """The rank of each parameter, by its id()."""
         self._homes = homes
 
-    def call(self, module: nn.Module | None, run: Callable[..., Observed], args: Any, kwargs: Any) -> Observed:
-        """Run a call of a `module`, or of a function, on the rank that has most of the parameters that it reads."""
+    def call(self, step: Step, run: Callable[..., Observed], args: Any, kwargs: Any) -> Observed:
+        """Run a step by `run`, on the rank that has most of the parameters that it reads."""
+        module = step.module
         leaves, structure = flatten((tuple(args), kwargs))
         parameters = [*([] if module is None else module.parameters()), *leaves]
         parameters = list({id(x): x for x in parameters if isinstance(x, nn.Parameter)}.values())
@@ -73,10 +81,17 @@ class Together:
         modules = [] if module is None else list(module.modules())
         given = [*leaves, *parameters, *(each for m in modules for each in m._buffers.values())]
         if self.rank != runner:
-            return _receive(self._channel.walk.receive((_TOLD, 0, number), runner), given, modules)
+            name, *told = decode(self._channel.walk.receive((_TOLD, 0, number), runner), given)
+            if name != step.name:
+                raise SplitError(
+                    f"forward() goes another way on each rank: rank {runner} of the group is at {name}, rank "
+                    f"{self.rank} at {step}; {EQUAL_EVERYWHERE}"
+                )
+            return _apply(*told, given, modules)
         versions = [version(x) if isinstance(x, Tensor) else 0 for x in given]
         before = [dict(vars(m)) for m in modules]
-        with _Substituted(modules, copies):
+        hooked: list[Any] = []
+        with _Substituted(modules, copies), _watching_hooked(modules, hooked):
             args, kwargs = unflatten(structure, [copies.get(id(x), x) for x in leaves])
             result, flags = run(*args, **kwargs)
         originals = {id(copy): parameter for parameter in parameters if (copy := copies.get(id(parameter))) is not None}
@@ -87,7 +102,7 @@ class Together:
         contents = [(k, given[k].detach().clone().requires_grad_(given[k].requires_grad)) for k in written]
         pairs = enumerate(zip(modules, before, strict=True))
         stored = [(k, key, x) for k, (m, held) in pairs for key, x in vars(m).items() if _is_new(x, held.get(key))]
-        self._send(number, encode((result, flags, contents, stored), given))
+        self._send(number, encode((step.name, result, flags, contents, stored, hooked), given))
         return result, flags
 
     def announce(self, *content: Any) -> None:
@@ -162,9 +177,27 @@ def _is_new(value: Any, before: Any) -> bool:
     return value is not before and isinstance(value, Tensor | PLAIN)
 
 
-def _receive(message: Any, given: Sequence[Any], modules: Sequence[nn.Module]) -> Observed:
-    """The result of a call on another rank. What the call has written and stored there is written and stored here."""
-    result, flags, contents, stored = decode(message, given)
+@contextmanager
+def _watching_hooked(modules: Sequence[nn.Module], calls: list[Any]) -> Generator[None]:
+    """Note in `calls` each call of a module with forward hooks: its number, its arguments and its output."""
+
+    def note(number: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append((number, args, kwargs, output))
+
+    hooked = [(k, module) for k, module in enumerate(modules) if module._forward_hooks]
+    handles = [module.register_forward_hook(partial(note, k), with_kwargs=True) for k, module in hooked]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _apply(
+    result: Any, flags: Any, contents: Any, stored: Any, calls: Any, given: Sequence[Any], modules: Sequence[nn.Module]
+) -> Observed:
+    """The result of a call on another rank. What the call has written, stored and given to hooks there is written,
+    stored and given to hooks here."""
     for k, content in contents:
         target = given[k]
         tracked = content.requires_grad and not (target.is_leaf and target.requires_grad)
@@ -172,6 +205,11 @@ def _receive(message: Any, given: Sequence[Any], modules: Sequence[nn.Module]) -
             target.copy_(content)  # in place, so that the version counts
     for k, key, value in stored:
         vars(modules[k])[key] = value
+    for k, args, kwargs, output in calls:
+        module: Any = modules[k]
+        for key, hook in [*module._forward_hooks.items()]:
+            with_kwargs = key in module._forward_hooks_with_kwargs
+            hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
     return result, flags
 
 
@@ -186,13 +224,16 @@ def encode(value: Any, given: Sequence[Any] = ()) -> Any:
         if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and x.layout is torch.strided
     }
     places: list[list[Any] | None] = []
+    seen: dict[int, int] = {}
     plain: list[Any] = []
     tensors: list[Tensor] = []
     spans: dict[Any, tuple[int, int, Tensor]] = {}
-    for leaf in leaves:
+    for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             places.append(None)
             plain.append(leaf)
+        elif seen.setdefault(id(leaf), position) != position:
+            places.append([-2, seen[id(leaf)]])  # one tensor stays one
         elif id(leaf) in numbers:
             places.append([numbers[id(leaf)]])
         elif leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
@@ -235,6 +276,9 @@ def decode(message: Any, given: Sequence[Any] = ()) -> Any:
             leaves.append(next(rest))
             continue
         number, *shape = place
+        if number == -2:
+            leaves.append(leaves[shape[0]])
+            continue
         base = given[number] if number >= 0 else made[shape.pop(0)]
         leaves.append(base.as_strided(*shape) if shape else base)
     return unflatten(from_plain(structure, classes=True), leaves)
@@ -252,7 +296,7 @@ class TogetherRecorder(ForwardRecorder):
             return run(*args, **kwargs), [self.drew, self.dynamic]
 
         def run_together(*args: Any, **kwargs: Any) -> Any:
-            result, flags = self._together.call(step.module, observed, args, kwargs)
+            result, flags = self._together.call(step, observed, args, kwargs)
             self.drew, self.dynamic = flags
             return result
 
@@ -273,7 +317,7 @@ class TogetherRecorder(ForwardRecorder):
             return step.call(*args, **kwargs), []
 
         def run_together(*args: Any, **kwargs: Any) -> Any:
-            return self._together.call(step.module, observed, args, kwargs)[0]
+            return self._together.call(step, observed, args, kwargs)[0]
 
         perform(step, constants, values, call=run_together)
 
