@@ -141,19 +141,16 @@ class Pipe(nn.Module):
     _stage_type: type[Stage] = Stage
 
     def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
-        if cls is Pipe and settings.get("group") is not None:
-            if settings.get("split") is not None:
-                from weft.pipeline.processes.split_process_pipe import ProcessSplitPipe  # noqa: PLC0415 - as below
-
-                return super().__new__(cast("type[Any]", ProcessSplitPipe))
-            from weft.pipeline.processes.process_pipe import ProcessPipe  # noqa: PLC0415 - as below
-
-            return super().__new__(cast("type[Any]", ProcessPipe))
-        if cls is Pipe and settings.get("split") is not None:
-            from weft.pipeline.split.split_pipe import SplitPipe  # noqa: PLC0415 - most programs have no use for it
-
-            return super().__new__(cast("type[Any]", SplitPipe))
-        return super().__new__(cls)
+        kind: type[Any] = cls
+        grouped, split = settings.get("group") is not None, settings.get("split") is not None
+        # Most programs have no use for these modules.
+        if cls is Pipe and grouped and split:
+            from weft.pipeline.processes.split_process_pipe import ProcessSplitPipe as kind  # noqa: PLC0415
+        elif cls is Pipe and grouped:
+            from weft.pipeline.processes.process_pipe import ProcessPipe as kind  # noqa: PLC0415
+        elif cls is Pipe and split:
+            from weft.pipeline.split.split_pipe import SplitPipe as kind  # noqa: PLC0415
+        return super().__new__(kind)
 
     def __init__(
         self,

@@ -83,7 +83,8 @@ class OverProcesses(Pipe):
     def _keep_workers(self) -> tuple[int, ...]:
         """The rank of each stage, which stays from now on. Nothing is connected yet."""
         self._workers_made = self._workers()
-        self.__dict__["_channel"] = self.__dict__["_compared"] = None
+        self.__dict__.setdefault("_channel", None)
+        self.__dict__["_compared"] = None
         return self._workers_made
 
     @property

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import SplitError
+from weft.core.errors import DeviceError, SplitError, listed
+from weft.core.segment import version
 from weft.pipeline.plan import Crossing
 from weft.pipeline.processes.executor import Channel
 from weft.pipeline.processes.loans import BorrowingStage, Loan
@@ -39,6 +40,7 @@ class Ownership(NamedTuple):
     homes: Mapping[str, int]
     hidden: HiddenTensors
     rank: int
+    device: torch.device
 
 
 class ProcessSplitStage(BorrowingStage, SplitStage):
@@ -62,7 +64,8 @@ class ProcessSplitModel(SplitModel):
 
     def __init__(self, ownership: Ownership, *args: Any, latest: Program | None = None) -> None:
         self._ownership, self._first = ownership, ownership.workers[0]
-        self._together = Together(ownership.rank)
+        self._together = Together(ownership.rank, ownership.device)
+        self._sent_buffers: dict[str, tuple[Tensor, int]] = {}
         self.loans: Sequence[Loan] = ()
         self._numbers = count()
         self._by_number: dict[int, Program] = {}
@@ -92,7 +95,7 @@ class ProcessSplitModel(SplitModel):
         """Do what the rank of the first stage announces until it has chosen."""
         actions: dict[str, Callable[..., Any]] = {
             "record": self._record_here,
-            "verify": lambda number, call: self._verify_here(self._by_number[number], call),
+            "verify": self._verify_here,
             "run": self._run_here,
         }
         while True:
@@ -103,23 +106,28 @@ class ProcessSplitModel(SplitModel):
         scalars, dropped, numbers = content
         self._forget(dropped)
         self.latest = self._by_number[numbers[0]]
-        return SplitCall(Choice([], [{}] * len(self.devices), ()), (), {}), scalars
+        no_copies: list[Copies] = [{} for _ in self.devices]
+        return SplitCall(Choice([], no_copies, ()), (), {}), scalars
 
     def _recorded(self, call: Any, axes: Sequence[int | None]) -> Program:
         self._together.announce("record", call, axes)
         return self._record_here(call, axes)
 
     def _record_here(self, call: Any, axes: Sequence[int | None]) -> Program:
+        if waiting := [name for name, parameter in self.model.named_parameters() if parameter.is_meta]:
+            raise DeviceError(
+                listed("parameters of this rank are still on the meta device; load them before a call:", waiting)
+            )
         with self._shown():
             return super()._recorded(call, axes)
 
     def _verify_on(self, program: Program, call: Any) -> None:
         self._together.announce("verify", program.number, call)
-        self._verify_here(program, call)
+        self._verify_here(program.number, call)
 
-    def _verify_here(self, program: Program, call: Any) -> None:
+    def _verify_here(self, number: int, call: Any) -> None:
         with self._shown():
-            super()._verify_on(program, call)
+            super()._verify_on(self._by_number[number], call)
 
     def _run(self, call: Any, quiet: Quiet) -> tuple[Any, bool]:
         self._together.announce("run", call, quiet)
@@ -154,10 +162,23 @@ class ProcessSplitModel(SplitModel):
 
     @contextmanager
     def _shown(self) -> Generator[None]:
-        """The model has placeholders for what other ranks have inside."""
+        """The model has placeholders for what other ranks have inside, and buffers as their ranks have them now."""
         with self._ownership.hidden.shown():
             self._together.set_homes(self._ranks())
+            self._exchange_buffers()
             yield
+
+    def _exchange_buffers(self) -> None:
+        """Send the buffers of this rank that have changed since they were last sent, and write those of others."""
+        buffers = dict(self.model.named_buffers())
+        mine = {name: each for name, each in buffers.items() if self._ownership.homes[name] == self._ownership.rank}
+        now = {name: (each, version(each)) for name, each in mine.items()}
+        changed = [name for name, state in now.items() if not _is_same(self._sent_buffers.get(name), state)]
+        self._sent_buffers = now
+        for contents in self._together.exchange({name: mine[name] for name in changed}):
+            for name, content in contents.items():
+                if name not in mine:
+                    buffers[name].copy_(content)
 
     def _ranks(self) -> dict[int, int]:
         """The rank of each parameter and buffer that the model has just now, by its id()."""
@@ -175,7 +196,7 @@ class ProcessSplitModel(SplitModel):
         workers, rank = self._ownership.workers, self._ownership.rank
         local = [blocks for blocks, worker in zip(self.blocks, workers, strict=True) if worker == rank]
         self._ownership.hidden.keep_buffers(module for blocks in local for each in blocks for module in each.modules())
-        with self._shown():
+        with self._ownership.hidden.shown():
             made, crossing = super().stages()
             uses = list(find_uses([stage.layers for stage in made]))
             forbid_shared_statistics(uses, workers)
@@ -194,6 +215,11 @@ def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
     )
+
+
+def _is_same(before: tuple[Tensor, int] | None, now: tuple[Tensor, int]) -> bool:
+    """Whether a buffer is the same tensor in the same version."""
+    return before is not None and before[0] is now[0] and before[1] == now[1]
 
 
 def _digests(program: Program) -> list[str]:

@@ -4,10 +4,13 @@ When the pipe is made, each rank finds for itself where every parameter belongs:
 it first, else by the order in which modules were registered. All that belongs elsewhere is hidden from then on.
 """
 
+import copy
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator
@@ -25,28 +28,59 @@ from weft.pipeline.split.split_pipe import SplitModel, SplitPipe
 class ProcessSplitPipe(OverProcesses, SplitPipe):
     """See `Pipe`, which makes one where `split` and `group` are given."""
 
-    def _settle(self, call: Arguments | None) -> None:
+    def _automatic_split(self, call: Arguments | None) -> list[str]:
+        # Ranks would measure different times, so the first one measures for all of them.
+        self.__dict__["_channel"] = None
+        channel = self._linked()
+        channel.open("the choice of split points")
+        try:
+            found = super()._automatic_split(call) if self.group.rank() == 0 else None
+            reports = channel.walk.agree(found)
+        except BaseException as error:
+            channel.walk.fail(error)
+            raise
+        finally:
+            channel.end()
+        return reports[0]
+
+    def _lay_over_stages(self, call: Arguments | None) -> None:
         with Validator("this Pipe cannot be used") as check:
             self._check_layout(check)
-        workers = self._keep_workers()
+        workers, rank = self._keep_workers(), self.group.rank()
         stages, self._sampled = self._first_stages(call)
-        homes = {name: workers[stages[id(each)]] for name, each in named_tensors(self.module)}
+        homes = {name: workers[stage] for name, stage in stages.items()}
         by_id = {id(each): homes[name] for name, each in named_tensors(self.module)}
         uses = list(find_uses([[("", self.module)]]))
-        rank = self.group.rank()
         # Buffers keep their values: code between blocks can read them, and they are not in every file of weights.
         hidden = HiddenTensors(uses, by_id, rank, lambda _: False, self._placeholder)
-        self._ownership = Ownership(workers, homes, hidden, rank)
+        self._ownership = Ownership(workers, homes, hidden, rank, self.devices[0])
         self._split_made = self.split
         map_tensors(self.module, self._on_device)
 
-    def _first_stages(self, call: Arguments | None) -> tuple[dict[int, int], Program | None]:
-        """By the id() of each parameter and buffer the first stage that uses it; and the program of the sample."""
-        here = next((each.device for each in self.module.parameters()), torch.device("cpu"))
-        model = SplitModel(self.module, self.split, [here] * len(self.devices), self._dims)
-        if call is not None:
+    def _first_stages(self, call: Arguments | None) -> tuple[dict[str, int], Program | None]:
+        """By name of each parameter and buffer the first stage that uses it; and the program of the sample."""
+        model = self._model_alone(self.module)
+        if call is not None and any(each.is_meta for each in self.module.parameters()):
+            try:
+                model = self._model_alone(_with_fake_parameters(self.module))
+                self._record_sample(model, call)
+            except Exception as error:
+                warnings.warn(
+                    "the sample was not used: forward() cannot run while parameters are on the meta device "
+                    f"({type(error).__name__}: {error}), so they go to stages in the order in which modules were "
+                    "registered",
+                    stacklevel=2,
+                )
+                model = self._model_alone(self.module)
+        elif call is not None:
             self._record_sample(model, call)
-        return model.homes(), model.latest
+        homes = model.homes()
+        return {name: homes[id(each)] for name, each in named_tensors(model.model)}, model.latest
+
+    def _model_alone(self, module: nn.Module) -> SplitModel:
+        """The model with all its stages where it is now."""
+        here = next((each.device for each in module.parameters() if not each.is_meta), torch.device("cpu"))
+        return SplitModel(module, self.split, [here] * len(self.devices), self._dims)
 
     def _placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
         return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else self._on_device(tensor)
@@ -98,3 +132,19 @@ class ProcessSplitPipe(OverProcesses, SplitPipe):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_sampled": None}
+
+
+def _with_fake_parameters(module: nn.Module) -> nn.Module:
+    """A copy of the model that runs without the values of its parameters. Its buffers are real, because Python goes by
+    what they hold."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        with mode:
+            return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+
+    made = copy.deepcopy(module)
+    map_tensors(made, change)
+    return made

@@ -119,7 +119,7 @@ class OpenCode(nn.Module):
     def refresh(self) -> None:
         """Take the tensors that the model has now."""
         for name in self._names:
-            each: Tensor | None = self._find(name)
+            each = cast("Tensor | None", self._find(name))
             if each is None:  # another rank has it
                 continue
             (self._parameters if isinstance(each, nn.Parameter) else self._buffers)[name] = cast(Any, each)

@@ -62,7 +62,7 @@ _READS = {
     *(_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.__contains__),
     *(_T.equal, _T.allclose, _T.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
 }
-_SHAPES = {_T.shape.__get__, _T.size, _T.__len__, _T.numel, _T.nelement, _T.stride, torch.numel}
+SHAPES = {_T.shape.__get__, _T.size, _T.__len__, _T.numel, _T.nelement, _T.stride, torch.numel}
 _SETTERS = (_T.data.__set__, _T.requires_grad.__set__, _T.grad.__set__)
 _UNSEEN = (_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.__dlpack__)
 _REFUSED: dict[Any, str] = {
@@ -321,7 +321,7 @@ class ForwardRecorder(TorchFunctionMode):
         if self.mixed:
             step.leaves = _placeless(step)
         if step.module is None and not wrote and not any(isinstance(x, Tensor) for x in made):
-            if step.call in _SHAPES and (tensors := [x for x in leaves if isinstance(x, Tensor)]):
+            if step.call in SHAPES and (tensors := [x for x in leaves if isinstance(x, Tensor)]):
                 self._note_shape(tensors[0])
             if step.call not in _READS:
                 return result  # there is nothing to repeat

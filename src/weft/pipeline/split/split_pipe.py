@@ -85,12 +85,12 @@ class SplitPipe(ModelFacade):
         self._model: SplitModel | None = None
         call = None if sample is None else without_cache(module, *_arguments(sample))
         self.split = list(self._automatic_split(call) if self.split == "auto" else self.split)
-        self._settle(call)
+        self._lay_over_stages(call)
 
     def _automatic_split(self, call: Arguments | None) -> list[str]:
         return automatic_split(self.module, self.devices, call, self._dims)
 
-    def _settle(self, call: Arguments | None) -> None:
+    def _lay_over_stages(self, call: Arguments | None) -> None:
         """Check the settings, record the sample if there is one, and bring parameters to their stages."""
         self._made_runtime()
         self._cut().place()
