@@ -113,7 +113,8 @@ class Pipe(nn.Module):
         verify: compare every program that is recorded of the model's forward() once with forward() itself.
         group: a process group, or a one-dimensional `DeviceMesh`, of `torch.distributed`. Its ranks run the stages,
             rank k those of worker k of the schedule, and every rank runs the same script. The input counts on the rank
-            of the first stage, the target on that of the last one. Each rank keeps the parameters of its own stages.
+            of the first stage, the target on that of the last one. Each rank keeps the parameters of its own stages;
+            with `split`, those of the blocks that `sample` shows to be its own, else by the order of registration.
             `devices` is then the device of this rank, or a list with the device of every stage.
         output: with `group`, which ranks get the output of ``pipe(x)``: ``"all"``, or ``"last"``, the rank of the last
             stage. The others then get a zero, to call ``backward()`` on. A loss is always on all ranks.

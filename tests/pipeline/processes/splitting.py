@@ -1,4 +1,4 @@
-"""Work for ranks: models with an ordinary forward() over processes, beside the model itself."""
+"""Work for ranks: models with an ordinary forward() over processes, compared with the model itself."""
 
 import copy
 import warnings
@@ -227,7 +227,7 @@ def _inputs(rows: int, positive: bool = False) -> Tensor:
 
 @double()
 def compare_small(name: str, checkpoint: str = "never", output: str = "all") -> dict[str, Any]:
-    """The same for a small model, whose stages begin at `second` and `third`."""
+    """The same for a small model. Its stages begin at `second` and `third`."""
     torch.manual_seed(0)
     plain = MODELS[name]()
     size, last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
@@ -265,7 +265,7 @@ def compare_small(name: str, checkpoint: str = "never", output: str = "all") -> 
 
 
 class Settable(nn.Module):
-    """Goes by attributes between blocks, and by an iterator, whose state no recording sees."""
+    """Goes by attributes between blocks, and by an iterator: no recording sees its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def fail_apart(kind: str) -> tuple[str, str, float]:
 
 @double()
 def load_where_the_sample_fails() -> dict[str, Any]:
-    """A model on the meta device whose code goes by a parameter: the order of registration counts."""
+    """Code goes by a parameter on the meta device, so the order of registration counts."""
     torch.manual_seed(0)
     plain = Branches()
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""A model with an ordinary forward() over processes computes what the model itself does."""
+"""A pipe with split= over processes has the outputs and gradients of the model itself."""
 
 import re
 from collections.abc import Callable

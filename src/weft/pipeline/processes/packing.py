@@ -1,4 +1,4 @@
-"""Nested values as messages whose tensors keep what PyTorch's Python can see of their memory.
+"""Nested values as messages that keep the memory layout of tensors: strides, views, and shared memory.
 
     tensors of `given`, and views of them     their number; shape, strides and offset of a view
     other tensors                             the memory that they share, once; shape, strides and offset of each
@@ -98,7 +98,7 @@ def unpack(message: Any, device: torch.device, given: Sequence[Any] = ()) -> Any
             leaves.append(leaves[place[1]])
         else:
             number, *view = cast("list[Any]", place)
-            tensor = made[view.pop(0)] if number == _MADE else cast(Tensor, given[number])
+            tensor = made[int(view.pop(0))] if number == _MADE else cast(Tensor, given[number])
             leaves.append(tensor.as_strided(*view) if view else tensor)
     return unflatten(from_plain(structure, classes=True), leaves)
 

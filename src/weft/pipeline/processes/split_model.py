@@ -1,9 +1,9 @@
 """A model with split points over ranks: the first stage's rank chooses programs, and all ranks record them together.
 
     first stage's rank     find a program per micro-batch; if one is missing: announce, and record with the others
-    every other rank       do what is announced, until the word "go" with the numbers of the programs
+    every other rank       follow the announcements, until the word "go" with the numbers of the programs
 
-Ranks name a program by its number. That is also what goes along the chain of the stages in the place of a `Choice`.
+Ranks name a program by its number. The number also goes along the chain of the stages, in the place of a `Choice`.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from weft.pipeline.processes.ownership import HiddenTensors, find_uses, forbid_s
 from weft.pipeline.processes.together import EQUAL_EVERYWHERE, Together, TogetherRecorder
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.output_join import Quiet
-from weft.pipeline.split.program import Choice, Copies, Program, Reads, RecordedValue, SplitCall, SplitStage
+from weft.pipeline.split.program import Choice, Copies, Program, Reads, RecordedValue, SplitCall, SplitStage, tensor_of
 from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.split.split_pipe import SplitModel
 from weft.pipeline.stage import Stage
@@ -49,7 +49,7 @@ class ProcessSplitStage(BorrowingStage, SplitStage):
     _programs: Mapping[int, Program] = MappingProxyType({})
 
     def look_up_in(self, programs: Mapping[int, Program]) -> None:
-        """Where this stage finds programs, by number."""
+        """Set the programs that this stage can run, by number."""
         self._programs = programs
 
     def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Any]:
@@ -58,7 +58,7 @@ class ProcessSplitStage(BorrowingStage, SplitStage):
 
 
 class ProcessSplitModel(SplitModel):
-    """A model whose parameters are spread over ranks."""
+    """A model with parameters on several ranks."""
 
     _stage_type = ProcessSplitStage
 
@@ -67,6 +67,7 @@ class ProcessSplitModel(SplitModel):
         self._together = Together(ownership.rank, ownership.device)
         self._sent_buffers: dict[str, tuple[Tensor, int]] = {}
         self.loans: Sequence[Loan] = ()
+        self._lent: Sequence[tuple[str, Tensor]] = ()
         self._numbers = count()
         self._by_number: dict[int, Program] = {}
         self._dropped: list[int] = []
@@ -86,13 +87,14 @@ class ProcessSplitModel(SplitModel):
         if self._together.rank != self._first:
             return self._follow()
         call, scalars = super().choose(*args, **how)
-        self._together.announce("go", scalars, self._dropped, [program.number for program in call.choice.programs])
-        self._forget(self._dropped)
+        numbers = [program.number for program in call.choice.programs]
+        self._together.announce("go", scalars, self._dropped, numbers)
+        self._forget(self._dropped, numbers)
         self._dropped = []
         return call, scalars
 
     def _follow(self) -> tuple[SplitCall, str | None]:
-        """Do what the rank of the first stage announces until it has chosen."""
+        """Follow the announcements of the first stage's rank, until it has chosen."""
         actions: dict[str, Callable[..., Any]] = {
             "record": self._record_here,
             "verify": self._verify_here,
@@ -104,7 +106,7 @@ class ProcessSplitModel(SplitModel):
                 break
             actions[word](*content)
         scalars, dropped, numbers = content
-        self._forget(dropped)
+        self._forget(dropped, numbers)
         self.latest = self._by_number[numbers[0]]
         no_copies: list[Copies] = [{} for _ in self.devices]
         return SplitCall(Choice([], no_copies, ()), (), {}), scalars
@@ -156,13 +158,14 @@ class ProcessSplitModel(SplitModel):
         super()._drop(program)
         self._dropped.append(program.number)
 
-    def _forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
+    def _forget(self, dropped: Iterable[int], chosen: Iterable[int]) -> None:
+        """Forget programs that were dropped, unless this step runs them."""
+        for number in set(dropped).difference(chosen):
             self._by_number.pop(number, None)
 
     @contextmanager
     def _shown(self) -> Generator[None]:
-        """The model has placeholders for what other ranks have inside, and buffers as their ranks have them now."""
+        """Inside, the model has placeholders for parameters of other ranks, and their buffers with the present values."""
         with self._ownership.hidden.shown():
             self._together.set_homes(self._ranks())
             self._exchange_buffers()
@@ -185,11 +188,15 @@ class ProcessSplitModel(SplitModel):
         return {id(each): self._ownership.homes[name] for name, each in named_tensors(self.model)}
 
     def homes(self) -> dict[int, int]:
-        """See `SplitModel.homes`. Of what this rank has; parameters stay where they were put when the pipe was made."""
+        """See `SplitModel.homes`. Parameters of this rank stay where they were put when the pipe was made."""
         return {key: self._ownership.workers.index(rank) for key, rank in self._ranks().items()}
 
     def place(self) -> None:
         """Nothing moves: see `homes`."""
+
+    def lends_what_it_has(self) -> bool:
+        """Whether the loans are of the parameters that the model has now, and not of earlier ones in their places."""
+        return all(tensor_of(self.model, name) is each for name, each in self._lent)
 
     def stages(self) -> tuple[list[Stage], Crossing]:
         """See `SplitModel.stages`. Stages of this rank get copies of parameters of others by `loans`."""
@@ -201,6 +208,8 @@ class ProcessSplitModel(SplitModel):
             uses = list(find_uses([stage.layers for stage in made]))
             forbid_shared_statistics(uses, workers)
             self.loans, slots = plan_loans(uses, self._ranks(), workers, rank)
+        lent = {id(loan.parameter) for loan in self.loans if loan.owner == rank}
+        self._lent = [(name, each) for name, each in self.model.named_parameters() if id(each) in lent]
         for stage in cast("list[ProcessSplitStage]", made):
             stage.look_up_in(self._by_number)
             stage.borrow_into(slots.get(stage.index, ()))
@@ -223,7 +232,7 @@ def _is_same(before: tuple[Tensor, int] | None, now: tuple[Tensor, int]) -> bool
 
 
 def _digests(program: Program) -> list[str]:
-    """One digest per step, and one of what stages take and give. Equal on two ranks if the programs are."""
+    """One digest per step, and one of the values that cross. Equal on two ranks if the programs are."""
     recording = program.recording
     steps = [
         (

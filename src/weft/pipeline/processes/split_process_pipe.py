@@ -114,6 +114,8 @@ class ProcessSplitPipe(OverProcesses, SplitPipe):
             raise
 
     def _rebuilt_runtime(self) -> PipeRuntime:
+        if not self._own_model().lends_what_it_has():
+            self._runtime = None
         runtime = SplitPipe._made_runtime(self)
         self._compared = self._checked  # another layout is no other setting
         return runtime
@@ -135,8 +137,8 @@ class ProcessSplitPipe(OverProcesses, SplitPipe):
 
 
 def _with_fake_parameters(module: nn.Module) -> nn.Module:
-    """A copy of the model that runs without the values of its parameters. Its buffers are real, because Python goes by
-    what they hold."""
+    """A copy of the model that runs without the values of its parameters. Its buffers are real, because Python between
+    blocks goes by their values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:

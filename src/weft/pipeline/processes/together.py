@@ -109,15 +109,15 @@ class Together:
         return effects._replace(result=unflatten(structure, [originals.get(id(leaf), leaf) for leaf in leaves]))
 
     def announce(self, *content: Any) -> None:
-        """Tell all other ranks what to do next."""
+        """Send an action, and its arguments, to all other ranks."""
         self._send(next(self._begun()), pack(content))
 
     def hear(self, source: int) -> Any:
-        """What a rank has announced."""
+        """The next announcement of a rank."""
         return self._receive(next(self._begun()), source)
 
     def exchange(self, content: Any) -> list[Any]:
-        """What each rank gives, by rank."""
+        """The contents that all ranks give, by rank."""
         number, size = next(self._begun()), self._channel.links.size
         self._send(number, pack(content))
         others = {rank: self._receive(number, rank) for rank in self._others()}
@@ -161,8 +161,8 @@ class Together:
 
 
 class Effects(NamedTuple):
-    """All that a call does: its result and flags; new contents of what it was given, by number; attributes that it
-    stored, by the number of the module; and what hooks in it got, by the number of the module."""
+    """The effects of a call: its result and flags; new contents of its inputs, by number; attributes that it stored, by
+    the number of the module; and the arguments of hooks in it, by the number of the module."""
 
     result: Any
     flags: list[bool]
@@ -191,7 +191,7 @@ class Effects(NamedTuple):
         return Effects(result, flags, contents, stored, hooked)
 
     def repeat(self, given: Sequence[Any], modules: Sequence[nn.Module]) -> None:
-        """Let a call on another rank have its effects here."""
+        """Repeat the effects of a call on another rank."""
         for k, content in self.contents:
             target = given[k]
             tracked = content.requires_grad and not (target.is_leaf and target.requires_grad)
