@@ -242,6 +242,9 @@ def hang(how: str) -> Any:
         end = time.monotonic() + 8
         while time.monotonic() < end:  # an endless layer, almost
             pass
+        return None
+    for place in range(300):  # more than the socket of a stopped rank takes
+        walk.send(1, (0, 1, place), torch.ones(10_000))
     with pytest.raises(RankLostError) as caught:
         walk.receive((0, 0, 0), 1 if links.rank == 2 else 2)  # rank 0 waits for rank 2, which waits for rank 1
     return str(caught.value), time.monotonic() - begun
