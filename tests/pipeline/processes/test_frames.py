@@ -123,6 +123,12 @@ def test_a_value_arrives_as_it_was_sent(value: Any) -> None:
         assert all(map(is_same, leaves, others))
 
 
+def test_lazy_views_are_sent_as_their_values() -> None:
+    number = torch.tensor([1 + 2j])
+    arrived = carry([number.conj(), number.conj().imag], SentShapes(), {})
+    assert arrived[0].tolist() == [1 - 2j] and arrived[1].tolist() == [-2.0]
+
+
 def test_a_size_is_one_leaf_whatever_is_imported() -> None:
     importlib.import_module("torch.fx.experimental.proxy_tensor")  # makes torch.Size a container
     shape, leaves, _ = split_value({"a": torch.Size([2, 3])}, device_lane=False)
