@@ -42,7 +42,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)  # some run for a minute, where the machine has nothing else to do
 @pytest.mark.usefixtures("undisturbed")
-@pytest.mark.parametrize("name", [each for each in command.BENCHMARKS if each not in SLOW])
+@pytest.mark.parametrize("name", [each for each in command.benchmarks() if each not in SLOW])
 def test_a_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--quick", name])
     lines = capsys.readouterr().out.splitlines()
@@ -70,7 +70,7 @@ def test_the_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixt
 
 
 def test_a_name_stands_for_a_capability_or_for_one_benchmark() -> None:
-    assert command.chosen([]) == command.chosen(["pipeline", "recurrent", "experts"]) == list(command.BENCHMARKS)
+    assert command.chosen([]) == command.chosen(["pipeline", "recurrent", "experts"]) == list(command.benchmarks())
     assert {each.partition(".")[0] for each in command.chosen(["recurrent"])} == {"recurrent"}
     assert command.chosen(["pipeline.sleep", "pipeline.sleep"]) == ["pipeline.sleep"]
 
