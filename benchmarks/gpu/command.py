@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
