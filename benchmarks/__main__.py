@@ -4,7 +4,7 @@
     python -m benchmarks pipeline            those of one capability
     python -m benchmarks pipeline.overhead   one
     python -m benchmarks --quick ...         small and few: shows that they run, measures nothing
-    python -m benchmarks gpu [options]       what is asked of a GPU; needs torch alone (see `benchmarks.gpu.command`)
+    python -m benchmarks gpu [options]       checks, tests and figures on a GPU; see `benchmarks.gpu.command`
 
 Each prints a table; a figure that misses what was wanted says "falls short". The exit code is 0 all the same,
 for a shared machine can make any figure fall short.

@@ -129,6 +129,12 @@ def machine() -> str:
     )
 
 
+def two_gpus() -> Places:
+    """The first two GPUs, if pipes can have both; else the first one twice."""
+    both = torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1)
+    return "cuda:0", "cuda:1" if both else "cuda:0"
+
+
 def markdown(title: str, tables: Sequence[Table]) -> str:
     """The report."""
     text = [f"# weft on a GPU\n\n{title}\n"]
@@ -160,8 +166,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     begun = time.monotonic()
     sections = [] if options.names else options.section or (SECTIONS if not options.rehearse else ("checks", "speed"))
-    second = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
-    places = ("cpu", "cpu") if options.rehearse else ("cuda:0", second)
+    places = ("cpu", "cpu") if options.rehearse else two_gpus()
     end = begun + (ALL_END if not options.rehearse else 3600.0)
     tables: list[Table] = []
     print(title := machine(), end="\n\n", flush=True)

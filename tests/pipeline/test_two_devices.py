@@ -1,4 +1,4 @@
-"""Laws whose tensors move between the devices of two stages: values, gradients and statistics are those of the CPU.
+"""Laws with tensors that move between the devices of two stages: the numbers are those of the CPU.
 
 cpu-cpu          everywhere: shows that the comparisons hold
 cuda:0-cpu ...   with one GPU: values move
@@ -29,9 +29,11 @@ Places = tuple[str, str]
 
 @pytest.fixture
 def two_gpus(request: pytest.FixtureRequest) -> Places:
-    """The names of two GPUs. Skips, by name, where there are fewer."""
+    """The names of two GPUs with peer access. Skips by name without them."""
     if (count := torch.cuda.device_count()) < 2:
         pytest.skip(f"{request.node.name}: needs two GPUs, and the number of GPUs is {count}")
+    if not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip(f"{request.node.name}: needs two GPUs with peer access")
     return "cuda:0", "cuda:1"
 
 
@@ -71,7 +73,7 @@ every_cut_executor = pytest.mark.parametrize("executor", EXECUTORS[:3])
 
 
 def assert_same(seen: Any, wanted: Any, name: str) -> None:
-    """Equal to rounding on the CPU, wherever `seen` is; or both are None."""
+    """Equal to rounding, compared on the CPU."""
     seen = seen.detach().cpu() if isinstance(seen, Tensor) else seen
     torch.testing.assert_close(seen, wanted, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name}: {text}")
 
@@ -169,7 +171,7 @@ class Branches(nn.Module):
 
 
 class Joined(nn.Module):
-    """Reads what `Branches` returns."""
+    """Reads the result of `Branches`."""
 
     def forward(self, value: dict[str, Any]) -> Tensor:
         return (value["kept"] * value["mask"]).sum(1) / value["size"][0]
@@ -223,7 +225,7 @@ def test_loss_with_a_target_on_either_device(places: Places, executor: Any, sche
 @every_cut_executor
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_dropout_draws_the_same_numbers(places: Places, executor: Any, checkpoint: Any) -> None:
-    """As without recomputation in one thread, to the bit."""
+    """Bit-equal to one thread without recomputation."""
     found: list[list[Tensor]] = []
     for how in ({"executor": "serial", "checkpoint": "never"}, {"executor": executor, "checkpoint": checkpoint}):
         torch.manual_seed(3)
@@ -240,7 +242,7 @@ def test_dropout_draws_the_same_numbers(places: Places, executor: Any, checkpoin
 @every_executor
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_deferred_statistics_are_those_of_all_rows(places: Places, executor: Any, checkpoint: Any) -> None:
-    """Also in the second stage, whose inputs are then the outputs of normalised micro-batches."""
+    """Also in the second stage. Its inputs are normalised micro-batches."""
     pipe = Pipe(
         nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)).double(),
         chunks=3,
@@ -279,7 +281,7 @@ def test_graph_has_gradients_of_gradients(places: Places) -> None:
 @every_executor
 @pytest.mark.parametrize("inside", [False, True], ids=["loss-outside", "loss-inside"])
 def test_gradients_accumulate_over_steps(places: Places, executor: Any, inside: bool) -> None:
-    """Three backward calls and no optimizer between them. Each adds to what the one before has written."""
+    """Three backward calls and no optimizer between them. Each adds to the gradients that are there."""
     model = chain(4, 8, 2)
     plain = copy.deepcopy(model)
     options = {"loss": nn.MSELoss(), "schedule": "1f1b"} if inside else {}
