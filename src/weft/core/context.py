@@ -10,7 +10,7 @@ need no carrying into threads, but a recomputation must see those of its forward
 import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, NamedTuple, cast
@@ -48,6 +48,13 @@ def is_recomputing() -> bool:
         False
     """
     return _current.phase == "recomputing"
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one. Triton kernels run there, even if their tensors are elsewhere."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.context import ExecutionContext
+from weft.core.context import ExecutionContext, on_device
 from weft.core.errors import SpecError, WeftError, listed
 from weft.core.segment import MicroBatchContext, Segment
 from weft.experts.errors import CommitError, ExpertError, GradientError, ModuleExitError, WireError
@@ -240,7 +240,7 @@ class BatchExecutor:
         with self.lock, self.stepper.replaying(branch):
             self._seed = seed
             try:
-                with self._mode(tasks):
+                with on_device(self.effects.device), self._mode(tasks):
                     (self._try_backward if kind == "backward" else self._try_commit)(tasks)()
             except TaskFault as fault:
                 raise next(iter(fault.errors.values())) from fault
@@ -266,7 +266,7 @@ class BatchExecutor:
             self.stepper.log("dropped", [Task((), 1, client=owner[0], mini_batch=owner[1])])
 
     def _answers(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
-        with self.lock, self._mode(tasks):
+        with self.lock, on_device(self.effects.device), self._mode(tasks):
             answers, failures = isolate_faults(tasks, attempt, self.name)
             self.retried += failures
             return answers
@@ -301,7 +301,7 @@ class BatchExecutor:
         """What the module returns, of a run that leaves no trace but what is known of its side effects."""
 
         def forward() -> Any:
-            with torch.no_grad(), self._ambient.casting():
+            with torch.no_grad(), on_device(self.effects.device), self._ambient.casting():
                 return self._apply_module(inputs)
 
         return self.effects.rehearse(inputs, forward)

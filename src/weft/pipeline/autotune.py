@@ -29,7 +29,7 @@ schedule. It needs one device and no recomputation, and is left out where it wou
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as checkpointing
 
 from weft.core.autograd import CutFunction, current_task, forbid_batched, forbid_double, keeps_graph
-from weft.core.context import ExecutionContext, Phase, phase
+from weft.core.context import ExecutionContext, Phase, on_device, phase
 from weft.core.errors import TWICE, BackwardTwiceError, advise
 from weft.core.pytree import Structure, flatten, unflatten
 from weft.core.rng import RngProbe, RngStreams
@@ -243,7 +243,8 @@ def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, p
             inputs = unflatten(structure, [x.to(place.device) if isinstance(x, Tensor) else x for x in leaves])
         try:
             repeated = keeps is not None and keeps[stage][context.micro_batch] == "inputs"
-            outputs = _checkpointed(function, context, inputs) if repeated else function(context, *inputs)
+            with nullcontext() if place is None else on_device(place.device):
+                outputs = _checkpointed(function, context, inputs) if repeated else function(context, *inputs)
         except BaseException as error:
             advise(error)
             error.add_note(f"weft: in forward of stage {stage}, micro-batch {context.micro_batch}")

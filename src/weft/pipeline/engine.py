@@ -160,7 +160,7 @@ class PipeRuntime:
         function: CutFunction = step
         if report is not None:
             function = TimedCall(step, report, with_backward=step.tracked)
-        return step.output.filled(apply(function, step.tensors) if step.tracked else function.forward()[0])
+        return step.output.filled(apply(function, step.node_inputs()) if step.tracked else function.forward()[0])
 
     def _scanned(self, call: "PipeCall") -> list[Stage]:
         """The stages of a step, and its loss."""

@@ -15,7 +15,7 @@ that run here and no others.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import Any, TypeVar
 
@@ -45,7 +45,18 @@ from weft.pipeline.loss import LossScale, WeightedLoss
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.recompute import Unchanged
-from weft.pipeline.routing import OUTSIDE, Address, Given, Message, Place, Wiring, join_current, join_walk, leave_walk
+from weft.pipeline.routing import (
+    OUTSIDE,
+    Address,
+    CallerStreams,
+    Given,
+    Message,
+    Place,
+    Wiring,
+    bind_parameters,
+    join_walk,
+    leave_walk,
+)
 from weft.pipeline.schedule import Action, Schedule
 from weft.pipeline.tracing import Recorder, Watcher
 
@@ -293,6 +304,7 @@ class PipeStep:
     _unchanged: Unchanged | None = None
     _made: list[Tensor | None] | None = None
     _seed: Tensor | None = None
+    _caller: CallerStreams = field(default_factory=lambda: CallerStreams(()))
 
     @cached_property
     def _parameters(self) -> list[Tensor]:
@@ -303,6 +315,11 @@ class PipeStep:
     def tensors(self) -> list[Tensor]:
         """All that the step has gradients for, in order."""
         return [*self.mini_batch.tensors, *self._parameters]
+
+    def node_inputs(self) -> list[Tensor]:
+        """`tensors` for the node of autograd: see `bind_parameters`."""
+        views = bind_parameters(self.plan.places, self.parameters)
+        return [views.get(id(tensor), tensor) for tensor in self.tensors] if views else self.tensors
 
     def trusted(self, forward: Callable[[RngStreams], Result]) -> Result:
         """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`RngStreams.settle`).
@@ -333,6 +350,7 @@ class PipeStep:
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
+        self._caller = CallerStreams(self.plan.places)
         if self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.splits:
             self._seed = self.scale.seed()  # gradients are made while going forward
         left, run = self.trusted(self._walk_forward)
@@ -354,13 +372,13 @@ class PipeStep:
             self._unchanged.check()
         if not retain:
             self._run = self._made = None
-        if run is None:
-            found = self._rescaled(made or [], gradients[0])
-        else:
-            found = self._walk_backward(run, self.output.spread(gradients), retain=retain)
-            if retain and self._unchanged is not None:
-                self._unchanged.seal()  # what layers note of themselves while they run is their own
-        join_current(self.plan.places)
+        with self._caller.restored():
+            if run is None:
+                found = self._rescaled(made or [], gradients[0])
+            else:
+                found = self._walk_backward(run, self.output.spread(gradients), retain=retain)
+                if retain and self._unchanged is not None:
+                    self._unchanged.seal()  # what layers note of themselves while they run is their own
         without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
         return found
 
