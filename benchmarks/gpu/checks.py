@@ -427,7 +427,7 @@ def peak_memory(
 
 
 def memory_does_not_grow_with_micro_batches(places: Places) -> None:
-    """16 micro-batches take at most 8 sets of parameter gradients more memory than one; with recomputation, 1.1 times."""
+    """16 micro-batches take at most 8 sets of gradients more memory than one; with recomputation, 1.1 times."""
     if places[0] == "cpu":
         raise Skipped("memory is measured on a GPU")
     faults: list[str] = []
