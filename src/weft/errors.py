@@ -55,13 +55,13 @@ if TYPE_CHECKING:
 __all__ = [
     "AnomalyError", "AwayError", "BackwardTwiceError", "BatchError", "CertificateError", "ChangedError",
     "CheckpointError", "ClosedError", "CommitError", "DamagedError", "DeadlineError", "DeclaredError", "DeviceError",
-    "DirectoryError", "DoubleBackwardError", "DrainingError", "ExpertError", "ExpertFailedError", "ExpiredError",
-    "FencedError", "ForbiddenError", "GradientError", "GuardError", "InPlaceError", "InputWidthError",
-    "InputsGoneError", "KeyReusedError", "LayerInputError", "LeaseLostError", "LimitError", "LostError",
-    "MalformedError", "MixtureCommitError", "ModuleExitError", "NoExpertsError", "NoPlanWarning", "NotOwnerError",
-    "OverloadError", "OwnedError", "PartitionError", "QuotaError", "RandomnessError", "RefusedError", "RemoteError",
-    "ReplayError", "ResultEvictedError", "ScheduleError", "SkipError", "SkipWiringError", "SpecError", "SplitError",
-    "StepError", "StepsLostWarning", "TooFewAnswersError", "TooManyRowsError", "TruncatedError",
+    "DeviceLostError", "DirectoryError", "DoubleBackwardError", "DrainingError", "ExpertError", "ExpertFailedError",
+    "ExpiredError", "FencedError", "ForbiddenError", "GradientError", "GuardError", "InPlaceError",
+    "InputWidthError", "InputsGoneError", "KeyReusedError", "LayerInputError", "LeaseLostError", "LimitError",
+    "LostError", "MalformedError", "MixtureCommitError", "ModuleExitError", "NoExpertsError", "NoPlanWarning",
+    "NotOwnerError", "OverloadError", "OwnedError", "PartitionError", "QuotaError", "RandomnessError", "RefusedError",
+    "RemoteError", "ReplayError", "ResultEvictedError", "ScheduleError", "SkipError", "SkipWiringError", "SpecError",
+    "SplitError", "StepError", "StepsLostWarning", "TooFewAnswersError", "TooManyRowsError", "TruncatedError",
     "UnknownExpertError", "UnreachableError", "UsageError", "WeftError", "WireError",
 ]  # fmt: skip
 

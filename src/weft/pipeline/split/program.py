@@ -480,7 +480,11 @@ class SplitStage(Stage):
         for source, crossing in part.takes.items():
             values.update(zip(crossing, skips[bundle(source, self.index)], strict=True))
         stashed: dict[Skip, Any] = dict.fromkeys(self.stashed, ())
-        with self._substituted(choice.copies[self.index]):
+        copies = choice.copies[self.index]
+        for copy in copies.values():  # of the caller's stream, whose allocator must not reuse what this one reads
+            if copy.is_cuda:
+                copy.record_stream(torch.cuda.current_stream(copy.device))
+        with self._substituted(copies):
             values = program.run(self.index, values, self.code.get, next_layer)
             for reader, crossing in part.gives.items():
                 stashed[bundle(self.index, reader)] = tuple([values[value] for value in crossing])
