@@ -22,7 +22,8 @@ from weft.experts.errors import ClosedError, DeviceLostError, ExpertError
 def serving(kind: str, folder: Path) -> "Iterator[subprocess.Popen[str]]":
     words = [f"--expert=f={kind}", "--expert=g=ffn:hidden=8", "--optimizer=SGD", "--lr=0.1"]
     words += ["--address=127.0.0.1:0", f"--checkpoints={folder}", "--import=tests.experts.server.lost_gpu"]
-    path, pipe = os.pathsep.join([str(SOURCE), str(ROOT)]), subprocess.PIPE
+    path = os.pathsep.join([str(SOURCE), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    pipe = subprocess.PIPE
     env = {**os.environ, "PYTHONPATH": path}
     child = subprocess.Popen(
         [sys.executable, "-m", "weft", "serve", *words], stdout=pipe, stderr=pipe, text=True, env=env
