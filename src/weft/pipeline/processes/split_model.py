@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from weft.core.errors import DeviceError, SplitError, listed
 from weft.core.segment import version
 from weft.pipeline.plan import Crossing
-from weft.pipeline.processes.executor import Channel
 from weft.pipeline.processes.loans import BorrowingStage, Loan
 from weft.pipeline.processes.ownership import HiddenTensors, find_uses, forbid_shared_statistics, plan_loans
+from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.processes.together import EQUAL_EVERYWHERE, Together, TogetherRecorder
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.output_join import Quiet
@@ -33,7 +33,7 @@ from weft.pipeline.stage import Stage
 _WALK = "the choice of what a step runs"
 
 
-class Ownership(NamedTuple):
+class TensorHomes(NamedTuple):
     """The rank of each stage, the rank of each parameter and buffer by name, and those that this rank hides."""
 
     workers: Sequence[int]
@@ -62,9 +62,9 @@ class ProcessSplitModel(SplitModel):
 
     _stage_type = ProcessSplitStage
 
-    def __init__(self, ownership: Ownership, *args: Any, latest: Program | None = None) -> None:
-        self._ownership, self._first = ownership, ownership.workers[0]
-        self._together = Together(ownership.rank, ownership.device)
+    def __init__(self, tensor_homes: TensorHomes, *args: Any, latest: Program | None = None) -> None:
+        self._tensor_homes, self._first = tensor_homes, tensor_homes.workers[0]
+        self._together = Together(tensor_homes.rank, tensor_homes.device)
         self._sent_buffers: dict[str, tuple[Tensor, int]] = {}
         self.loans: Sequence[Loan] = ()
         self._lent: Sequence[tuple[str, Tensor]] = ()
@@ -72,7 +72,7 @@ class ProcessSplitModel(SplitModel):
         self._by_number: dict[int, Program] = {}
         self._dropped: list[int] = []
         super().__init__(*args)
-        self._foreign = {name for name, rank in ownership.homes.items() if rank != self._first}
+        self._foreign = {name for name, rank in tensor_homes.homes.items() if rank != self._first}
         self.latest = latest
 
     def _new_recorder(self) -> ForwardRecorder:
@@ -165,8 +165,8 @@ class ProcessSplitModel(SplitModel):
 
     @contextmanager
     def _shown(self) -> Generator[None]:
-        """Inside, the model has placeholders for parameters of other ranks, and their buffers with the present values."""
-        with self._ownership.hidden.shown():
+        """Inside, the model has placeholders for parameters of other ranks, and the present values of their buffers."""
+        with self._tensor_homes.hidden.shown():
             self._together.set_homes(self._ranks())
             self._exchange_buffers()
             yield
@@ -174,7 +174,9 @@ class ProcessSplitModel(SplitModel):
     def _exchange_buffers(self) -> None:
         """Send the buffers of this rank that have changed since they were last sent, and write those of others."""
         buffers = dict(self.model.named_buffers())
-        mine = {name: each for name, each in buffers.items() if self._ownership.homes[name] == self._ownership.rank}
+        mine = {
+            name: each for name, each in buffers.items() if self._tensor_homes.homes[name] == self._tensor_homes.rank
+        }
         now = {name: (each, version(each)) for name, each in mine.items()}
         changed = [name for name, state in now.items() if not _is_same(self._sent_buffers.get(name), state)]
         self._sent_buffers = now
@@ -185,11 +187,11 @@ class ProcessSplitModel(SplitModel):
 
     def _ranks(self) -> dict[int, int]:
         """The rank of each parameter and buffer that the model has just now, by its id()."""
-        return {id(each): self._ownership.homes[name] for name, each in named_tensors(self.model)}
+        return {id(each): self._tensor_homes.homes[name] for name, each in named_tensors(self.model)}
 
     def homes(self) -> dict[int, int]:
         """See `SplitModel.homes`. Parameters of this rank stay where they were put when the pipe was made."""
-        return {key: self._ownership.workers.index(rank) for key, rank in self._ranks().items()}
+        return {key: self._tensor_homes.workers.index(rank) for key, rank in self._ranks().items()}
 
     def place(self) -> None:
         """Nothing moves: see `homes`."""
@@ -200,10 +202,12 @@ class ProcessSplitModel(SplitModel):
 
     def stages(self) -> tuple[list[Stage], Crossing]:
         """See `SplitModel.stages`. Stages of this rank get copies of parameters of others by `loans`."""
-        workers, rank = self._ownership.workers, self._ownership.rank
+        workers, rank = self._tensor_homes.workers, self._tensor_homes.rank
         local = [blocks for blocks, worker in zip(self.blocks, workers, strict=True) if worker == rank]
-        self._ownership.hidden.keep_buffers(module for blocks in local for each in blocks for module in each.modules())
-        with self._ownership.hidden.shown():
+        self._tensor_homes.hidden.keep_buffers(
+            module for blocks in local for each in blocks for module in each.modules()
+        )
+        with self._tensor_homes.hidden.shown():
             made, crossing = super().stages()
             uses = list(find_uses([stage.layers for stage in made]))
             forbid_shared_statistics(uses, workers)

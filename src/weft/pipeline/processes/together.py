@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from weft.core.errors import SpecError, SplitError
 from weft.core.pytree import flatten, register_dataclasses, unflatten
 from weft.core.segment import version
-from weft.pipeline.processes.executor import Channel
 from weft.pipeline.processes.links import Walk
 from weft.pipeline.processes.packing import pack, unpack
+from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.program import Owned, Program, Step, Values, perform
 from weft.pipeline.split.record import SHAPES, ForwardRecorder
