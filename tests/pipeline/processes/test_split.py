@@ -80,3 +80,25 @@ def test_ranks_agree_on_an_automatic_split(ranks: Find) -> None:
     (one, worst), (other, other_worst) = ranks(2).run(splitting.cut_automatically)
     assert one == other and len(one) == 1
     assert max(worst, other_worst) <= 1e-13
+
+
+def test_recordings_see_present_values_of_buffers(ranks: Find) -> None:
+    for worst, recordings in ranks(2).run(splitting.count_in_a_buffer):
+        assert worst <= 1e-13 and recordings == 10
+
+
+def test_ranks_drop_the_same_programs(ranks: Find) -> None:
+    for found in ranks(2).run(splitting.drop_programs):
+        assert max(worst for worst, _, _ in found) <= 1e-13
+        assert [recordings for _, recordings, _ in found] == [1, 2, 3, 4, 5]
+        assert max(kept for _, _, kept in found) <= 3
+
+
+def test_loans_are_of_present_parameters(ranks: Find) -> None:
+    assert max(ranks(2).run(splitting.replace_parameters)) <= 1e-13
+
+
+def test_an_error_while_recording_reaches_all_ranks(ranks: Find) -> None:
+    (one, text, worst), (other, _, other_worst) = ranks(2).run(splitting.raise_in_a_block)
+    assert (one, other) == ("RankFailedError", "ArithmeticError") and "a poisoned row" in text
+    assert max(worst, other_worst) <= 1e-13

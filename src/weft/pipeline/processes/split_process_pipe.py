@@ -19,7 +19,7 @@ from weft.pipeline.pipe import map_tensors
 from weft.pipeline.processes.loans import Loans
 from weft.pipeline.processes.ownership import HiddenTensors, find_uses, placeholder_of
 from weft.pipeline.processes.process_pipe import OverProcesses
-from weft.pipeline.processes.split_model import TensorHomes, ProcessSplitModel, named_tensors
+from weft.pipeline.processes.split_model import ProcessSplitModel, TensorHomes, named_tensors
 from weft.pipeline.split.auto import Arguments
 from weft.pipeline.split.program import Program
 from weft.pipeline.split.split_pipe import SplitModel, SplitPipe
