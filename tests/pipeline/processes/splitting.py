@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import weft
 from tests.pipeline.split.zoo import HUGGING, UNet, ids, text
+from weft.core.errors import SpecError
 from weft.pipeline.microbatch import split
 from weft.pipeline.pipe import map_tensors
 from weft.pipeline.split import split_pipe
@@ -132,10 +133,11 @@ class Glue(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.register_buffer("calls", torch.zeros(()))
+        self.third.register_buffer("offset", torch.linspace(0, 1, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        x = self.first(x)
+        x = self.first(x) + self.third.offset  # a buffer of a later stage
         x += self.scale
         x = self.second(x) + self.third.bias * self.scale  # a parameter of a later stage
         return self.third(x.tanh()) @ self.first.weight.t()
@@ -262,8 +264,8 @@ def compare_small(name: str, checkpoint: str = "never", output: str = "all") -> 
         "recordings": pipe.statistics()["recordings"],
         "keys": sorted(pipe.state_dict()),
         "all": sorted(plain.state_dict()),
-        "buffers": {key: float(each) for key, each in pipe.named_buffers()},
-        "calls": {key: float(each) for key, each in plain.named_buffers()},
+        "buffers": {key: each.tolist() for key, each in pipe.named_buffers()},
+        "calls": {key: each.tolist() for key, each in plain.named_buffers()},
     }
 
 
@@ -331,15 +333,16 @@ def cut_automatically() -> tuple[list[str], float]:
 
 
 class Counts(nn.Module):
-    """Goes by a counter, in a buffer of a later stage, that the code between blocks increments."""
+    """Goes by a counter of calls, in a buffer of a block; with `early`, also in the first stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, early: bool = False) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 6), Counter()
+        self.first, self.second, self.third, self.early = nn.Linear(6, 6), nn.Linear(6, 6), Counter(), early
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.second(self.first(x))
-        return y * 2 if float(self.second.seen) > 5 else y
+        y = self.first(x + self.third.seen if self.early else x)
+        y = self.second(y)
+        return self.third(y * 2 if float(self.third.seen) > 5 else y)
 
 
 class Counter(nn.Module):
@@ -364,6 +367,16 @@ def count_in_a_buffer() -> tuple[float, int]:
         x = _inputs(rows)
         worst = max(worst, float((pipe(x) - plain(x)).detach().abs().max()))
     return worst, pipe.statistics()["recordings"]
+
+
+def share_a_counter() -> str:
+    """A buffer that the last stage writes to, and the first one reads."""
+    pipe: Any = weft.Pipe(Counts(early=True), chunks=1, split=["second"], group=dist.group.WORLD)
+    try:
+        pipe(_inputs(2))
+    except SpecError as error:
+        return str(error)
+    return "no error"
 
 
 @double()

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import DeviceError, SplitError, listed
+from weft.core.errors import DeviceError, SpecError, SplitError, listed
 from weft.core.segment import version
 from weft.pipeline.plan import Crossing
 from weft.pipeline.processes.loans import BorrowingStage, Loan
-from weft.pipeline.processes.ownership import HiddenTensors, find_uses, forbid_shared_statistics, plan_loans
+from weft.pipeline.processes.ownership import HiddenTensors, Use, find_uses, forbid_shared_statistics, plan_loans
 from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.processes.together import EQUAL_EVERYWHERE, Together, TogetherRecorder
 from weft.pipeline.split.open_state import PLAIN
@@ -71,12 +71,14 @@ class ProcessSplitModel(SplitModel):
         self._numbers = count()
         self._by_number: dict[int, Program] = {}
         self._dropped: list[int] = []
+        self._written: set[str] = set()  # buffers that the code between blocks writes to
         super().__init__(*args)
         self._foreign = {name for name, rank in tensor_homes.homes.items() if rank != self._first}
         self.latest = latest
 
     def _new_recorder(self) -> ForwardRecorder:
-        return TogetherRecorder(self._together, self.model, self.split, self.devices)
+        self._recorder_here = TogetherRecorder(self._together, self.model, self.split, self.devices)
+        return self._recorder_here
 
     def open(self, channel: Channel) -> None:
         """Open the walk of a step, before `choose`."""
@@ -151,6 +153,7 @@ class ProcessSplitModel(SplitModel):
                 f"forward of {type(self.model).__name__}, which begin to differ at "
                 f"{steps[at] if at < len(steps) else 'the end'}; {EQUAL_EVERYWHERE}"
             )
+        self._written |= {x.key for step in steps for k in step.writes if (x := step.reads[k]).kind == "own"}
         program.number = next(self._numbers)
         self._by_number[program.number] = program
 
@@ -196,6 +199,24 @@ class ProcessSplitModel(SplitModel):
     def place(self) -> None:
         """Nothing moves: see `homes`."""
 
+    def _forbid_shared_writes(self, uses: Iterable[Use]) -> None:
+        """Raise SpecError that names each buffer which stages of several ranks use, and a step writes to. Each of the
+        ranks has a copy, so one would not see what another writes."""
+        written = {id(module._buffers.get(key)) for module, key in self._recorder_here.written}
+        written |= {id(self._owner(name)) for name in self._written}
+        ranks: dict[int, set[int]] = {}
+        for use in uses:
+            ranks.setdefault(id(use.tensor), set()).add(self._tensor_homes.workers[use.stage])
+        shared = {key: sorted(of) for key, of in ranks.items() if len(of) > 1 and key in written}
+        buffers = self.model.named_buffers()
+        faults = [f"{name}, on the ranks {shared[id(each)]}" for name, each in buffers if id(each) in shared]
+        if faults:
+            headline = (
+                "buffers that a step writes to cannot be used on several ranks, each of which has a copy; use them in "
+                "one submodule, or let the stages be on one rank (split=):"
+            )
+            raise SpecError(listed(headline, faults))
+
     def lends_what_it_has(self) -> bool:
         """Whether the loans are of the parameters that the model has now, and not of earlier ones in their places."""
         return all(tensor_of(self.model, name) is each for name, each in self._lent)
@@ -211,6 +232,7 @@ class ProcessSplitModel(SplitModel):
             made, crossing = super().stages()
             uses = list(find_uses([stage.layers for stage in made]))
             forbid_shared_statistics(uses, workers)
+            self._forbid_shared_writes(uses)
             self.loans, slots = plan_loans(uses, self._ranks(), workers, rank)
         lent = {id(loan.parameter) for loan in self.loans if loan.owner == rank}
         self._lent = [(name, each) for name, each in self.model.named_parameters() if id(each) in lent]
@@ -224,10 +246,7 @@ class ProcessSplitModel(SplitModel):
 
 def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """All parameters and buffers, under all their names."""
-    return chain(
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    )
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
 def _is_same(before: tuple[Tensor, int] | None, now: tuple[Tensor, int]) -> bool:
