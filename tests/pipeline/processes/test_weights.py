@@ -25,8 +25,11 @@ def serially_trained(materialize: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_are_initialised_as_one_process(ranks, size: int) -> None:
-    torch.manual_seed(5)
-    wanted = serially_trained(lambda pipe: pipe.materialize())
+    def materialize(pipe: Any) -> Any:
+        torch.manual_seed(5)
+        return pipe.materialize()
+
+    wanted = serially_trained(materialize)
     for ranks_differ in (False, True):  # the seed is that of the first rank
         assert joined(ranks(size).run(weights.initialize, ranks_differ)) == wanted
 
