@@ -22,6 +22,9 @@ from benchmarks import load
 from benchmarks.experts import helper, peer, survive_directory, throughput
 from benchmarks.experts.processes import callers
 from benchmarks.experts.rounds import laps
+from benchmarks.gpu import command as gpu
+from benchmarks.gpu import jobs
+from benchmarks.gpu.checks import CHECKS
 from benchmarks.harness import race
 from benchmarks.recurrent import cells
 from benchmarks.recurrent.apart import _seconds_of_children, in_a_fresh_process
@@ -42,7 +45,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)  # some run for a minute, where the machine has nothing else to do
 @pytest.mark.usefixtures("undisturbed")
-@pytest.mark.parametrize("name", [each for each in command.BENCHMARKS if each not in SLOW])
+@pytest.mark.parametrize("name", [each for each in command.benchmarks() if each not in SLOW])
 def test_a_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--quick", name])
     lines = capsys.readouterr().out.splitlines()
@@ -70,7 +73,7 @@ def test_the_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixt
 
 
 def test_a_name_stands_for_a_capability_or_for_one_benchmark() -> None:
-    assert command.chosen([]) == command.chosen(["pipeline", "recurrent", "experts"]) == list(command.BENCHMARKS)
+    assert command.chosen([]) == command.chosen(["pipeline", "recurrent", "experts"]) == list(command.benchmarks())
     assert {each.partition(".")[0] for each in command.chosen(["recurrent"])} == {"recurrent"}
     assert command.chosen(["pipeline.sleep", "pipeline.sleep"]) == ["pipeline.sleep"]
 
@@ -277,3 +280,53 @@ def test_a_figure_is_judged_by_what_was_wanted(value: float, small: str, large: 
 def test_a_table_aligns_columns_that_some_rows_lack() -> None:
     text = str(Table("what", [{"a": "1", "b": "22"}, {"b": "3", "c": "4"}], ["  why"]))
     assert text.splitlines() == ["what", "", "  a  b   c", "  -  --  -", "  1  22", "     3   4", "  why"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["gpu"])
+    assert ended.value.code == 0
+    assert "There is no GPU here" in (text := capsys.readouterr().out) and len(text.splitlines()) <= 5
+
+
+def test_every_question_to_a_gpu_says_what_must_hold() -> None:
+    for name, check in CHECKS.items():
+        assert gpu.first_sentence(check.__doc__), name
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CHECKS)
+def test_gpu_check_holds_on_the_cpu(name: str) -> None:
+    outcome = jobs.run_job(["-m", "benchmarks.gpu.checks", name, "cpu", "cpu"], 290.0)
+    assert outcome.verdict in ("ok", "skipped"), outcome.last_lines(20)
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict", "says"),
+    [
+        ("print('fine')", "ok", "fine"),
+        ("raise SystemExit(77)", "skipped", ""),
+        ("raise ValueError('broken')", "FAILED", "ValueError: broken"),
+        ("import os; os.kill(os.getpid(), 6)", "FAILED", "killed by SIGABRT"),
+        ("import time; print('begun', flush=True); time.sleep(600)", "FAILED", "killed at its deadline"),
+    ],
+)
+def test_job_of_the_gpu_command_is_judged(program: str, verdict: str, says: str) -> None:
+    outcome = jobs.run_job(["-c", program], 10.0 if "600" in program else 60.0)
+    assert outcome.verdict == verdict
+    assert says in outcome.last_lines()
+
+
+def test_failed_check_is_reported_and_others_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = {"sparse_gradients": jobs.Outcome(1, "AssertionError: a | b", 2.0)}
+    good = jobs.Outcome(0, "holds", 1.0)
+    monkeypatch.setattr(gpu, "run_job", lambda argv, seconds: outcomes.get(argv[2], good))
+    assert gpu.main(["--rehearse", "sparse_gradients", "graph_over_places", "--write", str(tmp_path)]) == 1
+    assert gpu.main(["--rehearse", "graph_over_places"]) == 0
+    assert "sparse_gradients: FAILED AssertionError: a | b (2 s)" in capsys.readouterr().out
+    (report,) = tmp_path.glob("*-gpu.md")
+    assert "| sparse_gradients | FAILED | 2 |" in report.read_text("utf-8")

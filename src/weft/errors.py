@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AnomalyError", "AwayError", "BackwardTwiceError", "BatchError", "CertificateError", "ChangedError",
     "CheckpointError", "ClosedError", "CommitError", "DamagedError", "DeadlineError", "DeclaredError", "DeviceError",
-    "DirectoryError", "DoubleBackwardError", "DrainingError", "ExpertError", "ExpertFailedError", "ExpiredError",
-    "FencedError", "ForbiddenError", "GradientError", "GuardError", "InPlaceError", "InputWidthError",
+    "DeviceLostError", "DirectoryError", "DoubleBackwardError", "DrainingError", "ExpertError", "ExpertFailedError",
+    "ExpiredError", "FencedError", "ForbiddenError", "GradientError", "GuardError", "InPlaceError", "InputWidthError",
     "InputsGoneError", "KeyReusedError", "LayerInputError", "LeaseLostError", "LimitError", "LostError",
     "MalformedError", "MixtureCommitError", "ModuleExitError", "NoExpertsError", "NoPlanWarning", "NotOwnerError",
     "OverloadError", "OwnedError", "PartitionError", "QuotaError", "RandomnessError", "RankFailedError",

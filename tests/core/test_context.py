@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from weft import Pipe
 from weft.core.context import ExecutionContext, ProcessFlags, is_checkpointing, is_recomputing, phase
@@ -222,6 +224,63 @@ def test_a_recomputation_has_the_deterministic_flag_of_its_forward(who: Any, che
     y.sum().backward()
     assert flags == [True] * (8 if checkpoint == "always" else 4)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + scaled_dot_product_attention(x, x, x, dropout_p=self.dropout)
+
+
+def attention_gradient(who: Any, checkpoint: Any, x: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+    """Of a pipe with the plain kernel in forward, and any in backward."""
+    torch.manual_seed(0)
+    layers, devices = torch.nn.Sequential(Attention(dropout), Attention(dropout)), [x.device] * 2
+    pipe = Pipe(layers, chunks=2, devices=devices, checkpoint=checkpoint, executor=who)
+    x = x.clone().requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        y = pipe(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("who", ["serial", "threads", "graph"])
+def test_a_recomputation_has_the_attention_kernel_of_forward(who: Any) -> None:
+    """Bit for bit, because the kernels round differently."""
+    x = torch.randn(4, 2, 64, 32)
+    assert torch.equal(*(attention_gradient(who, checkpoint, x) for checkpoint in ("never", "always")))
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("who", ["serial", "threads"])
+def test_a_recomputed_attention_has_the_dropout_of_forward(who: Any) -> None:
+    """Another kernel would draw another mask from the same seed."""
+    x = torch.randn(4, 2, 64, 32, device="cuda:0")
+    kept, again = (attention_gradient(who, checkpoint, x, dropout=0.5) for checkpoint in ("never", "always"))
+    torch.testing.assert_close(again, kept, rtol=1e-3, atol=1e-3)
+
+
+def test_a_recomputation_has_the_cudnn_flags_of_its_forward() -> None:
+    seen: list[tuple[bool, ...]] = []
+
+    class Looking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cudnn = torch.backends.cudnn
+            seen.append((cudnn.enabled, cudnn.benchmark, cudnn.deterministic))
+            return x.sin()
+
+    pipe = Pipe(torch.nn.Sequential(Looking()), chunks=2, devices=["cpu"], checkpoint="always", executor="serial")
+    before = ProcessFlags.capture()
+    with torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True):
+        y = pipe(torch.ones(2, 1, requires_grad=True))
+    y.sum().backward()
+    assert seen == [(False, True, True)] * 4
+    assert ProcessFlags.capture() == before
 
 
 @pytest.mark.parametrize("who", ["serial", "threads"])

@@ -40,3 +40,16 @@ def test_every_fault_of_a_tensor_is_named() -> None:
         "has requires_grad=False, wanted True",
     ]
     assert "has shape (2,), wanted 3 axes: (None, 3, 5)" in spec.faults(torch.ones(2))
+
+
+def test_values_out_of_range_are_a_fault() -> None:
+    spec = TensorSpec((None,), torch.int64, values=range(2, 5))
+    assert spec.faults(torch.tensor([2, 4, 3])) == [] and spec.faults(torch.empty(0, dtype=torch.int64)) == []
+    assert spec.faults(torch.tensor([2, 5])) == ["has values from 2 to 5, wanted range(2, 5)"]
+    assert spec.faults(torch.tensor([-1, 4])) == ["has values from -1 to 4, wanted range(2, 5)"]
+    assert spec.faults(torch.tensor([2.0, 9.0])) == ["has dtype torch.float32, wanted torch.int64"]
+
+
+def test_a_sample_holds_values_of_the_range() -> None:
+    assert TensorSpec((None,), torch.int64, values=range(2, 5)).empty(2).tolist() == [2, 2]
+    assert TensorSpec((None,), torch.int64, values=range(-3, 5)).empty(2).tolist() == [0, 0]

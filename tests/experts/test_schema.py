@@ -15,7 +15,7 @@ from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import flatten
 from weft.core.spec import TensorSpec
 from weft.experts import ExpertBackend, Runtime
-from weft.experts.schema import Column, FlatSchema, call_schema
+from weft.experts.schema import Column, FlatSchema, call_schema, check_ranges
 
 specs = st.builds(
     lambda shape, dtype: TensorSpec((None, *shape), dtype),
@@ -271,3 +271,50 @@ def test_modules_of_torch_script_are_refused_with_what_to_do(how: str, inner: bo
     module = nn.Sequential(nn.Tanh(), scripted) if inner else scripted
     with pytest.raises(UsageError, match=f"module was made by torch.jit.* {'1' if inner else 'itself'}; give"):
         ExpertBackend("e", module, args_schema=(X,))
+
+
+class LookUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 2)
+
+    def forward(self, index: Tensor, mask: Tensor) -> Tensor:
+        return self.table(index) * mask[:, None]
+
+
+def looking_up(values: range | None) -> tuple[TensorSpec, TensorSpec]:
+    return TensorSpec((None,), torch.int64, values=values), TensorSpec((None,), torch.bool)
+
+
+def test_an_index_out_of_range_is_refused_at_the_edge() -> None:
+    """Forward and backward, before anything runs; others in the queue do not notice."""
+    backend = ExpertBackend("e", LookUp(), args_schema=looking_up(range(5)))
+    good, bad, mask = torch.tensor([0, 4]), torch.tensor([5, 0]), torch.ones(2, dtype=torch.bool)
+    with Runtime([backend]):
+        waiting = backend.forward_pool.submit_task(good, mask)
+        for pool, more in ((backend.forward_pool, ()), (backend.backward_pool, (torch.ones(2, 2),))):
+            with pytest.raises(SpecError, match=r"args\[0\] has values from 0 to 5, wanted range\(0, 5\)"):
+                pool.submit_task(bad, mask, *more)
+        assert waiting.result(20)[0].shape == (2, 2)
+
+
+def test_an_embedding_on_a_gpu_needs_the_range_of_its_indices() -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    with pytest.raises(UsageError, match=r"'e' has embeddings on cuda:0.*of args\[0\] a range"):
+        check_ranges("e", call_schema("e", looking_up(None), None), LookUp(), gpu)
+    check_ranges("e", call_schema("e", looking_up(None), None), LookUp(), cpu)
+    check_ranges("e", call_schema("e", looking_up(range(5)), None), LookUp(), gpu)
+    check_ranges("e", call_schema("e", looking_up(None), None), nn.Linear(2, 2), gpu)
+
+
+@pytest.mark.cuda
+def test_a_bad_index_on_a_gpu_leaves_its_expert_alive() -> None:
+    module = LookUp().to("cuda:0")
+    with pytest.raises(UsageError, match="has embeddings on cuda:0"):
+        ExpertBackend("e", module, args_schema=looking_up(None))
+    backend = ExpertBackend("e", module, args_schema=looking_up(range(5)))
+    mask = torch.ones(1, dtype=torch.bool)
+    with Runtime([backend]):
+        with pytest.raises(SpecError, match="has values from 7 to 7"):
+            backend.forward_pool.submit_task(torch.tensor([7]), mask)
+        assert backend.forward_pool.submit_task(torch.tensor([4]), mask).result(60)[0].shape == (1, 2)

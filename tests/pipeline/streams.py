@@ -1,17 +1,24 @@
 """CUDA streams without a GPU: happens-before between kernels, by vector clocks.
 
-`Machine` stands in for `torch.cuda`. A stream's clock says which kernels of every stream have ended before its next
-one starts. A tensor knows when it was written, which streams read it, and which it was recorded on. So a race shows in
-any run, whatever the order of the threads:
+`Machine` stands in for `torch.cuda`. The clock of a stream says which kernels of every stream have ended before its
+next one starts. A block of memory knows its writes and reads, and the streams on which it was recorded. A race shows in
+any run, and does not depend on the order of the threads:
 
-    read too early    the reading stream's clock lacks the write
-    freed too early   a read is in neither the clock of the owner nor in that of a recorded stream
+    read too early      the clock of the reading stream lacks the write
+    written too early   the clock of the writing stream lacks a read, or the last write
+    freed too early     neither the owner nor a recorded stream has passed a read
+    on another device   a kernel that takes the current device, as Triton's do, runs while another device is current
+    on another stream   AccumulateGrad gets a gradient from another stream than its own
 
-What it cannot see are the streams of the autograd engine, and kernels that are not launched by `Machine.kernel`.
+The last two are the rules of PyTorch's engine, as its source has them: a node runs on the stream that was current when
+it was made, it waits for the streams of its gradients, and the streams of the caller wait for it at the end. The engine
+itself is C++ and is not run here. `Node` and `Walk` repeat those rules, so a change of the engine goes unnoticed.
 """
 
 import threading
-from collections.abc import Generator
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +27,13 @@ import torch
 from torch import Tensor
 
 Clock = dict["Stream", int]
+_turn = threading.RLock()  # one change of a clock at a time
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """Run it as a worker does: with no current stream but the default ones."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 class Stream:
@@ -30,78 +44,154 @@ class Stream:
         self.clock: Clock = {self: 0}
 
     def launch(self) -> Clock:
-        """Launch a kernel: all that has ended when it has."""
-        self.clock[self] += 1
-        return dict(self.clock)
+        """Launch a kernel. Its stamp covers all that has ended before it."""
+        with _turn:
+            self.clock[self] += 1
+            return {self: self.clock[self]}
 
     def record_event(self) -> Clock:
-        return dict(self.clock)
+        with _turn:
+            return dict(self.clock)
 
     def wait_event(self, event: Clock) -> None:
-        for stream, count in event.items():
-            self.clock[stream] = max(self.clock.get(stream, 0), count)
+        with _turn:
+            for stream, count in event.items():
+                self.clock[stream] = max(self.clock.get(stream, 0), count)
 
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
 
     def covers(self, stamp: Clock) -> bool:
-        """Whether its next kernel starts after what is in the stamp."""
-        return all(self.clock.get(stream, 0) >= count for stream, count in stamp.items())
+        """Whether its next kernel starts after all kernels of the stamp."""
+        with _turn:
+            return all(self.clock.get(stream, 0) >= count for stream, count in stamp.items())
 
 
 class Memory:
     """A block of a device's memory. It is freed when no tensor has it any more."""
 
-    def __init__(self, machine: "Machine", owner: Stream, strided: bool) -> None:
+    def __init__(self, machine: "Machine", owner: Stream, strided: bool = False) -> None:
         self.machine, self.owner, self.strided = machine, owner, strided
         self.written = owner.launch()
-        self.reads: list[tuple[Clock, str]] = []
+        self.uses: list[tuple[Clock, str]] = []
         self.recorded = {owner}
 
     def read(self, stream: Stream, why: str) -> None:
         if not stream.covers(self.written):
             self.machine.faults.add(f"{why}: read before it is written")
-        self.reads.append(({stream: stream.launch()[stream]}, why))
+        self.uses.append((stream.launch(), why))
+
+    def write(self, stream: Stream, why: str) -> None:
+        if not all(stream.covers(stamp) for stamp in (self.written, *(stamp for stamp, _ in self.uses))):
+            self.machine.faults.add(f"{why}: written while it is used")
+        self.written = stream.launch()
+        self.uses.append((self.written, why))
 
     def __del__(self) -> None:
-        for stamp, why in self.reads:
+        for stamp, why in self.uses:
             if not any(stream.covers(stamp) for stream in self.recorded):
-                self.machine.faults.add(f"{why}: freed while it is read")
+                self.machine.faults.add(f"{why}: freed while it is used")
 
 
 class OnGpu(Tensor):
-    """A tensor in such memory; it has no numbers."""
+    """A tensor in such memory. It has no numbers. A sparse one has two blocks: values and indices."""
 
-    memory: Memory
+    memories: tuple[Memory, ...]
+    gradient: "OnGpu | None" = None
     is_cuda = True  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    @staticmethod
-    def of(memory: Memory) -> "OnGpu":
-        tensor = Tensor._make_subclass(OnGpu, torch.empty(0))
-        tensor.memory = memory
+    @classmethod
+    def of(cls, *memories: Memory, requires_grad: bool = False) -> Any:
+        tensor = Tensor._make_subclass(cls, torch.empty(0), requires_grad)
+        tensor.memories = memories
         return tensor
+
+    @property
+    def memory(self) -> Memory:
+        return self.memories[0]
+
+    @property
+    def machine(self) -> "Machine":
+        return self.memory.machine
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.memory.owner.device
 
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return len(self.memories) > 1
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        return torch.sparse_coo if self.is_sparse else torch.strided
+
+    def _values(self) -> "OnGpu":
+        return OnGpu.of(self.memories[0])
+
+    def _indices(self) -> "OnGpu":
+        return OnGpu.of(self.memories[1])
+
     def detach(self) -> "OnGpu":
-        return OnGpu.of(self.memory)
+        return OnGpu.of(*self.memories)
+
+    def clone(self) -> "OnGpu":  # type: ignore[override]
+        return self.machine.kernel("clone", self.device, self)
 
     def record_stream(self, stream: Any) -> None:
+        if self.is_sparse:
+            self.machine.faults.add("record_stream: not implemented for sparse tensors")
         self.memory.recorded.add(stream)
+
+    def read(self, stream: Stream, why: str) -> None:
+        for memory in self.memories:
+            memory.read(stream, why)
 
     def to(self, device: torch.device) -> "OnGpu":  # type: ignore[override]
         """Copy as PyTorch does: on the current stream of the source, between two barriers with that of the target."""
-        machine = self.memory.machine
-        source, target = machine.current_stream(self.device), machine.current_stream(device)
-        if not machine.peers and self.memory.strided:
-            self.memory.read(source, "contiguous() of a copy")
+        if device == self.device:
+            return self
+        source, target = self.machine.current_stream(self.device), self.machine.current_stream(device)
+        if not self.machine.peers and self.memory.strided:
+            self.read(source, "contiguous() of a copy")
         source.wait_stream(target)
-        self.memory.read(source, "copy")
+        self.read(source, "copy")
         target.wait_stream(source)
-        return OnGpu.of(Memory(machine, target, strided=False))
+        return OnGpu.of(Memory(self.machine, target))
+
+    def __add__(self, other: Any) -> "OnGpu":
+        return self.machine.kernel("add", self.device, self, other, sparse=self.is_sparse and other.is_sparse)
+
+    def __mul__(self, other: Any) -> "OnGpu":
+        return self.machine.kernel("mul", self.device, self, other)
+
+
+class AccumulateGrad:
+    """The node that ends at a parameter. It runs on the stream that is current when it is made."""
+
+    def __init__(self, parameter: "Parameter") -> None:
+        self.stream = parameter.machine.current_stream(parameter.device)
+
+
+class Parameter(OnGpu):
+    """A weight. Its node lives as long as a graph leads there."""
+
+    _node: "weakref.ref[AccumulateGrad] | None" = None
+
+    def node(self) -> AccumulateGrad:
+        node = self._node and self._node()
+        if node is None:
+            node = AccumulateGrad(self)
+            self._node = weakref.ref(node)
+        return node
+
+
+class View(OnGpu):
+    """A view of a parameter: its node runs on the stream that was current when it was made, and leads to the other."""
+
+    stream: Stream
+    leads_to: AccumulateGrad
 
 
 class Machine:
@@ -113,31 +203,142 @@ class Machine:
         self._default: dict[torch.device, Stream] = {}
         self._thread = threading.local()
         patch.setattr(torch.cuda, "Stream", Stream)
-        for name in ("current_stream", "stream", "device"):
+        for name in ("current_stream", "stream", "device", "current_device"):
             patch.setattr(torch.cuda, name, getattr(self, name))
+        patch.setattr(torch, "_foreach_add_", self._add_into)
+        patch.setattr(torch.ops.aten, "alias", self._alias)
+
+    def current_device(self) -> int:
+        return getattr(self._thread, "device", torch.device("cuda:0")).index
 
     def current_stream(self, device: Any = None) -> Stream:
-        device = torch.device(device or getattr(self._thread, "device", "cuda:0"))
-        default = self._default.setdefault(device, Stream(device))
+        device = torch.device(device or f"cuda:{self.current_device()}")
+        with _turn:
+            default = self._default.setdefault(device, Stream(device))
         return getattr(self._thread, "streams", {}).get(device, default)
 
     @contextmanager
     def stream(self, stream: Stream) -> Generator[None]:
         before = self._thread.__dict__.setdefault("streams", {})
         self._thread.streams = before | {stream.device: stream}
-        with self.device(stream.device):
-            yield
-        self._thread.streams = before
+        try:
+            with self.device(stream.device):
+                yield
+        finally:
+            self._thread.streams = before
 
     @contextmanager
     def device(self, device: Any) -> Generator[None]:
-        before = getattr(self._thread, "device", torch.device("cuda:0"))
+        before = self.current_device()
         self._thread.device = torch.device(device)
-        yield
-        self._thread.device = before
+        try:
+            yield
+        finally:
+            self._thread.device = torch.device("cuda", before)
 
-    def kernel(self, name: str, device: torch.device, *reads: OnGpu, strided: bool = False) -> OnGpu:
+    def kernel(
+        self, name: str, device: torch.device, *reads: OnGpu, strided: bool = False, sparse: bool = False
+    ) -> OnGpu:
         """Launch one on the current stream of a device."""
+        stream = self.current_stream(device)
         for tensor in reads:
-            tensor.memory.read(self.current_stream(device), name)
-        return OnGpu.of(Memory(self, self.current_stream(device), strided))
+            tensor.read(stream, name)
+        return OnGpu.of(*(Memory(self, stream, strided) for _ in range(1 + sparse)))
+
+    def write(self, name: str, tensor: OnGpu, *reads: OnGpu) -> None:
+        """Launch one that writes into a tensor."""
+        stream = self.current_stream(tensor.device)
+        for each in reads:
+            each.read(stream, name)
+        with torch.no_grad():
+            tensor.zero_()  # counts as a write: see `Tensor._version`
+        for memory in tensor.memories:
+            memory.write(stream, name)
+
+    def parameter(self, device: torch.device) -> Parameter:
+        """A weight that the caller makes."""
+        return Parameter.of(Memory(self, self.current_stream(device)), requires_grad=True)
+
+    def hand_over(self, gradient: OnGpu, producer: Stream, consumer: Stream, *, accumulates: bool = False) -> None:
+        """The engine, between two nodes."""
+        if consumer is producer:
+            return
+        if accumulates:
+            self.faults.add("AccumulateGrad: gets a gradient from another stream")
+        consumer.wait_stream(producer)
+        if consumer.device == gradient.device:
+            for memory in gradient.memories:
+                memory.recorded.add(consumer)
+
+    def _add_into(self, totals: Sequence[OnGpu], gradients: Sequence[OnGpu]) -> None:
+        for total, gradient in zip(totals, gradients, strict=True):
+            self.write("add into", total, gradient)
+
+    def _alias(self, parameter: Parameter) -> View:
+        view = View.of(*parameter.memories)
+        view.stream, view.leads_to = self.current_stream(parameter.device), parameter.node()
+        return view
+
+
+class Walk:
+    """The engine walks the graph of one forward back: in the thread that asks, on the stream of that forward."""
+
+    def __init__(self, machine: Machine, device: torch.device) -> None:
+        self._machine, self._device = machine, device
+        self._forward = machine.current_stream(device)
+
+    @contextmanager
+    def back(self, *seeds: OnGpu) -> Generator[Callable[[OnGpu, Parameter], None]]:
+        """Kernels inside are those of the graph. Call the result for the gradient of every parameter."""
+        machine, here = self._machine, self._machine.current_stream(self._device)
+        leaves = {self._forward}
+
+        def capture(gradient: OnGpu, parameter: Parameter) -> None:
+            node = parameter.node()
+            machine.hand_over(gradient, self._forward, node.stream, accumulates=True)
+            leaves.add(node.stream)
+
+        for seed in seeds:
+            machine.hand_over(seed, here, self._forward)
+        with machine.stream(self._forward):
+            yield capture
+        for stream in leaves:
+            here.wait_stream(stream)
+
+
+class Node:
+    """The node of a step: `apply` and `backward` as autograd does them, the latter in a thread of its own."""
+
+    def __init__(self, machine: Machine, step: Any) -> None:
+        self._machine, self._step = machine, step
+        self._ways = [self._way(tensor) for tensor in step.node_inputs()]
+        (self.output,), _ = step.forward()
+        self._stream = machine.current_stream(self.output.device)
+
+    def _way(self, tensor: OnGpu) -> list[AccumulateGrad | Stream]:
+        """The way of its gradient: to a view and AccumulateGrad, to AccumulateGrad, or to a node of the caller."""
+        if isinstance(tensor, View):
+            return [tensor.stream, tensor.leads_to]
+        return [tensor.node() if isinstance(tensor, Parameter) else self._machine.current_stream(tensor.device)]
+
+    def backward(self, gradient: OnGpu) -> None:
+        """The caller's `loss.backward()`: at the end the caller's streams wait for all accumulation."""
+        machine = self._machine
+        machine.hand_over(gradient, machine.current_stream(gradient.device), self._stream)
+        for stream in in_a_thread(lambda: self._run(gradient)):
+            machine.current_stream(stream.device).wait_stream(stream)
+
+    def _run(self, seed: OnGpu) -> set[Stream]:
+        machine, leaves = self._machine, set[Stream]()
+        with machine.stream(self._stream):
+            found = self._step.backward([seed], retain=False)
+            for tensor, way, gradient in zip(self._step.tensors, self._ways, found, strict=True):
+                before = self._stream
+                for node in way:
+                    stream = node.stream if isinstance(node, AccumulateGrad) else node
+                    machine.hand_over(gradient, before, stream, accumulates=node is not stream)
+                    before = stream
+                gradient.read(before, "accumulation")
+                leaves.add(before)
+                tensor.gradient = gradient
+        return leaves

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,8 +176,7 @@ def test_what_is_faster_is_kept_until_it_becomes_slow(
         return plans(layout, loss)
 
     monkeypatch.setattr(runtime, "plan", plan)
-    for module in ("weft.pipeline.autotune", "weft.pipeline.engine"):
-        monkeypatch.setattr(f"{module}.perf_counter", clock)
+    monkeypatch.setattr("weft.core.timing.time", SimpleNamespace(perf_counter=clock))
 
     def steps(count: int, x: Tensor) -> list[str]:
         for _ in range(count):

@@ -1,5 +1,7 @@
 """Choosing by measurement: every candidate gets its turns, the fastest stays, the simplest wins a tie."""
 
+from time import perf_counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -115,7 +117,7 @@ def test_a_timed_call_does_the_same_and_reports_once_it_is_over(with_backward: b
         assert choice.chosen() == {}, f"too early, after {step} steps"
         function, report = Call(), choice.pick("step")[1]
         assert report is not None
-        timed = TimedCall(function, report, with_backward=with_backward)
+        timed = TimedCall(function, report, perf_counter, with_backward=with_backward)
         assert timed.forward()[1] == [True]
         if with_backward:
             assert timed.backward([None], retain=False) == [None]
@@ -133,5 +135,15 @@ def test_a_call_that_fails_passes_its_error_on_and_is_not_counted(error: type[Ba
     layout, report = choice.pick("step")
     assert report is not None
     with pytest.raises(error):
-        TimedCall(Failing(), report, with_backward=False).forward()
+        TimedCall(Failing(), report, perf_counter, with_backward=False).forward()
     assert choice.pick("step")[0] == layout == "serial"
+
+
+def test_forward_and_first_backward_are_timed_by_the_clock() -> None:
+    """Which waits for the devices at both ends; a retained graph may go back again."""
+    times, seen = iter([10.0, 13.0, 20.0, 24.0, 30.0, 31.0]), list[float]()
+    timed = TimedCall(Call(), seen.append, lambda: next(times), with_backward=True)
+    timed.forward()
+    for _ in range(2):
+        timed.backward([None], retain=True)
+    assert seen == [7.0]

@@ -267,6 +267,18 @@ def test_devices_of_untested_types_are_rejected() -> None:
     assert told(caught) == [f"device 'mps' {why}", f"device 'xpu:1' {why}"]
 
 
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], None], ids=["named", "default"])
+@pytest.mark.parametrize("options", [{}, {"split": ["1"]}, {"balance": [1, 1]}], ids=["plain", "split", "balance"])
+def test_gpus_without_peer_access_are_rejected(devices: Any, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only one of them can read the memory of the other."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one.index, other.index) == (0, 1))
+    with pytest.raises(UsageError, match="cuda:0 and cuda:1 have no peer access, and nothing was tested"):
+        Pipe(linears(1, 2), chunks=1, devices=devices, **options)
+    assert places_of(["cuda:1", "cuda:1", "cpu"]) == [torch.device("cuda:1"), torch.device("cuda:1"), CPU]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPUs")
 def test_without_devices_there_are_two_stages_on_the_cpu_or_as_many_as_the_balance_says() -> None:
     assert resolve_layout(linears(1, 2, 3, 4), None, None, None)[1] == [CPU, CPU]

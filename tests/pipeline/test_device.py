@@ -1,5 +1,7 @@
 """Places: what arrives is on the stage's device, and on CUDA ready and safe, whatever the streams do."""
 
+import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -67,6 +69,11 @@ def test_the_comparison_below_holds_on_the_cpu_too() -> None:
 
 
 CUDA = "cuda:0"
+TWO_GPUS = pytest.param(
+    [CUDA, "cuda:1"],
+    id="cuda:0-cuda:1",
+    marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+)
 LARGE = 1 << 20
 
 
@@ -238,3 +245,176 @@ def test_dropout_on_cuda_is_bit_equal_between_serial_threads_and_recomputation()
                 found.append((seed, [p.grad.clone() for p in model.parameters()]))
     wanted = dict(found[:5])
     assert all(torch.equal(a, b) for seed, grads in found for a, b in zip(grads, wanted[seed], strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_sparse_gradients_cross_streams(executor: Any) -> None:
+    """Their memory is recorded on other streams, for which PyTorch has no function."""
+
+    def embedding() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3)).double()
+
+    plain, model = embedding(), embedding()
+    pipe = Pipe(model, chunks=4, devices=[CUDA] * 2, balance=[2, 1], executor=executor)
+    for seed in range(3):
+        x = torch.randint(50, (16, 4), generator=torch.Generator().manual_seed(seed))
+        pipe(x.to(CUDA)).square().mean().backward()
+        plain(x).square().mean().backward()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad.layout == its.grad.layout
+        torch.testing.assert_close(mine.grad.to_dense().cpu(), its.grad.to_dense(), rtol=1e-9, atol=1e-9)
+
+
+class Tally(nn.Module):
+    """Counts its calls, so late that another stage would read the number before."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(LARGE, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.total.clone()
+        torch.cuda._sleep(1_000_000)
+        self.total.copy_(seen + 1)
+        return x * 1
+
+
+class NewTally(Tally):
+    """Puts a new buffer in the place of the last one, whose memory is free then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(1_000_000)
+        self.total = self.total + 1
+        return x * 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", [Tally, NewTally])
+def test_stages_of_one_gpu_share_a_buffer(kind: type[Tally], checkpoint: Any) -> None:
+    """Every call counts: a stage's stream waits for that of the stage before it."""
+    tally, chunks, steps = kind(), 8, 3
+    model = nn.Sequential(nn.Linear(4, 4), tally, nn.Linear(4, 4), tally)
+    pipe = Pipe(model, chunks=chunks, devices=[CUDA] * 2, balance=[2, 2], checkpoint=checkpoint, executor="threads")
+    for _ in range(steps):
+        pipe(torch.ones(chunks, 4, device=CUDA)).sum().backward()
+    assert tally.total.min().item() == tally.total.max().item() == steps * chunks * 2
+
+
+class Looks(nn.Module):
+    """Notes the stream and the device that are current when it runs, and the stream when its gradient arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.streams = set[int]()
+        self.devices = set[int]()
+        self.gradients = set[int]()
+        self.weight.register_hook(lambda gradient: self.gradients.add(self.now(gradient)))
+
+    @staticmethod
+    def now(x: Tensor) -> int:
+        return torch.cuda.current_stream(x.device).cuda_stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.streams.add(self.now(x))
+        self.devices.add(torch.cuda.current_device())
+        return x * self.weight
+
+
+@pytest.mark.cuda
+def test_gradients_accumulate_on_the_streams_of_stages() -> None:
+    """Else every gradient of a walk would wait for the caller's stream, and that one for all stages."""
+    model = nn.Sequential(Looks(), Looks())
+    pipe = Pipe(model, chunks=2, devices=[CUDA] * 2, balance=[1, 1], executor="threads")
+    loss = None
+    for _ in range(2):  # the last loss, and so the nodes of the last step, are still there
+        loss = pipe(torch.ones(4, 4, device=CUDA)).sum()
+        loss.backward()
+    looks = [layer for layer in model if isinstance(layer, Looks)]
+    assert [len(layer.streams) for layer in looks] == [1, 1]
+    assert [layer.gradients for layer in looks] == [layer.streams for layer in looks]
+    assert looks[0].streams.isdisjoint(looks[1].streams)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("devices", [[CUDA, CUDA], TWO_GPUS])
+def test_no_gradient_accumulates_across_streams(devices: list[str], executor: Any) -> None:
+    """PyTorch warns of it, once in a process unless it always has to."""
+    pipe = Pipe(layers(), chunks=4, devices=devices, balance=[2, 3], executor=executor)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                pipe(torch.ones(8, 64, dtype=torch.float64, device=CUDA)).square().mean().backward()
+    finally:
+        torch.set_warn_always(always)
+    assert not [str(each.message) for each in seen if "AccumulateGrad" in str(each.message)]
+
+
+class LateInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        torch.cuda._sleep(2_000_000)
+        return gradient * 1
+
+
+class Late(nn.Module):
+    """Its gradient is late."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LateInBackward.apply(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("devices", [[CUDA, CUDA], TWO_GPUS])
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b", "loss": mean_square}], ids=["gpipe", "1f1b"])
+def test_the_caller_may_have_streams_of_its_own(devices: list[str], executor: Any, options: Any) -> None:
+    """Some steps with an optimizer, on other streams than the thread of backward has."""
+    plain, model = layers(), layers()
+    late = nn.Sequential(*[module for layer in model for module in (layer, Late())])
+    pipe = Pipe(late, chunks=4, devices=devices, balance=[4, 6], executor=executor, **options)
+    x = torch.randn(9, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    streams = [torch.cuda.Stream(device) for device in dict.fromkeys(devices)]
+    for stream in streams:
+        torch.cuda.synchronize(stream.device)
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        for _ in range(3):
+            there = x.to(devices[0])
+            loss = pipe(there, target=there) if options else pipe(there).square().mean()
+            loss.backward()
+            plain(x).square().mean().backward()
+            with torch.no_grad():
+                for parameter in (*model.parameters(), *plain.parameters()):
+                    parameter -= 0.1 * parameter.grad
+            model.zero_grad()
+            plain.zero_grad()
+    for stream in streams:
+        stream.synchronize()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.cpu(), its, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("devices", [TWO_GPUS])
+@pytest.mark.parametrize("executor", ["serial", "threads", "graph"])
+def test_the_current_device_is_that_of_the_stage(devices: list[str], executor: Any) -> None:
+    """Kernels of Triton run there, wherever their tensors are."""
+    model = nn.Sequential(Looks(), Looks())
+    pipe = Pipe(model, chunks=2, devices=devices, balance=[1, 1], executor=executor)
+    pipe(torch.ones(4, 4, device=CUDA))
+    assert [layer.devices for layer in model if isinstance(layer, Looks)] == [{0}, {1}]

@@ -1,5 +1,6 @@
 """A mean over targets that do not all count is that of the undivided mini-batch, or is refused."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pipeline.pipe_cases import EXECUTORS, assert_close, chain, every_run, every_schedule, piped, rows
 from weft import NoChunk, Pipe
@@ -206,3 +208,52 @@ def test_a_loss_is_one_number() -> None:
         checked_loss(3.0)
     with pytest.raises(SpecError, match=r"complex64.*one real number"):  # scaled gradients could not carry its phase
         checked_loss(torch.ones((), dtype=torch.complex64))
+
+
+class _Transfers(TorchDispatchMode):
+    """Counts the numbers that are read out of tensors, each of which would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("loss", [Wrapped(), nn.CrossEntropyLoss(ignore_index=1)], ids=["own", "pytorch"])
+def test_reading_targets_waits_as_often_for_many_micro_batches(
+    loss: nn.Module, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    for chunks in (2, 6):
+        reads: list[int] = []
+        monkeypatch.setattr(
+            Tensor, "tolist", lambda self, read=Tensor.tolist, reads=reads: reads.append(1) or read(self)
+        )
+        pipe, _ = piped(chain(4, 3), loss=loss, executor="serial", checkpoint=checkpoint, chunks=chunks)
+        with _Transfers() as transfers:
+            pipe(rows(6, 4), target=torch.tensor([0, 1, 2, 0, 2, 2])).backward()
+        monkeypatch.undo()
+        counts.append(transfers.count + len(reads))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:called a synchronizing CUDA operation")
+def test_on_a_gpu_a_step_waits_as_often_for_many_micro_batches() -> None:
+    counts: list[int] = []
+    for chunks in (2, 6):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        pipe = Pipe(model, chunks=chunks, devices=["cuda:0"] * 2, loss=Wrapped(), executor="serial")
+        x, target = torch.randn(6, 4, device="cuda:0"), torch.arange(6, device="cuda:0") % 3
+        pipe(x, target=target).backward()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                pipe(x, target=target).backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchronizing CUDA operation" in str(each.message) for each in seen))
+    assert counts[0] == counts[1] > 0

@@ -247,3 +247,24 @@ def test_a_pipe_that_is_recorded_says_what_to_record_instead(
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's
         RECORDERS[record](pipe, x)
     assert_close(torch.export.export(nn.Sequential(*pipe), (x,)).module()(x), plain(x))
+
+
+def test_a_step_inside_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, _ = piped(chain(4, 4))
+    capturing: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.append(True) or True)
+    pipe(rows(4, 4))
+    assert torch.cuda.is_initialized() or not capturing, "a program without a GPU does not ask"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(UsageError, match=r"while a CUDA graph is captured.*outside of torch\.cuda\.graph"):
+        pipe(rows(4, 4))
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_gpu_that_captures_a_graph_refuses_a_step() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2, devices=["cuda:0"] * 2)
+    x = torch.ones(4, 4, device="cuda:0")
+    with pytest.raises(UsageError, match="while a CUDA graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pipe(x)
+    assert pipe(x).shape == (4, 4)

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from weft.core.errors import ChangedError
 from weft.core.rng import RandomUse, RngStreams, generators
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.microbatch import split
+from weft.pipeline.routing import StreamLock
 from weft.pipeline.stage import Stage
 
 
@@ -146,9 +148,11 @@ def test_stages_take_turns_at_a_norm_that_both_have_while_it_writes() -> None:
     stages = [Stage(i, [("a", layer)], cpu, (), ()) for i, layer in enumerate([norm, norm, nn.BatchNorm1d(2).double()])]
     entered: list[Stage] = []
 
-    class Turns(contextlib.nullcontext[None]):
-        def __enter__(self) -> None:
+    class Turns(StreamLock):
+        @contextlib.contextmanager
+        def held(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> Generator[None]:
             entered.append(stage)
+            yield
 
     for stage in stages:
         stage.replay.serialize([norm], Turns())

@@ -1,126 +1,219 @@
-"""No kernel of a walk reads what is not written yet, or what is freed already, whatever the streams do."""
+"""No kernel of a step reads memory before it is written, or uses memory after it is freed, in any order of streams.
+
+Steps, walks, places and locks are the real ones. Each mutant breaks one of them, and the simulation must see it. Out of
+its sight are the engine of autograd, whose rules `tests.pipeline.streams` repeats as PyTorch's source has them, and the
+allocator of CUDA. `test_device.py` asks a GPU about those.
+"""
 
 import gc
-import threading
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.pipeline.streams import Machine, OnGpu, Stream
-from weft.pipeline.routing import CudaPlace, Message, Wiring, join_current, join_walk, leave_walk, message_of
-from weft.pipeline.schedule import gpipe
+from tests.pipeline.stream_steps import Pipeline, ShuffledExecutor, with_own_streams
+from tests.pipeline.streams import Machine, OnGpu, Stream, in_a_thread
+from weft.core.context import ExecutionContext
+from weft.core.segment import MicroBatchContext
+from weft.pipeline import routing, step
+from weft.pipeline.autotune import _micro_batch
+from weft.pipeline.executor import SerialExecutor, ThreadExecutor
+from weft.pipeline.plan import PipelinePlan
+from weft.pipeline.routing import (
+    OUTSIDE,
+    CallerStreams,
+    CudaPlace,
+    EntryPoint,
+    EntryPoints,
+    Message,
+    Place,
+    Route,
+    StreamLock,
+    Wiring,
+    join_walk,
+    leave_walk,
+    record_stream,
+)
+from weft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
 from weft.pipeline.step import PipeStep, Run
 
+MICRO_BATCHES = 3
 DEVICES = {
     "one": [torch.device("cuda", 0)] * 3,
     "two": [torch.device("cuda", number) for number in (0, 1, 0)],
+    "three": [torch.device("cuda", number) for number in (0, 1, 1, 2)],
+    "four": [torch.device("cuda", number) for number in range(4)],
 }
 A, B = DEVICES["two"][:2]
 
 
-def in_a_thread(function: Callable[[], Any]) -> Any:
-    """Run it as a worker does: with no current stream but the default ones."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+def two_workers(schedule: Schedule) -> Schedule:
+    """The same order by hand: two workers take turns at the stages, and weights wait until the end."""
+    order = [action for _, action in schedule.order]
+    late = [Action(stage, "W", i) for stage, kind, i in order if kind == "B"]
+    order = [Action(stage, "I" if kind == "B" else kind, i) for stage, kind, i in order] + late
+    return Schedule(tuple(tuple(action for action in order if action.stage % 2 == worker) for worker in range(2)))
 
 
-def walk(machine: Machine, devices: list[torch.device], *, strided: bool) -> None:
-    """Three micro-batches forward and back through a stage per device, as `Run` does it, and a sum of gradients."""
-    places: list[Any] = [CudaPlace(device) for device in devices]
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "gpipe by hand": lambda stages, count: two_workers(gpipe(stages, count)),
+    "1f1b by hand": lambda stages, count: two_workers(one_f_one_b(stages, count)),
+}
 
-    def act(place: CudaPlace, name: str, message: Message, *saved: OnGpu) -> tuple[OnGpu, Message]:
-        with place.here():
-            arrived = place.arrive(message)
-            made = machine.kernel(name, place.device, arrived, *saved, strided=strided)
-            return arrived, place.depart(made)
 
-    inputs = [machine.kernel("input", devices[0]) for _ in range(3)]
-    messages = [message_of(each) for each in inputs]
-    del inputs
-    join_walk(places)
-    saved: list[list[OnGpu]] = []
-    for number, place in enumerate(places):
-        done = [in_a_thread(lambda p=place, m=m, k=number: act(p, f"forward {k}", m)) for m in messages]
-        saved.append([arrived for arrived, _ in done])
-        messages = [message for _, message in done]
-    results = [message.value for message in messages]
-    leave_walk(places, results)
-    del done, messages
-    gradients = [machine.kernel("loss", devices[-1], result) for result in results]
-    del results
-    messages = [message_of(each) for each in gradients]
-    del gradients
-    join_walk(places)
-    for number, place in reversed([*enumerate(places)]):
-        kept = saved.pop()
-        messages = [
-            in_a_thread(lambda p=place, m=m, k=number, s=kept: act(p, f"backward {k}", m, s.pop()))[1] for m in messages
-        ]
-    left = [message.value for message in messages]
-    leave_walk(places, left)
-    total = machine.kernel("sum", devices[0], *left)
-    del messages, left
-    join_current(places)
-    total.memory.read(machine.current_stream(), "optimizer")
-    del total
-    gc.collect()
+class Case(NamedTuple):
+    """Steps of a pipeline. `own` says that the caller works on streams of its own."""
+
+    devices: str = "two"
+    schedule: str = "gpipe"
+    executor: Callable[[], SerialExecutor] = lambda: ShuffledExecutor(0)
+    own: bool = False
+    peers: bool = True
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def faults(self, patch: pytest.MonkeyPatch) -> set[str]:
+        machine, devices, executor = Machine(patch, peers=self.peers), DEVICES[self.devices], self.executor()
+        with ExitStack() as stack:
+            if isinstance(executor, ThreadExecutor):
+                stack.callback(executor.close)
+            if self.own:
+                with_own_streams(machine, devices, stack)
+            pipeline = Pipeline(machine, patch, devices, executor, **self.options)
+            pipeline.train(SCHEDULES[self.schedule](len(devices), MICRO_BATCHES))
+            del pipeline
+            gc.collect()
+        return machine.faults
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("peers", [True, False], ids=["peers", "no peers"])
-@pytest.mark.parametrize("strided", [True, False], ids=["strided", "contiguous"])
-def test_a_walk_has_no_race(monkeypatch: pytest.MonkeyPatch, devices: str, peers: bool, strided: bool) -> None:
-    machine = Machine(monkeypatch, peers=peers)
-    walk(machine, DEVICES[devices], strided=strided)
-    assert not machine.faults
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_steps_have_no_race(monkeypatch: pytest.MonkeyPatch, devices: str, schedule: str) -> None:
+    """The worst of all worlds: recomputation, strided and sparse gradients, no peers, streams of the caller."""
+    options = {"keep": "inputs", "strided": True, "sparse": True}
+    executor = ShuffledExecutor(len(devices + schedule))
+    assert not Case(devices, schedule, lambda: executor, own=True, peers=False, options=options).faults(monkeypatch)
+
+
+EASIER = {
+    "graphs are kept": Case(options={"keep": "graph", "strided": True}),
+    "peers": Case(options={"strided": True}),
+    "the caller's default streams": Case(peers=False, schedule="1f1b"),
+    "buffers are replaced": Case("one", options={"keep": "inputs", "replaced": True}),
+    "threads": Case("three", "1f1b", ThreadExecutor, options={"sparse": True}),
+    "serial": Case("three", executor=SerialExecutor, own=True, options={"keep": "inputs"}),
+    "serial 1f1b": Case("two", "1f1b", SerialExecutor, own=True),
+    "serial on one device": Case("one", executor=SerialExecutor, own=True),
+}
+
+
+@pytest.mark.parametrize("case", EASIER)
+def test_steps_in_other_surroundings_have_no_race(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    assert not EASIER[case].faults(monkeypatch)
+
+
+def test_the_order_of_threads_makes_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(5):
+        case = Case("one", "1f1b", lambda seed=seed: ShuffledExecutor(seed), options={"keep": "inputs"})
+        assert not case.faults(monkeypatch), f"seed {seed}"
 
 
 def nothing(*_: Any) -> None: ...
 
 
-MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
-    "no record_stream": (OnGpu, "record_stream", nothing, "freed while it is read"),
-    "no wait for events": (Stream, "wait_event", nothing, "read before it is written"),
-    "no event": (CudaPlace, "depart", lambda place, value: Message(value), "read before it is written"),
+def only_the_target_waits(place: CudaPlace, tensor: Any, message: Message) -> Any:
+    """Without peers PyTorch makes a strided source contiguous before its barrier, on the current stream of the source's
+    device. If that is the worker's default stream, the value is not there yet."""
+    if tensor.device == place.device:
+        return ARRIVE(place, tensor, message)
+    place.copy.wait_event(cast("Any", message.ready))
+    with torch.cuda.stream(place.copy):
+        moved = tensor.to(place.device)
+    tensor.record_stream(place.copy)
+    place.compute.wait_stream(place.copy)
+    moved.record_stream(place.compute)
+    return moved
+
+
+@contextmanager
+def without_event(lock: StreamLock, *_: Any) -> Generator[None]:
+    with lock._lock:
+        yield
+
+
+@contextmanager
+def without_waits(streams: CallerStreams) -> Iterator[None]:
+    with ExitStack() as stack:
+        for stream in streams._streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+ARRIVE, HELD = CudaPlace._arrive, StreamLock.held
+TOO_EARLY, IN_USE, FREED = "read before it is written", "written while it is used", "freed while it is used"
+
+OWN = Case(schedule="1f1b", own=True)
+RECOMPUTES = Case(executor=SerialExecutor, own=True, options={"keep": "inputs"})
+
+
+class Mutant(NamedTuple):
+    """A broken part, the case that uses it, and words of the fault that must be seen."""
+
+    owner: Any
+    name: str
+    stands: Any
+    case: Case
+    fault: str
+
+
+MUTANTS = {
+    "memory is not recorded": Mutant(routing, "record_stream", nothing, Case("one"), FREED),
+    "sparse memory is recorded like any": Mutant(
+        routing, "record_stream", lambda x, stream: x.record_stream(stream), Case(options={"sparse": True}), "sparse"
+    ),
+    "streams do not wait": Mutant(Stream, "wait_event", nothing, Case("one"), TOO_EARLY),
+    "messages have no event": Mutant(CudaPlace, "depart", lambda _, value: Message(value), Case("one"), TOO_EARLY),
+    "the source of a copy does not wait": Mutant(
+        CudaPlace, "_arrive", only_the_target_waits, Case(peers=False, options={"strided": True}), "contiguous() of a"
+    ),
+    "a walk is not joined": Mutant(step, "join_walk", nothing, Case(), TOO_EARLY),
+    "a walk is not left": Mutant(step, "leave_walk", nothing, Case("one"), TOO_EARLY),
+    "a lock orders threads alone": Mutant(StreamLock, "held", without_event, Case("one"), IN_USE),
+    "a lock orders threads alone, recomputing": Mutant(
+        StreamLock, "held", without_event, Case("three", options={"keep": "inputs"}), IN_USE
+    ),
+    "a lock does not record": Mutant(
+        StreamLock, "held", lambda lock, device, _: HELD(lock, device), Case("one", options={"replaced": True}), FREED
+    ),
+    "gradients accumulate on the caller's stream": Mutant(
+        step, "bind_parameters", lambda *_: {}, Case("one"), "AccumulateGrad"
+    ),
+    "nor do several devices have views": Mutant(
+        step, "bind_parameters", lambda *_: {}, Case(executor=SerialExecutor), "AccumulateGrad"
+    ),
+    "backward has other streams": Mutant(CallerStreams, "restored", lambda _: nullcontext(), OWN, TOO_EARLY),
+    "backward has other streams, serial": Mutant(
+        CallerStreams, "restored", lambda _: nullcontext(), RECOMPUTES, TOO_EARLY
+    ),
+    "backward does not wait for its streams": Mutant(CallerStreams, "restored", without_waits, OWN, TOO_EARLY),
+    "the device stays": Mutant(
+        Place, "here", lambda _: nullcontext(), Case(executor=SerialExecutor), "on another device"
+    ),
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("devices", DEVICES)
-def test_a_missing_wait_or_record_is_seen(monkeypatch: pytest.MonkeyPatch, devices: str, mutant: str) -> None:
-    """The checker itself: it sees what it is there for."""
-    owner, name, function, fault = MUTANTS[mutant]
-    machine = Machine(monkeypatch)
-    monkeypatch.setattr(owner, name, function)
-    walk(machine, DEVICES[devices], strided=False)
-    assert any(fault in each for each in machine.faults)
-
-
-def test_a_copy_from_an_unready_stream_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without peers PyTorch makes a strided source contiguous before its barrier, on the current stream of the source's
-    device. If that is the worker's default stream, the value is not there yet."""
-    machine, arrive = Machine(monkeypatch, peers=False), CudaPlace._arrive
-
-    def only_the_target_waits(place: CudaPlace, tensor: Any, message: Message) -> Any:
-        if tensor.device == place.device:
-            return arrive(place, tensor, message)
-        place.copy.wait_event(message.ready)
-        with torch.cuda.stream(place.copy):
-            moved = tensor.to(place.device)
-        tensor.record_stream(place.copy)
-        place.compute.wait_stream(place.copy)
-        moved.record_stream(place.compute)
-        return moved
-
-    monkeypatch.setattr(CudaPlace, "_arrive", only_the_target_waits)
-    walk(machine, DEVICES["two"], strided=True)
-    assert "contiguous() of a copy: read before it is written" in machine.faults
+def test_a_missing_wait_or_record_is_seen(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    """The simulation itself: each fix is needed in it."""
+    owner, name, stands, case, fault = MUTANTS[mutant]
+    monkeypatch.setattr(owner, name, stands)
+    assert any(fault in each for each in case.faults(monkeypatch))
 
 
 def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +228,9 @@ def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError
 
     plan = SimpleNamespace(places=[place], executor=SimpleNamespace(walk=failing))
-    step: Any = SimpleNamespace(plan=plan, ambient=None)
+    failed: Any = SimpleNamespace(plan=plan, ambient=None)
     with pytest.raises(KeyError):
-        PipeStep._walk(step, Run(Wiring((), 0), {}, [], [], [place]), gpipe(1, 1), {})
+        PipeStep._walk(failed, Run(Wiring((), 0), {}, [], [], [place]), gpipe(1, 1), {})
     assert all(machine.current_stream(A).covers(tensor.memory.written) for tensor in late)
 
 
@@ -149,14 +242,82 @@ def test_both_streams_of_a_place_wait_for_the_caller(monkeypatch: pytest.MonkeyP
     assert all(stream.covers(tensor.memory.written) for stream in cast("Any", [place.compute, place.copy]))
 
 
+def test_a_lock_hands_over_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that raised has launched kernels all the same."""
+    machine, lock = Machine(monkeypatch), StreamLock()
+    with pytest.raises(KeyError), torch.cuda.stream(Stream(A)), lock.held(A):  # type: ignore[arg-type]
+        buffer = machine.kernel("buffer", A)
+        raise KeyError
+    with lock.held(A):
+        assert machine.current_stream(A).covers(buffer.memory.written)
+
+
 def test_readers_of_gradients_wait_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd lets them wait for the current stream of the output's device."""
     machine, places = Machine(monkeypatch), [CudaPlace(A), CudaPlace(B)]
-    with places[1].here():
-        gradient = machine.kernel("backward", B)
-    leave_walk(places, [gradient])
-    total = machine.kernel("sum", B, gradient)
-    with torch.cuda.stream(Stream(A)):  # type: ignore[arg-type]
-        join_current(places)
-        assert machine.current_stream().device == A
-        assert cast("Any", machine.current_stream()).covers(total.memory.written)
+    with torch.cuda.stream(Stream(B)):  # type: ignore[arg-type]
+        caller, of_forward = CallerStreams(places), machine.current_stream(B)
+
+    def backward() -> None:
+        with torch.cuda.stream(Stream(A)):  # type: ignore[arg-type]
+            with caller.restored():
+                assert machine.current_stream(B) is of_forward and machine.current_device() == A.index
+                with places[1].here():
+                    gradient = machine.kernel("backward", B)
+                leave_walk(places, [gradient])
+                total = machine.kernel("sum", B, gradient)
+            assert machine.current_stream().device == A
+            assert machine.current_stream().covers(total.memory.written)
+
+    in_a_thread(backward)
+
+
+def test_graph_runs_stages_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of Triton run on the current device."""
+    machine, current = Machine(monkeypatch), list[int]()
+
+    def function(_: MicroBatchContext, value: OnGpu) -> tuple[OnGpu]:
+        current.append(machine.current_device())
+        return (value,)
+
+    wiring = Wiring((Route("in", OUTSIDE, (0,)), Route("main", 0, (1,)), Route("out", 1, (OUTSIDE,))), 2)
+    entry_points = EntryPoints((EntryPoint(0, 0),), 2, 1)
+    plan = PipelinePlan((function,) * 2, (), wiring, (Place(A), Place(B)), SerialExecutor(), entry_points, ())
+    context = MicroBatchContext(0, ExecutionContext.capture(["cpu"]))
+    assert _micro_batch(plan, None, context, [machine.kernel("input", A)]).device == B
+    assert current == [0, 1] and machine.current_device() == 0
+
+
+def parts_of(layout: torch.layout) -> tuple[Tensor, list[Tensor]]:
+    """A tensor of a layout, and the tensors that hold its memory."""
+    dense = torch.eye(4)
+    if layout is torch.strided:
+        return dense, [dense]
+    if layout is torch.sparse_coo:
+        sparse = dense.to_sparse()
+        return sparse, [sparse._indices(), sparse._values()]
+    blocks = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    sparse = dense.to_sparse(layout=layout, **blocks)
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse, [sparse.crow_indices(), sparse.col_indices(), sparse.values()]
+    return sparse, [sparse.ccol_indices(), sparse.row_indices(), sparse.values()]
+
+
+LAYOUTS = [torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_all_memory_of_a_layout_is_recorded(monkeypatch: pytest.MonkeyPatch, layout: torch.layout) -> None:
+    """Also inside of a tensor that wraps others, as those of distributed models do."""
+    tensor, parts = parts_of(layout)
+    recorded: list[int] = []
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(Tensor, "record_stream", lambda part, _: recorded.append(part.data_ptr()))
+    record_stream(tensor, None)
+    assert sorted(recorded) == sorted(part.data_ptr() for part in parts)
+    if layout is torch.strided:
+        recorded.clear()
+        other = torch.ones(4, 4)
+        record_stream(TwoTensor(tensor, other), None)
+        assert sorted(recorded) == sorted([tensor.data_ptr(), other.data_ptr()])

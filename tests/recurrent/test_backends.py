@@ -24,7 +24,7 @@ from tests.recurrent.recurrent_cases import (
     run_by,
 )
 from weft.core.errors import UsageError
-from weft.recurrent import Recurrent
+from weft.recurrent import Recurrent, plan_cache
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.plan_cache import NoPlanWarning, PlanCache, PlannedCall
@@ -61,7 +61,7 @@ def test_what_auto_chooses_does_not_depend_on_the_first_calls_steps(
 ) -> None:
     """One step is faster by the eager loop, many are by a plan: a race on what the first call has would differ."""
 
-    def seconds(run: Callable[[], Any], parameters: Any) -> float:
+    def seconds(run: Callable[[], Any], parameters: Any, device: Any) -> float:
         steps = float(len(run()[0]))
         return 4.0 + steps / 8 if isinstance(run, partial) else steps
 
@@ -280,3 +280,20 @@ def test_a_complex_state_has_its_gradient(verify: Any) -> None:
 def rotate(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     h = h * x + 1j
     return h, h
+
+
+def test_a_timed_run_waits_for_its_devices_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[set[torch.device]] = []
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+
+    def time_after(devices: Any) -> float:
+        waits.append(set(devices))
+        return float(len(waits))
+
+    monkeypatch.setattr(plan_cache, "time_after", time_after)
+
+    def run() -> Any:
+        return ONE, ZERO, None
+
+    assert plan_cache._seconds(run, [torch.ones(1, device=meta)], cpu) == 1.0
+    assert waits == [{meta, cpu}] * 2

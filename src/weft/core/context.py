@@ -3,14 +3,14 @@
 Autocast, the default device and context variables belong to a *thread*. A worker thread starts without them, so a stage
 that runs there would silently compute something else. They are captured once where the user calls, entered by every
 worker, and entered again when a stage is recomputed in backward, which usually runs outside of the user's
-``with torch.autocast(...)``. Flags that belong to the *process* (deterministic algorithms, float32 matmul precision)
-need no carrying into threads, but a recomputation must see those of its forward.
+``with torch.autocast(...)``. Flags that belong to the *process* (deterministic algorithms, float32 matmul precision,
+choice of kernels) need no carrying into threads, but a recomputation must see those of its forward.
 """
 
 import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, NamedTuple, cast
@@ -50,6 +50,13 @@ def is_recomputing() -> bool:
     return _current.phase == "recomputing"
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one. Triton kernels run there, even if their tensors are elsewhere."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 @contextmanager
 def phase(name: Phase) -> Generator[None]:
     """Tell `is_checkpointing` and `is_recomputing` where this thread is; also restored on error."""
@@ -79,6 +86,17 @@ def float32_precision(backend: str, operator: str) -> str:
     return _c._get_fp32_precision_getter(backend, operator)
 
 
+_CUDNN = ("enabled", "benchmark", "deterministic")
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+_SWITCHES: list[tuple[Any, Any]] = [
+    *((getattr(_c, f"_get_cudnn_{name}"), getattr(_c, f"_set_cudnn_{name}")) for name in _CUDNN),
+    *((getattr(_c, f"_get_{name}_sdp_enabled"), getattr(_c, f"_set_sdp_use_{name}")) for name in _ATTENTION),
+    (_c._get_sdp_priority_order, _c._set_sdp_priority_order),
+]
+"""Getter and setter of all that ``torch.backends.cudnn.flags`` and ``torch.nn.attention.sdpa_kernel`` change. Another
+kernel rounds otherwise, and draws another dropout mask from the same seed."""
+
+
 class ProcessFlags(NamedTuple):
     """The process-wide switches that change what an operator computes. Of PyTorch's two interfaces for precision,
     operators read the newer one. The `older` one raises where the newer one was set to something else: None then."""
@@ -87,6 +105,7 @@ class ProcessFlags(NamedTuple):
     warn_only: bool
     older: tuple[str, bool] | None
     precisions: tuple[str, ...]
+    switches: list[Any]
 
     @staticmethod
     def capture() -> "ProcessFlags":
@@ -99,6 +118,7 @@ class ProcessFlags(NamedTuple):
             torch.is_deterministic_algorithms_warn_only_enabled(),
             older,
             tuple([float32_precision(*key) for key in _PRECISIONS]),
+            [get() for get, _ in _SWITCHES],
         )
 
     def establish(self) -> None:
@@ -111,6 +131,8 @@ class ProcessFlags(NamedTuple):
         for key, precision in zip(_PRECISIONS, self.precisions, strict=True):
             if float32_precision(*key) != precision:
                 _c._set_fp32_precision_setter(*key, precision)
+        for (_, put), value in zip(_SWITCHES, self.switches, strict=True):
+            put(value)
 
 
 @dataclass(frozen=True)

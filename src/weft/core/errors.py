@@ -162,6 +162,10 @@ _ADVICE = {
         "weft: the first forward of a micro-batch that will be recomputed runs without a graph; write "
         "`if y.requires_grad: y.register_hook(...)`, or use checkpoint='never' for this stage"
     ),
+    "CUDA error": (
+        "weft: a GPU reports an error late, maybe not at the stage that caused it; run again with the environment "
+        "variable CUDA_LAUNCH_BLOCKING=1 to see the place"
+    ),
     "a leaf Variable that requires grad": (
         "weft: what a stage gets is a leaf that others may hold; use the out-of-place form of the stage's first "
         "operation (inplace=False), or let it write into a clone"

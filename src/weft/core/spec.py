@@ -7,7 +7,7 @@
 Describing tensors without their batch axis, and making samples from that, is hivemind's idea (its schemas).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 class TensorSpec:
     """Shape (``None`` for a free axis, usually axis 0, the batch), dtype and ``requires_grad``.
 
+    ``values``: the range of an expert's integers, such as ``range(1000)`` for indices into 1000 rows.
+
     Example:
         >>> weft.TensorSpec((None, 64), torch.float32)  # any number of rows of 64 numbers
         TensorSpec(shape=(None, 64), dtype=torch.float32, requires_grad=False)
@@ -25,6 +27,7 @@ class TensorSpec:
     shape: tuple[int | None, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    values: range | None = field(default=None, repr=False)
 
     @staticmethod
     def of(tensor: Tensor, batch_axis: int | None = 0) -> "TensorSpec":
@@ -33,9 +36,10 @@ class TensorSpec:
         return TensorSpec(shape, tensor.dtype, tensor.requires_grad)
 
     def empty(self, batch: int, device: torch.device | str | None = None) -> Tensor:
-        """A sample with ``batch`` in every free axis. It holds zeros, which are valid as indices too."""
+        """A sample with ``batch`` in every free axis. It holds zeros, or the first of ``values`` if 0 is not one."""
         shape = [batch if size is None else size for size in self.shape]
-        return torch.zeros(shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
+        value = 0 if self.values is None or 0 in self.values else self.values[0]
+        return torch.full(shape, value, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
     def faults(self, tensor: Tensor) -> list[str]:
         """Every way in which ``tensor`` differs from this spec, in words; empty if it fits."""
@@ -52,4 +56,8 @@ class TensorSpec:
             faults.append(f"has dtype {tensor.dtype}, wanted {self.dtype}")
         if tensor.requires_grad != self.requires_grad:
             faults.append(f"has requires_grad={tensor.requires_grad}, wanted {self.requires_grad}")
+        if self.values is not None and not faults and tensor.numel():
+            least, most = (int(bound) for bound in tensor.aminmax())
+            if least not in self.values or most not in self.values:
+                faults.append(f"has values from {least} to {most}, wanted {self.values}")
         return faults

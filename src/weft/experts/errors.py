@@ -80,6 +80,10 @@ class ModuleExitError(ExpertError, reason="exit"):
     """The module raised ``SystemExit`` or ``KeyboardInterrupt``, which must not end the process that serves it."""
 
 
+class DeviceLostError(ExpertError, reason="device"):
+    """A GPU failed such that the process cannot use it any more."""
+
+
 class ReplayError(ExpertError, reason="replay"):
     """A log of batches does not fit the expert that it is replayed on."""
 

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.context import ExecutionContext
+from weft.core.context import ExecutionContext, on_device
 from weft.core.errors import SpecError, WeftError, listed
 from weft.core.segment import MicroBatchContext, Segment
-from weft.experts.errors import CommitError, ExpertError, GradientError, ModuleExitError, WireError
+from weft.experts.errors import CommitError, DeviceLostError, ExpertError, GradientError, ModuleExitError, WireError
 from weft.experts.gradients import Guards, OpenMiniBatches, Owner
 from weft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
 from weft.experts.idempotency import IdempotencyTable, RequestKind
@@ -99,6 +99,17 @@ def _split(batch: Iterable[Tensor], tasks: Sequence[Task], owners: set[int]) -> 
     plain = [tensor.detach() for tensor in batch]
     found = [x.clone() if x.is_cpu and x.untyped_storage().data_ptr() in owners else x.cpu() for x in plain]
     return split_rows(found, [task.rows for task in tasks])
+
+
+def _is_device_lost(error: BaseException, device: torch.device) -> bool:
+    """Whether an error left the CUDA context dead, so that every later use of it fails."""
+    if "CUDA error" not in str(error) or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize(device if device.type == "cuda" else None)
+    except Exception:
+        return True
+    return False
 
 
 _DEEPEST = 8  # frames of an error in its note
@@ -240,7 +251,7 @@ class BatchExecutor:
         with self.lock, self.stepper.replaying(branch):
             self._seed = seed
             try:
-                with self._mode(tasks):
+                with on_device(self.effects.device), self._mode(tasks):
                     (self._try_backward if kind == "backward" else self._try_commit)(tasks)()
             except TaskFault as fault:
                 raise next(iter(fault.errors.values())) from fault
@@ -266,9 +277,17 @@ class BatchExecutor:
             self.stepper.log("dropped", [Task((), 1, client=owner[0], mini_batch=owner[1])])
 
     def _answers(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
-        with self.lock, self._mode(tasks):
+        with self.lock, on_device(self.effects.device), self._mode(tasks):
             answers, failures = isolate_faults(tasks, attempt, self.name)
             self.retried += failures
+            for task, found in zip(tasks, answers, strict=True):
+                if isinstance(found, BaseException) and _is_device_lost(found, self.effects.device):
+                    raise DeviceLostError(
+                        f"a GPU failed in expert {self.name!r}, at a task of client {task.client!r} or one before: "
+                        f"{str(found).partition(chr(10))[0]}. This process cannot use that GPU again: restart it, and "
+                        "experts go on from their checkpoints. If an index can be out of range, declare its range: "
+                        "TensorSpec(values=range(...))"
+                    ) from found
             return answers
 
     def _mode(self, tasks: Sequence[Task]) -> AbstractContextManager[None]:
@@ -301,7 +320,7 @@ class BatchExecutor:
         """What the module returns, of a run that leaves no trace but what is known of its side effects."""
 
         def forward() -> Any:
-            with torch.no_grad(), self._ambient.casting():
+            with torch.no_grad(), on_device(self.effects.device), self._ambient.casting():
                 return self._apply_module(inputs)
 
         return self.effects.rehearse(inputs, forward)

@@ -28,7 +28,7 @@ from weft.experts.graph_cache import GraphBudget, GraphCache
 from weft.experts.idempotency import IdempotencyOptions, IdempotencyTable
 from weft.experts.journal import Journal
 from weft.experts.optimizer_step import OptimizerLike, ScheduleLike, Stepper, check_state, load, make_stepping, state_of
-from weft.experts.schema import FlatSchema, call_schema
+from weft.experts.schema import FlatSchema, call_schema, check_ranges
 from weft.experts.side_effects import SideEffects
 from weft.experts.task import Results
 from weft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
@@ -46,7 +46,8 @@ class ExpertBackend:
         args_schema, kwargs_schema: a `TensorSpec` (or a sample) for every tensor that the module takes: a tuple by
             position, a dict by name, nested as the module wants it. Axis 0 is the batch and free (None); tasks with
             other sizes of other free axes run in other batches. Other leaves are constants that every call gets. If
-            any spec says ``requires_grad``, only those that do get a gradient.
+            any spec says ``requires_grad``, only those that do get a gradient. Integers of an expert with embeddings on
+            a GPU need a range, ``values=``.
         outputs_schema: the same for what the module returns. Found by a dummy run on zeros, or compared with it.
         schedule: a learning-rate schedule, or a function that makes one of the optimizer; stepped after every step.
         clip_grad_norm: the L2 norm to which the gradients of all parameters are scaled down before a step.
@@ -103,6 +104,7 @@ class ExpertBackend:
         overridden = type(self).apply_gradients is not ExpertBackend.apply_gradients
         self.optimizer, self.schedule = make_stepping(name, every, optimizer, schedule, plainly=not overridden)
         self.device = next((parameter.device for parameter in every), torch.device("cpu"))
+        check_ranges(name, call, self.module, self.device)
         self.records = IdempotencyTable(records)
         effects = SideEffects(self.module, self.device, crc32(name.encode()))
         step = None if self.optimizer is None else lambda: self.apply_gradients()  # noqa: PLW0108  (users may replace it)

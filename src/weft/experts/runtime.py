@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from weft.core.errors import UsageError
 from weft.core.validation import LONGEST
-from weft.experts.errors import ExpertError
+from weft.experts.errors import DeviceLostError, ExpertError
 from weft.experts.expert import ExpertBackend
 from weft.experts.task_pool import TaskPool
 from weft.experts.telemetry import RuntimeStatistics
@@ -47,7 +47,7 @@ class Runtime:
         self._active: dict[TaskPool, None] = {}
         self._thread: threading.Thread | None = None
         self._ending = False
-        self._lost: str | None = None
+        self.lost: str | None = None  # the error that ended its thread
         self._working_on: TaskPool | None = None
         self._batches, self._busy, self._began = 0, 0.0, 0.0
         for each in served:
@@ -57,8 +57,8 @@ class Runtime:
         """Work on these too, or on none: raises ``UsageError`` if one is here, or another runtime works on it."""
         pools = _pools(served)
         with self._state:
-            if self._lost is not None:
-                raise UsageError(f"runtime {self.name!r} ended with {self._lost}; shut it down and start it again")
+            if self.lost is not None:
+                raise UsageError(f"runtime {self.name!r} ended with {self.lost}; shut it down and start it again")
             twice = [pool.name for place, pool in enumerate(pools) if pool in self._pools or pool in pools[:place]]
             if twice:
                 raise UsageError(f"pool {', '.join(map(repr, twice))} is in runtime {self.name!r} already")
@@ -128,7 +128,7 @@ class Runtime:
             if thread.is_alive():
                 return False
             with self._state:
-                self._thread = self._lost = None
+                self._thread = self.lost = None
         return True
 
     def _close(self, pools: Sequence[TaskPool], why: str, end: float) -> None:
@@ -189,11 +189,12 @@ class Runtime:
                     self._busy += time.monotonic() - start
         except BaseException as error:  # should not happen; but every waiter needs an answer
             with self._state:
-                self._lost, self._working_on = f"{type(error).__name__}: {error}", None
+                self.lost, self._working_on = f"{type(error).__name__}: {error}", None
                 pools = list(self._pools)
             for pool in pools:
-                pool.perish(f"the thread of runtime {self.name!r} ended with {self._lost}")
-            raise
+                pool.perish(f"the thread of runtime {self.name!r} ended with {self.lost}")
+            if not isinstance(error, DeviceLostError):
+                raise
 
     def _next(self) -> TaskPool | None:
         """Wait for a pool with a batch that is ready, and choose the one with the oldest task; None at the end."""

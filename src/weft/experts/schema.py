@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.core.errors import SpecError, UsageError, listed
 from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
@@ -48,7 +48,8 @@ class Column:
                 if size is not None and size != have:
                     break
             else:
-                return []
+                if self.spec.values is None:
+                    return []
         spec = replace(self.spec, dtype=dtype if casts else wanted, requires_grad=tensor.requires_grad)
         faults = [f"{self.name} {fault}" for fault in spec.faults(tensor)]
         more = len(seen) - len(shape)  # rows in more than one axis, as those of sequences
@@ -181,6 +182,19 @@ def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
     samples = {len(leaf) for leaf in flatten(given)[0] if isinstance(leaf, Tensor)} - {0}
     found.sample_rows = samples.pop() if len(samples) == 1 else None
     return found
+
+
+def check_ranges(name: str, call: NestedSchema, module: nn.Module, device: torch.device) -> None:
+    """Raise ``UsageError`` for integers without a range where an expert looks up rows on a GPU: an index out of range
+    fails an assertion on the device, after which no expert of the process can use it."""
+    looks_up = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
+    whole = [c for c in call.columns() if not _differentiable(c.spec) and c.spec.dtype is not torch.bool]
+    free = [column.name for column in whole if column.spec.values is None]
+    if device.type == "cuda" and looks_up and free:
+        raise UsageError(
+            f"expert {name!r} has embeddings on {device}, where one index out of range would end all experts of the "
+            f"process; give the TensorSpec of {', '.join(free)} a range, such as values=range(1000) for 1000 rows"
+        )
 
 
 def output_schema(name: str, outputs: Any) -> NestedSchema:

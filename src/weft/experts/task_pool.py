@@ -26,6 +26,7 @@ from weft.core.errors import UsageError, listed
 from weft.core.validation import Validator, is_whole
 from weft.experts.errors import (
     ClosedError,
+    DeviceLostError,
     ExpertError,
     ExpiredError,
     OverloadError,
@@ -368,7 +369,7 @@ class TaskPool:
         return wanted
 
     def work(self, tasks: Sequence[Task]) -> None:
-        """Process a batch from `take` and answer everyone in it. Raises nothing."""
+        """Process a batch from `take` and answer everyone in it. Raises nothing but `DeviceLostError`."""
         start = time.monotonic()
         try:
             answers = self.process(tasks)
@@ -377,6 +378,8 @@ class TaskPool:
         except BaseException as error:  # a fault of the process, not of a task; but every waiter needs an answer
             answers = [error] * len(tasks)
         self._finish(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
+        if isinstance(answers[0], DeviceLostError):
+            raise answers[0]
 
     def run_batch(self) -> bool:
         """Take the next batch and work on it; whether there was one. Holds no task afterwards."""

@@ -29,10 +29,9 @@ schedule. It needs one device and no recomputation, and is left out where it wou
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -41,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as checkpointing
 
 from weft.core.autograd import CutFunction, current_task, forbid_batched, forbid_double, keeps_graph
-from weft.core.context import ExecutionContext, Phase, phase
+from weft.core.context import ExecutionContext, Phase, on_device, phase
 from weft.core.errors import TWICE, BackwardTwiceError, advise
 from weft.core.pytree import Structure, flatten, unflatten
 from weft.core.rng import RngProbe, RngStreams
@@ -61,31 +60,34 @@ _SLOWER = 1.5
 
 Report = Callable[[float], None]
 """What is told the seconds of a step that measures a candidate."""
+Clock = Callable[[], float]
+"""Seconds at which the devices of all stages have done what they were given."""
 
 
 class TimedCall:
     """A `CutFunction` that reports what its forward and first backward took together, or its forward if that is all."""
 
-    def __init__(self, function: CutFunction, report: Report, *, with_backward: bool) -> None:
+    def __init__(self, function: CutFunction, report: Report, clock: Clock, *, with_backward: bool) -> None:
         self._function = function
+        self._clock = clock
         self._report: Report | None = report
         self._with_backward = with_backward
         self._seconds = 0.0
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
-        start = perf_counter()
+        start = self._clock()
         result = self._function.forward()
-        self._seconds = perf_counter() - start
+        self._seconds = self._clock() - start
         if not self._with_backward:
             self._done()
         return result
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`."""
-        start = perf_counter()
+        start = self._clock()
         result = self._function.backward(gradients, retain=retain)
-        self._seconds += perf_counter() - start
+        self._seconds += self._clock() - start
         self._done()
         return result
 
@@ -95,21 +97,22 @@ class TimedCall:
         self._report = None
 
 
-def time_graph(outputs: Sequence[Tensor], seconds: float, report: Report) -> None:
-    """Report a step whose backward is left to autograd: its forward took so long, its first backward is timed here.
+def time_graph(outputs: Sequence[Tensor], begun: float, report: Report, clock: Clock) -> None:
+    """Report a step whose backward is left to autograd: its forward has `begun` then, its first backward is timed here.
 
     That goes from the first of its outputs to the end of all that autograd does then, which may be more than the step.
     """
     nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
-    begun: list[float] = []
+    seconds = clock() - begun
+    starts: list[float] = []
 
     def begins(_: object) -> None:
-        if not begun:
-            begun.append(perf_counter())
+        if not starts:
+            starts.append(clock())
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(ends)
 
     def ends() -> None:
-        report(seconds + perf_counter() - begun[0])
+        report(seconds + clock() - starts[0])
 
     if not nodes:
         report(seconds)
@@ -243,7 +246,8 @@ def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, p
             inputs = unflatten(structure, [x.to(place.device) if isinstance(x, Tensor) else x for x in leaves])
         try:
             repeated = keeps is not None and keeps[stage][context.micro_batch] == "inputs"
-            outputs = _checkpointed(function, context, inputs) if repeated else function(context, *inputs)
+            with nullcontext() if place is None else on_device(place.device):
+                outputs = _checkpointed(function, context, inputs) if repeated else function(context, *inputs)
         except BaseException as error:
             advise(error)
             error.add_note(f"weft: in forward of stage {stage}, micro-batch {context.micro_batch}")
@@ -290,7 +294,7 @@ class _Repeated:
             return self._function(self._context, *unflatten(self._structure, leaves))
 
 
-def guarded(result: Any, report: Report | None, begun: float) -> Any:
+def guarded(result: Any, report: Report | None, begun: float, clock: Clock) -> Any:
     """The result of an uncut step that has `begun` then, whose backward keeps to the rules of one that was cut out.
 
     Else the same program would be refused or not, by what was measured to be faster.
@@ -310,5 +314,5 @@ def guarded(result: Any, report: Report | None, begun: float) -> Any:
     for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
         node.register_prehook(before_backward)
     if report is not None:
-        time_graph(outputs, perf_counter() - begun, report)
+        time_graph(outputs, begun, report, clock)
     return result

@@ -6,7 +6,7 @@ error, so a Pipe with such a module is refused unless it was told about axes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import chain
+from itertools import chain, combinations, starmap
 from operator import index
 from typing import Any, Literal, cast
 
@@ -354,7 +354,7 @@ def resolve_layout(
     sizes = None if balance is None else sizes_of(balance)
     here = cuda[: None if sizes is None else len(sizes)]
     here = here or [torch.device("cpu")] * (min(2, len(module)) if sizes is None else len(sizes))
-    places = here if devices is None else places_of(devices)
+    places = places_of(here if devices is None else devices)
     if sizes is not None:
         return checked_layout(sizes, places, len(module))
     stages = min(len(places), len(module))
@@ -417,7 +417,15 @@ def places_of(devices: Any) -> list[torch.device]:
                 check.add(f"that of stage {stage} is {each!r}")
         for place in dict.fromkeys(places):
             check.call(require_supported, place)
+        for pair in combinations([place for place in dict.fromkeys(places) if place.type == "cuda"], 2):
+            check.call(require_peer_access, *pair)
     return places
+
+
+def require_peer_access(one: torch.device, other: torch.device) -> None:
+    """Raise UsageError for two GPUs of which one cannot read the memory of the other."""
+    if not all(starmap(torch.cuda.can_device_access_peer, ((one, other), (other, one)))):
+        raise UsageError(f"{one} and {other} have no peer access, and nothing was tested without it; use one of them")
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -6,7 +6,6 @@ from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,10 @@ from torch.nn.utils import parametrize
 
 from weft.core.autograd import CutFunction, StepsInBackward, apply, forbid_transforms, outside_transforms
 from weft.core.context import ExecutionContext, has_local_modes
-from weft.core.errors import DeviceError, listed
+from weft.core.errors import DeviceError, UsageError, listed
 from weft.core.rng import DrawnSeed, RandomUse, RngProbe, RngStreams, generators
 from weft.core.segment import Function, Keep
+from weft.core.timing import time_after
 from weft.pipeline.autotune import Layouts, TimedCall, guarded, needs_cuts, run_silent, run_visible
 from weft.pipeline.checks import (
     ForeignParameterCheck,
@@ -43,6 +43,10 @@ MISPLACED = (
     "parameters or buffers are not on the device of their stage; a pipe places its layers when it is made, so do not "
     "move it as a whole, and move layers yourself after setting pipe.balance or pipe.devices (layers on the meta "
     "device: call pipe.materialize() first):"
+)
+_CAPTURING = (
+    "a pipe was called while a CUDA graph is captured, which cannot hold a step: it reads the states of random "
+    "generators; call the pipe outside of torch.cuda.graph, and capture single layers inside of it"
 )
 
 
@@ -90,6 +94,7 @@ class PipeRuntime:
         self._collectives = collective_layers(stage.layers for stage in self.stages)
         if executor == "auto" and self._collectives:
             executor = "serial"
+        self._clock = partial(time_after, frozenset(devices))
         one_device = len(set(devices)) == 1
         self._never = never_recomputes(checkpoint)
         uncut = one_device and splits and self._never
@@ -116,8 +121,10 @@ class PipeRuntime:
         """One step. Only `executor="auto"` asks whether the pipe is `training`, as such steps take other times.
 
         Raises DeviceError when a layer is not where its stage runs, UsageError when stages may not have threads or
-        would take optimizer steps elsewhere per micro-batch.
+        would take optimizer steps elsewhere per micro-batch, or while a CUDA graph is captured.
         """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise UsageError(_CAPTURING)
         mini_batch = MiniBatch([call.main, *call.targets], call.chunks, call.axis)
         kind = StepKind(
             torch.is_grad_enabled(),
@@ -134,9 +141,9 @@ class PipeRuntime:
             forbid_steps(self._steppers)
         layout, report = self.layouts.pick(kind, watched=call.watcher is not None, local=has_local_modes())
         self._forbid(mini_batch, layout)
-        begun = perf_counter()
+        begun = 0.0 if report is None else self._clock()
         if layout == "uncut" and kind in self._silent and (found := self._silently(call, mini_batch, kind)):
-            return guarded(found[0], report, begun)
+            return guarded(found[0], report, begun, self._clock)
         scans = {stage.index: stage.scan() for stage in self._scanned(call)}
         if any(scan.misplaced for scan in scans.values()):
             raise DeviceError(listed(MISPLACED, [fault for scan in scans.values() for fault in scan.misplaced]))
@@ -150,7 +157,7 @@ class PipeRuntime:
             self._surroundings = replace(ambient, context=_NO_VARIABLES)
             # It is neither moved to another thread nor repeated later, so it runs in the surroundings of the call; but
             # the cache of autocast would make sums of gradients in a lower precision.
-            result = guarded(run_visible(step, enter=casts), report, begun)
+            result = guarded(run_visible(step, enter=casts), report, begun, self._clock)
             drew = [self.uses[number].draws.get(scan.configuration) for number, scan in scans.items()]
             if not step.deferred and all(each is False for each in drew):
                 self._silent.add(kind)
@@ -159,8 +166,8 @@ class PipeRuntime:
             return run_visible(step)
         function: CutFunction = step
         if report is not None:
-            function = TimedCall(step, report, with_backward=step.tracked)
-        return step.output.filled(apply(function, step.tensors) if step.tracked else function.forward()[0])
+            function = TimedCall(step, report, self._clock, with_backward=step.tracked)
+        return step.output.filled(apply(function, step.node_inputs()) if step.tracked else function.forward()[0])
 
     def _scanned(self, call: "PipeCall") -> list[Stage]:
         """The stages of a step, and its loss."""

@@ -124,8 +124,8 @@ class SerialExecutor:
     def exchange_gradients(
         self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
     ) -> dict[int, dict[int, Tensor]]:
-        """Gradients of parameters, by worker and by the parameter's id(). Those of `borrowed` copies go to the owners of
-        the parameters. Those of copies that this process lent are added. Between `open` and `commit`."""
+        """Gradients of parameters, by worker and by the parameter's id(). Those of `borrowed` copies go to the owners.
+        Those of copies that this process lent are added. Between `open` and `commit`."""
         return by_worker
 
     def commit(self, report: Report) -> list[Report]:

@@ -11,16 +11,19 @@ targets count less than others (`LossWeights`).
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
+from itertools import compress
 from operator import add
 from types import FunctionType
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft.core.context import is_recomputing
 from weft.core.errors import SpecError, UsageError, listed
 from weft.core.pytree import flatten, map_leaves, structure_paths
 from weft.core.rng import NextLayer
@@ -56,10 +59,14 @@ class LossStage(Stage):
         super().__init__(index, layers, device, (), ())
         self.function = function
         self._guessed = guessed
+        self._modes = WeakKeyDictionary[Any, _RefuseUncounted]()  # by the random numbers of their step
 
     def of(self, context: MicroBatchContext, output: Any, target: Any) -> Any:
         """The loss, or the pair (loss, extras). Raises SpecError when the loss is not one real number."""
-        with _RefuseUncounted() if self._guessed and context.micro_batches > 1 else nullcontext():
+        mode: AbstractContextManager[Any] = nullcontext()
+        if self._guessed and context.micro_batches > 1 and not is_recomputing():
+            mode = self._modes.setdefault(context.random, _RefuseUncounted(context.micro_batches))
+        with mode:
             result: Tensor | tuple[Tensor, Any] = self.run(context, CallArguments((output, target), {}), {})[0]
         loss = result[0] if isinstance(result, tuple) else result
         mesh = getattr(loss, "device_mesh", None)  # of a DTensor
@@ -133,7 +140,8 @@ class LossWeights:
         loss, words = _bound(self._counting)
         weight = words.get("weight", getattr(loss, "weight", None))
         ignored = words.get("ignore_index", getattr(loss, "ignore_index", _IGNORED))
-        if weight is None and not _is_true((target == ignored).any()):
+        # A GPU is asked once, for the counts: they weigh the same if nothing is ignored.
+        if weight is None and not target.is_cuda and not _numbers_in([(target == ignored).any()])[0]:
             return None
         return partial(_counted, ignored, weight)
 
@@ -224,11 +232,21 @@ def _counted(ignored: int, weight: Tensor | None, target: Tensor) -> Tensor:
 
 
 def _numbers(found: Sequence[Any]) -> list[float]:
-    numbers: list[Any] = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in found]
+    numbers = _numbers_in(found)
     with Validator("loss_weight must return a finite number from 0 up, but returned", SpecError) as check:
         for index, number in enumerate(numbers):
             check.that(is_number(number) and 0 <= number < math.inf, f"micro-batch {index}: {number!r}")
     return [float(number) for number in numbers]
+
+
+def _numbers_in(values: Sequence[Any]) -> list[Any]:
+    """The values, with numbers in the place of tensors of one element: in one transfer where those are alike, because
+    each transfer from a GPU waits for all its work."""
+    whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in values]
+    ones = [x for x in whole if isinstance(x, Tensor) and x.numel() == 1]
+    if len(ones) == len(whole) and len({(x.dtype, x.device) for x in ones}) == 1:
+        return cast("list[Any]", torch.stack([x.reshape(()) for x in ones]).tolist())
+    return [x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in whole]
 
 
 def _refuse_padding(target: Any) -> None:
@@ -237,20 +255,36 @@ def _refuse_padding(target: Any) -> None:
     if not any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves):
         return
     several = sum(isinstance(leaf, Tensor) for leaf in leaves) > 1
-    seen: list[str] = []
+    asked: dict[str, Tensor] = {}
     for name, leaf in zip(structure_paths(structure, "target"), leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.dim() and not (leaf.is_floating_point() or leaf.is_complex()):
-            if leaf.dtype is torch.bool:
-                if several and not _is_true(leaf.all()):
-                    seen.append(f"{name} is a mask with entries that are False")
-            elif _is_true((leaf == _IGNORED).any()):
-                seen.append(f"{name} has entries that are {_IGNORED}, PyTorch's ignore_index")
-    if seen:
+            if leaf.dtype is not torch.bool:
+                asked[f"{name} has entries that are {_IGNORED}, PyTorch's ignore_index"] = (leaf == _IGNORED).any()
+            elif several:
+                asked[f"{name} is a mask with entries that are False"] = leaf.logical_not().any()
+    if seen := list(compress(asked, _numbers_in(list(asked.values())))):
         raise UsageError(listed(_UNCOUNTED, seen))
 
 
 class _RefuseUncounted(TorchFunctionMode):
-    """Inside a loss of the user's: raise UsageError where PyTorch takes a mean over targets that do not all count."""
+    """Inside a loss of the user's: raise UsageError where PyTorch takes a mean over targets that do not all count.
+
+    Looking at a target waits for a GPU. So those of all micro-batches of a step are looked at together, after the last.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        super().__init__()
+        self._left = micro_batches
+        self._asked: list[tuple[str, Tensor]] = []
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        super().__exit__(kind, *exception)
+        self._left -= kind is None
+        if self._left <= 0:
+            faults, found = zip(*self._asked, strict=True) if self._asked else ((), ())
+            self._asked.clear()
+            if seen := set(compress(faults, _numbers_in(found))):
+                raise UsageError(listed(_UNCOUNTED, sorted(seen)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         words: dict[str, Any] = kwargs or {}
@@ -259,13 +293,9 @@ class _RefuseUncounted(TorchFunctionMode):
             name, ignored = func.__name__, words.get("ignore_index", _IGNORED)
             if words.get("weight") is not None and words.get("reduction", "mean") == "mean":
                 raise UsageError(listed(_UNCOUNTED, [f"{name} has class weights"]))
-            if _is_true((target == ignored).any()):
-                raise UsageError(listed(_UNCOUNTED, [f"{name} gets targets that are {ignored}, its ignore_index"]))
+            fault = f"{name} gets targets that are {ignored}, its ignore_index"
+            self._asked.append((fault, (target == ignored).any()))
         return func(*args, **words)
-
-
-def _is_true(value: Tensor) -> bool:
-    return bool(cast(Any, value).full_tensor() if hasattr(value, "full_tensor") else value)
 
 
 class WeightedLoss(JoinedOutput):

@@ -143,14 +143,13 @@ class Pipe(nn.Module):
 
     def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
         if cls is Pipe and settings.get("group") is not None:
-            from weft.pipeline.processes.process_pipe import ProcessPipe  # noqa: PLC0415 - as below
-
-            return super().__new__(cast("type[Any]", ProcessPipe))
-        if cls is Pipe and settings.get("split") is not None:
-            from weft.pipeline.split.split_pipe import SplitPipe  # noqa: PLC0415 - most programs have no use for it
-
-            return super().__new__(cast("type[Any]", SplitPipe))
-        return super().__new__(cls)
+            # Imported here because most programs have no use for it.
+            from weft.pipeline.processes.process_pipe import ProcessPipe as kind  # noqa: PLC0415
+        elif cls is Pipe and settings.get("split") is not None:
+            from weft.pipeline.split.split_pipe import SplitPipe as kind  # noqa: PLC0415
+        else:
+            kind = cls
+        return super().__new__(cast("type[Any]", kind))
 
     def __init__(
         self,

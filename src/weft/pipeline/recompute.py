@@ -34,6 +34,7 @@ from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import ChangedError
 from weft.core.rng import generators
 from weft.core.segment import MicroBatchContext, version, versions
+from weft.pipeline.routing import StreamLock
 
 Buffers = dict[str, Tensor | None]
 
@@ -78,17 +79,19 @@ class StageReplay:
     def __init__(self, index: int, layers: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
         self.index = index
         self.layers = layers
+        self._device = device
         self._defaults = generators([device])
         self._writes: dict[tuple[nn.Module, bool], bool] = {}
         self._norms: list[nn.Module] = []
         self._holders: list[nn.Module] = []
         self._sources: list[torch.Generator] = []
         self._shared: frozenset[object] = frozenset()
-        self._lock: AbstractContextManager[object] = nullcontext()
+        self._lock = StreamLock()
+        self._passed: list[nn.Module] = []
         self.idle = self._alone = True
         """Idle: the modules hold nothing but weights, so nothing has to surround a run of the stage."""
 
-    def serialize(self, shared: Iterable[object], lock: AbstractContextManager[object]) -> None:
+    def serialize(self, shared: Iterable[object], lock: StreamLock) -> None:
         """These modules and generators are those of other stages too: one stage at a time may write to them."""
         self._shared, self._lock = frozenset(shared), lock
 
@@ -101,7 +104,8 @@ class StageReplay:
         self._sources = [each for each in dict.fromkeys(sources) if each not in self._defaults]
         self.idle = not (norms or holders or self._sources)
         writers = [each for each in holders if self._may_write(each)] if self._shared else []
-        self._alone = self._shared.isdisjoint([*norms, *writers, *self._sources])
+        self._passed = [each for each in (*norms, *writers) if each in self._shared]
+        self._alone = not self._passed and self._shared.isdisjoint(self._sources)
 
     def around(self, context: MicroBatchContext) -> AbstractContextManager[None] | None:
         """What has to surround a run of the stage, if anything."""
@@ -111,7 +115,7 @@ class StageReplay:
 
     @contextmanager
     def _surrounded(self, context: MicroBatchContext) -> Generator[None]:
-        with nullcontext() if self._alone else self._lock:
+        with nullcontext() if self._alone else self._lock.held(self._device, self._passed):
             if is_checkpointing():
                 yield from self._noted(context)
             elif is_recomputing() and self.index in context.notes:

@@ -22,18 +22,22 @@ handed over together with the event after which it is ready:
 The caching allocator may reuse a block as soon as the stream that it came from has passed the point of its release; so
 a tensor that another stream reads is recorded there (`Tensor.record_stream`). At both ends of a walk the workers'
 streams and the caller's stream wait for each other, so weights that the optimizer wrote and gradients that the workers
-wrote are seen by whoever reads them next.
+wrote are seen by the next reader. Backward runs on the caller's streams of its forward (`CallerStreams`), and
+stages that share buffers hand them over with an event (`StreamLock`).
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from weft.core.context import on_device
 from weft.core.pytree import flatten, unflatten
 from weft.core.segment import Gradients, leaf_of
 from weft.pipeline.microbatch import ELSEWHERE
@@ -181,6 +185,26 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     return leaf_of(tensor.detach().to(device), tensor.requires_grad)
 
 
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
+def record_stream(tensor: Tensor, stream: Any) -> None:
+    """Keep the allocator from reusing the tensor's memory before `stream` has finished its present work."""
+    # `Tensor.record_stream` has no kernel for sparse layouts, and wrappers such as DTensor reject it.
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        parts = [getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ())]
+    for part in parts:
+        record_stream(part, stream)
+    if not parts and tensor.is_cuda:
+        tensor.record_stream(stream)
+
+
 class Place:
     """The device of one stage as one worker sees it. Moves what arrives; without streams of its own."""
 
@@ -203,10 +227,9 @@ class Place:
         """The value, ready to be sent."""
         return Message(value)
 
-    @contextmanager
-    def here(self) -> Generator[None]:
+    def here(self) -> AbstractContextManager[object]:
         """Work inside runs at this place."""
-        yield
+        return on_device(self.device)
 
 
 class CudaPlace(Place):
@@ -222,7 +245,7 @@ class CudaPlace(Place):
         if tensor.device == self.device:
             if message.ready is not None:
                 self.compute.wait_event(message.ready)
-            tensor.record_stream(self.compute)
+            record_stream(tensor, self.compute)
             return tensor
         with ExitStack() as stack:
             if tensor.is_cuda:
@@ -231,12 +254,12 @@ class CudaPlace(Place):
                 source = self._source(tensor.device)
                 if message.ready is not None:
                     source.wait_event(message.ready)
-                tensor.record_stream(source)
+                record_stream(tensor, source)
                 stack.enter_context(torch.cuda.stream(source))
             stack.enter_context(torch.cuda.stream(self.copy))
             moved = _moved(tensor, self.device)
         self.compute.wait_stream(self.copy)
-        moved.record_stream(self.compute)
+        record_stream(moved, self.compute)
         return moved
 
     def depart(self, value: Any) -> Message:
@@ -264,14 +287,86 @@ def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None])
             torch.cuda.current_stream(place.device).wait_stream(place.copy)
     for tensor in results:
         if tensor is not None and tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            record_stream(tensor, torch.cuda.current_stream(tensor.device))
 
 
-def join_current(places: Iterable[Place | None]) -> None:
-    """At the end of backward: let the current stream wait for those of all devices. Autograd lets whatever reads a
-    gradient wait for that stream alone."""
-    for device in {place.device for place in places if place is not None and place.device.type == "cuda"}:
-        torch.cuda.current_stream().wait_stream(torch.cuda.current_stream(device))
+def _cuda_devices(places: Iterable[Place | None]) -> list[torch.device]:
+    return list(dict.fromkeys(place.device for place in places if place is not None and place.device.type == "cuda"))
+
+
+class CallerStreams:
+    """The caller's current streams on the devices of the places, at the forward of a step.
+
+    Autograd runs the backward of a node on the stream of its forward, but only on the device of its output. On other
+    devices the thread of backward has its default streams, which did not wait for the caller's.
+    """
+
+    def __init__(self, places: Iterable[Place | None]) -> None:
+        self._streams: list[Any] = [torch.cuda.current_stream(device) for device in _cuda_devices(places)]
+
+    @contextmanager
+    def restored(self) -> Generator[None]:
+        """Work inside runs on these streams. At both ends they and this thread's streams wait for each other."""
+        if not self._streams:
+            yield
+            return
+        # Autograd makes incoming gradients ready on the current stream of the current device, and lets readers wait for
+        # that stream alone. If the output is on the CPU, they wait for this thread's streams instead.
+        current: Any = torch.cuda.current_stream()
+        outside: set[Any] = {current, *(torch.cuda.current_stream(stream.device) for stream in self._streams)}
+        with ExitStack() as stack:
+            for inside in self._streams:
+                for other in outside - {inside}:
+                    inside.wait_stream(other)
+                stack.enter_context(torch.cuda.stream(inside))
+            stack.enter_context(torch.cuda.device(current.device))
+            try:
+                yield
+            finally:
+                for other in outside:
+                    for inside in self._streams:
+                        other.wait_stream(inside)
+
+
+class StreamLock:
+    """A lock for buffers that stages share. It orders streams too: a holder's kernels start after the last holder's."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._released: dict[torch.device, Any] = {}
+
+    @contextmanager
+    def held(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> Generator[None]:
+        """Hold the lock, for kernels on the current stream of `device` that use the buffers of `modules`."""
+        with self._lock:
+            if device.type != "cuda":
+                yield
+                return
+            stream = torch.cuda.current_stream(device)
+            if device in self._released:
+                stream.wait_event(self._released[device])
+            for buffer in [buffer for module in modules for buffer in module._buffers.values()]:
+                if buffer is not None:  # in the memory of another stage's stream, if that stage replaced it
+                    record_stream(buffer, stream)
+            try:
+                yield
+            finally:  # after a failure too: kernels that were launched still run
+                self._released[device] = stream.record_event()
+
+
+def bind_parameters(places: Sequence[Place | None], parameters: Mapping[int, Sequence[Tensor]]) -> dict[int, Tensor]:
+    """Views of parameters, by the id() of each, whose gradients accumulate on the stream of the parameter's stage."""
+    # AccumulateGrad runs on the stream on which the node was made, and walks and the step share the node. On the
+    # caller's stream, every weight gradient of a walk would wait for that stream, and it for all stages. The view gets
+    # the step's gradient to the right stream first: PyTorch warns if AccumulateGrad gets one from another stream.
+    views: dict[int, Tensor] = {}
+    if len(_cuda_devices(places)) > 1 or any(isinstance(place, CudaPlace) for place in places):
+        for stage, group in parameters.items():
+            place = places[stage]
+            if place is not None and place.device.type == "cuda":
+                with place.here():
+                    views |= {id(each): torch.ops.aten.alias(each) for each in group if id(each) not in views}
+    return views
 
 
 def message_of(value: Any) -> Message:

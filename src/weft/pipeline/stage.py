@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
-from threading import RLock
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,6 +22,7 @@ from weft.core.rng import NextLayer, RngStreams
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.batchnorm import DeferredBatchNorm, gathering
 from weft.pipeline.recompute import StageReplay, only_writes
+from weft.pipeline.routing import StreamLock
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, use_skip_tracker
 
 Skip = tuple[Namespace | None, str]
@@ -246,6 +246,6 @@ def serialize_shared(stages: Sequence[Stage]) -> None:
         owners.update(modules)
         owners.update({x for module in modules for x in vars(module).values() if type(x) is torch.Generator})
     shared = [each for each, count in owners.items() if count > 1]
-    lock = RLock()
+    lock = StreamLock()
     for stage in stages:
         stage.replay.serialize(shared, lock)

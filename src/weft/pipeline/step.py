@@ -15,7 +15,7 @@ that run here and no others.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -47,7 +47,18 @@ from weft.pipeline.loss import LossScale, WeightedLoss
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.recompute import Unchanged
-from weft.pipeline.routing import OUTSIDE, Address, Given, Message, Place, Wiring, join_current, join_walk, leave_walk
+from weft.pipeline.routing import (
+    OUTSIDE,
+    Address,
+    CallerStreams,
+    Given,
+    Message,
+    Place,
+    Wiring,
+    bind_parameters,
+    join_walk,
+    leave_walk,
+)
 from weft.pipeline.schedule import Action, Schedule
 from weft.pipeline.tracing import Recorder, Watcher
 
@@ -389,6 +400,7 @@ class PipeStep:
     _unchanged: Unchanged | None = None
     _made: list[Tensor | None] | None = None
     _seed: Tensor | None = None
+    _caller: CallerStreams = field(default_factory=lambda: CallerStreams(()))
 
     @cached_property
     def _parameters(self) -> list[Tensor]:
@@ -399,6 +411,11 @@ class PipeStep:
     def tensors(self) -> list[Tensor]:
         """All that the step has gradients for, in order."""
         return [*self.mini_batch.tensors, *self.agreed.anchors, *self._parameters]
+
+    def node_inputs(self) -> list[Tensor]:
+        """`tensors` for the node of autograd: see `bind_parameters`."""
+        views = bind_parameters(self.plan.places, self.parameters)
+        return [views.get(id(tensor), tensor) for tensor in self.tensors] if views else self.tensors
 
     def trusted(self, forward: Callable[[RngStreams], Result]) -> Result:
         """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`RngStreams.settle`).
@@ -433,6 +450,7 @@ class PipeStep:
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
+        self._caller = CallerStreams(self.plan.places)
         if self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.splits:
             # Gradients are made while going forward.
             told = self.agreed.loss_seed
@@ -450,7 +468,8 @@ class PipeStep:
         executor = self.plan.executor
         try:
             executor.open(f"the backward{self.agreed.name}")
-            found = self._gradients(gradients, retain=retain)
+            with self._caller.restored():
+                found = self._gradients(gradients, retain=retain)
             reports = executor.commit(None if executor.alone else self._loss_gradient(gradients))
         except BaseException as error:
             executor.abort(error)
@@ -460,7 +479,6 @@ class PipeStep:
                 f"the loss has another gradient on each rank: {', '.join(map(str, reports))}, by rank; scale the loss "
                 "by the same number on all of them"
             )
-        join_current(self.plan.places)
         without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
         return found
 

@@ -104,6 +104,8 @@ class Recorder:
     """Records the events of the runs that it watches, and, with `memory`, the bytes that stay alive for backward, for
     some microseconds per tensor that autograd saves.
 
+    Times are the host's: on a GPU, the time to launch, not to run.
+
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), chunks=2, devices=["cpu", "cpu"])
         >>> recorder = weft.Recorder()

@@ -6,7 +6,6 @@ says why, once.
 """
 
 import threading
-import time
 import warnings
 import weakref
 from collections import OrderedDict, deque
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from weft.core.errors import UsageError, WeftError
 from weft.core.pytree import flatten, map_leaves, unflatten
+from weft.core.timing import time_after
 from weft.core.validation import Validator
 from weft.recurrent import eager
 from weft.recurrent.autograd import EagerReplay, filled_up, run_derived
@@ -444,7 +444,9 @@ class PlannedCall:
         call = PlannedCall(job)
         ways = partial(call.run, engine, "full"), job.run
         with unobserved(), torch.random.fork_rng(self._devices()), self.guards.undone():
-            ours, loop = (min(_seconds(each, self.guards.parameters) for _ in range(2)) for each in ways)
+            ours, loop = (
+                min(_seconds(each, self.guards.parameters, self.inputs.device) for _ in range(2)) for each in ways
+            )
         return ours, loop
 
     def _devices(self) -> list[torch.device]:
@@ -485,13 +487,12 @@ def _meta(value: Any, begin: int) -> Hashable:
     return value.shape[begin:], value.dtype, value.device, None if plain else memory_order(value)
 
 
-def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor]) -> float:
-    """The seconds of a run with its backward."""
-    begin = time.perf_counter()
+def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor], device: torch.device) -> float:
+    """The seconds of a run with its backward, on this device and those of the parameters."""
+    devices = {device, *(each.device for each in parameters)}
+    begin = time_after(devices)
     leaves = flatten(run()[:2])[0]
     ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if ends and parameters:
         torch.autograd.grad(ends, parameters, [torch.ones_like(each) for each in ends], allow_unused=True)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return time_after(devices) - begin

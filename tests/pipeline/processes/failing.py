@@ -141,7 +141,8 @@ def gradient_differs() -> tuple[str, str]:
     pipe = make()
     train(pipe)
     x, y = batch()
-    found = outcome(lambda: (pipe(x, target=y) * (1 + dist.get_rank())).backward())
+    loss = pipe(x, target=y) * (1 + dist.get_rank())
+    found = outcome(loss.backward)
     train(pipe)
     return found
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -122,9 +122,11 @@ class Ranks:
         return "\n".join(f"rank {rank}:\n{file.read_text() if file.exists() else ''}" for rank, file in files)
 
     def close(self) -> None:
-        """Kill all ranks."""
+        """Kill all ranks, and their children."""
         self.broken = True
         for process in self._processes:
+            with suppress(ProcessLookupError):  # a rank that has not begun yet
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.join(10.0)
@@ -144,6 +146,7 @@ def fresh_ranks(size: int, timeout: float = GROUP_SECONDS) -> Iterator[Ranks]:
 
 def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection, stacks: str) -> None:
     """Main loop of a rank."""
+    os.setsid()  # its children end with it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = (Path(stacks) / str(rank)).open("w")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

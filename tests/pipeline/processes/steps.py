@@ -33,11 +33,40 @@ class Pop(nn.Module):
         return torch.tanh(self.linear(x)) + a
 
 
+@skippable(stash=["b"])
+class StashAgain(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor):
+        y = self.linear(x)
+        yield stash("b", y)
+        return torch.tanh(y)
+
+
+@skippable(pop=["b"])
+class Add(nn.Module):
+    """One of several readers of a skip."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor):
+        b = yield pop("b")
+        return self.drop(torch.tanh(self.linear(x) * b))
+
+
 def layers(stages: int, width: int = 6, drop: float = 0.2) -> nn.Sequential:
-    """One layer per stage, with a long skip, dropout, and a second reader where there is room."""
+    """One layer per stage, with a long skip, dropout, and a value with several readers where there is room."""
     torch.manual_seed(3)
     made: list[nn.Module] = [Stash(width)]
-    made += [nn.Sequential(nn.Linear(width, width), nn.Dropout(drop), nn.Tanh()) for _ in range(stages - 2)]
+    if stages > 3:
+        made += [StashAgain(width), *(Add(width) for _ in range(stages - 3))]
+    else:
+        made += [nn.Sequential(nn.Linear(width, width), nn.Dropout(drop), nn.Tanh()) for _ in range(stages - 2)]
     made.append(Pop(width))
     return nn.Sequential(*made).double()
 
@@ -60,7 +89,7 @@ def batch(rows: int, width: int = 6) -> tuple[Tensor, Tensor]:
 
 def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int], ties: bool = False) -> dict[str, Any]:
     """Differences between a pipe over the ranks and a serial pipe under the same table."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     model = tied(stages) if ties else layers(stages)
     settings: Any = {"chunks": 4, "balance": [1] * stages, "schedule": schedule, "checkpoint": checkpoint}
     settings["loss"] = nn.functional.mse_loss
@@ -76,11 +105,13 @@ def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int], ties:
         wanted.backward()
         state = torch.get_rng_state()
         torch.manual_seed(rows)
-        loss = pipe(x if rank == 0 else None, target=y if rank == pipe._workers_made[-1] else 0)
+        has_first, has_last = (pipe._workers_made[stage] == rank for stage in (0, -1))
+        loss = pipe(x if has_first else None, target=y if has_last else 0)
         loss.backward()
         states = states and bool(torch.equal(torch.get_rng_state(), state))
         named = dict(serial.named_parameters())
         worst = max([worst, abs(float((loss - wanted).detach()))])
         for name, parameter in pipe.named_parameters():
             worst = max(worst, float((parameter.grad - named[name].grad).abs().max()))
-    return {"worst": worst, "states": states, "keys": [name for name, _ in pipe.named_parameters()], "size": size}
+    keys = [name for name, _ in pipe.named_parameters()]
+    return {"worst": worst, "states": states, "keys": keys, "all_keys": sorted(dict(serial.named_parameters()))}

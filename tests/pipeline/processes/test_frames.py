@@ -1,5 +1,6 @@
 """The encoding of values: every kind of value that can be sent arrives unchanged."""
 
+import importlib
 import json
 import math
 from collections import OrderedDict
@@ -122,7 +123,20 @@ def test_a_value_arrives_as_it_was_sent(value: Any) -> None:
         assert all(map(is_same, leaves, others))
 
 
-def test_half_complex_and_parameters_arrive() -> None:
+def test_lazy_views_are_sent_as_their_values() -> None:
+    number = torch.tensor([1 + 2j])
+    arrived = carry([number.conj(), number.conj().imag], SentShapes(), {})
+    assert arrived[0].tolist() == [1 - 2j] and arrived[1].tolist() == [-2.0]
+
+
+def test_a_size_is_one_leaf_whatever_is_imported() -> None:
+    importlib.import_module("torch.fx.experimental.proxy_tensor")  # makes torch.Size a container
+    shape, leaves, _ = split_value({"a": torch.Size([2, 3])}, device_lane=False)
+    assert shape.leaves == (None,) and leaves == [{"size": [2, 3]}]
+    assert carry({"a": torch.Size([2, 3])}, SentShapes(), {}) == {"a": torch.Size([2, 3])}
+
+
+def test_parameters_and_float8_arrive() -> None:
     parameter = nn.Parameter(torch.ones(2))
     arrived = carry([parameter, torch.tensor([1, 2]).to(torch.float8_e5m2)], SentShapes(), {})
     assert arrived[0].requires_grad and type(arrived[0]) is torch.Tensor and arrived[0].tolist() == [1, 1]

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,38 @@ def test_a_tied_parameter_on_another_device_crosses_once_per_step(monkeypatch: p
             plain(rows(count, 8)).main.square().sum().backward()
             assert_gradients_equal(pipe, plain, 1e-10)
         assert model.head.weight is model.embed.weight
+
+
+class _OnGpu(Tensor):
+    """A tensor taken for one of a GPU, that notes the streams which read it."""
+
+    is_cuda = True  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    streams: set[object]
+
+    def record_stream(self, stream: object) -> None:
+        self.streams.add(stream)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_copies_of_tied_parameters_are_recorded_where_they_are_read(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[_OnGpu] = []
+
+    def copied(away: Any, device: torch.device, graph: bool) -> dict[int, Tensor]:
+        copies = {id(each): each.detach().clone().as_subclass(_OnGpu).requires_grad_() for each in away}
+        for each in copies.values():
+            each.streams = set()
+        made.extend(copies.values())
+        return copies
+
+    monkeypatch.setattr(split_pipe, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
+    monkeypatch.setattr(split_pipe, "_copied", copied)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {threading.current_thread().name}")
+    pipe = cut(Shared(), "other", "head", chunks=3, executor="threads", checkpoint=checkpoint, verify=False)
+    pipe(rows(6, 8)).main.square().sum().backward()
+    assert made and all(each.streams for each in made)
 
 
 def test_a_block_of_two_stages_has_the_parameters_of_one_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 SIGTERM, SIGINT, SIGHUP ──> drain: accepted work is answered, new work is sent elsewhere ── save ── exit 0
     during the start    ──> the start is given up ── exit 0
+a GPU fails             ──> its experts cannot run any more: what others hold is saved ── exit 1
 SIGKILL                 ──> nothing that was reported durable is lost; the next start goes on from there
 """
 
@@ -49,7 +50,7 @@ def serve(config: Mapping[str, Any]) -> None:
 
     SIGHUP is left alone where it is ignored (``nohup``). Prints one line with the address when it listens. Raises what
     `weft.experts.server.config.build` and `Server.start` raise, ``SystemExit`` for a signal before it listens, and
-    ``ExpertError`` if a module did not end in time.
+    ``ExpertError`` if a module did not end in time, or a GPU failed.
     """
     keep_freed_memory()
     use_large_pages()
@@ -79,9 +80,11 @@ def serve(config: Mapping[str, Any]) -> None:
             _say(f"weft: serving {len(server.experts)} experts at {server.address}")
             if server.panel_url is not None:
                 _say(f"weft: status page at {server.panel_url}")
-            while not stop.asked:  # the system may hand a signal to any thread, which does not wake this one
+            while not (stop.asked or server.lost):  # a signal can come to any thread, which does not wake this one
                 with suppress(Empty):
                     stop.signals.get(timeout=_LOOK)
+            if server.lost:  # `shutdown` saves the experts of other devices
+                raise ExpertError(server.lost)
             _say("weft: draining")
             if not server.shutdown():
                 raise ExpertError("a module did not end in time; what it worked on was not answered")

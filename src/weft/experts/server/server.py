@@ -182,6 +182,11 @@ class Server:
         return None if self._panel is None else self._panel.url
 
     @property
+    def lost(self) -> str | None:
+        """Why experts cannot run until the process is started again, such as a failed GPU; None if all can."""
+        return next((runtime.lost for runtime in list(self._runtimes.values()) if runtime.lost is not None), None)
+
+    @property
     def experts(self) -> list[str]:
         """The names of the experts, sorted."""
         return sorted(self._dispatcher.experts())
@@ -271,8 +276,8 @@ class Server:
             if not self._replication.retire():
                 _attempt("leaving the directory", self._leave)
             _attempt("telling clients that it ends", self._grpc_server.drain)
-            end = time.monotonic() + self.options.drain_seconds
-            finished = _attempt("finishing what was accepted", lambda: self._finish(end)) or False
+            end, lost = time.monotonic() + self.options.drain_seconds, self.lost
+            finished = bool(_attempt("finishing what was accepted", lambda: self._finish(end))) and lost is None
             hand_over = partial(self._replication.hand_over, end - time.monotonic())
             if finished:
                 try:
@@ -287,8 +292,9 @@ class Server:
     def shutdown(self) -> bool:
         """`drain`, save, let the answers leave, and end all threads; False if a module still runs. May be called twice.
 
-        Saves what is reached whatever fails before; of an expert whose module still runs, what is saved already.
-        Raises what saving raises, after everything has ended. In a fork of its process it does nothing.
+        Also False if a GPU failed. Saves what is reached whatever fails before; of an expert whose module still runs,
+        what is saved already. Raises what saving raises, after everything has ended. In a fork of its process it does
+        nothing.
         """
         if not self._fork_guard.here:
             return True
@@ -320,6 +326,7 @@ class Server:
         connections, heartbeat = list(grpc_server.connections), self._heartbeat
         answered, errors = dispatcher.counts()
         failures = {name: str(each.last_failure) for name, each in dict(self._tasks).items() if each.last_failure}
+        failures |= {f"runtime {name}": each.lost for name, each in dict(self._runtimes).items() if each.lost}
         failures |= {f"restore of {uid}": one.failure for uid, one in served.items() if one.failure is not None}
         return ServerStatistics(
             address=self.address if self._port else self._wanted,

@@ -110,7 +110,8 @@ def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], lis
 
     Raises ``SpecError`` that names the first leaf that cannot be sent.
     """
-    leaves, structure = flatten(value)
+    # A torch.Size is a container for PyTorch once torch.fx is imported, which can differ between the ranks.
+    leaves, structure = flatten(value, lambda node: type(node) is torch.Size)
     shapes: list[TensorShape | None] = []
     plain: list[Any] = []
     tensors: list[torch.Tensor] = []

@@ -20,7 +20,6 @@ from weft.pipeline.config import layers_of, places_of
 from weft.pipeline.engine import PipeRuntime, on_meta
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.plan import Crossing, build_stages
-from weft.pipeline.processes.executor import Channel
 from weft.pipeline.processes.links import Links
 from weft.pipeline.processes.loans import BorrowingStage, Loans
 from weft.pipeline.processes.ownership import (
@@ -31,6 +30,7 @@ from weft.pipeline.processes.ownership import (
     placeholder_of,
     plan_loans,
 )
+from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.processes.runtime import Placement, ProcessRuntime
 from weft.pipeline.schedule import build
 from weft.pipeline.stage import Stage
@@ -245,7 +245,7 @@ class ProcessPipe(OverProcesses):
 
 
 def _checked_group(given: Any) -> ProcessGroup:
-    """The process group. Raises UsageError for a mesh of several dimensions, and where this rank is not in the group."""
+    """The process group. Raises UsageError for a mesh of several dimensions, and in a process outside of the group."""
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
             raise UsageError(

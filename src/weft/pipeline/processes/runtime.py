@@ -25,8 +25,8 @@ from weft.core.segment import Gradients
 from weft.pipeline.engine import MISPLACED, PipeCall, PipeRuntime
 from weft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
 from weft.pipeline.plan import PipelinePlan
-from weft.pipeline.processes.executor import Channel, ProcessExecutor, ResultRoute
 from weft.pipeline.processes.loans import BorrowingStage, Loans
+from weft.pipeline.processes.rank_executor import Channel, ProcessExecutor, ResultRoute
 from weft.pipeline.stage import Stage
 from weft.pipeline.step import Agreement
 

@@ -68,6 +68,22 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
             now.update({k: each for k, each in held.items() if k in stored or type(each) in (int, float)})
 
 
+@contextmanager
+def brought(modules: Iterable[nn.Module], device: torch.device | None) -> Generator[None]:
+    """Let modules have copies, on this device, of parameters that a stage on another device owns (None: there are no
+    others)."""
+    inner = {each: None for module in modules for each in module.modules()} if device is not None else {}
+    before = [(each, key, p) for each in inner for key, p in each._parameters.items() if p is not None]
+    try:
+        for module, key, parameter in before:
+            if parameter.device != device and not parameter.is_meta:
+                module._parameters[key] = cast(Any, parameter.to(device))
+        yield
+    finally:
+        for module, key, parameter in before:
+            module._parameters[key] = parameter
+
+
 def copies(leaves: Sequence[Any]) -> list[Any]:
     """The inputs again, so that what is written into them is not the caller's; one tensor stays one."""
     made: dict[int, Tensor] = {}

@@ -22,6 +22,8 @@ from weft.core.errors import GuardError, InPlaceError, SplitError
 from weft.core.pytree import LEAF, Structure, flatten, unflatten
 from weft.core.rng import NextLayer
 from weft.core.segment import MicroBatchContext
+from weft.pipeline.routing import record_stream
+from weft.pipeline.split.isolation import brought
 from weft.pipeline.stage import ModuleScan, Skip, Stage
 
 
@@ -355,7 +357,8 @@ class Program:
         sent: list[Values] = [{} for _ in self.parts]
         sent[0].update(zip(self.recording.inputs, leaves, strict=True))
         for s, part in enumerate(self.parts):
-            values = self.run(s, sent[s], owned)
+            with brought(self.blocks(s), self._device[s]):
+                values = self.run(s, sent[s], owned)
             for reader, crossing in part.gives.items():
                 sent[reader].update({value: values[value] for value in crossing})
         return self.result(sent[-1])
@@ -480,7 +483,11 @@ class SplitStage(Stage):
         for source, crossing in part.takes.items():
             values.update(zip(crossing, skips[bundle(source, self.index)], strict=True))
         stashed: dict[Skip, Any] = dict.fromkeys(self.stashed, ())
-        with self._substituted(choice.copies[self.index]):
+        copies = choice.copies[self.index]
+        for copy in copies.values():  # of the caller's stream, whose allocator must not reuse what this one reads
+            if copy.is_cuda:
+                record_stream(copy, torch.cuda.current_stream(copy.device))
+        with self._substituted(copies):
             values = program.run(self.index, values, self.code.get, next_layer)
             for reader, crossing in part.gives.items():
                 stashed[bundle(self.index, reader)] = tuple([values[value] for value in crossing])

@@ -71,7 +71,7 @@ class SplitPipe(ModelFacade):
         auto = self.split == "auto"
         here = cuda_devices() or [torch.device("cpu")] * (2 if auto else len(self.split) + 1)
         here = here if auto else here[: len(self.split) + 1]
-        places = here if devices is None else check.call(places_of, devices)
+        places = check.call(places_of, here if devices is None else devices)
         self.devices = places or []
         if auto:
             return len(self.devices)

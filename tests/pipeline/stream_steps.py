@@ -1,0 +1,269 @@
+"""Real steps, walks, places and locks over stages whose kernels a `Machine` launches."""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.streams import Machine, Node, OnGpu, Parameter, Stream, Walk, in_a_thread
+from weft.core.context import ExecutionContext, phase
+from weft.core.rng import RngStreams
+from weft.core.segment import Segment, Tape
+from weft.pipeline import recompute, step
+from weft.pipeline.executor import LocalQueue, SerialExecutor, working
+from weft.pipeline.loss import WeightedLoss
+from weft.pipeline.recompute import StageReplay
+from weft.pipeline.routing import (
+    OUTSIDE,
+    CudaPlace,
+    EntryPoint,
+    EntryPoints,
+    Place,
+    Route,
+    StreamLock,
+    Wiring,
+    join_walk,
+)
+from weft.pipeline.schedule import Schedule, waits
+from weft.pipeline.step import PipeStep
+
+
+class ShuffledExecutor(SerialExecutor):
+    """Every action in a thread of its own. It is drawn which worker goes on."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def walk(self, schedule: Schedule, perform: Any, given: Any, ambient: ExecutionContext) -> Any:
+        queue, left = LocalQueue(), LocalQueue()
+        for messages in given.values():
+            queue.messages.update(messages)
+        outboxes = [*[queue] * schedule.stages, left]
+        rows, waiting, done = [deque(row) for row in schedule.workers], waits(schedule.workers), set[Any]()
+
+        def act() -> None:
+            with working():
+                perform(action, queue, outboxes)
+
+        while any(rows):
+            row = self._random.choice([row for row in rows if row and done.issuperset(waiting[row[0]])])
+            action = row.popleft()
+            in_a_thread(lambda: ambient.run(act))
+            done.add(action)
+        return left.messages
+
+
+class Layers:
+    """The layers of a stage: a weight, and a module whose buffer they write to.
+
+    They put a new buffer in its place if that is `replaced`: the memory of the last one is free then.
+    """
+
+    replaced = False
+
+    def __init__(self, machine: Machine, number: int, device: torch.device, module: nn.Module, options: Any) -> None:
+        self.machine, self.number, self.device, self.module, self.options = machine, number, device, module, options
+        self.weight: Parameter = machine.parameter(device)
+        self.outputs = 1
+        self.replay = StageReplay(number, [("layer", module)], device)
+
+    def __call__(self, context: Any, values: Sequence[OnGpu]) -> list[OnGpu]:
+        self.replay.scan([], [self.module], [])
+        with self.replay.around(context) or nullcontext():
+            if self.replaced:
+                self.module.count = self.kernel("count", self.module.count)
+            else:
+                self.machine.write("count", self.module.count, self.module.count)
+            return [self.kernel("forward", *values, self.weight) for _ in range(self.outputs)]
+
+    def kernel(self, name: str, *reads: OnGpu, sparse: bool = False) -> OnGpu:
+        name = f"{name} of stage {self.number}"
+        if self.machine.current_device() != self.device.index:
+            self.machine.faults.add(f"{name}: on another device")
+        return self.machine.kernel(name, self.device, *reads, strided=self.options.strided, sparse=sparse)
+
+
+class GpuTape(Tape):
+    """Keeps the inputs, or the graph: the results of a forward, and its stream."""
+
+    def __init__(self, segment: "GpuSegment", context: Any, values: Sequence[OnGpu], keep: Any) -> None:
+        self._segment, self._in, self._at = segment, list(values), context
+        self.recomputes, self.tracks, self.edges = keep == "inputs", False, None
+
+    def keep(self, outputs: Sequence[OnGpu]) -> None:
+        layers = self._segment.layers
+        self._walk, self._saved = Walk(layers.machine, layers.device), [*outputs, *self._in]
+        self.edges = [[None] for _ in outputs]
+
+    def prepare(self) -> None:
+        if self.edges is None:
+            with phase("recomputing"):
+                self.keep(self._segment.layers(self._at, self._in))
+
+    def backward(self, gradients: Any, *, retain: bool = False) -> Any:
+        self.prepare()
+        inputs, split = self.backward_inputs(gradients)
+        return inputs, split.parameter_gradients()
+
+    def backward_inputs(self, gradients: Any) -> Any:
+        layers, walk, saved, arrived = self._segment.layers, self._walk, self._saved, [g for (g,) in gradients]
+        with walk.back(*arrived):
+            inputs = [[layers.kernel("input gradient", *arrived, *saved, layers.weight)] for _ in self._in]
+
+        def parameter_gradients() -> list[OnGpu]:
+            with walk.back(*arrived) as capture:
+                found = layers.kernel("weight gradient", *arrived, *saved, sparse=layers.options.sparse)
+                capture(found, layers.weight)
+            return [found]
+
+        return inputs, SimpleNamespace(parameter_gradients=parameter_gradients)
+
+
+class GpuSegment(Segment):
+    def __init__(self, layers: Layers, parameters: Sequence[Any] = ()) -> None:
+        self.layers, self.parameters = layers, list(parameters)
+
+    def forward(self, context: Any, values: Sequence[OnGpu], keep: Any) -> Any:
+        tape = GpuTape(self, context, values, keep)
+        with phase("checkpointing") if keep == "inputs" else nullcontext():
+            outputs = self.layers(context, values)
+        if keep == "graph":
+            tape.keep(outputs)
+        return outputs, tape
+
+
+class OneInput:
+    """A mini-batch of one tensor that wants a gradient."""
+
+    shared = ()
+
+    def __init__(self, machine: Machine, tensor: OnGpu, count: int) -> None:
+        self.machine, self.tensors, self.micro_batches = machine, [tensor], count
+
+    def leaves(self) -> list[list[OnGpu]]:
+        return [[self.machine.kernel("cut", x.device, x)] for x in self.tensors * self.micro_batches]
+
+    def gradients(self, pieces: Any) -> list[OnGpu]:
+        return [self.machine.kernel("join", self.tensors[0].device, *(leaf for piece in pieces for leaf in piece))]
+
+
+class OneOutput(WeightedLoss):
+    """A result that is joined from those of the micro-batches."""
+
+    def __init__(self, machine: Machine, device: torch.device, count: int) -> None:
+        self.machine, self.device, self.count = machine, device, count
+
+    def gather(self, results: Any) -> Any:
+        return [self.machine.kernel("output", self.device, *results)], [True]
+
+    def spread(self, gradients: Any) -> Any:
+        return [[self.machine.kernel("spread", self.device, *gradients)] for _ in range(self.count)]
+
+
+class OneScale:
+    """The seed of a schedule that does not split, and the factor of its gradients."""
+
+    def __init__(self, machine: Machine, device: torch.device) -> None:
+        self.machine, self.device = machine, device
+
+    def seed(self) -> OnGpu:
+        return self.machine.kernel("seed", self.device)
+
+    def factor(self, gradient: OnGpu, seed: OnGpu) -> OnGpu:
+        return self.machine.kernel("factor", self.device, gradient, seed)
+
+
+class GpuStep(PipeStep):
+    def __init__(self, **parts: Any) -> None:
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def trusted(self, forward: Any) -> Any:
+        return forward(RngStreams({}, {}))
+
+
+class Pipeline:
+    """Stages on these devices that share a module where they share a device; each passes its value on, the first also
+    to the last."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        patch: pytest.MonkeyPatch,
+        devices: Sequence[torch.device],
+        executor: SerialExecutor,
+        *,
+        keep: str = "graph",
+        strided: bool = False,
+        sparse: bool = False,
+        replaced: bool = False,
+    ) -> None:
+        patch.setattr(recompute, "generators", lambda _: [])
+        patch.setattr(step, "Segment", GpuSegment)
+        self.machine, self.devices, self.keep = machine, devices, keep
+        options = SimpleNamespace(strided=strided, sparse=sparse)
+        modules = {device: nn.Module() for device in devices}
+        for device, module in modules.items():
+            module.register_buffer("count", machine.kernel("count", device))
+        self.stages = [Layers(machine, i, device, modules[device], options) for i, device in enumerate(devices)]
+        lock, last = StreamLock(), len(devices) - 1
+        for stage in self.stages:
+            stage.replay.serialize([m for d, m in modules.items() if devices.count(d) > 1], lock)
+            stage.replaced = replaced and devices.count(stage.device) > 1
+        routes = [Route("input", OUTSIDE, (0,)), *(Route(f"main {j}", j, (j + 1,)) for j in range(last))]
+        routes.append(Route("output", last, (OUTSIDE,)))
+        if last > 1:
+            routes.append(Route("skip", 0, (last,)))
+            self.stages[0].outputs = 2
+        place = Place if type(executor) is SerialExecutor else CudaPlace
+        self.plan = SimpleNamespace(
+            places=tuple(place(device) for device in devices),
+            executor=executor,
+            entry_points=EntryPoints((EntryPoint(0, 0),), last + 1, last),
+            stages=self.stages,
+            wiring=Wiring(tuple(routes), len(devices)),
+        )
+
+    def forward(self, schedule: Schedule) -> Node:
+        """The node of a step, after its forward."""
+        machine, first, last = self.machine, self.devices[0], self.devices[-1]
+        made = GpuStep(
+            plan=self.plan,
+            functions=self.stages,
+            schedule=schedule,
+            mini_batch=OneInput(machine, machine.kernel("input", first), schedule.micro_batches),
+            output=OneOutput(machine, last, schedule.micro_batches),
+            parameters={stage.number: [stage.weight] for stage in self.stages},
+            tracked=True,
+            keeps=[[self.keep] * schedule.micro_batches] * len(self.devices),
+            ambient=ExecutionContext.capture(["cpu"]),
+            watcher=None,
+            scale=OneScale(machine, last),
+            owners={},
+        )
+        return Node(machine, made)
+
+    def train(self, schedule: Schedule, steps: int = 2) -> None:
+        """Steps as a user takes them, each while the last one's output is still held."""
+        for _ in range(steps):
+            node = self.forward(schedule)
+            node.backward(self.machine.kernel("loss", self.devices[-1], node.output))
+            for stage in self.stages:
+                weight, count = stage.weight, stage.module.count
+                self.machine.write("optimizer", weight, weight.gradient)
+                weight.gradient = None
+                count.read(self.machine.current_stream(count.device), "state_dict")
+                del weight, count
+        join_walk(self.plan.places)  # as the next step would, before it uses memory of the places again
+
+
+def with_own_streams(machine: Machine, devices: Sequence[torch.device], stack: Any) -> None:
+    """Let the caller work on streams of its own."""
+    for device in dict.fromkeys(devices):
+        stack.enter_context(machine.stream(Stream(device)))  # type: ignore[arg-type]
