@@ -23,19 +23,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.optim import Optimizer
 
 from weft.core.errors import UsageError, WeightsError, listed
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.weights import names_by_tensor, unwrap_module
 
+_dcp: Any = torch.distributed.checkpoint  # it is typed in part
 _MODEL, _STATE, _GROUPS, _EXTRA = "model.", "optimizer.state.", "optimizer.param_groups.", "extra"
 
 
@@ -81,7 +81,7 @@ def save(
 
     state = _on_all(agree, "saved", prepare)
     with _without_warnings():
-        save_state(
+        _dcp.save(
             state,
             storage_writer=FileSystemWriter(_hidden_name(target, "tmp")),
             planner=DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
@@ -92,7 +92,7 @@ def save(
 
 
 def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | None = None) -> Any:
-    """Load what `save` wrote, into a module that may be cut in another way. Returns `extra`, or None.
+    """Load a checkpoint of `save` into a module that can be cut in another way. Returns `extra`, or None.
 
     Each process reads its own tensors, in place. The ranks of a pipe call this together. A tied weight can be saved
     under any of its names. Raises WeightsError that lists all missing and unexpected keys and wrong shapes, before
@@ -139,7 +139,7 @@ def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | 
         # Each of the two would let the planner read plain values into a copy of `state`.
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _without_warnings():
-            load_state(state, storage_reader=reader, planner=planner, no_dist=True)
+            _dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
         local.update((key, state[saved_key]) for key, saved_key in keys.items())
         module.load_state_dict(local)  # for hooks and extra state; tensors are in place already
         if optimizer is not None:
@@ -184,7 +184,7 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _match_model(module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """By key of the model's state_dict the key in the checkpoint, and what is wrong."""
+    """By key of the model's state_dict the key in the checkpoint; and a list of faults."""
     local = module.state_dict()
     with module._showing_hidden() if isinstance(module, Pipe) else nullcontext():
         known = set(module.state_dict())
@@ -213,7 +213,7 @@ def _match_model(module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str,
 def _match_optimizer(
     module: nn.Module, optimizer: Optimizer, keys: Mapping[str, str], saved: Mapping[str, Any]
 ) -> tuple[list[list[str]], list[str]]:
-    """By group and parameter of the optimizer the name in the checkpoint, and what is wrong."""
+    """By group and parameter of the optimizer the name in the checkpoint; and a list of faults."""
     groups = [
         [keys[names[0]].removeprefix(_MODEL) for names in group if names[0] in keys]
         for group in _names_of_parameters(module, optimizer)
@@ -229,7 +229,7 @@ def _match_optimizer(
 
 
 def _entries_by_name(saved: Mapping[str, Any], kind: str, names: set[str]) -> dict[str, dict[str, str]]:
-    """The keys of one kind in the checkpoint, by parameter and by what they are of it."""
+    """The keys of one kind in the checkpoint, by parameter and by entry of its state or options."""
     found: dict[str, dict[str, str]] = {}
     for key in saved:
         name, _, entry = key.removeprefix(kind).rpartition(".")
@@ -259,7 +259,7 @@ def _optimizer_from(
 
 
 def _empty_like(saved: Any) -> Tensor | None:
-    """Where a value of the checkpoint is read into; None for a plain value."""
+    """A tensor to read a value of the checkpoint into; None for a plain value."""
     is_tensor = isinstance(saved, TensorStorageMetadata)
     return torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else None
 
@@ -269,7 +269,7 @@ def _hidden_name(path: Path, kind: str) -> Path:
 
 
 def _clear_way(target: Path) -> None:
-    """Remove what interrupted saves left. Raises UsageError if the folder is not a checkpoint."""
+    """Remove the remains of interrupted saves. Raises UsageError if the folder is not a checkpoint."""
     old, temporary = _hidden_name(target, "old"), _hidden_name(target, "tmp")
     if target.exists() and not (target / ".metadata").exists() and (target.is_file() or any(target.iterdir())):
         raise UsageError(f"{target} is not a checkpoint, and would be replaced by one; give another folder")

@@ -19,7 +19,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`; of a `Pipe` over processes by the norm over the stages of all ranks.
+    """Clip like `torch.nn.utils.clip_grad_norm_`. The norm of a `Pipe` over processes is that over all ranks.
 
     Give the pipe itself, or the DistributedDataParallel around it: parameters of one rank do not show that others have
     more. All ranks of the pipe call this together. A tied parameter counts once. Returns the norm before clipping.
@@ -59,7 +59,7 @@ def _clip_over_ranks(
         raise UsageError(f"norm_type is {norm_type:g}, but norms of several ranks combine only if it is above 0")
     gradients = [parameter.grad for parameter in mine if parameter.grad is not None]
     local = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
-    # In float64 on all ranks, whose gradients can be of several types. A maximum by all_reduce could lose a NaN.
+    # In float64 on all ranks, because their gradients can differ in type. A maximum by all_reduce could lose a NaN.
     norm = local.to(pipe.devices[0], torch.float64)
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(pipe.group))]
     dist.all_gather(norms, norm, group=pipe.group)

@@ -24,7 +24,7 @@ Initialize = Callable[[nn.Module], object]
 
 @contextmanager
 def build_on_meta() -> Generator[None]:
-    """Build modules whose parameters are on the meta device, and take no memory. Ties between parameters stay.
+    """Build modules with their parameters on the meta device, without memory. Ties between parameters stay.
 
     Buffers are real, unlike under ``torch.device("meta")``, because buffers that are not persistent, such as rotary
     frequencies, are in no file. `Pipe.materialize` gives storage to the parameters afterwards. Concerns modules that
@@ -58,7 +58,7 @@ def build_on_meta() -> Generator[None]:
 
 
 def map_tensors(root: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Put what `change` makes of each parameter and buffer into its place; what is tied stays tied."""
+    """Replace each parameter and buffer by the result of `change`. Tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in root.modules():
         for table in tables_of(module):
@@ -112,7 +112,7 @@ def allocate(roots: Sequence[nn.Module], device_of: Mapping[int, torch.device]) 
 
 
 def find_uninitializable(roots: Sequence[nn.Module]) -> list[str]:
-    """What is wrong where modules have tensors on the meta device, and no method to initialise them."""
+    """A fault for each module that has tensors on the meta device, and no method to initialise them."""
     return [
         f"layer {number}, {name or 'itself'}: {type(module).__name__} has no reset_parameters()"
         for number, root in enumerate(roots)
@@ -190,7 +190,7 @@ class WeightFiles:
                 self._files = dict.fromkeys(file.keys(), path)
 
     def match(self, model: nn.Module, known: set[str]) -> tuple[dict[str, str], list[str]]:
-        """By key of the model, the key in the files, for each tensor once; and what is wrong. `known` are the keys of
+        """By key of the model, the key in the files, for each tensor once; and a list of faults. `known` are the keys of
         the whole model."""
         faults = [f"{key}: in the files, but not in the model" for key in self._files if key not in known]
         chosen: dict[str, str] = {}

@@ -158,7 +158,7 @@ def load_whole_state(strict_fault: bool) -> dict[str, Any]:
 
 
 def clip(norm_type: float, max_norm: float) -> dict[str, Any]:
-    """Norms and differences beside the serial pipe."""
+    """The norm, and differences from the serial pipe."""
     pipe, plain = piped(model()), serial(model())
     x, y = batch(0)
     for each in (pipe, plain):

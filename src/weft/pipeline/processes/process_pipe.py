@@ -149,12 +149,13 @@ class OverProcesses(Pipe):
         with self._showing_hidden():
             hidden = set(self.state_dict())
         hidden -= set(self.state_dict())
-        found = super().load_state_dict(state_dict, False, assign)
-        unexpected = [key for key in found.unexpected_keys if key not in hidden]
-        faults = [f"{key}: missing" for key in found.missing_keys] + [f"{key}: unexpected" for key in unexpected]
+        found: Any = super().load_state_dict(state_dict, False, assign)
+        unexpected: list[str] = [key for key in found.unexpected_keys if key not in hidden]
+        missing: list[str] = found.missing_keys
+        faults = [f"{key}: missing" for key in missing] + [f"{key}: unexpected" for key in unexpected]
         if strict and faults:
             raise WeightsError(listed("the state_dict does not fit the part of the model on this rank:", faults))
-        return type(found)(found.missing_keys, unexpected)
+        return type(found)(missing, unexpected)
 
     def _showing_hidden(self) -> AbstractContextManager[None]:
         return self._hidden.shown()
