@@ -114,7 +114,8 @@ class Pipe(nn.Module):
         verify: compare every program that is recorded of the model's forward() once with forward() itself.
         group: a process group, or a one-dimensional `DeviceMesh`, of `torch.distributed`. Its ranks run the stages,
             rank k those of worker k of the schedule, and every rank runs the same script. The input counts on the rank
-            of the first stage, the target on that of the last one. Each rank keeps the parameters of its own stages.
+            of the first stage, the target on that of the last one. Each rank keeps the parameters of its own stages;
+            with `split`, those of the blocks that `sample` shows to be its own, else by the order of registration.
             `devices` is then the device of this rank, or a list with the device of every stage.
         output: with `group`, which ranks get the output of ``pipe(x)``: ``"all"``, or ``"last"``, the rank of the last
             stage. The others then get a zero, to call ``backward()`` on. A loss is always on all ranks.
@@ -142,14 +143,16 @@ class Pipe(nn.Module):
     _stage_type: type[Stage] = Stage
 
     def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
-        if cls is Pipe and settings.get("group") is not None:
-            # Imported here because most programs have no use for it.
+        kind: type[Any] = cls
+        grouped, split = settings.get("group") is not None, settings.get("split") is not None
+        # Most programs have no use for these modules.
+        if cls is Pipe and grouped and split:
+            from weft.pipeline.processes.split_process_pipe import ProcessSplitPipe as kind  # noqa: PLC0415
+        elif cls is Pipe and grouped:
             from weft.pipeline.processes.process_pipe import ProcessPipe as kind  # noqa: PLC0415
-        elif cls is Pipe and settings.get("split") is not None:
+        elif cls is Pipe and split:
             from weft.pipeline.split.split_pipe import SplitPipe as kind  # noqa: PLC0415
-        else:
-            kind = cls
-        return super().__new__(cast("type[Any]", kind))
+        return super().__new__(kind)
 
     def __init__(
         self,

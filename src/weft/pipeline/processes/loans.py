@@ -46,6 +46,12 @@ class Loans:
     def __init__(self, loans: Sequence[Loan], rank: int) -> None:
         self._loans, self._rank = loans, rank
 
+    @property
+    def lent(self) -> list[nn.Parameter]:
+        """The parameters that this rank lends."""
+        owned = [loan.parameter for loan in self._loans if loan.owner == self._rank and loan.parameter is not None]
+        return list({id(parameter): parameter for parameter in owned}.values())
+
     def lend(self, walk: Walk) -> dict[int, Tensor]:
         """Send what this rank lends, and receive what it borrows: copies by the number of the loan."""
         borrowed: dict[int, Tensor] = {}

@@ -87,6 +87,14 @@ class HiddenTensors:
         for _, (table, key), _ in self._slots:
             table[key] = None
 
+    def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Let these modules have their buffers from now on: a stage of this rank runs them."""
+        tables = {id(module._buffers) for module in modules}
+        for _, (table, key), buffer in self._slots:
+            if id(table) in tables:
+                table[key] = buffer
+        self._slots = [hidden for hidden in self._slots if id(hidden[1][0]) not in tables]
+
     @contextmanager
     def shown(self) -> Generator[None]:
         """Put the placeholders into their slots inside."""

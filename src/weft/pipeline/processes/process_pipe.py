@@ -84,7 +84,8 @@ class OverProcesses(Pipe):
     def _keep_workers(self) -> tuple[int, ...]:
         """The rank of each stage, which stays from now on. Nothing is connected yet."""
         self._workers_made = self._workers()
-        self.__dict__["_channel"] = self.__dict__["_compared"] = None
+        self.__dict__.setdefault("_channel", None)
+        self.__dict__["_compared"] = None
         return self._workers_made
 
     @property
@@ -261,8 +262,10 @@ def _checked_group(given: Any) -> ProcessGroup:
 
 
 def _stages_of(group: ProcessGroup, given: dict[str, Any]) -> int:
-    """How many stages there are: as many as the lists that were given, or as many as the schedule needs for a worker
-    per rank."""
+    """How many stages there are: as many as the split points make, or as the lists that were given have, or as the
+    schedule needs for a worker per rank."""
+    if isinstance(given["split"], list | tuple):
+        return len(cast("list[Any]", given["split"])) + 1
     lists = [
         len(cast("list[Any]", given[key])) for key in ("balance", "devices") if isinstance(given[key], list | tuple)
     ]
