@@ -35,6 +35,8 @@ from weft.core.errors import UsageError, WeightsError, listed
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.weights import names_by_tensor, unwrap_module
 
+__all__ = ["load", "save"]
+
 _dcp: Any = torch.distributed.checkpoint  # it is typed in part
 _MODEL, _STATE, _GROUPS, _EXTRA = "model.", "optimizer.state.", "optimizer.param_groups.", "extra"
 

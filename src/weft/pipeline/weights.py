@@ -190,8 +190,9 @@ class WeightFiles:
                 self._files = dict.fromkeys(file.keys(), path)
 
     def match(self, model: nn.Module, known: set[str]) -> tuple[dict[str, str], list[str]]:
-        """By key of the model, the key in the files, for each tensor once; and a list of faults. `known` are the keys of
-        the whole model."""
+        """By key of the model, the key in the files, for each tensor once; and a list of faults.
+
+        `known` are the keys of the whole model."""
         faults = [f"{key}: in the files, but not in the model" for key in self._files if key not in known]
         chosen: dict[str, str] = {}
         tensors = names_by_tensor(model)
