@@ -250,7 +250,8 @@ def _optimizer_from(
     for group, current in zip(groups, optimizer.param_groups, strict=True):
         # A rank can have no parameter of a group. Its options are then those that it has.
         first = options[group[0]] if group else {key: value for key, value in current.items() if key != "params"}
-        different = [name for name in group if str(options[name]) != str(first)]
+        words = str(sorted(first.items()))  # values can be tensors
+        different = [name for name in group if str(sorted(options[name].items())) != words]
         if different:
             raise WeightsError(
                 f"{group[0]} and {different[0]} are in one group of the optimizer, but have different options in the "

@@ -105,9 +105,6 @@ def allocate(roots: Sequence[nn.Module], device_of: Mapping[int, torch.device]) 
         return made[-1]
 
     map_tensors(nn.ModuleList(roots), change)
-    for module in cast("Iterable[nn.Module]", nn.ModuleList(roots).modules()):
-        if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()  # its own list of the parameters
     return {id(tensor) for tensor in made}
 
 
