@@ -35,6 +35,8 @@ from weft.core.errors import UsageError, WeightsError, listed
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.weights import names_by_tensor, unwrap_module
 
+__all__ = ["load", "save"]
+
 _dcp: Any = torch.distributed.checkpoint  # it is typed in part
 _MODEL, _STATE, _GROUPS, _EXTRA = "model.", "optimizer.state.", "optimizer.param_groups.", "extra"
 
@@ -248,7 +250,8 @@ def _optimizer_from(
     for group, current in zip(groups, optimizer.param_groups, strict=True):
         # A rank can have no parameter of a group. Its options are then those that it has.
         first = options[group[0]] if group else {key: value for key, value in current.items() if key != "params"}
-        different = [name for name in group if str(options[name]) != str(first)]
+        words = str(sorted(first.items()))  # values can be tensors
+        different = [name for name in group if str(sorted(options[name].items())) != words]
         if different:
             raise WeightsError(
                 f"{group[0]} and {different[0]} are in one group of the optimizer, but have different options in the "

@@ -216,6 +216,14 @@ def test_attention_and_recurrent_layers_get_storage() -> None:
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
+def test_every_module_draws_numbers_of_its_own() -> None:
+    with weft.build_on_meta():
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    pipe = piped(model).materialize()
+    weights = [pipe[0][0].weight, pipe[0][1].weight, pipe[1].weight]
+    assert not any(torch.equal(a, b) for a, b in [(weights[0], weights[1]), (weights[1], weights[2])])
+
+
 def test_a_split_model_is_initialised_the_same_by_any_cut() -> None:
     states: list[Any] = []
     for split in (["head"], ["norm", "head"]):

@@ -195,6 +195,7 @@ class Pipe(nn.Module):
                 executor=executor,
                 schedule=schedule,
                 chunks=chunks,
+                loss_scale=loss_scale,
             )
             check.choice("output", output, ("all", "last"))
             check.that(group is not None or output == "all", "output='last' is for a pipe over processes (group=)")

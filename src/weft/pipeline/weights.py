@@ -105,9 +105,6 @@ def allocate(roots: Sequence[nn.Module], device_of: Mapping[int, torch.device]) 
         return made[-1]
 
     map_tensors(nn.ModuleList(roots), change)
-    for module in cast("Iterable[nn.Module]", nn.ModuleList(roots).modules()):
-        if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()  # its own list of the parameters
     return {id(tensor) for tensor in made}
 
 
@@ -190,8 +187,9 @@ class WeightFiles:
                 self._files = dict.fromkeys(file.keys(), path)
 
     def match(self, model: nn.Module, known: set[str]) -> tuple[dict[str, str], list[str]]:
-        """By key of the model, the key in the files, for each tensor once; and a list of faults. `known` are the keys of
-        the whole model."""
+        """By key of the model, the key in the files, for each tensor once; and a list of faults.
+
+        `known` are the keys of the whole model."""
         faults = [f"{key}: in the files, but not in the model" for key in self._files if key not in known]
         chosen: dict[str, str] = {}
         tensors = names_by_tensor(model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.pipeline.processes import weights
-from weft.errors import WeightsError
+from weft.errors import UsageError, WeightsError
 
 
 def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -65,6 +65,11 @@ def test_loading_stays_strict_for_local_keys(ranks) -> None:
     first, second = ranks(2).outcomes(weights.load_whole_state, True)
     assert "1.bias: missing" in str(first.error) and "unknown: unexpected" in str(first.error)
     assert "1.bias" not in str(second.error) and "unknown: unexpected" in str(second.error)
+
+
+def test_a_scaler_of_one_process_is_refused(ranks) -> None:
+    for outcome in ranks(2).outcomes(weights.scale_alone):
+        assert isinstance(outcome.error, UsageError) and "ShardedGradScaler" in str(outcome.error), outcome.text
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -184,6 +184,10 @@ def clip_around() -> None:
     weft.clip_grad_norm_(nn.Sequential(piped(model())), 1.0)
 
 
+def scale_alone() -> None:
+    piped(model(), loss_scale=torch.amp.GradScaler("cpu").get_scale)
+
+
 class Half(nn.Module):
     """Works in half precision, where gradients below 6e-8 are lost and above 65504 overflow."""
 

@@ -72,6 +72,11 @@ class OverProcesses(Pipe):
             given["executor"] in ("auto", "serial"),
             f"executor is {given['executor']!r}, but a rank runs its stages in its own thread; leave it out",
         )
+        check.that(
+            not _scales_alone(given["loss_scale"]),
+            "loss_scale is of a torch.amp.GradScaler, which would skip a step and change its scale on one rank only; "
+            "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=group)",
+        )
         if group is None:
             return 0
         self._handle = GroupHandle(group)
@@ -259,6 +264,12 @@ def _checked_group(given: Any) -> ProcessGroup:
     if not isinstance(given, ProcessGroup):
         raise UsageError(f"group is {type(given).__name__}; give a process group, or a one-dimensional DeviceMesh")
     return given
+
+
+def _scales_alone(loss_scale: Any) -> bool:
+    """Whether a loss scale is of a gradient scaler that does not ask other ranks for infinite gradients."""
+    scaler = getattr(loss_scale, "__self__", None)
+    return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and not hasattr(scaler, "process_group")
 
 
 def _stages_of(group: ProcessGroup, given: dict[str, Any]) -> int:
