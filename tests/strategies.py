@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.laws.models import LayerPlan, ModelPlan
-from weft.pipeline.schedule import Action, Schedule, needs
+from weft.pipeline.actions import Action, needs
+from weft.pipeline.schedule import SCHEDULES, Schedule
 
 
 @st.composite
@@ -35,6 +36,11 @@ def any_schedules(most_stages: int = 4, most_micro_batches: int = 4) -> st.Searc
     """Valid schedules of any size up to these."""
     sizes = st.tuples(st.integers(1, most_stages), st.integers(1, most_micro_batches))
     return sizes.flatmap(lambda size: valid_schedules(*size))
+
+
+def fitting_schedules(stages: int) -> list[str]:
+    """The names of the schedules that so many stages fit: some place two on each worker."""
+    return [name for name in SCHEDULES if stages % 2 == 0 or name in ("gpipe", "1f1b", "zero_bubble")]
 
 
 def _owners(draw: st.DrawFn, stages: int) -> list[int]:

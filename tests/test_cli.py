@@ -8,7 +8,7 @@ import pytest
 from tests.processes import run
 from weft import cli
 from weft.cli import main
-from weft.pipeline.schedule import Schedule, one_f_one_b
+from weft.pipeline.schedule import SCHEDULES, Schedule, one_f_one_b
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -34,6 +34,12 @@ def test_plan_counts_with_the_costs_that_it_is_given(capsys: pytest.CaptureFixtu
     assert "takes 20, idle 0.0% of the time of 1 workers" in capsys.readouterr().out
 
 
+def test_plan_takes_every_name_of_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, make in SCHEDULES.items():
+        assert main(["plan", "--stages", "4", "--chunks", "5", "--schedule", name]) == 0
+        assert Schedule.parse(capsys.readouterr().out.partition("\n\n")[0]) == make(4, 5)
+
+
 def test_plan_takes_a_table_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "table.csv"
     file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", "utf-8")
@@ -57,6 +63,7 @@ def test_a_file_that_is_no_text_holds_no_table(tmp_path: Path, capsys: pytest.Ca
         (["plan", "--stages", "0", "--chunks", "1"], "'0' is not a whole number from 1 up"),
         (["plan", "--stages", "1", "--chunks", "1", "--forward", "nan"], "'nan' is not a number from 0 up"),
         (["plan", "--stages", "1", "--chunks", "1", "--schedule", "zigzag"], "no schedule is named 'zigzag'"),
+        (["plan", "--stages", "3", "--chunks", "1", "--schedule", "zbv"], "two stages per worker, but got 3 stages"),
         (["plan", "--stages", "3", "--chunks", "1", "--schedule", "0F0,0B0"], "the schedule cannot be used"),
     ],
 )

@@ -2,7 +2,7 @@
 
     WeftError
     ├── UsageError, SpecError, BatchError, ...      arguments and values, at every capability
-    ├── ScheduleError, PartitionError, SkipError    pipelines
+    ├── ScheduleError, PartitionError, SkipError    pipelines; of several processes: RankFailedError, RankLostError
     ├── LayerInputError, InputWidthError            recurrent networks; NoPlanWarning
     ├── ExpertError                                 what an expert answers, and the way to it:
     │   ├── RefusedError                            nothing ran: OverloadError, QuotaError, CommitError, ...
@@ -38,6 +38,8 @@ from weft.core.errors import (
     InPlaceError,
     PartitionError,
     RandomnessError,
+    RankFailedError,
+    RankLostError,
     ScheduleError,
     SkipError,
     SkipWiringError,
@@ -56,13 +58,14 @@ __all__ = [
     "AnomalyError", "AwayError", "BackwardTwiceError", "BatchError", "CertificateError", "ChangedError",
     "CheckpointError", "ClosedError", "CommitError", "DamagedError", "DeadlineError", "DeclaredError", "DeviceError",
     "DeviceLostError", "DirectoryError", "DoubleBackwardError", "DrainingError", "ExpertError", "ExpertFailedError",
-    "ExpiredError", "FencedError", "ForbiddenError", "GradientError", "GuardError", "InPlaceError",
-    "InputWidthError", "InputsGoneError", "KeyReusedError", "LayerInputError", "LeaseLostError", "LimitError",
-    "LostError", "MalformedError", "MixtureCommitError", "ModuleExitError", "NoExpertsError", "NoPlanWarning",
-    "NotOwnerError", "OverloadError", "OwnedError", "PartitionError", "QuotaError", "RandomnessError", "RefusedError",
-    "RemoteError", "ReplayError", "ResultEvictedError", "ScheduleError", "SkipError", "SkipWiringError", "SpecError",
-    "SplitError", "StepError", "StepsLostWarning", "TooFewAnswersError", "TooManyRowsError", "TruncatedError",
-    "UnknownExpertError", "UnreachableError", "UsageError", "WeftError", "WireError",
+    "ExpiredError", "FencedError", "ForbiddenError", "GradientError", "GuardError", "InPlaceError", "InputWidthError",
+    "InputsGoneError", "KeyReusedError", "LayerInputError", "LeaseLostError", "LimitError", "LostError",
+    "MalformedError", "MixtureCommitError", "ModuleExitError", "NoExpertsError", "NoPlanWarning", "NotOwnerError",
+    "OverloadError", "OwnedError", "PartitionError", "QuotaError", "RandomnessError", "RankFailedError",
+    "RankLostError", "RefusedError", "RemoteError", "ReplayError", "ResultEvictedError", "ScheduleError", "SkipError",
+    "SkipWiringError", "SpecError", "SplitError", "StepError", "StepsLostWarning", "TooFewAnswersError",
+    "TooManyRowsError", "TruncatedError", "UnknownExpertError", "UnreachableError", "UsageError", "WeftError",
+    "WireError",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from weft.core.errors import UsageError
-from weft.core.rng import RandomUse, RngStreams, RngVote, generators, mix
+from weft.core.rng import RandomUse, RngStreams, RngVote, draw_seed, generators, mix
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +20,9 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def uses(stages: int = 2) -> list[RandomUse]:
+def uses(stages: int = 2) -> dict[int, RandomUse]:
     """Stages on the CPU that nothing is known about yet."""
-    return [RandomUse(generators([torch.device("cpu")])) for _ in range(stages)]
+    return {stage: RandomUse(generators([torch.device("cpu")])) for stage in range(stages)}
 
 
 def draw() -> Tensor:
@@ -55,6 +55,7 @@ def at_once(work: Callable[[int], None], count: int) -> None:
         thread.join(20)
 
 
+ZEROS = {0: 0, 1: 0}
 ALL = list(product(range(2), range(2)))
 
 
@@ -92,9 +93,9 @@ def test_an_untested_device_type_is_rejected(name: str) -> None:
 @given(st.permutations(ALL))
 def test_numbers_do_not_depend_on_the_order_and_a_repetition_draws_them_again(order: list[tuple[int, int]]) -> None:
     torch.manual_seed(3)
-    wanted = forward(RngStreams(uses(), [0, 0]), [draw, draw], ALL)
+    wanted = forward(RngStreams(uses(), ZEROS), [draw, draw], ALL)
     torch.manual_seed(3)
-    rng = RngStreams(uses(), [0, 0])
+    rng = RngStreams(uses(), ZEROS)
     seen, again = forward(rng, [draw, draw], order), forward(rng, [draw, draw], ALL)
     for key in ALL:
         assert torch.equal(wanted[key], seen[key]) and torch.equal(wanted[key], again[key])
@@ -106,22 +107,22 @@ def test_a_step_that_draws_moves_the_callers_generator_by_one_draw_and_another_n
     before = torch.get_rng_state()
     known = uses()
     for _ in range(3):
-        rng = RngStreams(known, [0, 0])
+        rng = RngStreams(known, ZEROS)
         forward(rng, [nothing, nothing], ALL)
         assert rng.settle()
         assert torch.equal(torch.get_rng_state(), before)
-    assert [use.draws for use in known] == [{0: False}, {0: False}]
+    assert [use.draws for use in known.values()] == [{0: False}, {0: False}]
     torch.randint(1 << 62, ())
     after_one_draw = torch.get_rng_state()
     torch.set_rng_state(before)
-    rng = RngStreams(uses(), [0, 0])
+    rng = RngStreams(uses(), ZEROS)
     forward(rng, [nothing, draw], ALL)
     assert rng.settle()
     assert torch.equal(torch.get_rng_state(), after_one_draw)
 
 
 def test_inside_the_scope_the_caller_sees_nothing_of_the_draws_even_on_error() -> None:
-    rng = RngStreams(uses(), [0, 0])
+    rng = RngStreams(uses(), ZEROS)
     before = torch.get_rng_state()
     with pytest.raises(KeyError), rng.scope(0, 0):
         draw()
@@ -134,7 +135,7 @@ def test_inside_the_scope_the_caller_sees_nothing_of_the_draws_even_on_error() -
 def test_the_verdict_is_kept_per_configuration() -> None:
     known = uses(1)
     for configuration, stage in (("eval", nothing), ("train", draw), ("eval", nothing)):
-        rng = RngStreams(known, [configuration])
+        rng = RngStreams(known, {0: configuration})
         forward(rng, [stage], [(0, 0)])
         assert rng.settle()
     assert known[0].draws == {"eval": False, "train": True}
@@ -145,19 +146,19 @@ def test_a_surprise_lets_the_step_run_again_with_the_same_seed_and_every_stage_h
     other: Callable[[], Tensor],
 ) -> None:
     known = uses()
-    rng = RngStreams(known, [0, 0])
+    rng = RngStreams(known, ZEROS)
     forward(rng, [nothing, other], ALL)
     assert rng.settle()
     torch.manual_seed(5)
-    surprised = RngStreams(known, [0, 0])
+    surprised = RngStreams(known, ZEROS)
     forward(surprised, [draw, other], ALL)
     assert not surprised.settle()
-    again = RngStreams(known, [0, 0])
+    again = RngStreams(known, ZEROS)
     seen = forward(again, [draw, other], ALL)
     assert again.settle()
     after = torch.get_rng_state()
     torch.manual_seed(5)
-    fresh = RngStreams(uses(), [0, 0])
+    fresh = RngStreams(uses(), ZEROS)
     wanted = forward(fresh, [draw, other], ALL)
     assert fresh.settle()
     assert all(torch.equal(wanted[key], seen[key]) for key in ALL)
@@ -167,19 +168,19 @@ def test_a_surprise_lets_the_step_run_again_with_the_same_seed_and_every_stage_h
 
 def test_a_model_known_to_be_quiet_needs_no_scope_and_is_still_found_out() -> None:
     known = uses()
-    rng = RngStreams(known, [0, 0])
+    rng = RngStreams(known, ZEROS)
     assert not rng.quiet, "nothing is known yet"
     forward(rng, [nothing, nothing], ALL)
     rng.settle()
-    rng = RngStreams(known, [0, 0])
+    rng = RngStreams(known, ZEROS)
     assert rng.quiet
     draw()  # outside of every scope
     assert not rng.settle()
-    assert not RngStreams(known, [0, 0]).quiet
+    assert not RngStreams(known, ZEROS).quiet
 
 
 def test_one_stage_holds_the_generator_while_others_wait() -> None:
-    rng, inside, most = RngStreams(uses(4), [0] * 4), [0], [0]
+    rng, inside, most = RngStreams(uses(4), dict.fromkeys(range(4), 0)), [0], [0]
     start = threading.Barrier(4)
 
     def stage(number: int) -> None:
@@ -196,11 +197,11 @@ def test_one_stage_holds_the_generator_while_others_wait() -> None:
 
 
 def test_the_seed_of_a_step_is_drawn_by_turns_and_so_is_what_is_put_back() -> None:
-    wanted = RngStreams(uses(), [0, 0]).seed
+    wanted = RngStreams(uses(), ZEROS).seed
     torch.manual_seed(0)
-    other = threading.Thread(target=lambda: seeds.append(RngStreams(uses(), [0, 0]).seed))
+    other = threading.Thread(target=lambda: seeds.append(RngStreams(uses(), ZEROS).seed))
     seeds: list[int] = []
-    rng = RngStreams(uses(), [0, 0])
+    rng = RngStreams(uses(), ZEROS)
     torch.manual_seed(0)
     with rng.scope(0, 0):
         other.start()
@@ -217,7 +218,7 @@ def test_stages_walk_back_at_the_same_time_but_where_layers_run_again_in_it(itse
     x = torch.ones(3, requires_grad=True)
     dropped = nn.functional.dropout
     y = checkpoint(dropped, x, use_reentrant=False).exp() if itself else dropped(x).exp()
-    rng, meeting, alone = RngStreams(uses(), [0, 0]), threading.Barrier(2), list[bool]()
+    rng, meeting, alone = RngStreams(uses(), ZEROS), threading.Barrier(2), list[bool]()
 
     def walk(stage: int) -> None:
         with rng.backward(stage, lambda: [y.grad_fn]):
@@ -233,12 +234,12 @@ def test_stages_walk_back_at_the_same_time_but_where_layers_run_again_in_it(itse
 
 def test_quiet_stages_do_not_wait_for_each_other_nor_for_one_that_draws() -> None:
     known = uses(3)
-    rng = RngStreams(known, [0] * 3)
+    rng = RngStreams(known, dict.fromkeys(range(3), 0))
     for number, stage in enumerate([draw, nothing, nothing]):
         with rng.scope(number, 0):
             stage()
     assert rng.settle()
-    rng = RngStreams(known, [0] * 3)
+    rng = RngStreams(known, dict.fromkeys(range(3), 0))
     meeting = threading.Barrier(3)
 
     def meet(number: int) -> None:
@@ -249,13 +250,26 @@ def test_quiet_stages_do_not_wait_for_each_other_nor_for_one_that_draws() -> Non
     assert not meeting.broken
 
 
-def test_a_seed_from_outside_says_the_numbers_and_leaves_the_callers_generator() -> None:
+def test_processes_that_agree_on_a_seed_stay_alike() -> None:
+    """Each uses the agreed numbers, and its generator advances if a stage of any process drew."""
     found = []
-    for seed in (5, 5, 6):
+    for other_drew in (True, False):
         torch.rand(2)  # other callers' states
-        before = torch.get_rng_state()
-        rng = RngStreams(uses(), ["train", "train"], seed)
-        found.append(forward(rng, [draw, draw], ALL))
-        assert rng.settle(RngVote.of([rng.vote(), RngVote(drew=False, surprised=False)]))
-        assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(found[0][at], found[1][at]) and not torch.equal(found[0][at], found[2][at]) for at in ALL)
+        agreed = draw_seed(generators([torch.device("cpu")]))
+        assert torch.equal(torch.get_rng_state(), agreed.before[0])
+        rng = RngStreams(uses(), ZEROS, agreed)
+        found.append(forward(rng, [draw if other_drew else nothing, nothing], ALL))
+        assert rng.settle(RngVote.of([rng.vote(), RngVote(drew=other_drew, surprised=False)]))
+        assert torch.equal(torch.get_rng_state(), (agreed.after if other_drew else agreed.before)[0])
+        again = forward(RngStreams(uses(), ZEROS, agreed), [draw if other_drew else nothing, nothing], ALL)
+        assert all(torch.equal(found[-1][at], again[at]) for at in ALL)
+
+
+def test_a_quiet_process_advances_with_the_others() -> None:
+    known = uses()
+    assert RngStreams(known, ZEROS).settle()
+    agreed = draw_seed(generators([torch.device("cpu")]))
+    rng = RngStreams(known, ZEROS, agreed)
+    forward(rng, [nothing, nothing], ALL)
+    assert rng.settle(RngVote(drew=True, surprised=False))
+    assert torch.equal(torch.get_rng_state(), agreed.after[0])

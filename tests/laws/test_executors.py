@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.laws.models import ModelPlan, blocks, difference, floats, gradients, mini_batch, objective, piped, twin
-from tests.strategies import checkpoints, model_plans, valid_schedules
+from tests.strategies import checkpoints, fitting_schedules, model_plans, valid_schedules
 
 STEPS = 3
 """In the first all stages hold the generator; then only those do that were seen to draw."""
@@ -36,7 +36,7 @@ def test_executors_agree_bit_for_bit(data: st.DataObject, plan: ModelPlan) -> No
     chunks = data.draw(st.integers(1, 4), "chunks")
     rows = data.draw(st.integers(1, 6), "rows")
     table = data.draw(valid_schedules(len(plan.balance), chunks), "table")
-    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", table]), "schedule")
+    schedule = data.draw(st.sampled_from([*fitting_schedules(len(plan.balance)), table]), "schedule")
     checkpoint = data.draw(checkpoints(len(plan.balance)), "checkpoint")
     options = {"chunks": chunks, "schedule": schedule, "checkpoint": checkpoint}
     losses, grads, state = trained(plan, rows, "serial", **options)

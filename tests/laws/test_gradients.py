@@ -24,7 +24,7 @@ from tests.laws.models import (
     piped,
     twin,
 )
-from tests.strategies import checkpoints, model_plans, splitting, valid_schedules
+from tests.strategies import checkpoints, fitting_schedules, model_plans, splitting, valid_schedules
 
 STEPS = 2
 """The second step finds what the first one left behind; under "auto" it is run by the other candidate."""
@@ -38,15 +38,16 @@ def loss_against(output: Any, target: Tensor) -> Tensor:
 @st.composite
 def schedules_for(draw: st.DrawFn, kind: str, stages: int, chunks: int) -> tuple[Any, bool]:
     """A schedule of the kind, and whether the loss is computed inside."""
-    inside = draw(st.booleans()) if kind == "gpipe" else kind != "table, loss outside"
-    if not kind.startswith("table"):
-        return kind, inside
+    if kind == "named":
+        name = draw(st.sampled_from(fitting_schedules(stages)))
+        return name, name not in ("gpipe", "looped_bfs") or draw(st.booleans())
+    inside = kind != "table, loss outside"
     table = draw(valid_schedules(stages, chunks))
     return (table if inside else splitting(table)), inside
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto", "graph"])
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "table", "table, loss outside"])
+@pytest.mark.parametrize("kind", ["named", "table", "table, loss outside"])
 @given(data=st.data(), plan=model_plans())
 def test_outputs_and_gradients_are_those_of_the_undivided_model(
     executor: Any, kind: str, data: st.DataObject, plan: ModelPlan

@@ -185,7 +185,7 @@ class GpuStep(PipeStep):
             setattr(self, name, part)
 
     def trusted(self, forward: Any) -> Any:
-        return forward(RngStreams([], []))
+        return forward(RngStreams({}, {}))
 
 
 class Pipeline:

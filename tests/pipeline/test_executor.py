@@ -18,9 +18,10 @@ from tests.processes import forked, only_with_fork
 from tests.strategies import any_schedules
 from weft.core.context import ExecutionContext
 from weft.core.rng import RngVote, lock_generators
+from weft.pipeline.actions import Action, needs
 from weft.pipeline.executor import Closed, SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Message
-from weft.pipeline.schedule import Action, Schedule, gpipe, needs, one_f_one_b
+from weft.pipeline.schedule import Schedule, gpipe, one_f_one_b
 
 
 class Chain:

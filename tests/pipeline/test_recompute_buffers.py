@@ -157,7 +157,9 @@ def test_stages_take_turns_at_a_norm_that_both_have_while_it_writes() -> None:
     for stage in stages:
         stage.replay.serialize([norm], Turns())
     context = MicroBatchContext(
-        0, ExecutionContext.capture(["cpu"]), RngStreams([RandomUse(generators([cpu])) for _ in stages], [0] * 3)
+        0,
+        ExecutionContext.capture(["cpu"]),
+        RngStreams({k: RandomUse(generators([cpu])) for k, _ in enumerate(stages)}, dict.fromkeys(range(3), 0)),
     )
     for stage in stages:
         stage.scan()

@@ -13,7 +13,18 @@ from torch.distributed.pipelining import schedules as peer
 from tests.strategies import any_schedules, valid_schedules
 from tests.type_checks import without_type_checks
 from weft.core.errors import ScheduleError
-from weft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
+from weft.pipeline.schedule import (
+    Action,
+    Schedule,
+    dualpipev,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    zbv,
+    zero_bubble,
+)
+from weft.pipeline.simulate import StageCost, forecast
 
 BUILT_IN = (peer.ScheduleInterleaved1F1B, peer.ScheduleInterleavedZeroBubble, peer.ScheduleLoopedBFS)
 IN_V = (peer.ScheduleZBVZeroBubble, peer.ScheduleDualPipeV)
@@ -26,10 +37,11 @@ def faults(table: str, **wanted: int) -> list[str]:
     return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]
 
 
-def peers_schedule(kind: type, workers: int, micro_batches: int):
-    """A schedule of PyTorch's, two stages per worker; its table is built without a process group."""
-    stage = SimpleNamespace(num_stages=2 * workers, group_size=workers, group_rank=0, submod=None, is_last=False)
-    return kind([stage, stage], micro_batches)
+def peers_schedule(kind: type, workers: int, micro_batches: int, per_worker: int = 2):
+    """A schedule of PyTorch's; its table is built without a process group."""
+    stages = per_worker * workers
+    stage = SimpleNamespace(num_stages=stages, group_size=workers, group_rank=0, submod=None, is_last=False)
+    return kind([stage] * per_worker, micro_batches)
 
 
 def chain_order_holds(order: list[Action], stages: int) -> bool:
@@ -270,6 +282,32 @@ def test_pytorchs_1f1b_is_ours(stages: int, micro_batches: int, tmp_path) -> Non
     with (tmp_path / "table").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     assert Schedule.parse((tmp_path / "table").read_text()) == one_f_one_b(stages, micro_batches)
+
+
+@pytest.mark.parametrize(("workers", "micro_batches"), [(1, 2), (2, 3), (2, 4), (3, 2), (3, 8), (4, 7), (4, 12)])
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (peer.ScheduleLoopedBFS, looped_bfs),
+        (peer.ScheduleInterleaved1F1B, interleaved),
+        (peer.ScheduleInterleavedZeroBubble, zero_bubble),
+        (peer.ScheduleZBVZeroBubble, None),
+        (peer.ScheduleDualPipeV, None),
+    ],
+)
+def test_ours_are_as_short_as_pytorchs_and_hold_no_more(kind, make, workers, micro_batches) -> None:
+    for per_worker in (1, 2, 3) if make else (2,):
+        stages = workers * per_worker
+        if kind is peer.ScheduleDualPipeV and micro_batches < stages:
+            continue  # PyTorch rejects these
+        theirs = peers_schedule(kind, workers, micro_batches, per_worker).pipeline_order.values()
+        table = Schedule(tuple(tuple(flat(row)) for row in theirs))
+        in_v = zbv if kind is peer.ScheduleZBVZeroBubble else dualpipev
+        ours = make(stages, micro_batches, workers=workers) if make else in_v(stages, micro_batches)
+        for cost in (StageCost(1.0, 2.0), StageCost(1.0, 3.0)):
+            assert forecast(ours, [cost] * stages).total <= forecast(table, [cost] * stages).total
+        assert ours.worker_of == table.worker_of
+        assert all(mine <= other for mine, other in zip(ours.live(), table.live(), strict=True))
 
 
 @given(st.data())

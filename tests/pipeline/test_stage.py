@@ -27,7 +27,7 @@ def context(stages: int = 1) -> MicroBatchContext:
     return MicroBatchContext(
         0,
         ExecutionContext.capture(["cpu"]),
-        RngStreams([RandomUse(generators([CPU])) for _ in range(stages)], [0] * stages),
+        RngStreams({k: RandomUse(generators([CPU])) for k in range(stages)}, dict.fromkeys(range(stages), 0)),
     )
 
 

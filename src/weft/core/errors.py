@@ -74,6 +74,14 @@ class SkipWiringError(WeftError, TypeError):
     """The skips of a model do not fit together."""
 
 
+class RankFailedError(WeftError, RuntimeError):
+    """Another rank of the pipeline raised; the message has its error and traceback."""
+
+
+class RankLostError(WeftError, ConnectionError):
+    """The process of another rank of the pipeline ended, or does not answer."""
+
+
 TWICE = (
     "backward ran a second time over a step whose intermediates were freed by the first; "
     "call the first backward with retain_graph=True to keep them"

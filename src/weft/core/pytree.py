@@ -33,11 +33,11 @@ OPEN = (
 """What to do with a class that hides tensors."""
 
 
-def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """The leaves of ``value`` in order, and the structure that they came from."""
+def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
+    """The leaves of ``value`` in order, and the structure that they came from. ``is_leaf``: other nodes to keep."""
     if type(value) is torch.Tensor:  # the common case, and on the path of every micro-batch
         return [value], LEAF
-    return pytree.tree_flatten(value)
+    return pytree.tree_flatten(value, is_leaf)
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:

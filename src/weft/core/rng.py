@@ -29,7 +29,7 @@ searched for such hooks.
 
 import os
 import threading
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -268,6 +268,24 @@ class RandomUse:
     repeats: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
 
 
+class DrawnSeed(NamedTuple):
+    """A seed out of the caller's generators, with their states `before` and `after` it was drawn."""
+
+    seed: int
+    before: list[Tensor]
+    after: list[Tensor]
+
+
+def draw_seed(sources: Sequence[torch.Generator]) -> DrawnSeed:
+    """Draw the seed of a step as `RngStreams` does, but leave the generators as they were."""
+    with lock_generators(sources):
+        before = states(sources)
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        after = states(sources)
+        restore(sources, before)
+    return DrawnSeed(seed, before, after)
+
+
 NextLayer = Callable[[int], None] | None
 """What a stage calls before each layer, with the layer's number in the model; None where it draws nothing."""
 
@@ -280,23 +298,32 @@ class RngStreams:
     forward of the whole step, says whether the numbers can be trusted.
     """
 
-    def __init__(self, uses: Sequence[RandomUse], configurations: Sequence[Hashable], seed: int | None = None) -> None:
-        """`seed` is that of the step; without one it is drawn from the caller's generator."""
+    def __init__(
+        self,
+        uses: Mapping[int, RandomUse],
+        configurations: Mapping[int, Hashable],
+        agreed: DrawnSeed | None = None,
+    ) -> None:
+        """`uses` and `configurations` are those of the stages that run here, by stage. The seed is drawn from the
+        caller's generator, unless all processes of a step have `agreed` on one."""
         self._uses = uses
         self._configurations = configurations
-        self._known = [use.draws.get(seen) for use, seen in zip(uses, configurations, strict=True)]
-        self._repeats: list[bool | None] = [None] * len(uses)
-        self._drew = [False] * len(uses)
-        self.quiet = not any(known is not False for known in self._known)
+        self._known = {stage: use.draws.get(configurations[stage]) for stage, use in uses.items()}
+        self._repeats: dict[int, bool] = {}
+        self._drew: set[int] = set()
+        self.quiet = not any(known is not False for known in self._known.values())
         self._surprised = False
         self._ends: dict[tuple[int, int], list[Tensor]] = {}
         self._failures: dict[tuple[int, int], int] = {}
-        sources = list(dict.fromkeys(source for use in uses for source in use.sources))
+        sources = list(dict.fromkeys(source for use in uses.values() for source in use.sources))
         self.seed = 0
+        self._agreed = agreed
         with nullcontext() if self.quiet else lock_generators(sources):
             self._watch = GeneratorWatch(sources)
-            if not self.quiet:
-                self.seed = int(torch.randint(1 << 62, (), device="cpu")) if seed is None else seed
+            if agreed is not None:
+                self.seed = agreed.seed
+            elif not self.quiet:
+                self.seed = int(torch.randint(1 << 62, (), device="cpu"))
                 self._after = states(sources)
 
     @contextmanager
@@ -310,7 +337,8 @@ class RngStreams:
             watch = GeneratorWatch(sources)
             yield None
             if watch.moved():
-                self._drew[stage] = self._surprised = True
+                self._drew.add(stage)
+                self._surprised = True
             return
         ends: list[Tensor] = []  # the states after each layer
 
@@ -328,15 +356,15 @@ class RngStreams:
             if not same(ends, self._ends.get((stage, micro_batch), fresh)):
                 self._fail(stage, micro_batch)
         elif not same(fresh, ends):
-            self._drew[stage] = True
+            self._drew.add(stage)
             self._ends[stage, micro_batch] = ends
 
     def _fail(self, stage: int, micro_batch: int) -> None:
         """A repetition did not leave the generators where its forward did."""
         failures = self._failures[stage, micro_batch] = self._failures.get((stage, micro_batch), 0) + 1
         if failures >= TRIES:
-            for use, seen in zip(self._uses, self._configurations, strict=True):
-                use.draws.pop(seen, None)
+            for number, use in self._uses.items():
+                use.draws.pop(self._configurations[number], None)
         raise RandomnessError(
             f"the recomputation of stage {stage}, micro-batch {micro_batch}, did not draw the random numbers of its "
             "forward. Either the stage does not draw in the same way twice. Or a thread of yours draws from PyTorch's "
@@ -351,7 +379,7 @@ class RngStreams:
         Where layers run again in it (`torch.utils.checkpoint` in a layer), they set the generators to what they were
         in their forward: then they are locked. A step that is `quiet` needs none.
         """
-        repeats = self._repeats[stage]
+        repeats = self._repeats.get(stage)
         if repeats is None:
             use, seen = self._uses[stage], self._configurations[stage]
             if seen not in use.repeats:
@@ -361,7 +389,7 @@ class RngStreams:
 
     def vote(self) -> "RngVote":
         """After the forward of the step: what was seen of its stages here."""
-        return RngVote(any(self._drew), self._surprised or (self.quiet and self._watch.moved()))
+        return RngVote(bool(self._drew), self._surprised or (self.quiet and self._watch.moved()))
 
     def settle(self, vote: "RngVote | None" = None) -> bool:
         """Record which stages drew, and put the caller's generator right, by a `vote` on all stages.
@@ -369,18 +397,23 @@ class RngStreams:
         Default: that on the stages here. False means that a stage drew without the lock: its numbers cannot be
         replayed, and the step must run again. All stages lock then, so the second run cannot fail in the same way.
         """
-        uses = list(zip(self._uses, self._configurations, self._drew, strict=True))
         vote = vote or self.vote()
         if vote.surprised:
-            for use, seen, drew in uses:
+            for stage, use in self._uses.items():
+                seen = self._configurations[stage]
                 use.draws.pop(seen, None)  # to be observed again, unless it is known to draw
-                if drew:
+                if stage in self._drew:
                     use.draws[seen] = True
             self._watch.put_back()
             return False
-        for use, seen, drew in uses:
-            use.draws[seen] = use.draws.get(seen, False) or drew
-        if not self.quiet and not vote.drew:
+        for stage, use in self._uses.items():
+            seen = self._configurations[stage]
+            use.draws[seen] = use.draws.get(seen, False) or stage in self._drew
+        if self._agreed is not None:
+            # A process whose own stages draw nothing advances too, so that the generators of all of them stay alike.
+            with lock_generators(self._watch.sources):
+                restore(self._watch.sources, self._agreed.after if vote.drew else self._agreed.before)
+        elif not self.quiet and not vote.drew:
             with lock_generators(self._watch.sources):
                 if same(states(self._watch.sources), self._after):
                     restore(self._watch.sources, self._watch.before)

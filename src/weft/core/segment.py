@@ -28,7 +28,7 @@ several N (a weight that is used twice), the same way would be walked twice; the
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
@@ -291,6 +291,7 @@ class MicroBatchContext:
     """What a function may need to know besides its inputs.
 
     `notes` is where a function leaves for its own recomputation what it cannot know then, each at a key of its own.
+    `borrowed` are copies of parameters of other processes.
     """
 
     micro_batch: int
@@ -298,6 +299,7 @@ class MicroBatchContext:
     random: Any = None
     notes: dict[int, Any] = field(default_factory=dict[int, Any], compare=False)
     micro_batches: int = 1
+    borrowed: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor], compare=False)
 
 
 Function = Callable[..., tuple[Any, ...]]

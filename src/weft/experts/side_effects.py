@@ -96,7 +96,7 @@ class SideEffects:
         """
         every = TensorSnapshot(enumerate(self._slots))
         versions, state = [tensor._version for tensor in inputs], self._state()
-        dice = RngStreams([self._use], [self._configuration()])
+        dice = RngStreams({0: self._use}, {0: self._configuration()})
         self.seed = dice.seed or self.seed
         try:
             with dice.scope(0, 0):

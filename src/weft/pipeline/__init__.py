@@ -11,10 +11,20 @@ skip/               layers that stash and pop         split/       models that a
 from weft.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from weft.pipeline.partition import balance_by_parameters, balance_by_size, balance_by_time
 from weft.pipeline.pipe import Pipe
-from weft.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
+from weft.pipeline.schedule import (
+    SCHEDULES,
+    dualpipev,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    zbv,
+    zero_bubble,
+)
 from weft.pipeline.simulate import Costs, Forecast, Sizes, costs_from
 
 __all__ = [
     "SCHEDULES", "Costs", "DeferredBatchNorm", "Forecast", "Pipe", "Sizes", "balance_by_parameters", "balance_by_size",
-    "balance_by_time", "convert_deferred_batch_norm", "costs_from", "gpipe", "one_f_one_b",
+    "balance_by_time", "convert_deferred_batch_norm", "costs_from", "dualpipev", "gpipe", "interleaved", "looped_bfs",
+    "one_f_one_b", "zbv", "zero_bubble",
 ]  # fmt: skip

@@ -68,6 +68,7 @@ class ForeignParameterCheck:
             self.next = 0  # the next step, unless nothing is found to refuse
             given = flatten(values)[0]
             given += [copy for x in given for copy in getattr(x, "lent", ())]
+            given += context.borrowed.values()
             nodes, leaves = _behind(outputs)
             self.has_python_functions |= any(isinstance(node, BackwardCFunction) for node in nodes)
             self._check(leaves, {id(x) for x in given})

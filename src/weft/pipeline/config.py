@@ -22,7 +22,7 @@ from weft.core.rng import require_supported
 from weft.core.validation import Validator, is_whole
 from weft.pipeline.loss import own_reduction
 from weft.pipeline.partition import balance_by_parameters, balance_by_time
-from weft.pipeline.schedule import SCHEDULES, Schedule, build
+from weft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 
 BatchDim = int | tuple[Any, ...] | dict[int | str, Any]
 OutputBatchDim = int | tuple[Any, ...] | list[Any] | dict[Any, Any]
@@ -284,8 +284,9 @@ def check_settings(
     fault = f"loss is {type(loss).__name__}; give a function or module (output, target) -> number"
     check.that(loss is None or callable(loss), fault)
     check.choice("loss_reduction", reduction, ("mean", "sum"), optional=True)
-    wanted = f"one of {', '.join(map(repr, SCHEDULES))}, a table as text, or a weft.Schedule"
-    known = check.instance("schedule", schedule, (str, Schedule), wanted)
+    names = ", ".join(map(repr, SCHEDULES))
+    wanted = f"one of {names}, a table as text, a weft.Schedule, or a function (stages, micro_batches) -> Schedule"
+    known = callable(schedule) or check.instance("schedule", schedule, (str, Schedule), wanted)
     check.boolean("deferred_batch_norm", deferred_batch_norm)
     if stages:
         check.call(checkpoint_rules, checkpoint, stages)
@@ -293,7 +294,7 @@ def check_settings(
             check.call(check_schedule, schedule, stages, chunks if counted else 1, loss)
 
 
-def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any) -> None:
+def check_schedule(schedule: str | Schedule | ScheduleFunction, stages: int, chunks: int, loss: Any) -> None:
     """Raise ScheduleError if the schedule does not fit, UsageError if it needs a loss inside and has none."""
     table = build(schedule, stages, chunks)
     if not any(table.backward_only.workers):
@@ -302,7 +303,7 @@ def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any
             "(a pipe that is only evaluated leaves them out by itself)"
         )
     if loss is None and not table.splits:
-        name = schedule if isinstance(schedule, str) and schedule in SCHEDULES else "this table"
+        name = schedule if schedule in SCHEDULES else "this function" if callable(schedule) else "this table"
         raise UsageError(
             f"schedule {name!r} begins backward before forward has ended, but the loss is computed outside, after "
             "forward; give the Pipe a loss (loss=fn, then pipe(x, target=y)), or use schedule='gpipe'"

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from weft.core.autograd import CutFunction, StepsInBackward, apply, forbid_transforms, outside_transforms
 from weft.core.context import ExecutionContext, has_local_modes
 from weft.core.errors import DeviceError, UsageError, listed
-from weft.core.rng import RandomUse, RngProbe, RngStreams, generators
+from weft.core.rng import DrawnSeed, RandomUse, RngProbe, RngStreams, generators
 from weft.core.segment import Function, Keep
 from weft.core.timing import time_after
 from weft.pipeline.autotune import Layouts, TimedCall, guarded, needs_cuts, run_silent, run_visible
@@ -33,13 +33,13 @@ from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.plan import Crossing, PipelinePlan, staged_plan
 from weft.pipeline.schedule import Schedule, build
 from weft.pipeline.stage import ModuleScan, Stage, serialize_shared
-from weft.pipeline.step import PipeStep
+from weft.pipeline.step import ALONE, Agreement, PipeStep
 from weft.pipeline.tracing import Watcher
 
 _numbers = count()
 _NO_OWNERS: Mapping[int, torch.Tensor] = {}
 _NO_VARIABLES = Context()
-_MISPLACED = (
+MISPLACED = (
     "parameters or buffers are not on the device of their stage; a pipe places its layers when it is made, so do not "
     "move it as a whole, and move layers yourself after setting pipe.balance or pipe.devices (layers on the meta "
     "device: call pipe.materialize() first):"
@@ -146,7 +146,7 @@ class PipeRuntime:
             return guarded(found[0], report, begun, self._clock)
         scans = {stage.index: stage.scan() for stage in self._scanned(call)}
         if any(scan.misplaced for scan in scans.values()):
-            raise DeviceError(listed(_MISPLACED, [fault for scan in scans.values() for fault in scan.misplaced]))
+            raise DeviceError(listed(MISPLACED, [fault for scan in scans.values() for fault in scan.misplaced]))
         casts = self._casts()
         ambient = self._surroundings
         if layout != "uncut" or casts or ambient is None:
@@ -204,7 +204,8 @@ class PipeRuntime:
 
     def _output(self, call: "PipeCall", mini_batch: MiniBatch) -> JoinedOutput:
         if call.targets:
-            weights = self._weights.of(mini_batch, call.targets[0])
+            # Of processes, only the one with the target can know the weights.
+            weights = self._weights.of(mini_batch, call.targets[0]) if 1 in mini_batch.present else []
             return WeightedLoss(weights, mini_batch.given, self._dims.extras, mini_batch.rows)
         whole = sum(mini_batch.rows) if call.scalars == "mean" else 1
         weights = [(rows if call.scalars == "mean" else 1) / max(whole, 1) for rows in mini_batch.rows]
@@ -217,9 +218,10 @@ class PipeRuntime:
         mini_batch: MiniBatch,
         scans: Mapping[int, ModuleScan],
         ambient: ExecutionContext,
+        agreed: Agreement = ALONE,
     ) -> PipeStep:
         tracked = torch.is_grad_enabled() and bool(
-            mini_batch.tensors or any(scan.parameters for scan in scans.values())
+            mini_batch.tensors or agreed.anchors or any(scan.parameters for scan in scans.values())
         )
         count, last = mini_batch.micro_batches, len(plan.functions) - 1
         schedule = build(call.schedule, last + 1, count)
@@ -236,16 +238,17 @@ class PipeRuntime:
             tracked=tracked,
             keeps=self._keeps(schedule, count, tracked=tracked, loss=bool(call.targets)),
             deferred=[norm for scan in scans.values() for norm in scan.deferred],
-            new_rng=partial(self._streams, [scan.configuration for scan in scans.values()]),
+            new_rng=partial(self._streams, {number: scan.configuration for number, scan in scans.items()}, agreed.rng),
             ambient=ambient,
             watcher=call.watcher,
             scale=call.scale,
             owners=call.owners,
+            agreed=agreed,
         )
 
-    def _streams(self, configurations: Sequence[Hashable]) -> RngStreams:
+    def _streams(self, configurations: Mapping[int, Hashable], agreed: DrawnSeed | None) -> RngStreams:
         with nullcontext() if self._cuts else outside_transforms():  # a step that is cut is not run inside of one
-            return RngStreams(self.uses[: len(configurations)], configurations)
+            return RngStreams({stage: self.uses[stage] for stage in configurations}, configurations, agreed)
 
     def _functions(self, plan: PipelinePlan, *, tracked: bool) -> Sequence[Function]:
         """What the segments run: where a search for foreign parameters is due, with it."""
@@ -313,6 +316,7 @@ class PipeCall(NamedTuple):
     scale: LossScale
     scalars: str | None = None
     owners: Mapping[int, torch.Tensor] = _NO_OWNERS
+    batch_tag: Any = None
 
 
 def on_meta(module: nn.Module) -> bool:

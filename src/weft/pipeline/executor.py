@@ -16,13 +16,14 @@ between walks, not even the executor; when it is dropped, they end.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from weft.core.context import ExecutionContext, has_local_modes
 from weft.core.rng import carry_lock
@@ -111,15 +112,31 @@ class SerialExecutor:
         ambient.run(steps)
         return left.messages
 
-    def commit(self, report: Report) -> list[Report]:
-        """End a walk that went well here: the reports of all processes that took part, with this one.
+    @property
+    def alone(self) -> bool:
+        """Whether all stages run in this process."""
+        return True
 
-        Raises what made the walk fail in another process. Here none takes part.
+    def open(self, what: str) -> None:
+        """Begin what ends in `commit` or `abort`: a walk, and everything in its call that can fail. `what` names it in
+        messages. Does nothing if it has begun."""
+
+    def exchange_gradients(
+        self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
+    ) -> dict[int, dict[int, Tensor]]:
+        """Gradients of parameters, by worker and by the parameter's id(). Those of `borrowed` copies go to the owners.
+        Those of copies that this process lent are added. Between `open` and `commit`."""
+        return by_worker
+
+    def commit(self, report: Report) -> list[Report]:
+        """End what went well here. Returns the reports of all processes that took part, in the order of their workers.
+
+        Raises what made it fail in another process. Here none takes part.
         """
         return [report]
 
     def abort(self, error: BaseException) -> None:
-        """End a walk that failed here, so that it fails in every process."""
+        """End what failed here, so that it fails in every process."""
 
 
 class ThreadExecutor(SerialExecutor):

@@ -323,7 +323,7 @@ class WeightedLoss(JoinedOutput):
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
         """As of any output, but also before there are results."""
         gradient = gradients[0]
-        return [[gradient * weight if weight and gradient is not None else None] for weight in self._number_weights]
+        return [[gradient * weight if weight and gradient is not None else None] for weight in self.weights]
 
     def _number(self, leaf: int, column: Sequence[Any]) -> Any:
         if not all(x.dim() == 0 if isinstance(x, Tensor) else is_number(x) for x in column):
@@ -332,7 +332,7 @@ class WeightedLoss(JoinedOutput):
             x.is_floating_point() or x.is_complex() if isinstance(x, Tensor) else isinstance(x, float) for x in column
         ):
             return reduce(add, [x.sum() if isinstance(x, Tensor) else x for x in column])  # sum: of bools it is a count
-        weighted = [x * weight for x, weight in zip(column, self._number_weights, strict=True) if weight]
+        weighted = [x * weight for x, weight in zip(column, self.weights, strict=True) if weight]
         return reduce(add, weighted) if leaf else torch.stack(weighted).sum(0)
 
 

@@ -173,7 +173,7 @@ class SplitPlan:
             [leaf] * count if axis is None else cut(leaf, self.sizes, axis)
             for leaf, axis in zip(leaves, self.axes, strict=True)
         ]
-        return [list(row) for row in zip(*columns, strict=True)]
+        return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in self.sizes]
 
     def join_gradients(self, index: int, pieces: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
         """The gradient of leaf ``index`` out of one gradient (or ``None``) per micro-batch.
@@ -284,19 +284,23 @@ def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int
     raise BatchError(listed(headline, faults))
 
 
+ELSEWHERE = object()
+"""Stands for a part of the mini-batch that another process has."""
+
+
 class MiniBatch:
     """A mini-batch, cut into micro-batches. `tensors` are those that want a gradient, in order.
 
-    `shared` are those that more than one micro-batch gets whole.
+    `shared` are those that more than one micro-batch gets whole. `present` numbers the parts that this process has.
     """
 
-    def __init__(self, parts: Sequence[Any], chunks: int, axis: Any = 0) -> None:
+    def __init__(self, parts: Sequence[Any], chunks: int, axis: Any = 0, rows: Sequence[int] | None = None) -> None:
         """`parts` are the input, and the target where there is one; `axis` holds the rows: an int, or nested as the
-        parts are. Raises BatchError and SpecError as `plan_split` does."""
-        # One plan for all parts together, since their rows must agree.
-        value, where = (parts[0], "input") if len(parts) == 1 else (tuple(parts), "(input, target)")
-        self.split, self._leaves = plan_split(value, chunks, axis=axis, where=where)
-        self._structures = [self.split.structure] if len(parts) == 1 else self.split.structure.children()
+        parts are. A part can be `ELSEWHERE`. Then `rows`, the sizes of the micro-batches, come from the process that
+        has the input. Raises BatchError and SpecError as `plan_split` does, and BatchError for other `rows`."""
+        self._parts = len(parts)
+        self.present = [k for k, part in enumerate(parts) if part is not ELSEWHERE]
+        self.split, self._leaves, self._structures = self._plan(parts, chunks, axis, rows)
         self._wanted = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
         self.tensors: list[Tensor] = [x for x, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
         self.rows = self.split.sizes
@@ -308,6 +312,29 @@ class MiniBatch:
         pairs = zip(self._leaves, self.split.axes, strict=True)
         several = self.micro_batches > 1
         self.shared = [x for x, axis in pairs if several and axis is None and isinstance(x, Tensor)]
+
+    def _plan(
+        self, parts: Sequence[Any], chunks: int, axis: Any, rows: Sequence[int] | None
+    ) -> tuple[SplitPlan, list[Any], list[Structure]]:
+        """One plan for all parts that are present, since their rows must agree; their leaves, and their structures."""
+        if not self.present:
+            return SplitPlan(flatten(())[1], tuple(rows or ()), ()), [], []
+        axes = [axis if isinstance(axis, int) or len(parts) == 1 else axis[k] for k in self.present]
+        if len(self.present) == 1:
+            where = ("input", "target")[self.present[0]]
+            plan, leaves = plan_split(parts[self.present[0]], chunks, axis=axes[0], where=where)
+            structures = [plan.structure]
+        else:
+            where = "(input, target)"
+            whole = axis if isinstance(axis, int) else tuple(axes)
+            plan, leaves = plan_split(tuple(parts[k] for k in self.present), chunks, axis=whole, where=where)
+            structures = plan.structure.children()
+        if rows is not None and tuple(rows) != plan.sizes:
+            raise BatchError(
+                f"{where}: it makes micro-batches of {list(plan.sizes)} rows, but the input, which the rank of the "
+                f"first stage has, makes {list(rows)}; give every rank the same mini-batch"
+            )
+        return plan, leaves, structures
 
     def leaves(self) -> list[list[Any]]:
         """For every micro-batch its parts, as leaves that want a gradient where the caller's tensors do.
@@ -328,7 +355,7 @@ class MiniBatch:
         return [self._nested(piece) for piece in self.split.split(self._leaves)]
 
     def gradients(self, pieces: Sequence[Gradients]) -> list[Tensor | None]:
-        """The gradients of `tensors`, out of those of every micro-batch's leaves."""
+        """The gradients of `tensors`, out of those of the leaves that are present, for every micro-batch."""
         found: list[Tensor | None] = []
         for k, column in enumerate(zip(*pieces, strict=True)):
             if self._wanted[k]:
@@ -337,9 +364,9 @@ class MiniBatch:
         return found
 
     def _nested(self, leaves: Sequence[Any]) -> list[Any]:
-        parts: list[Any] = []
-        for structure in self._structures:
-            parts.append(unflatten(structure, leaves[: structure.num_leaves]))
+        parts: list[Any] = [ELSEWHERE] * self._parts
+        for part, structure in zip(self.present, self._structures, strict=True):
+            parts[part] = unflatten(structure, leaves[: structure.num_leaves])
             leaves = leaves[structure.num_leaves :]
         return parts
 
@@ -363,7 +390,7 @@ class JoinedOutput:
         self._given = given
         self._axis = axis
         self._rows = rows
-        self._number_weights = weights or ()
+        self.weights: Sequence[float] = weights or ()
         self._pieces = 0
         self._structure = LEAF
         self._axes: Sequence[int] = ()
@@ -371,6 +398,10 @@ class JoinedOutput:
         self._numbers: dict[int, Any] = {}
         self._rest: list[Any] = []
         self._at: list[int] = []
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """The weights, where another process knows them. Before `gather`."""
+        self.weights = weights
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
         """The tensors that leave the step, and which of them have a gradient. Raises BatchError when the results of the
@@ -386,7 +417,7 @@ class JoinedOutput:
         columns: list[Sequence[Tensor | None]] = [[None] * self._pieces] * len(self._rest)
         for k, gradient in zip(self._at, gradients, strict=True):
             if gradient is not None and k in self._numbers:
-                columns[k] = [gradient * weight for weight in self._number_weights]
+                columns[k] = [gradient * weight for weight in self.weights]
             elif gradient is not None:
                 columns[k] = cut(gradient, self._lengths[k] or (), self._axes[k])
         return [[column[i] for column in columns] for i in range(self._pieces)]
@@ -413,7 +444,7 @@ class JoinedOutput:
         columns = list(zip(*pieces, strict=True))
         found = {k: self._number(k, column) for k, column in enumerate(columns)}
         self._numbers = {k: number for k, number in found.items() if number is not None}
-        flattened = self._flattens and bool(self._number_weights)
+        flattened = self._flattens and bool(self.weights)
         lengths = [
             None if k in self._numbers else _lengths(column, axis, self._rows, flattened)
             for k, (column, axis) in enumerate(zip(columns, self._axes, strict=True))
@@ -434,9 +465,9 @@ class JoinedOutput:
     def _number(self, leaf: int, column: Sequence[Any]) -> Any:
         """One number made of numbers that are one per micro-batch; None for leaves that are joined otherwise."""
         first = column[0]
-        if not self._number_weights or not isinstance(first, Tensor) or first.dim() or not first.is_floating_point():
+        if not self.weights or not isinstance(first, Tensor) or first.dim() or not first.is_floating_point():
             return None
-        return torch.stack([leaf * weight for leaf, weight in zip(column, self._number_weights, strict=True)]).sum(0)
+        return torch.stack([leaf * weight for leaf, weight in zip(column, self.weights, strict=True)]).sum(0)
 
     def _apart(self, leaves: list[Any]) -> list[Any]:
         """The leaves of a single result, none of which shares memory with another one or with what was given: behind a

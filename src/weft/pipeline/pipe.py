@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -41,10 +41,14 @@ from weft.pipeline.engine import PipeCall, PipeRuntime, on_meta
 from weft.pipeline.loss import LossFunction, LossScale, LossWeight
 from weft.pipeline.microbatch import micro_sizes
 from weft.pipeline.plan import Crossing, build_stages
-from weft.pipeline.schedule import SCHEDULES, Schedule, build
+from weft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 from weft.pipeline.skip import verify_skippables
 from weft.pipeline.stage import CallArguments, Stage
 from weft.pipeline.tracing import Watcher
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 NO_LOSS = (
     "target= was given, but the pipe has no loss to give it to; give it one, Pipe(..., loss=fn), or compute the loss "
@@ -79,7 +83,9 @@ class Pipe(nn.Module):
             1F1B has, nothing is recomputed, since nothing would be saved.
         deferred_batch_norm: turn batch norms into `DeferredBatchNorm`, whose running statistics are those of
             the undivided mini-batch.
-        schedule: ``"gpipe"``, ``"1f1b"``, a table as text (see `weft.Schedule.parse`), or a `weft.Schedule`.
+        schedule: a name (``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
+            ``"dualpipev"``), a table as text (see `weft.Schedule.parse`), a `weft.Schedule`, or a function (stages,
+            micro_batches) -> `weft.Schedule`, such as a `functools.partial` of `weft.pipeline.interleaved`.
         loss: a function ``(output, target) -> number``. With it, ``pipe(x, target=y)`` returns the loss, and
             schedules that begin backward early (1F1B) can run; without a target, the pipe returns the output.
             What it has to learn itself is found when it is a module. It must not read the layers' parameters.
@@ -105,9 +111,17 @@ class Pipe(nn.Module):
         split: names of submodules; the model is cut before the first call of each (see docs/which_models.md). Or
             ``"auto"``: a cut into one stage per device, by measured time for `sample`, or by parameters without one.
         verify: compare every program that is recorded of the model's forward() once with forward() itself.
+        group: a process group, or a one-dimensional `DeviceMesh`, of `torch.distributed`. Its ranks run the stages,
+            rank k those of worker k of the schedule, and every rank runs the same script. The input counts on the rank
+            of the first stage, the target on that of the last one. Each rank keeps the parameters of its own stages.
+            `devices` is then the device of this rank, or a list with the device of every stage.
+        output: with `group`, which ranks get the output of ``pipe(x)``: ``"all"``, or ``"last"``, the rank of the last
+            stage. The others then get a zero, to call ``backward()`` on. A loss is always on all ranks.
 
     `chunks`, `balance`, `split`, `devices`, `checkpoint`, `schedule` and `executor` are attributes too, which each step
     reads anew; a step raises what is wrong with them. Layers stay where they are when `balance` or `devices` change.
+    With `group`, a `batch_tag` can be set before each call, such as the number of the batch. A call whose tag differs
+    between ranks raises UsageError.
 
     All executors and schedules give the same gradients as the undivided model, to rounding. A layer's random numbers
     depend on its place in the model and the micro-batch only (with hooks on `partitions`, also on the cut). Raises
@@ -124,12 +138,17 @@ class Pipe(nn.Module):
         torch.Size([32, 8])
     """
 
-    def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
-        if cls is Pipe and settings.get("split") is not None:
-            from weft.pipeline.split.split_pipe import SplitPipe  # noqa: PLC0415 - most programs have no use for it
+    _stage_type: type[Stage] = Stage
 
-            return super().__new__(cast("type[Any]", SplitPipe))
-        return super().__new__(cls)
+    def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
+        if cls is Pipe and settings.get("group") is not None:
+            # Imported here because most programs have no use for it.
+            from weft.pipeline.processes.process_pipe import ProcessPipe as kind  # noqa: PLC0415
+        elif cls is Pipe and settings.get("split") is not None:
+            from weft.pipeline.split.split_pipe import SplitPipe as kind  # noqa: PLC0415
+        else:
+            kind = cls
+        return super().__new__(cast("type[Any]", kind))
 
     def __init__(
         self,
@@ -142,7 +161,7 @@ class Pipe(nn.Module):
         balance: Sequence[int] | None = None,
         checkpoint: Checkpoint | Sequence[Checkpoint | CheckpointRule] | CheckpointRule = "never",
         deferred_batch_norm: bool = False,
-        schedule: str | Schedule = "gpipe",
+        schedule: str | Schedule | ScheduleFunction = "gpipe",
         loss: LossFunction | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
         loss_weight: LossWeight | None = None,
@@ -151,6 +170,8 @@ class Pipe(nn.Module):
         sample: Any = None,
         split: Sequence[str] | Literal["auto"] | None = None,
         verify: bool = True,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        output: Literal["all", "last"] = "all",
     ) -> None:
         super().__init__()
         reduction = None
@@ -158,8 +179,21 @@ class Pipe(nn.Module):
         with Validator("this Pipe cannot be used") as check:
             dims = check.call(BatchDims, batch_dim, output_batch_dim)
             stages = self._lay_out(
-                check, module, dims, balance=balance, devices=devices, sample=sample, split=split, verify=verify
+                check,
+                module,
+                dims,
+                balance=balance,
+                devices=devices,
+                sample=sample,
+                split=split,
+                verify=verify,
+                group=group,
+                executor=executor,
+                schedule=schedule,
+                chunks=chunks,
             )
+            check.choice("output", output, ("all", "last"))
+            check.that(group is not None or output == "all", "output='last' is for a pipe over processes (group=)")
             check_settings(
                 check, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
             )
@@ -172,8 +206,10 @@ class Pipe(nn.Module):
         self._dims = dims
         self.chunks = chunks
         self.checkpoint = checkpoint
-        self.schedule = schedule
+        self.schedule: Any = schedule  # assigned by users too, so each step validates it
         self.executor = executor
+        self.output = output
+        self.batch_tag: str | int | None = None
         # Not a child: a loss module's parameters are the user's to save, and the keys stay those of the model.
         self._loss = (loss, reduction)
         self._loss_weight = loss_weight
@@ -239,10 +275,17 @@ class Pipe(nn.Module):
         runtime = self._made_runtime()
         targets = self._targets(kwargs)
         main = args[0] if len(args) == 1 and not kwargs else CallArguments(args, kwargs)
-        axis = self._dims.whole
-        if axis is None:
-            axis = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets))
-        request = PipeCall(main, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale)
+        axis = self._axes_of(args, kwargs, target=bool(targets))
+        request = PipeCall(
+            main,
+            targets,
+            axis,
+            self.chunks,
+            self.schedule,
+            self._watcher,
+            self._loss_scale,
+            batch_tag=self.batch_tag,
+        )
         try:
             return runtime.serve(request, training=self.training)
         except TypeError as error:
@@ -251,6 +294,11 @@ class Pipe(nn.Module):
             if self._loss[0] is not None and not targets and len(args) > 1:
                 error.add_note("weft: the pipe has a loss; its target is given by name: pipe(x, target=y)")
             raise
+
+    def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
+        """The axis of the rows of every argument, as `MiniBatch` takes it."""
+        whole = self._dims.whole
+        return self._dims.of_call(len(args), kwargs.keys(), target=target) if whole is None else whole
 
     def _targets(self, kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The target, taken out of the arguments if the loss is inside; else nothing."""
@@ -336,7 +384,8 @@ class Pipe(nn.Module):
     def extra_repr(self) -> str:
         """What stands behind the class name when the pipe is printed."""
         stages = ", ".join(f"{size} on {device}" for size, device in zip(self.balance, self.devices, strict=True))
-        schedule = self.schedule if self.schedule in SCHEDULES else "a table"
+        unnamed = "a function" if callable(self.schedule) else "a table"
+        schedule = self.schedule if self.schedule in SCHEDULES else unnamed
         loss = None if self._loss[0] is None else getattr(self._loss[0], "__name__", type(self._loss[0]).__name__)
         words = f"chunks={self.chunks}, schedule={schedule!r}, loss={loss}, checkpoint={self.checkpoint!r}"
         return f"stages: {stages}; {words}, executor={self.executor!r}"
@@ -360,17 +409,15 @@ class Pipe(nn.Module):
         splits = build(self.schedule, stages, self.chunks).splits
         recipe = (*settings[1:], splits)  # another number of chunks needs no other threads
         if self._runtime is None or self._recipe != recipe:  # such as another module in the place of a layer
-            self._runtime = PipeRuntime(
-                *self._built_stages(),
-                self.checkpoint,
-                self.executor,
-                *self._loss,
-                self._loss_weight,
-                self._dims,
-                splits=splits,
-            )
+            self._runtime = self._new_runtime(splits)
         self._checked, self._recipe = settings, recipe
         return self._runtime
+
+    def _new_runtime(self, splits: bool) -> PipeRuntime:
+        built = self._built_stages()
+        return PipeRuntime(
+            *built, self.checkpoint, self.executor, *self._loss, self._loss_weight, self._dims, splits=splits
+        )
 
     def _check_layout(self, check: Validator) -> int:
         """Note what is wrong with `balance` and `devices` as they are now; the number of stages."""
@@ -382,7 +429,7 @@ class Pipe(nn.Module):
 
     def _built_stages(self) -> tuple[list[Stage], Crossing]:
         """The stages, and what crosses between them."""
-        stages, crossing = build_stages(self._layers(), self.balance, self.devices)
+        stages, crossing = build_stages(self._layers(), self.balance, self.devices, self._stage_type)
         for stage, partition in zip(stages, self.partitions, strict=True):
             stage.partition = partition
         return stages, crossing

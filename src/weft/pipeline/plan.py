@@ -45,9 +45,12 @@ Crossing = Sequence[tuple[Skip, int, tuple[int, ...]]]
 
 
 def build_stages(
-    layers: Sequence[tuple[str, nn.Module]], balance: Sequence[int], devices: Sequence[torch.device]
+    layers: Sequence[tuple[str, nn.Module]],
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    kind: type[Stage] = Stage,
 ) -> tuple[list[Stage], Crossing]:
-    """The stages, and every skip that crosses between two of them as (skip, source, readers)."""
+    """The stages, each of this `kind`, and every skip that crosses between two of them as (skip, source, readers)."""
     ends = list(accumulate(balance))
     blocks = [list(layers[end - count : end]) for end, count in zip(ends, balance, strict=True)]
     layout = inspect_skip_layout([[layer for _, layer in block] for block in blocks])
@@ -57,7 +60,7 @@ def build_stages(
         if any(reader != source for reader in readers)
     ]
     stages = [
-        Stage(
+        kind(
             index,
             block,
             device,

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weft.core.context import on_device
 from weft.core.pytree import flatten, unflatten
 from weft.core.segment import Gradients, leaf_of
+from weft.pipeline.microbatch import ELSEWHERE
 
 
 class Message(NamedTuple):
@@ -63,11 +64,26 @@ class Route:
 
 
 class Address(NamedTuple):
-    """Where one value waits: on which route, for whom, and what micro-batch produced it (below 0: initial)."""
+    """Place of one value: its route, the stage that reads it, and the micro-batch that made it (below 0: initial).
+
+    A value travels once to each worker. Where several stages of that worker read it, `reader` is the first of them.
+    """
 
     route: int
     reader: int
     micro_batch: int
+
+
+class Delivery(NamedTuple):
+    """Readers of one route, grouped by worker.
+
+    `groups` has the stages that read the value, one tuple per worker, in the order of the workers. `group_of` gives
+    the group of each reader. Gradients are summed within a group first, and then over the groups. This order does not
+    depend on the executor, so all executors give the same bits.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    group_of: dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,9 @@ class Wiring:
     stages: int
     inputs: tuple[tuple[int, ...], ...] = field(init=False)
     outputs: tuple[tuple[int, ...], ...] = field(init=False)
+    _deliveries: dict[tuple[int, ...], tuple[Delivery, ...]] = field(
+        init=False, compare=False, default_factory=dict[tuple[int, ...], tuple[Delivery, ...]]
+    )
 
     def __post_init__(self) -> None:
         def numbered(belongs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -89,6 +108,20 @@ class Wiring:
 
         object.__setattr__(self, "inputs", numbered([route.readers for route in self.routes]))
         object.__setattr__(self, "outputs", numbered([(route.source,) for route in self.routes]))
+
+    def deliveries(self, worker_of: tuple[int, ...]) -> tuple[Delivery, ...]:
+        """The delivery of every route, where `worker_of` gives the worker of each stage."""
+        if worker_of not in self._deliveries:
+            self._deliveries[worker_of] = tuple(_delivery(route.readers, worker_of) for route in self.routes)
+        return self._deliveries[worker_of]
+
+
+def _delivery(readers: Sequence[int], worker_of: Sequence[int]) -> Delivery:
+    by_worker: dict[int, list[int]] = {}
+    for reader in sorted(readers):
+        by_worker.setdefault(OUTSIDE if reader == OUTSIDE else worker_of[reader], []).append(reader)
+    groups = tuple(tuple(by_worker[worker]) for worker in sorted(by_worker))
+    return Delivery(groups, {reader: group for group in groups for reader in group})
 
 
 Given = dict[int, dict[Address, Message]]
@@ -117,6 +150,8 @@ class EntryPoints:
             for index, parts in enumerate(micro_batches):
                 address = Address(entry.route, entry.segment, index)
                 value = parts[part]
+                if value is ELSEWHERE:
+                    continue
                 given.setdefault(entry.segment, {})[address] = message_of(value) if streams else Message(value)
         return given
 
@@ -129,10 +164,11 @@ class EntryPoints:
         messages = [message_of(each) if streams else Message(each) for each in gradients]
         return {self.source: {self._out(index): each for index, each in enumerate(messages)}}
 
-    def gradients(self, left: Mapping[Address, Message], count: int) -> list[Gradients]:
-        """What the walk back sent out for every micro-batch: the gradients of the leaves of all its parts."""
+    def gradients(self, left: Mapping[Address, Message], count: int, parts: Sequence[int]) -> list[Gradients]:
+        """What the walk back sent out for every micro-batch: the gradients of the leaves of these `parts`."""
+        entries = [self.entries[part] for part in parts]
         return [
-            [leaf for route, segment in self.entries for leaf in left[Address(route, segment, index)].value]
+            [leaf for route, segment in entries for leaf in left[Address(route, segment, index)].value]
             for index in range(count)
         ]
 

@@ -1,24 +1,15 @@
-"""Schedules: for every worker, the ordered list of its actions. What can be wrong with one, its text form, the built-in
-ones.
+"""Schedules: for every worker, the ordered list of its actions. Their text form, and those that have a name.
 
     worker 0   0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3        1F1B, two stages, four micro-batches
     worker 1   1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
-Nothing else decides what runs when: executors walk a schedule, the simulation predicts it. A worker holds one stage or
-several. The stages form a chain, and no micro-batch waits for another:
+The schedule alone decides the order: executors walk it, the simulation predicts it. A worker holds one stage or
+several. As text a schedule has one line per worker, its actions separated by commas; empty cells are bubbles. This is
+the format of PyTorch's CSV tables, both "compute_only" and "compute_comms". ``(0F0;1B0)OVERLAP_F_B`` becomes its parts,
+one after the other; sends, receives, (un)sharding, reduction of gradients, and waits for them are dropped, because weft
+derives transfers from the routes.
 
-    0F0 --> 1F0 --> 2F0          F   forward
-     |       |       |           B   the whole backward, or in two parts
-     v       v       v           I     the gradients of the stage's inputs
-    0B0 <-- 1B0 <-- 2B0          W     the gradients of its weights: after I, and no other action waits for it
-
-Skips add no arrow, since the chain between their source and their destination implies it. As text a schedule has one
-line per worker, its actions separated by commas; empty cells are bubbles. This is the format of PyTorch's CSV tables,
-both "compute_only" and "compute_comms". ``(0F0;1B0)OVERLAP_F_B`` becomes its parts, one after the other; sends,
-receives, (un)sharding, reduction of gradients, and waits for them are dropped, because weft derives transfers from
-the routes.
-
-The built-in schedules take the same time and differ in what is alive; here with three stages and four micro-batches:
+Three stages and four micro-batches under two schedules that take the same time, and hold different numbers alive:
 
     gpipe   F0 F1 F2 F3             B3 B2 B1 B0
                F0 F1 F2 F3       B3 B2 B1 B0           every stage holds all four
@@ -28,169 +19,24 @@ The built-in schedules take the same time and differ in what is alive; here with
                F0 F1    B0 F2 B1 F3 B2    B3           at most 2
                   F0 B0 F1 B1 F2 B2 F3 B3              at most 1
 
-Only gpipe can be cut between forward and backward, so that the loss may be computed outside.
+Only gpipe and looped_bfs can be cut between forward and backward, so that the loss may be computed outside.
 """
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from itertools import pairwise, zip_longest
+from typing import Any
 
 from weft.core.errors import ScheduleError, listed
-from weft.core.validation import is_whole
+from weft.pipeline.actions import Action, Table, find_faults, waits, walk_table
 
-KINDS = ("F", "B", "I", "W")
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
 _DROPPED = re.compile(r"\d+((WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B|UNSHARD|RESHARD)\d*", re.ASCII)
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _COLORS = {"F": "#2f6fb0", "B": "#b86e00", "I": "#3d7d46", "W": "#b75d69"}
-
-
-class Action(NamedTuple):
-    """One unit of work: `kind` (F, B, I or W) of one micro-batch on one stage. ``str()`` gives ``2F0``."""
-
-    stage: int
-    kind: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
-
-
-Table = tuple[tuple[Action, ...], ...]
-"""For every worker the actions that it runs, in order."""
-
-
-def needs(action: Action) -> tuple[Action, ...]:
-    """The actions that must be done first. Those which a table does not hold are to be ignored: a neighbour beyond the
-    chain's end, or B where the neighbour's backward is split into I and W."""
-    stage, kind, micro_batch = action
-    if kind == "F":
-        return (Action(stage - 1, "F", micro_batch),)
-    if kind == "W":
-        return (Action(stage, "I", micro_batch),)
-    return tuple(Action(s, k, micro_batch) for s, k in ((stage, "F"), (stage + 1, "B"), (stage + 1, "I")))
-
-
-def waits(table: Table) -> dict[Action, tuple[Action, ...]]:
-    """For every action of the table, those of its needs that the table holds."""
-    present = {action for row in table for action in row}
-    return {action: tuple(need for need in needs(action) if need in present) for action in present}
-
-
-def _walk(table: Table, waiting: Mapping[Action, tuple[Action, ...]]) -> tuple[list[tuple[int, Action]], list[str]]:
-    """Walk all lists at once, one action after the other, as far as they go.
-
-    Of the workers' next actions, the one whose micro-batch has come furthest goes first, while its tensors are still in
-    the cache, and so that what is kept for backward is freed early. Returns the order as (worker, action) pairs; and,
-    for each worker that is stuck, where it stands and what it waits for. Costs O(actions * workers).
-    """
-    depth = 1 + max((action.stage for row in table for action in row), default=0)
-
-    def progress(worker: int) -> int:
-        stage, kind, _ = table[worker][heads[worker]]
-        return stage if kind == "F" else 2 * depth - (1 + stage if kind != "W" else 0)
-
-    order: list[tuple[int, Action]] = []
-    heads = [0] * len(table)
-    done: set[Action] = set()
-    while True:
-        unfinished = [worker for worker, row in enumerate(table) if heads[worker] < len(row)]
-        ready = [worker for worker in unfinished if done.issuperset(waiting[table[worker][heads[worker]]])]
-        if not ready:
-            break
-        chosen = max(ready, key=progress)
-        action = table[chosen][heads[chosen]]
-        heads[chosen] += 1
-        done.add(action)
-        order.append((chosen, action))
-    owner = {action: worker for worker, row in enumerate(table) for action in row}
-    stuck: list[str] = []
-    for worker in unfinished:
-        action = table[worker][heads[worker]]
-        missing = [f"{need} of worker {owner[need]}" for need in waiting[action] if need not in done]
-        stuck.append(f"deadlock: worker {worker} stands at {action} and waits for {' and '.join(missing)}")
-    return order, stuck
-
-
-def _faults(table: Table, stages: int | None = None, micro_batches: int | None = None) -> Iterator[str]:
-    """Every fault of a table; none if it is valid. Later checks forgive what earlier ones reported, so that every cause
-    is named once: an action that is missing holds no other up, and one that stands too early on its own worker is not
-    called a deadlock as well. What remains stuck is a cycle between workers."""
-    for worker, action in ((worker, action) for worker, row in enumerate(table) for action in row):
-        if not _is_known(action):
-            shown = str(action) if isinstance(cast(Any, action), Action) else repr(action)
-            yield f"worker {worker}: {shown} is no action: a stage, F, B, I or W, and a micro-batch"
-    table = tuple(tuple(action for action in row if _is_known(action)) for row in table)
-    counts = Counter(action for row in table for action in row)
-    has_stages = 1 + max((action.stage for action in counts), default=-1)
-    has_micro_batches = 1 + max((action.micro_batch for action in counts), default=-1)
-    sizes = (has_stages, stages, "stages"), (has_micro_batches, micro_batches, "micro-batches")
-    for has, wanted, what in sizes:
-        if wanted is not None and has != wanted:
-            yield f"the table has {has} {what}, but {wanted} are wanted"
-    if not table:
-        yield "the table has no workers"
-    owners: defaultdict[int, list[int]] = defaultdict(list)
-    for worker, row in enumerate(table):
-        if not row:
-            yield f"worker {worker} has nothing to do; leave it out"
-        for stage in {action.stage for action in row}:
-            owners[stage].append(worker)
-    for stage, workers in sorted((stage, on) for stage, on in owners.items() if len(on) > 1):
-        yield f"stage {stage} is on workers {' and '.join(map(str, workers))}; a stage lives on one worker"
-    yield from (f"{action} occurs {count} times" for action, count in counts.items() if count > 1)
-    yield from _incomplete(counts, has_stages, has_micro_batches)
-    yield from _stuck(table)
-
-
-def _is_known(action: Any) -> bool:
-    if not isinstance(action, Action) or action.kind not in KINDS:
-        return False
-    return all(is_whole(number) and number >= 0 for number in (action.stage, action.micro_batch))
-
-
-def _incomplete(actions: Iterable[Action], stages: int, micro_batches: int) -> Iterator[str]:
-    """Every micro-batch needs F on every stage and, unless there is forward alone, B or I and W."""
-    has: dict[int, dict[str, set[int]]] = {}
-    for stage, kind, micro_batch in actions:
-        has.setdefault(stage, {kind: set() for kind in KINDS})[kind].add(micro_batch)
-    if gaps := _gaps(has, stages):
-        yield f"stage {gaps} has no action at all"
-    backward = any(kinds["B"] | kinds["I"] | kinds["W"] for kinds in has.values())
-    for stage, kinds in sorted(has.items()):
-        if gaps := _gaps(kinds["F"], micro_batches):
-            yield f"stage {stage}: F is missing for micro-batch {gaps}"
-        if backward and (gaps := _gaps(kinds["B"] | kinds["I"] | kinds["W"], micro_batches)):
-            yield f"stage {stage}: B, or I and W, is missing for micro-batch {gaps}"
-        for have, lack in ("IW", "WI"):
-            for micro_batch in sorted(kinds[have] - kinds[lack] - kinds["B"]):
-                yield f"stage {stage}: {lack} is missing for micro-batch {micro_batch}, which has {have}"
-        for micro_batch in sorted(kinds["B"] & (kinds["I"] | kinds["W"])):
-            parts = " and ".join(kind for kind in "IW" if micro_batch in kinds[kind])
-            yield f"stage {stage}: micro-batch {micro_batch} has both B and {parts}; B is both in one"
-
-
-def _stuck(table: Table) -> Iterator[str]:
-    """Actions that stand before what they need: first within each worker, then in circles between workers."""
-    waiting = waits(table)
-    for worker, row in enumerate(table):
-        place = {action: column for column, action in reversed(list(enumerate(row)))}
-        for column, action in enumerate(row):
-            late = [need for need in waiting[action] if place.get(need, -1) > column]
-            waiting[action] = tuple(need for need in waiting[action] if need not in late)
-            for need in late:
-                yield f"worker {worker}: {action} stands before {need}, which it needs"
-    yield from _walk(table, waiting)[1]
-
-
-def _gaps(present: Iterable[int], end: int) -> str:
-    """The numbers below `end` that are absent, as ranges: ``0-3, 5``. Its cost does not grow with `end`."""
-    pairs = pairwise([-1, *sorted(present), end])
-    return ", ".join(f"{a + 1}-{b - 1}" if b - a > 2 else str(a + 1) for a, b in pairs if b - a > 1)
 
 
 @dataclass(frozen=True)
@@ -237,7 +83,7 @@ class Schedule:
         """A table for notebooks: a row per worker, a column per time, if all actions took equally long. A schedule that
         cannot run shows its rows as they are, without bubbles."""
         rows = [dict(enumerate(row)) for row in self.workers]
-        if not any(_faults(self.workers)):
+        if not any(find_faults(self.workers)):
             rows = [dict[int, Action]() for _ in self.workers]
             begins: dict[Action, int] = {}
             waiting = waits(self.workers)
@@ -273,14 +119,14 @@ class Schedule:
         fault: unknown actions; idle workers; a stage on two workers; missing or repeated actions; both B and I or W for
         one micro-batch on one stage; actions that stand before what they need; deadlocks.
         """
-        if found := list(_faults(self.workers, stages, micro_batches)):
+        if found := list(find_faults(self.workers, stages, micro_batches)):
             raise ScheduleError(listed("the schedule cannot be used", found))
 
     @cached_property
     def order(self) -> tuple[tuple[int, Action], ...]:
         """One serial order as (worker, action) pairs, in which every list keeps its own order, and the micro-batch that
         has come furthest goes first. Raises ScheduleError on a deadlock."""
-        order, stuck = _walk(self.workers, waits(self.workers))
+        order, stuck = walk_table(self.workers, waits(self.workers))
         if stuck:
             raise ScheduleError(listed("the schedule has no valid order", stuck))
         return tuple(order)
@@ -339,46 +185,191 @@ def _cell(action: Action | None) -> str:
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
     """Fill and drain (Huang et al., GPipe, 2019): all forward, then all backward in reverse order. Raises ScheduleError
-    when a size is below 1.
+    when a size is below 1. In torch: ``ScheduleGPipe``.
 
     Example:
         >>> print(weft.pipeline.gpipe(2, 2).text())
         0F0,0F1,0B1,0B0
         1F0,1F1,1B1,1B0
     """
-    _check_sizes(stages, micro_batches)
-    kinds = [("F", i) for i in range(micro_batches)] + [("B", i) for i in reversed(range(micro_batches))]
-    return Schedule(tuple(tuple(Action(stage, kind, i) for kind, i in kinds) for stage in range(stages)))
+    return looped_bfs(stages, micro_batches, workers=stages)
+
+
+def looped_bfs(stages: int, micro_batches: int, workers: int | None = None) -> Schedule:
+    """All forward, stage by stage, then all backward in reverse order (breadth-first; Lamy-Poirier, arXiv 2211.05953).
+    In torch: ``ScheduleLoopedBFS``.
+
+    Worker w holds the stages w, w + workers, ...; by default there is a worker for every two stages. Every stage holds
+    all micro-batches. Raises ScheduleError when a size is below 1, or the stages do not fit the workers.
+
+    Example:
+        >>> print(weft.pipeline.looped_bfs(2, 2).text())
+        0F0,0F1,1F0,1F1,1B1,1B0,0B1,0B0
+    """
+    workers = _count_workers(stages, micro_batches, workers)
+    rows: list[tuple[Action, ...]] = []
+    for worker in range(workers):
+        forwards = [Action(stage, "F", i) for stage in range(worker, stages, workers) for i in range(micro_batches)]
+        rows.append((*forwards, *(action._replace(kind="B") for action in reversed(forwards))))
+    return Schedule(tuple(rows))
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     """One forward, one backward (PipeDream-Flush; Narayanan et al., 2021). Stage s holds at most
-    ``min(stages - s, micro_batches)`` micro-batches. Raises ScheduleError when a size is below 1.
+    ``min(stages - s, micro_batches)`` micro-batches. Raises ScheduleError when a size is below 1. In torch:
+    ``Schedule1F1B``.
 
     Example:
         >>> print(weft.pipeline.one_f_one_b(2, 2).text())
         0F0,0F1,0B0,0B1
         1F0,1B0,1F1,1B1
     """
-    _check_sizes(stages, micro_batches)
+    return interleaved(stages, micro_batches, workers=stages)
+
+
+def interleaved(stages: int, micro_batches: int, workers: int | None = None) -> Schedule:
+    """1F1B with several stages per worker, which shortens the bubble (Megatron-LM; Narayanan et al., arXiv 2104.04473).
+    In torch: ``ScheduleInterleaved1F1B``, which is defined for fewer numbers of micro-batches.
+
+    Worker w holds the stages w, w + workers, ...; by default there is a worker for every two stages. Raises
+    ScheduleError when a size is below 1, or the stages do not fit the workers.
+
+    Example:
+        >>> print(weft.pipeline.interleaved(4, 2).text())
+        0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
+        1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
+    """
+    workers = _count_workers(stages, micro_batches, workers)
+    # With several stages the gradient of a micro-batch takes longer to arrive, so each hop needs two forwards.
+    return _alternate(stages, micro_batches, workers, hop=2 if stages > workers else 1)
+
+
+def zero_bubble(stages: int, micro_batches: int, workers: int | None = None) -> Schedule:
+    """1F1B with its backward split, and W in the time that 1F1B leaves idle (ZB-H1; Qi et al., arXiv 2401.10241). In
+    torch: ``ScheduleInterleavedZeroBubble``, which is defined for fewer numbers of micro-batches.
+
+    By default there is a worker per stage, and every stage holds at most ``min(stages, micro_batches)`` micro-batches.
+    With fewer workers, worker w holds the stages w, w + workers, ... Raises ScheduleError when a size is below 1, or
+    the stages do not fit the workers.
+
+    Example:
+        >>> print(weft.pipeline.zero_bubble(2, 2).text())
+        0F0,0F1,0I0,0W0,0I1,0W1
+        1F0,1I0,1F1,1I1,1W0,1W1
+    """
+    workers = _count_workers(stages, micro_batches, stages if workers is None else workers)
+    return _alternate(stages, micro_batches, workers, hop=1, split=True)
+
+
+def _alternate(stages: int, micro_batches: int, workers: int, *, hop: int, split: bool = False) -> Schedule:
+    """One forward, one backward, over rounds of micro-batches. A worker takes a round through one of its stages after
+    the other. Before its first backward it runs `hop` forwards more than the worker after it."""
+    # A round has at least as many micro-batches as there are workers, else a worker idles before its next stage. The
+    # first round is the largest. If a later one were larger, its forwards would come too late, and workers deadlock.
+    rounds = max(1, micro_batches // workers)
+    largest = -(-micro_batches // rounds)
     rows: list[tuple[Action, ...]] = []
-    for stage in range(stages):
-        ahead = min(stages - 1 - stage, micro_batches)
-        kinds = [("F", i) for i in range(ahead)]
-        kinds += [each for i in range(micro_batches) for each in (("F", i + ahead), ("B", i))]
-        rows.append(tuple(Action(stage, kind, i) for kind, i in kinds if i < micro_batches))
+    for worker in range(workers):
+        held = range(worker, stages, workers)
+        work = [(i * rounds // micro_batches, stage, i) for stage in held for i in range(micro_batches)]
+        forwards = [Action(stage, "F", i) for _, stage, i in sorted(work)]
+        last_stage_first = sorted(work, key=lambda item: (item[0], -item[1], item[2]))
+        backwards = [Action(stage, "I" if split else "B", i) for _, stage, i in last_stage_first]
+        ahead = (len(held) - 1) * largest + hop * (workers - 1 - worker)
+        # Worker w delays each W by w turns, so that the first gradients travel back without waiting for any W.
+        weights = [None] * worker + [action._replace(kind="W") for action in backwards if split]
+        turns = zip_longest(forwards[ahead:], backwards, weights)
+        rows.append((*forwards[:ahead], *(action for turn in turns for action in turn if action is not None)))
     return Schedule(tuple(rows))
 
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
-"""The schedules that go by a name."""
+def zbv(stages: int, micro_batches: int) -> Schedule:
+    """Split backward on stages placed in a V: of W workers, worker w holds the stages w and 2W - 1 - w (ZB-V; Qi et
+    al., arXiv 2401.10241 and 2405.15362). In torch: ``ScheduleZBVZeroBubble``.
+
+    If F, I and W take equally long, and there are at least 2W - 1 micro-batches, no worker idles between its first and
+    its last action. Fewer micro-batches run the first part of that table. A worker holds at most 2W micro-batches, both
+    stages together. Raises ScheduleError when a size is below 1, or the number of stages is odd.
+
+    Example:
+        >>> print(weft.pipeline.zbv(2, 2).text())
+        0F0,1F0,1I0,1W0,0F1,0I0,0W0,1F1,1I1,1W1,0I1,0W1
+    """
+    workers = _count_workers(stages, micro_batches)
+    count = max(micro_batches, stages - 1)
+    rows: list[str] = []
+    for worker in range(workers):
+        after = workers - worker
+        warm_up = "F" * (2 * after - 1) + "fF" * worker + "fiw" * after
+        steady = "FIWfiw" * (count - 2 * workers + 1 + worker) + "IWfiw" * (after - 1)
+        rows.append(warm_up + steady + "Ii" * worker + "IW" * after + "w" * worker + "W" * worker)
+    return _in_v(rows, micro_batches)
+
+
+def dualpipev(stages: int, micro_batches: int) -> Schedule:
+    """One half of DualPipe (DeepSeek-AI, arXiv 2412.19437) on stages placed in a V, as those of `zbv`. In torch:
+    ``ScheduleDualPipeV``, which is defined for at least as many micro-batches as stages.
+
+    Most backwards are whole, and each comes after a forward of the worker's other stage. Fewer micro-batches than
+    stages run the first part of the table. Of W workers, a worker holds at most 2W + 1 micro-batches, both stages
+    together. Raises ScheduleError when a size is below 1, or the number of stages is odd.
+
+    Example:
+        >>> print(weft.pipeline.dualpipev(2, 2).text())
+        0F0,1F0,0F1,1B0,1F1,0B0,1B1,0I1,0W1
+    """
+    workers = _count_workers(stages, micro_batches)
+    count = max(micro_batches, stages)
+    rows: list[str] = []
+    for worker in range(workers):
+        after = workers - 1 - worker
+        warm_up = "FF" * after + "Ff" * (worker + 1) + "iwf" * after
+        steady = "FbfB" * (count - stages + worker + 1) + "bfB" * after
+        whole, split = ("bB" * (worker + 1))[: worker + 1], ("iI" * (worker + 1))[worker + 1 :]
+        # The oldest W fills the time before each of the last gradients.
+        weights = (split + "I" * after).replace("i", "w").replace("I", "W")
+        drain = "".join(weight + "I" for weight in weights[:after]) + weights[after:]
+        rows.append(warm_up + steady + whole + split + drain)
+    return _in_v(rows, micro_batches)
+
+
+def _in_v(rows: Sequence[str], micro_batches: int) -> Schedule:
+    """The first micro-batches of a table with two stages per worker. A letter is the kind of an action, small for the
+    worker's second stage. Each kind takes the micro-batches of a stage in order."""
+    table: list[tuple[Action, ...]] = []
+    for worker, row in enumerate(rows):
+        done: Counter[tuple[int, str]] = Counter()
+        actions: list[Action] = []
+        for letter in row:
+            stage, kind = worker if letter.isupper() else 2 * len(rows) - 1 - worker, letter.upper()
+            parts = "IW" if kind == "B" else kind
+            actions.append(Action(stage, kind, done[stage, parts[0]]))
+            done.update((stage, part) for part in parts)
+        table.append(tuple(actions))
+    return Schedule(tuple(table)).restricted(micro_batches)
+
+
+ScheduleFunction = Callable[[int, int], Schedule]
+"""Makes the schedule for so many stages and micro-batches."""
+
+SCHEDULES: dict[str, ScheduleFunction] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "looped_bfs": looped_bfs,
+    "zero_bubble": zero_bubble,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
+}
+"""The schedules that go by a name; a table of them is in docs/pipeline.md."""
 
 
 @lru_cache
-def build(schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
-    """The schedule for so many stages and micro-batches, checked: of a name from `SCHEDULES`, a table as text, or a
-    `Schedule`. A table must have just the wanted stages and at least the wanted micro-batches; what it holds beyond
-    them is dropped. Raises ScheduleError for an unknown name, and with all faults for a table that cannot be used."""
+def build(schedule: str | Schedule | ScheduleFunction, stages: int, micro_batches: int) -> Schedule:
+    """The schedule for so many stages and micro-batches, checked: of a name from `SCHEDULES`, a table as text, a
+    `Schedule`, or a function of both numbers, which is called once for each pair of them. A table must have just the
+    wanted stages and at least the wanted micro-batches; further micro-batches are dropped. Raises ScheduleError for
+    an unknown name, and with all faults for a table that cannot be used."""
     if isinstance(schedule, str):
         if schedule in SCHEDULES:
             return SCHEDULES[schedule](stages, micro_batches)
@@ -390,8 +381,29 @@ def build(schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule
             )
         schedule = Schedule.parse(schedule)
     _check_sizes(stages, micro_batches)
+    if not isinstance(schedule, Schedule):
+        made: Any = schedule(stages, micro_batches)
+        if not isinstance(made, Schedule):
+            raise ScheduleError(
+                f"the schedule function {schedule!r} returned {made!r} for {stages} stages and {micro_batches} "
+                "micro-batches, wanted a weft.Schedule"
+            )
+        schedule = made
     schedule.check(stages=stages, micro_batches=max(micro_batches, schedule.micro_batches))
     return schedule.restricted(micro_batches)
+
+
+def _count_workers(stages: int, micro_batches: int, workers: int | None = None) -> int:
+    """Return `workers`, by default one for every two stages. Raises ScheduleError if the stages do not fit them."""
+    _check_sizes(stages, micro_batches)
+    count: Any = stages / 2 if workers is None else workers
+    if not (count >= 1 and count == int(count) and stages % count == 0):
+        wanted = "two stages per worker" if workers is None else f"equally many stages on each of {workers} workers"
+        raise ScheduleError(
+            f"this schedule needs {wanted}, but got {stages} stages; give the pipe another number of stages (balance=, "
+            "devices= or split=), or use another schedule, such as '1f1b', which needs one stage per worker"
+        )
+    return int(count)
 
 
 def _check_sizes(stages: int, micro_batches: int) -> None:

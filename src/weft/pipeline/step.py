@@ -4,7 +4,7 @@
     it does not (1F1B):    walk all of it now, with a guess of the loss gradient (`LossScale`); loss.backward() rescales
                            the gradients that were made on the way
 
-    F:  take the values that the stage reads  -> Segment.forward -> cut and send one leaf per reader
+    F:  take the values that the stage reads  -> Segment.forward -> cut and send one leaf per worker that reads it
     B:  recompute if need be -> take the gradients of what was sent, add them up -> Tape.backward -> send back
     I:  as B, but the parameters' gradients are left for later;  W: and added up now
 
@@ -16,16 +16,18 @@ that run here and no others.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
-from typing import Any, TypeVar
+from functools import cached_property, partial, reduce
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from weft.core.autograd import quiet_hooks, without_gradient
 from weft.core.context import ExecutionContext
-from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, RandomnessError, advise
+from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, RandomnessError, UsageError, advise
 from weft.core.pytree import flatten
-from weft.core.rng import TRIES, RngStreams, RngVote
+from weft.core.rng import TRIES, DrawnSeed, RngStreams, RngVote
 from weft.core.segment import (
     Function,
     Gradients,
@@ -60,12 +62,16 @@ from weft.pipeline.routing import (
 from weft.pipeline.schedule import Action, Schedule
 from weft.pipeline.tracing import Recorder, Watcher
 
+GradientsByWorker = dict[int, dict[int, Tensor]]
+"""Sums of parameter gradients, by worker and by the parameter's id()."""
+
 
 class Run:
     """What one step leaves between its actions: the tapes, and the sums of parameter gradients.
 
     `segments` are those that run here, by stage; `contexts` holds one context per micro-batch;
     `keeps[stage][micro_batch]` says what a forward keeps; `places[stage]` is None where nothing has to be moved.
+    `worker_of` gives the worker of each stage; by default every stage has its own.
     """
 
     def __init__(
@@ -77,8 +83,11 @@ class Run:
         places: Sequence[Place | None],
         watcher: Watcher | None = None,
         rng: RngStreams | None = None,
+        worker_of: tuple[int, ...] | None = None,
     ) -> None:
         self.wiring = wiring
+        self._worker_of = worker_of or tuple(range(wiring.stages))
+        self._deliveries = wiring.deliveries(self._worker_of)
         self.segments = segments
         self.micro_batches = len(contexts)
         self.places = places
@@ -89,6 +98,9 @@ class Run:
         self._rng = rng
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}
+        # Only the worker that all readers of an address belong to touches its entry, so neither needs a lock.
+        self._shared: dict[Address, tuple[Message, int]] = {}  # values that further readers will take, and their number
+        self._returned: dict[Address, dict[int, Message]] = {}  # gradients of shared values, by reader
         self._plain = watcher is None and not any(places)
         self._repeats = rng is not None and not rng.quiet
         self.sums: dict[int, GradientSum] = {}
@@ -128,36 +140,64 @@ class Run:
             error.add_note(f"weft: in {word} of stage {action.stage}, micro-batch {action.micro_batch} ({action})")
             raise
 
-    def parameter_gradients(self) -> dict[int, Tensor]:
-        """The sum over micro-batches, then over stages in their order, for every parameter, by its id()."""
-        total: dict[int, Tensor] = {}
+    def parameter_gradients(
+        self, exchange: Callable[[GradientsByWorker], GradientsByWorker] = lambda found: found
+    ) -> dict[int, Tensor]:
+        """The sum for every parameter, by its id(): over micro-batches, then over the stages of each worker, then over
+        workers, each in order. `exchange` adds the sums of workers in other processes before the last of these."""
+        by_worker: GradientsByWorker = {}
         for stage in sorted(self.sums):
+            of_worker = by_worker.setdefault(self._worker_of[stage], {})
             for parameter, gradient in zip(self.segments[stage].parameters, self.sums[stage].totals, strict=True):
                 if gradient is not None:
-                    _add_to(total, parameter, gradient)
+                    add_gradient(of_worker, id(parameter), gradient)
         self.sums = {}
+        by_worker = exchange(by_worker)
+        total: dict[int, Tensor] = {}
+        for worker in sorted(by_worker):
+            for key, gradient in by_worker[worker].items():
+                add_gradient(total, key, gradient)
         return total
 
     def reads(self, stage: int, micro_batch: int) -> list[Address]:
         """Where a stage finds its values for a micro-batch."""
         routes = self.wiring.routes
-        return [Address(route, stage, micro_batch - routes[route].delay) for route in self.wiring.inputs[stage]]
+        return [
+            Address(route, self._deliveries[route].group_of[stage][0], micro_batch - routes[route].delay)
+            for route in self.wiring.inputs[stage]
+        ]
 
     def writes(self, route: int, micro_batch: int) -> list[Address]:
-        """Where the value goes that the source of a route made of a micro-batch; reader OUTSIDE leaves the run."""
+        """Where the value goes that the source of a route made of a micro-batch, one address per worker; reader OUTSIDE
+        leaves the run."""
         at = self.wiring.routes[route]
         inside = not at.delay or micro_batch + at.delay < self.micro_batches
-        return [Address(route, reader, micro_batch) for reader in (at.readers if inside else (OUTSIDE,))]
+        firsts = [group[0] for group in self._deliveries[route].groups] if inside else [OUTSIDE]
+        return [Address(route, reader, micro_batch) for reader in firsts]
+
+    def _group(self, address: Address) -> tuple[int, ...]:
+        """The stages that read what is at the address: those of one worker."""
+        return self._deliveries[address.route].group_of.get(address.reader, (OUTSIDE,))
+
+    def _receive(self, address: Address, inbox: Inbox) -> Message:
+        """Take a value. It stays here until the last stage of this worker that reads it has taken it."""
+        readers = len(self._group(address))
+        if readers == 1:
+            return inbox.take(address)
+        message, left = self._shared.pop(address, None) or (inbox.take(address), readers)
+        if left > 1:
+            self._shared[address] = message, left - 1
+        return message
 
     def _forward(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
-        messages = [inbox.take(address) for address in self.reads(action.stage, action.micro_batch)]
+        messages = [self._receive(address, inbox) for address in self.reads(action.stage, action.micro_batch)]
         sent = self._do("F", action, self._segment_forward, action, messages)
         del messages  # a reader may run at once: what only this action needed is free
         for address, message in sent:
             outboxes[address.reader].put(address, message)
 
     def _segment_forward(self, action: Action, messages: Sequence[Message]) -> list[tuple[Address, Message]]:
-        """Run the segment, keep its tape, and cut one leaf for every reader of every output."""
+        """Run the segment, keep its tape, and cut one leaf for every worker that reads an output."""
         stage, index = action.stage, action.micro_batch
         place = self.places[stage]
         values = [message.value if place is None else place.arrive(message) for message in messages]
@@ -172,7 +212,9 @@ class Run:
             for address in self.writes(route, index):
                 leaf = cut(output, tracked)
                 if self._watcher is not None:
-                    self._watcher.sent(stage, address, index + self.wiring.routes[route].delay, leaf)
+                    arrives = index + self.wiring.routes[route].delay
+                    for reader in self._group(address):
+                        self._watcher.sent(stage, address._replace(reader=reader), arrives, leaf)
                 sent.append((address, Message(leaf) if place is None else place.depart(leaf)))
         return sent
 
@@ -186,9 +228,11 @@ class Run:
         messages = [
             [inbox.take(address) for address in self.writes(route, index)] for route in self.wiring.outputs[stage]
         ]
-        inputs = self._do(action.kind, action, self._segment_backward, action, tape, messages)
+        sent: list[tuple[Address, Message]] = self._do(
+            action.kind, action, self._segment_backward, action, tape, messages
+        )
         del tape, messages  # as in forward
-        for address, message in zip(self.reads(stage, index), inputs, strict=True):
+        for address, message in sent:
             source = self.wiring.routes[address.route].source
             outboxes[source if address.micro_batch >= 0 else OUTSIDE].put(address, message)
 
@@ -201,8 +245,11 @@ class Run:
                 pass
         return self._do("R", action, tape.prepare)
 
-    def _segment_backward(self, action: Action, tape: Tape, messages: Sequence[Sequence[Message]]) -> list[Message]:
-        """Add up what the readers sent back, walk the tape, and add up the parameters' gradients."""
+    def _segment_backward(
+        self, action: Action, tape: Tape, messages: Sequence[Sequence[Message]]
+    ) -> list[tuple[Address, Message]]:
+        """Add up what the readers sent back, walk the tape, and add up the parameters' gradients. Returns the gradients
+        that are complete for this worker, with their addresses."""
         stage, index = action.stage, action.micro_batch
         place = self.places[stage]
         gradients = [
@@ -216,7 +263,28 @@ class Run:
             else:
                 inputs, of_parameters = tape.backward(gradients, retain=self.retain)
                 self._add(action, of_parameters)
-        return [Message(each) if place is None else place.depart(each) for each in inputs]
+        sent: list[tuple[Address, Message]] = []
+        for address, gradients_in in zip(self.reads(stage, index), inputs, strict=True):
+            total = self._returned_total(address, stage, gradients_in, place)
+            if total is not None:
+                sent.append((address, Message(total) if place is None else place.depart(total)))
+        return sent
+
+    def _returned_total(
+        self, address: Address, stage: int, gradients: Gradients, place: Place | None
+    ) -> Gradients | None:
+        """The gradients of a value, summed over the stages of this worker that read it; None until all have come."""
+        readers = self._group(address)
+        if len(readers) == 1:
+            return gradients
+        returned = self._returned.setdefault(address, {})
+        returned[stage] = Message(gradients) if place is None else place.depart(gradients)
+        if len(returned) < len(readers):
+            return None
+        del self._returned[address]
+        # Readers may end in any order. The sum follows the stages, so that it has the same bits under every table.
+        in_order = [returned[reader] for reader in readers]
+        return _total([each.value if place is None else place.arrive(each) for each in in_order], len(gradients))
 
     def _segment_weights(self, action: Action) -> None:
         """Add up the parameters' gradients that I has left. (Where the graph is retained, I has left none.)"""
@@ -263,10 +331,10 @@ def _total(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
     return [reduce(added, column) if column else None for column in columns]
 
 
-def _add_to(total: dict[int, Tensor], tensor: Tensor, gradient: Tensor) -> None:
-    """Add to the gradient of a tensor, which the dict holds by its id()."""
-    seen = total.get(id(tensor))
-    total[id(tensor)] = gradient if seen is None else added(seen, gradient.to(seen.device))
+def add_gradient(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
+    """Add to the gradient of a tensor, which the dict holds by the tensor's id()."""
+    seen = total.get(key)
+    total[key] = gradient if seen is None else added(seen, gradient.to(seen.device))
 
 
 Result = TypeVar("Result")
@@ -276,6 +344,33 @@ _SHARED = (
     "a layer wrote into a tensor that every micro-batch gets whole (in NoChunk, or without a batch axis), so it was "
     "written to once per micro-batch; let the layer write into a clone"
 )
+
+
+class Agreement(NamedTuple):
+    """What all processes of a step agree on before it begins. The defaults stand for a step of a single process.
+
+    `name` is the step's in messages. `anchors` are inputs of the node without a gradient: they make a node also in a
+    process that has no parameters. `loss_seed` is the loss gradient that backward begins with if it begins early.
+    `borrowed` are copies of parameters that belong to other processes, for this step, by the number of the loan.
+    """
+
+    name: str = ""
+    anchors: Sequence[Tensor] = ()
+    rng: DrawnSeed | None = None
+    loss_seed: float | None = None
+    borrowed: Mapping[int, Tensor] = MappingProxyType({})
+
+
+ALONE = Agreement()
+
+
+class ForwardReport(NamedTuple):
+    """What the processes of a step tell each other after its forward: their `RngVote`, and the weights of the
+    micro-batches' losses, which only the process with the target knows."""
+
+    drew: bool
+    surprised: bool
+    weights: Sequence[float]
 
 
 @dataclass(eq=False)
@@ -300,6 +395,7 @@ class PipeStep:
     watcher: Watcher | None
     scale: LossScale
     owners: Mapping[int, Tensor]
+    agreed: Agreement = ALONE
     _run: Run | None = None
     _unchanged: Unchanged | None = None
     _made: list[Tensor | None] | None = None
@@ -314,7 +410,7 @@ class PipeStep:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """All that the step has gradients for, in order."""
-        return [*self.mini_batch.tensors, *self._parameters]
+        return [*self.mini_batch.tensors, *self.agreed.anchors, *self._parameters]
 
     def node_inputs(self) -> list[Tensor]:
         """`tensors` for the node of autograd: see `bind_parameters`."""
@@ -328,7 +424,9 @@ class PipeStep:
         into a tensor that all micro-batches share.
         """
         shared = self.mini_batch.shared and versions(self.mini_batch.shared)
+        executor = self.plan.executor
         while True:
+            executor.open(f"the forward{self.agreed.name}")
             rng = self.new_rng()
             try:
                 for norm in self.deferred:
@@ -336,28 +434,30 @@ class PipeStep:
                 result = forward(rng)
                 if shared and versions(self.mini_batch.shared) != shared:
                     raise InPlaceError(_SHARED)
-                votes = self.plan.executor.commit(rng.vote())
+                reports = executor.commit(ForwardReport(*rng.vote(), self.output.weights))
             except BaseException as error:
                 for norm in self.deferred:
                     norm.abandon(rng)
-                self.plan.executor.abort(error)
+                executor.abort(error)
                 raise
-            if rng.settle(votes[0] if len(votes) == 1 else RngVote.of(votes)):
+            if rng.settle(RngVote.of([RngVote(each.drew, each.surprised) for each in reports])):
                 break
         for norm in self.deferred:
             norm.commit(rng)
+        if not executor.alone:
+            self.output.set_weights(next((each.weights for each in reports if each.weights), ()))
         return result
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
         self._caller = CallerStreams(self.plan.places)
         if self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.splits:
-            self._seed = self.scale.seed()  # gradients are made while going forward
-        left, run = self.trusted(self._walk_forward)
+            # Gradients are made while going forward.
+            told = self.agreed.loss_seed
+            self._seed = self.scale.seed() if told is None else torch.tensor(told, dtype=torch.float64)
+        left, run, self._made = self.trusted(self._walk_forward)
         results = self.plan.entry_points.results(left, self.mini_batch.micro_batches)
-        if self._seed is not None:
-            self._made = self._collected(left, run)
-        else:
+        if self._seed is None:
             self._run = run
             again = run.recomputing()
             self._unchanged = Unchanged([self.plan.stages[stage].replay for stage in again]) if again else None
@@ -365,6 +465,25 @@ class PipeStep:
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`. Raises BackwardTwiceError if it was freed, ChangedError if layers changed."""
+        executor = self.plan.executor
+        try:
+            executor.open(f"the backward{self.agreed.name}")
+            with self._caller.restored():
+                found = self._gradients(gradients, retain=retain)
+            reports = executor.commit(None if executor.alone else self._loss_gradient(gradients))
+        except BaseException as error:
+            executor.abort(error)
+            raise
+        if len(set(reports)) > 1:
+            raise UsageError(
+                f"the loss has another gradient on each rank: {', '.join(map(str, reports))}, by rank; scale the loss "
+                "by the same number on all of them"
+            )
+        without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
+        return found
+
+    def _gradients(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
+        """The gradients of `tensors`, by a walk or out of what was made while going forward."""
         run, made = self._run, self._made
         if run is None and made is None:
             raise BackwardTwiceError(TWICE)
@@ -372,40 +491,41 @@ class PipeStep:
             self._unchanged.check()
         if not retain:
             self._run = self._made = None
-        with self._caller.restored():
-            if run is None:
-                found = self._rescaled(made or [], gradients[0])
-            else:
-                found = self._walk_backward(run, self.output.spread(gradients), retain=retain)
-                if retain and self._unchanged is not None:
-                    self._unchanged.seal()  # what layers note of themselves while they run is their own
-        without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
+        if run is None:
+            return self._rescaled(made or [], gradients[0])
+        found = self._walk_backward(run, self.output.spread(gradients), retain=retain)
+        if retain and self._unchanged is not None:
+            self._unchanged.seal()  # what layers note of themselves while they run is their own
         return found
 
-    def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], Run]:
+    def _loss_gradient(self, gradients: Sequence[Tensor | None]) -> str | None:
+        """The gradient of a loss that is inside, in words that are equal where the numbers are."""
+        seed = gradients[0] if isinstance(self.output, WeightedLoss) else None
+        return None if seed is None else repr(float(seed))
+
+    def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], Run, list[Tensor | None] | None]:
+        """What left the walk, its run, and the gradients of `tensors` if the schedule makes them on the way."""
         plan, count = self.plan, self.schedule.micro_batches
         segments = {stage: Segment(self.functions[stage], owned) for stage, owned in self.parameters.items()}
-        contexts = [MicroBatchContext(i, self.ambient, rng, micro_batches=count) for i in range(count)]
-        run = Run(plan.wiring, segments, contexts, self.keeps, plan.places, self.watcher, rng)
+        borrowed = self.agreed.borrowed
+        contexts = [MicroBatchContext(i, self.ambient, rng, {}, count, borrowed) for i in range(count)]
+        workers = self.schedule.worker_of
+        run = Run(plan.wiring, segments, contexts, self.keeps, plan.places, self.watcher, rng, workers)
         given = plan.entry_points.enter(self.mini_batch.leaves(), streams=any(plan.places))
         if self._seed is None:
-            return self._walk(run, self.schedule.forward_only, given), run
+            return self._walk(run, self.schedule.forward_only, given), run, None
         seeds = self.output.spread([self._seed.to(plan.stages[-1].device)])
         for segment, messages in plan.entry_points.seed(seeds, streams=any(plan.places)).items():
             given.setdefault(segment, {}).update(messages)
         with quiet_hooks(self._parameters):
-            return self._walk(run, self.schedule, given), run
+            left = self._walk(run, self.schedule, given)
+        return left, run, self._collected(left, run)
 
     def _walk_backward(self, run: Run, gradients: Sequence[Gradients], *, retain: bool) -> list[Tensor | None]:
         run.turn_back(retain=retain)
         given = self.plan.entry_points.seed(gradients, streams=any(self.plan.places))
-        try:
-            with self.ambient.process_flags(), quiet_hooks(self._parameters):
-                left = self._walk(run, self.schedule.backward_only, given)
-            self.plan.executor.commit(None)
-        except BaseException as error:
-            self.plan.executor.abort(error)
-            raise
+        with self.ambient.process_flags(), quiet_hooks(self._parameters):
+            left = self._walk(run, self.schedule.backward_only, given)
         return self._collected(left, run)
 
     def _walk(self, run: Run, schedule: Schedule, given: Given) -> dict[Address, Message]:
@@ -425,15 +545,17 @@ class PipeStep:
 
     def _collected(self, left: dict[Address, Message], run: Run) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
-        by_id = run.parameter_gradients()
+        exchange = partial(self.plan.executor.exchange_gradients, self.agreed.borrowed)
+        by_id = run.parameter_gradients(exchange)
         for copy, owner in self.owners.items():
             if (gradient := by_id.pop(copy, None)) is not None:
-                _add_to(by_id, owner, gradient.to(owner.device))
+                add_gradient(by_id, id(owner), gradient.to(owner.device))
         inputs: list[Tensor | None] = []
         if self.mini_batch.tensors:
-            pieces = self.plan.entry_points.gradients(left, self.mini_batch.micro_batches)
+            batch = self.mini_batch
+            pieces = self.plan.entry_points.gradients(left, batch.micro_batches, batch.present)
             inputs = self.mini_batch.gradients(pieces)
-        return [*inputs, *(by_id.get(id(each)) for each in self._parameters)]
+        return [*inputs, *(by_id.get(id(each)) for each in (*self.agreed.anchors, *self._parameters))]
 
     def _rescaled(self, made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:
         """Gradients that were made for the seed, for the loss gradient that arrived."""

@@ -1,0 +1,1 @@
+"""Connections between the processes of a pipeline: membership, messages, failures."""

@@ -1,0 +1,276 @@
+"""What else a pipe over processes can do, beside the serial pipe: work for two ranks.
+
+Each case is a function of a `Pair`. It calls both pipes in the same way, and returns what they computed. The pair
+compares the numbers, the gradients and the buffers bit by bit.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import weft
+
+mse = nn.MSELoss()
+
+
+def net(*extra: nn.Module, drop: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(drop), *extra, nn.Tanh(), nn.Linear(6, 6)).double()
+
+
+def data(rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, y = (torch.randn(rows, 6, generator=generator).double() for _ in range(2))
+    return x, y
+
+
+def pair(model: nn.Sequential, balance: list[int] | None = None, **settings: Any) -> list[weft.Pipe]:
+    """The serial pipe, and the one over the ranks."""
+    balance = balance or [2, len(model) - 2]
+    settings = {"chunks": 4, "balance": balance, **settings}
+    return [
+        weft.Pipe(copy.deepcopy(model), devices=["cpu"] * 2, executor="serial", **settings),
+        weft.Pipe(copy.deepcopy(model), group=dist.group.WORLD, **settings),
+    ]
+
+
+def step(pipe: weft.Pipe, x: Tensor, y: Tensor) -> float:
+    loss = pipe(x, target=y)
+    loss.backward()
+    return float(loss.detach())
+
+
+def extras() -> tuple[list[weft.Pipe], Callable[[weft.Pipe], Any]]:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return mse(output, target), {"count": 1, "mean": (output - target).mean(), "rows": output.detach()}
+
+    def call(pipe: weft.Pipe) -> Any:
+        found, more = pipe(data()[0], target=data()[1])
+        found.backward()
+        return float(found.detach()), more["count"], float(more["mean"]), float(more["rows"].sum())
+
+    return pair(net(), loss=loss, schedule="1f1b"), call
+
+
+def deferred_batch_norm() -> Any:
+    pipes = pair(net(nn.BatchNorm1d(6)), loss=mse, schedule="1f1b", deferred_batch_norm=True)
+    return pipes, lambda pipe: step(pipe, *data())
+
+
+def autocast() -> Any:
+    def call(pipe: weft.Pipe) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = pipe(data()[0].float(), target=data()[1].float())
+        loss.backward()
+        return float(loss.detach())
+
+    return pair(net().float(), loss=mse, schedule="1f1b"), call
+
+
+def accumulation() -> Any:
+    return pair(net(drop=0.3), loss=mse), lambda pipe: [step(pipe, *data(rows)) for rows in (8, 5, 8)]
+
+
+def two_forwards_alive() -> Any:
+    def call(pipe: weft.Pipe) -> Any:
+        x, y = data()
+        one, other = pipe(x), pipe(2 * x)
+        (mse(one, y) + mse(other, y)).backward()
+        return float((one.sum() + other.sum()).detach())
+
+    return pair(net(drop=0.3)), call
+
+
+def backward_in_reverse_order() -> Any:
+    def call(pipe: weft.Pipe) -> Any:
+        x, y = data()
+        one, other = mse(pipe(x), y), mse(pipe(2 * x), y)
+        other.backward()
+        one.backward()
+        return float((one + other).detach())
+
+    return pair(net(drop=0.3), checkpoint="always"), call
+
+
+def retained_graph() -> Any:
+    def call(pipe: weft.Pipe) -> Any:
+        loss = mse(pipe(data()[0]), data()[1])
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return float(loss.detach())
+
+    return pair(net(drop=0.3)), call
+
+
+def retained_inner_loss() -> Any:
+    def call(pipe: weft.Pipe) -> Any:
+        loss = pipe(data()[0], target=data()[1])
+        loss.backward(retain_graph=True)
+        (3 * loss).backward()
+        return float(loss.detach())
+
+    return pair(net(drop=0.3), loss=mse, schedule="1f1b"), call
+
+
+def evaluation() -> Any:
+    def call(pipe: weft.Pipe) -> Any:
+        x, y = data()
+        pipe.eval()
+        with torch.no_grad():
+            found = float(pipe(x).sum())
+        with torch.inference_mode():
+            found += float(pipe(x, target=y))
+        pipe.train()
+        return found, step(pipe, x, y)
+
+    return pair(net(drop=0.3), loss=mse), call
+
+
+def nested_pipe() -> Any:
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
+    inner_pipe = weft.Pipe(inner, chunks=2, balance=[1, 1], devices=["cpu"] * 2)
+    return pair(net(inner_pipe), loss=mse), lambda pipe: step(pipe, *data())
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.linear(x) + h)
+        return h, h
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = weft.Recurrent(Cell(), batch_first=True, initial=torch.zeros(6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x[:, None].expand(-1, 3, -1))[0][:, -1]
+
+
+def recurrent_stage() -> Any:
+    return pair(net(Steps()), loss=mse), lambda pipe: step(pipe, *data())
+
+
+def compiled_block() -> Any:
+    block = torch.compile(nn.Linear(6, 6).double(), backend="aot_eager")
+    return pair(net(block), loss=mse), lambda pipe: step(pipe, *data())
+
+
+def input_with_gradient() -> Any:
+    def call(pipe: weft.Pipe) -> Any:
+        x = data()[0].requires_grad_()
+        pipe(x, target=data()[1]).backward()
+        return None if x.grad is None else float(x.grad.sum())  # on the rank of the first stage only
+
+    return pair(net(), loss=mse), call
+
+
+def scaled_loss() -> Any:
+    def call(pipe: weft.Pipe) -> Any:
+        loss = pipe(data()[0], target=data()[1])
+        (3 * loss).backward()
+        return float(loss.detach())
+
+    return pair(net(), loss=mse, schedule="1f1b", loss_scale=2.0), call
+
+
+def skipped_targets() -> Any:
+    """A cross entropy with ignored targets, whose weights only the rank with the target knows."""
+
+    def call(pipe: weft.Pipe) -> Any:
+        labels = torch.tensor([0, 1, -100, 2, -100, -100, 5, 0])
+        return step(pipe, data()[0], labels)
+
+    return pair(net(), loss=nn.CrossEntropyLoss(), schedule="1f1b"), call
+
+
+def trainable_loss() -> Any:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((), 2.0).double())
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return mse(output * self.scale, target)
+
+    return pair(net(), loss=Loss(), schedule="1f1b"), lambda pipe: step(pipe, *data())
+
+
+def frozen_stage() -> Any:
+    model = net()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    return pair(model, loss=mse, schedule="1f1b"), lambda pipe: step(pipe, *data())
+
+
+def stage_without_parameters() -> Any:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
+    return pair(model, [1, 1], loss=mse), lambda pipe: step(pipe, *data())
+
+
+def nested_values() -> Any:
+    class Split(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"x": x, "none": None, "flag": True, "parts": [x[:, :3], (x[:, 3:].float(), "word")]}
+
+    class Join(nn.Module):
+        def forward(self, value: Any) -> Tensor:
+            first, (second, _) = value["parts"]
+            return value["x"] * torch.cat([first, second.double()], 1)
+
+    model = nn.Sequential(nn.Linear(6, 6), Split(), Join(), nn.Linear(6, 6)).double()
+    return pair(model, loss=mse), lambda pipe: step(pipe, *data())
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    case.__name__: case
+    for case in (
+        extras,
+        deferred_batch_norm,
+        autocast,
+        accumulation,
+        two_forwards_alive,
+        backward_in_reverse_order,
+        retained_graph,
+        retained_inner_loss,
+        evaluation,
+        nested_pipe,
+        recurrent_stage,
+        compiled_block,
+        input_with_gradient,
+        scaled_loss,
+        skipped_targets,
+        trainable_loss,
+        frozen_stage,
+        stage_without_parameters,
+        nested_values,
+    )
+}
+
+
+def run_case(name: str) -> list[str]:
+    """The differences between both pipes of a case, in words."""
+    (serial, pipe), call = CASES[name]()
+    faults: list[str] = []
+    found: list[Any] = []
+    for each in (serial, pipe):
+        torch.manual_seed(11)
+        found.append(call(each))
+    if found[0] != found[1] and not (name == "input_with_gradient" and found[1] is None and dist.get_rank() == 1):
+        faults.append(f"results {found}")
+    named = dict(serial.named_parameters())
+    for key, parameter in pipe.named_parameters():
+        one, other = parameter.grad, named[key].grad
+        if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
+            faults.append(f"gradient of {key}")
+    buffers = dict(serial.named_buffers())
+    faults += [f"buffer {key}" for key, each in pipe.named_buffers() if not torch.equal(each, buffers[key])]
+    return faults

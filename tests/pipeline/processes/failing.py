@@ -1,0 +1,232 @@
+"""Failures of one rank: work for three ranks, which tells what each rank saw and that the next step runs."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import weft
+
+ROWS = 6
+
+
+class Fault(nn.Module):
+    """A layer that fails when it is told to: in its forward, or in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails == "forward":
+            raise ValueError("the layer failed")
+        if self.fails == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        y = self.linear(x)
+        if self.fails == "backward" and y.requires_grad:
+            y.register_hook(self._fail)
+        return y
+
+    @staticmethod
+    def _fail(_: Tensor) -> Tensor:
+        raise ValueError("the backward failed")
+
+
+def make(schedule: str = "1f1b", **settings: Any) -> weft.Pipe:
+    torch.manual_seed(1)
+    model = nn.Sequential(*[Fault() for _ in range(3)])
+    given = {"chunks": 3, "balance": [1, 1, 1], "loss": nn.functional.mse_loss, "schedule": schedule, **settings}
+    return weft.Pipe(model, group=dist.group.WORLD, **given)
+
+
+def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rows)
+    return torch.randn(rows, 4), torch.randn(rows, 4)
+
+
+def train(pipe: weft.Pipe) -> None:
+    x, y = batch()
+    pipe(x, target=y).backward()
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    """The class of the error that a call raises, and its message with all notes."""
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "", ""
+
+
+def layer_fails(rank: int, where: str, schedule: str) -> tuple[str, str]:
+    pipe = make(schedule)
+    train(pipe)
+    if dist.get_rank() == rank:
+        pipe[rank].fails = where
+    found = outcome(lambda: train(pipe))
+    pipe[rank].fails = ""
+    train(pipe)
+    return found
+
+
+def loss_fails() -> tuple[str, str]:
+    fails: list[bool] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("the loss failed")
+        return nn.functional.mse_loss(output, target)
+
+    pipe = make(loss=loss)
+    train(pipe)
+    fails.append(True)
+    found = outcome(lambda: train(pipe))
+    fails.clear()
+    train(pipe)
+    return found
+
+
+def batch_is_refused() -> tuple[str, str]:
+    """The first rank gets a mini-batch that cannot be cut."""
+    pipe = make()
+    train(pipe)
+    found = outcome(lambda: pipe({"x": torch.zeros(3, 4), "y": torch.zeros(2, 4)}, target=batch()[1]))
+    train(pipe)
+    return found
+
+
+def batch_differs() -> tuple[str, str]:
+    """The last rank has the target of another batch."""
+    pipe = make()
+    train(pipe)
+    x, _ = batch()
+    found = outcome(lambda: pipe(x, target=batch(5)[1]))
+    train(pipe)
+    return found
+
+
+def tag_differs() -> tuple[str, str]:
+    pipe = make()
+    pipe.batch_tag = 7 if dist.get_rank() == 1 else 8
+    found = outcome(lambda: train(pipe))
+    pipe.batch_tag = None
+    train(pipe)
+    return found
+
+
+def target_is_missing() -> tuple[str, str]:
+    pipe = make()
+    train(pipe)
+    x, y = batch()
+    found = outcome(lambda: pipe(x) if dist.get_rank() == 1 else pipe(x, target=y))
+    train(pipe)
+    return found
+
+
+def settings_differ() -> tuple[str, str]:
+    pipe = make(chunks=2 + dist.get_rank())
+    return outcome(lambda: train(pipe))
+
+
+def gradient_differs() -> tuple[str, str]:
+    pipe = make()
+    train(pipe)
+    x, y = batch()
+    loss = pipe(x, target=y) * (1 + dist.get_rank())
+    found = outcome(loss.backward)
+    train(pipe)
+    return found
+
+
+def layer_changes() -> tuple[str, str]:
+    """A layer of one rank changes between forward and recomputation."""
+    pipe = make("gpipe", checkpoint="always")
+    train(pipe)
+    x, y = batch()
+    loss = pipe(x, target=y)
+    if dist.get_rank() == 1:
+        pipe.eval()
+    found = outcome(loss.backward)
+    pipe.train()
+    train(pipe)
+    return found
+
+
+def backward_twice() -> tuple[str, str]:
+    pipe = make("gpipe")
+    x, y = batch()
+    loss = pipe(x, target=y)
+    loss.backward()
+    found = outcome(loss.backward)
+    train(pipe)
+    return found
+
+
+def rank_is_interrupted() -> tuple[str, str]:
+    return layer_fails(1, "interrupt", "1f1b")
+
+
+def trains_until_failure() -> tuple[str, str, float]:
+    """Train until it fails; when that was."""
+    pipe = make()
+    found: tuple[str, str] = "", ""
+    while not found[0]:
+        found = outcome(lambda: train(pipe))
+    return *found, time.time()
+
+
+def calls_less_often() -> tuple[str, str]:
+    """Rank 2 leaves a step out, and does something else."""
+    pipe = make()
+    train(pipe)
+    if dist.get_rank() == 2:
+        time.sleep(9)
+        return "", ""
+    return outcome(lambda: train(pipe))
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(4, generator=generator), torch.randn(4, generator=generator)
+
+
+def trains_beside_a_data_loader() -> list[float]:
+    """Losses of steps with a loader whose workers are forked while the links are open."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # allow children
+    pipe = make()
+    train(pipe)
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    losses: list[float] = []
+    for x, y in loader:
+        loss = pipe(x, target=y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def threads_after_close() -> list[str]:
+    """The threads of links that are left when the pipe is gone."""
+    before = {thread.name for thread in threading.enumerate()}
+    pipe = make()
+    train(pipe)
+    del pipe
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        left = [thread.name for thread in threading.enumerate() if thread.name not in before]
+        if not left:
+            return []
+        time.sleep(0.05)
+    return left

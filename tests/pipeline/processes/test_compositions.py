@@ -1,0 +1,10 @@
+"""A pipe over processes computes what the serial pipe does, in every way of use."""
+
+import pytest
+
+from tests.pipeline.processes import compositions
+
+
+@pytest.mark.parametrize("case", compositions.CASES)
+def test_a_use_is_bit_equal_to_serial(ranks, case: str) -> None:
+    assert ranks(2).run(compositions.run_case, case) == [[], []]

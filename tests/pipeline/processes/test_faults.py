@@ -1,0 +1,96 @@
+"""A failure of one rank is known on all ranks, says where it was, and leaves the pipe usable."""
+
+import signal
+import time
+
+import pytest
+
+from tests.pipeline.processes import failing
+from tests.pipeline.processes.launch import fresh_ranks
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_exception_is_raised_on_every_rank(ranks, rank: int, where: str, schedule: str) -> None:
+    found = ranks(3).run(failing.layer_fails, rank, where, schedule)
+    for other, (kind, message) in enumerate(found):
+        assert kind == ("ValueError" if other == rank else "RankFailedError"), message
+        assert f"stage {rank}" in message
+        assert "micro-batch" in message
+    assert all(f"rank {rank}" in found[other][1] for other in range(3) if other != rank)
+
+
+def test_an_exception_of_the_loss_is_raised_on_every_rank(ranks) -> None:
+    found = ranks(3).run(failing.loss_fails)
+    assert [kind for kind, _ in found] == ["RankFailedError", "RankFailedError", "ValueError"]
+    assert all("in the loss function" in message for _, message in found)
+
+
+@pytest.mark.parametrize(
+    ("work", "kinds", "words"),
+    [
+        (failing.batch_is_refused, ["BatchError"] * 3, "same length"),
+        (failing.batch_differs, ["BatchError"] * 3, "the same mini-batch"),
+        (failing.tag_differs, ["UsageError"] * 3, "batch_tag"),
+        (failing.target_is_missing, ["UsageError"] * 3, "there is a target"),
+        (failing.settings_differ, ["UsageError"] * 3, "chunks"),
+        (failing.gradient_differs, ["UsageError"] * 3, "another gradient on each rank"),
+        (failing.layer_changes, ["ChangedError"] * 3, "training to evaluation"),
+        (failing.backward_twice, ["BackwardTwiceError"] * 3, "retain_graph"),
+        (failing.rank_is_interrupted, ["RankFailedError", "KeyboardInterrupt", "RankFailedError"], ""),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_refusal_is_raised_on_every_rank(ranks, work, kinds: list[str], words: str) -> None:
+    """Also what is outside of a walk, such as a mini-batch that cannot be cut. The next step runs."""
+    found = ranks(3).run(work)
+    assert [kind for kind, _ in found] == kinds, found
+    assert all(words in message for _, message in found), found
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_is_named(rank: int) -> None:
+    with fresh_ranks(3) as three:
+        three.start(failing.trains_until_failure)
+        time.sleep(2)
+        three.signal(rank, signal.SIGKILL)
+        outcomes = three.collect(without=(rank,))
+    for outcome in (outcomes[other] for other in range(3) if other != rank):
+        assert outcome is not None
+        kind, message, _ = outcome.result
+        assert kind == "RankLostError"
+        assert f"rank {rank}" in message
+
+
+def test_a_stopped_rank_is_named() -> None:
+    with fresh_ranks(3, timeout=4.0) as three:
+        three.start(failing.trains_until_failure)
+        time.sleep(2)
+        three.signal(1, signal.SIGSTOP)
+        outcomes = three.collect(without=(1,))
+        three.signal(1, signal.SIGCONT)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome is not None
+        kind, message, _ = outcome.result
+        assert kind == "RankLostError"
+        assert "rank 1" in message
+
+
+def test_a_rank_that_skips_a_step_is_named() -> None:
+    with fresh_ranks(3, timeout=4.0) as three:
+        found = three.run(failing.calls_less_often)
+    for kind, message in found[:2]:
+        assert kind == "RankLostError"
+        assert "rank 2" in message
+        assert "different number of times" in message
+
+
+def test_data_loader_workers_do_not_disturb_the_links(ranks) -> None:
+    losses = ranks(3).run(failing.trains_beside_a_data_loader)
+    assert losses[0] == losses[1] == losses[2]
+    assert len(losses[0]) == 3
+
+
+def test_links_go_with_their_pipe(ranks) -> None:
+    assert ranks(3).run(failing.threads_after_close) == [[], [], []]

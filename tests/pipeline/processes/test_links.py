@@ -1,0 +1,399 @@
+"""Connections between the ranks of a pipeline: values, walks and their ends."""
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pipeline.processes.launch import Outcome, Ranks, fresh_ranks
+from weft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError
+from weft.pipeline.processes.frames import SHAPES
+from weft.pipeline.processes.links import Links
+
+Find = Callable[[int], Ranks]
+LARGE = 100_000
+"""Elements of a tensor that travels on a lane."""
+
+
+@contextmanager
+def linked(timeout: float | None = None) -> Iterator[Links]:
+    links = Links(dist.group.WORLD, timeout)
+    try:
+        yield links
+    finally:
+        links.close()
+
+
+def exchange() -> tuple[list, list]:
+    with linked() as links:
+        other = 1 - links.rank
+        walk = links.open_walk("forward of step 0")
+        value = {"x": torch.full((3,), float(links.rank), requires_grad=True), "n": [links.rank, None]}
+        walk.send(other, (1, 2, 3), value)
+        walk.send(other, (1, 2, 4), torch.full((LARGE,), links.rank, dtype=torch.bfloat16).requires_grad_())
+        large = walk.receive((1, 2, 4), other)
+        small = walk.receive((1, 2, 3), other)
+        assert small["x"].requires_grad and small["x"].is_leaf and large.requires_grad and large.is_leaf
+        seen = [small["x"].tolist(), small["n"], large.unique().tolist(), len(large)]
+        return walk.agree({"rank": links.rank}), [seen, links.statistics()]
+
+
+def test_values_arrive_in_any_order(ranks: Find) -> None:
+    results = ranks(2).run(exchange)
+    for rank, (reports, (seen, counts)) in enumerate(results):
+        assert reports == [{"rank": 0}, {"rank": 1}]
+        assert seen == [[1.0 - rank] * 3, [1 - rank, None], [1.0 - rank], LARGE]
+        assert counts == {str(1 - rank): {"1": 12 + 2 * LARGE}}
+
+
+def infer() -> list:
+    with linked() as links, torch.inference_mode():
+        walk = links.open_walk("step 0")
+        if links.rank == 0:
+            walk.send(1, (0, 0, 0), [torch.ones(LARGE) * 2, torch.ones(2) * 3])
+        seen = [tensor.unique().tolist() for tensor in walk.receive((0, 0, 0), 0)] if links.rank else []
+        walk.agree(None)
+        return seen
+
+
+def test_tensors_of_inference_mode_arrive(ranks: Find) -> None:
+    assert ranks(2).run(infer)[1] == [[2.0], [3.0]]
+
+
+def use_part_of_the_ranks() -> list:
+    group = dist.new_group([1, 2])
+    alone = dist.new_group([0])
+    links = Links(group if dist.get_rank() else alone)
+    reports = links.open_walk("step 0").agree(links.name_of(links.rank).partition(" (")[0])
+    links.close()
+    return reports
+
+
+def test_a_group_has_its_own_numbers_and_global_names(ranks: Find) -> None:
+    assert ranks(3).run(use_part_of_the_ranks) == [["rank 0"], ["rank 1", "rank 2"], ["rank 1", "rank 2"]]
+
+
+def run_ahead() -> list:
+    with linked() as links:
+        seen = []
+        for step in range(3):
+            walk = links.open_walk(f"step {step}")
+            if links.rank == 0:
+                walk.send(1, (0, 0, step), step)
+                walk.send(1, (0, 1, step), torch.full((LARGE,), step))
+            else:
+                seen.append([walk.receive((0, 0, step), 0), walk.receive((0, 1, step), 0).unique().tolist()])
+            walk.close() if step < 2 else walk.agree(None)
+        return seen
+
+
+def test_a_rank_ahead_finds_its_messages_kept(ranks: Find) -> None:
+    assert ranks(2).run(run_ahead)[1] == [[0, [0]], [1, [1]], [2, [2]]]
+
+
+def send_both_ways() -> bool:
+    with linked() as links:
+        other, walk = 1 - links.rank, links.open_walk("step 0")
+        for place in range(4):
+            walk.send(other, (0, 0, place), torch.full((4 << 20,), place, dtype=torch.float32))
+        for place in range(3000):
+            walk.send(other, (1, 0, place), torch.full((4096,), place, dtype=torch.float32))
+        large = all(bool((walk.receive((0, 0, place), other) == place).all()) for place in range(4))
+        small = all(bool((walk.receive((1, 0, place), other) == place).all()) for place in range(3000))
+        walk.agree(None)
+        return large and small
+
+
+def test_large_values_both_ways_at_once_do_not_block(ranks: Find) -> None:
+    assert ranks(2).run(send_both_ways) == [True, True]
+
+
+def send_many_shapes() -> list:
+    with linked() as links:
+        other, walk, count = 1 - links.rank, links.open_walk("step 0"), SHAPES + 20
+        for place in range(count):
+            walk.send(other, (0, 0, place), torch.ones(place))
+        walk.send(other, (0, 1, 0), torch.ones(5))
+        lengths = [len(walk.receive((0, 0, place), other)) for place in range(count)]
+        walk.agree(None)
+        connection = links._connections[other]
+        return [lengths == list(range(count)), len(connection.sent_shapes), len(connection.received_shapes)]
+
+
+def test_the_cache_of_shapes_is_bounded_at_both_ends(ranks: Find) -> None:
+    assert ranks(2).run(send_many_shapes) == [[True, SHAPES, SHAPES]] * 2
+
+
+def fail_on_one(bad: int) -> str:
+    with linked() as links:
+        seen, walk = "", links.open_walk("step 0")
+        try:
+            if links.rank == bad:
+                error = ValueError("a poisoned row")
+                error.add_note("stage 1, micro-batch 3")
+                raise error
+            walk.receive((0, 0, 0), bad)
+        except ValueError as error:
+            walk.fail(error)
+        except RankFailedError as error:
+            walk.fail(error)
+            seen = str(error)
+        walk = links.open_walk("step 1")
+        assert walk.agree(links.rank) == [0, 1, 2]
+        if links.rank == bad:  # what the failed walk has left on its way
+            links.send_value(1, (bad + 1) % links.size, (0, 0, 7), torch.ones(LARGE), "step 0")
+        links.open_walk("step 2").agree(None)
+        assert not links._inboxes
+        return seen
+
+
+def test_an_exception_is_raised_on_all_ranks(ranks: Find) -> None:
+    seen = ranks(3).run(fail_on_one, 1)
+    assert seen[1] == ""
+    for rank in (0, 2):
+        assert "rank 1 (host" in seen[rank] and "ValueError: a poisoned row" in seen[rank]
+        assert "fail_on_one" in seen[rank] and "stage 1, micro-batch 3" in seen[rank]
+
+
+def fail_before_agreement() -> str:
+    with linked() as links:
+        walk = links.open_walk("step 0")
+        if links.rank == 2:
+            walk.fail(KeyboardInterrupt("stop"))
+            return ""
+        with pytest.raises(RankFailedError, match="KeyboardInterrupt") as caught:
+            walk.agree(None)
+        with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
+            walk.check()
+        return str(caught.value)
+
+
+def test_no_rank_agrees_when_one_has_failed(ranks: Find) -> None:
+    assert all("rank 2" in text for text in ranks(3).run(fail_before_agreement)[:2])
+
+
+def diverge() -> str:
+    with linked() as links:
+        walk = links.open_walk(f"{'backward' if links.rank == 2 else 'forward'} of step 4")
+        with pytest.raises(RankFailedError) as caught:
+            walk.agree(None)
+        return str(caught.value)
+
+
+def diverge_in_messages() -> str:
+    with linked() as links:
+        walk = links.open_walk("forward" if links.rank else "backward")
+        with pytest.raises(RankFailedError) as caught:
+            walk.send(1 - links.rank, (0, links.rank, 0), 1)
+            walk.receive((0, links.rank, 0), 1 - links.rank)
+        return str(caught.value)
+
+
+def test_ranks_in_different_walks_raise_both_names(ranks: Find) -> None:
+    for text in [*ranks(3).run(diverge), *ranks(2).run(diverge_in_messages)]:
+        assert "forward" in text and "backward" in text and "in the same way" in text
+
+
+def die(number: int, fork: bool) -> Any:
+    """The killed rank is the second of three; the others wait for each other, or for it."""
+    links = Links(dist.group.WORLD, 30.0)
+    assert links.open_walk("step 0").agree(None) == [None] * 3
+    walk, begun = links.open_walk("step 1"), time.monotonic()
+    if links.rank == 1:
+        if fork and os.fork() == 0:
+            time.sleep(8)  # a worker of a DataLoader, which outlives its parent
+            os._exit(0)
+        os.kill(os.getpid(), number)
+    with pytest.raises(RankLostError) as caught:
+        walk.receive((0, 0, 0), 2 - links.rank)
+    walk.fail(caught.value)
+    took = time.monotonic() - begun
+    later = links.open_walk("step 2")
+    with pytest.raises(RankLostError, match="rank 1"):  # soon: the other rank may have told of the loss first
+        later.receive((0, 0, 0), 1)
+    links.close()
+    return str(caught.value), took
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_a_dead_rank_is_named_at_once(fork: bool) -> None:
+    with fresh_ranks(3) as three:
+        pid = three.pids[1]
+        outcomes = three.outcomes(die, signal.SIGKILL, fork, without=(1,))
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome and not outcome.text, outcome
+        text, took = outcome.result
+        assert "rank 1 (host" in text and f"process {pid})" in text and took < 5
+
+
+def hang(how: str) -> Any:
+    links = Links(dist.group.WORLD, 2.0)
+    walk = links.open_walk("step 0")
+    begun = time.monotonic()
+    if links.rank == 1:
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        end = time.monotonic() + 8
+        while time.monotonic() < end:  # an endless layer, almost
+            pass
+        return None
+    for place in range(300):  # more than the socket of a stopped rank takes
+        walk.send(1, (0, 1, place), torch.ones(10_000))
+    with pytest.raises(RankLostError) as caught:
+        walk.receive((0, 0, 0), 1 if links.rank == 2 else 2)  # rank 0 waits for rank 2, which waits for rank 1
+    return str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("how", "words"), [("stop", "does not answer"), ("loop", "has not taken part in step 0")])
+def test_a_rank_that_hangs_is_named_by_all_others(how: str, words: str) -> None:
+    with fresh_ranks(3) as three:
+        outcomes = three.outcomes(hang, how, without=(1,))
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome and not outcome.text, outcome
+        text, took = outcome.result
+        assert text.startswith("rank 1 (host") and words in text and took < 7
+
+
+def wait_in_a_circle() -> str:
+    with linked(1.0) as links:
+        walk = links.open_walk("step 0")
+        with pytest.raises(RankLostError) as caught:
+            walk.receive((0, 0, 0), 1 - links.rank)
+        return str(caught.value)
+
+
+def test_ranks_that_wait_for_each_other_are_told_so(ranks: Find) -> None:
+    for text in ranks(2).run(wait_in_a_circle):
+        assert "wait for each other: rank" in text
+
+
+def interrupt_a_wait() -> float:
+    with linked() as links:
+        walk = links.open_walk("step 0")
+        if links.rank == 0:
+            time.sleep(0.5)
+            os.kill(links._members[1].pid, signal.SIGINT)
+            with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
+                walk.agree(None)
+            return 0.0
+        try:
+            walk.receive((0, 0, 0), 0)
+        except KeyboardInterrupt as error:
+            walk.fail(error)
+            return 1.0
+        raise AssertionError
+
+
+def test_an_interrupt_ends_a_wait(ranks: Find) -> None:
+    assert ranks(2).run(interrupt_a_wait) == [0.0, 1.0]
+
+
+def part() -> Any:
+    links = Links(dist.group.WORLD, 30.0)
+    walk = links.open_walk("step 0")
+    if links.rank == 0:
+        walk.send(1, (0, 0, 0), torch.ones(320 * LARGE))  # is still on its way when the end is announced
+        links.close()
+        return None
+    assert len(walk.receive((0, 0, 0), 0)) == 320 * LARGE
+    walk.check()
+    with pytest.raises(RankLostError) as caught:
+        walk.receive((0, 0, 1), 0)
+    links.close()
+    links.close()
+    return str(caught.value)
+
+
+def test_a_closed_rank_is_missed_only_when_needed(ranks: Find) -> None:
+    assert "has closed its connections" in ranks(2).run(part)[1]
+
+
+def leave_nothing() -> list[str]:
+    """Threads of weft and descriptors that are left by links that were closed, dropped, or dropped in a cycle."""
+    gc.collect()
+    before, gone = len(os.listdir("/proc/self/fd")), []
+    for how in ("close", "drop", "cycle"):
+        links = Links(dist.group.WORLD)
+        walk = links.open_walk("step 0")
+        walk.send(1 - links.rank, (0, 0, 0), torch.ones(LARGE))
+        walk.receive((0, 0, 0), 1 - links.rank)
+        walk.agree(None)
+        gone.append(weakref.ref(links))
+        if how == "close":
+            links.close()
+        box: list[Any] = [links]
+        if how == "cycle":
+            box.append(box)
+        del links, walk, box
+        gc.collect()
+    end = time.monotonic() + 5
+    names = ["?"]
+    while names and time.monotonic() < end:
+        time.sleep(0.05)
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("weft-")]
+        names += ["links"] * sum(reference() is not None for reference in gone)
+        names += ["descriptors"] * (len(os.listdir("/proc/self/fd")) > before)
+    return names
+
+
+def test_nothing_is_left_of_closed_or_dropped_links(ranks: Find) -> None:
+    assert ranks(2).run(leave_nothing) == [[], []]
+
+
+def write_while_sending() -> str:
+    with linked() as links:
+        walk = links.open_walk("step 0")
+        if links.rank == 0:
+            tensor = torch.zeros(8 << 20)
+            walk.send(1, (0, 0, 0), tensor)
+            tensor.add_(1)
+            with pytest.raises(InPlaceError) as caught:
+                walk.agree(None)
+            walk.fail(caught.value)
+            return str(caught.value)
+        with pytest.raises(InPlaceError) as failed:  # an error of weft's own is raised as such on every rank
+            walk.agree(None)
+        return str(failed.value)
+
+
+def test_a_write_to_a_leaving_tensor_is_an_error(ranks: Find) -> None:
+    assert all("written to in place while it was sent" in text for text in ranks(2).run(write_while_sending))
+
+
+def use_in_child() -> int:
+    with linked() as links:
+        links.open_walk("step 0").agree(None)
+        child = os.fork()
+        if child == 0:
+            try:
+                links.open_walk("step 1")
+            except UsageError:
+                links.close()  # must not part in the name of the parent
+                os._exit(7)
+            os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        links.open_walk("step 1").agree(None)
+        return code
+
+
+def test_a_forked_child_cannot_use_the_links(ranks: Find) -> None:
+    assert ranks(2).run(use_in_child) == [7, 7]
+
+
+def test_an_outcome_tells_results_from_errors(ranks: Find) -> None:
+    outcomes = ranks(2).outcomes(divide, 1)
+    assert outcomes[1] == Outcome(1.0) and outcomes[0] and isinstance(outcomes[0].error, ZeroDivisionError)
+    assert "divide" in outcomes[0].text
+
+
+def divide(number: int) -> float:
+    return number / dist.get_rank()
