@@ -143,16 +143,17 @@ class Pipe(nn.Module):
     _stage_type: type[Stage] = Stage
 
     def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
-        kind: type[Any] = cls
         grouped, split = settings.get("group") is not None, settings.get("split") is not None
-        # Most programs have no use for these modules.
+        # Imported here because most programs have no use for them.
         if cls is Pipe and grouped and split:
             from weft.pipeline.processes.split_process_pipe import ProcessSplitPipe as kind  # noqa: PLC0415
         elif cls is Pipe and grouped:
             from weft.pipeline.processes.process_pipe import ProcessPipe as kind  # noqa: PLC0415
         elif cls is Pipe and split:
             from weft.pipeline.split.split_pipe import SplitPipe as kind  # noqa: PLC0415
-        return super().__new__(kind)
+        else:
+            kind = cls
+        return super().__new__(cast("type[Any]", kind))
 
     def __init__(
         self,

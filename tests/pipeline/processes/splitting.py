@@ -1,6 +1,7 @@
 """Work for ranks: models with an ordinary forward() over processes, compared with the model itself."""
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import weft
 from tests.pipeline.split.zoo import HUGGING, UNet, ids, text
+from weft.core.errors import SpecError
 from weft.pipeline.microbatch import split
+from weft.pipeline.split import split_pipe
 from weft.pipeline.weights import map_tensors
 
 ROWS = (8, 7, 3, 1, 8)
@@ -98,6 +101,7 @@ def train_beside_plain(name: str, schedule: str, sampled: bool = False, meta: bo
         pipe = weft.Pipe(model, chunks=4, group=dist.group.WORLD, **settings)
     if meta:
         load_own(pipe, theirs)
+    assert isinstance(pipe, type(plain)) and inspect.signature(pipe.forward) == inspect.signature(plain.forward)
     worst = 0.0
     for rows in ROWS:
         call = inputs(rows)
@@ -129,10 +133,11 @@ class Glue(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.register_buffer("calls", torch.zeros(()))
+        self.third.register_buffer("offset", torch.linspace(0, 1, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        x = self.first(x)
+        x = self.first(x) + self.third.offset  # a buffer of a later stage
         x += self.scale
         x = self.second(x) + self.third.bias * self.scale  # a parameter of a later stage
         return self.third(x.tanh()) @ self.first.weight.t()
@@ -259,8 +264,8 @@ def compare_small(name: str, checkpoint: str = "never", output: str = "all") -> 
         "recordings": pipe.statistics()["recordings"],
         "keys": sorted(pipe.state_dict()),
         "all": sorted(plain.state_dict()),
-        "buffers": {key: float(each) for key, each in pipe.named_buffers()},
-        "calls": {key: float(each) for key, each in plain.named_buffers()},
+        "buffers": {key: each.tolist() for key, each in pipe.named_buffers()},
+        "calls": {key: each.tolist() for key, each in plain.named_buffers()},
     }
 
 
@@ -325,3 +330,105 @@ def cut_automatically() -> tuple[list[str], float]:
     again = copy.deepcopy(pipe)
     x = _inputs(4)
     return pipe.split, float(sum((each(x) - plain(x)).detach().abs().max() for each in (pipe, again)))
+
+
+class Counts(nn.Module):
+    """Goes by a counter of calls, in a buffer of a block; with `early`, also in the first stage."""
+
+    def __init__(self, early: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.early = nn.Linear(6, 6), nn.Linear(6, 6), Counter(), early
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x + self.third.seen if self.early else x)
+        y = self.second(y)
+        return self.third(y * 2 if float(self.third.seen) > 5 else y)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.inner(x).tanh()
+
+
+@double()
+def count_in_a_buffer() -> tuple[float, int]:
+    """Steps of changing length, so that programs are recorded after the owner of the buffer has changed it."""
+    torch.manual_seed(0)
+    plain = Counts()
+    pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=1, split=["second"], group=dist.group.WORLD)
+    worst = 0.0
+    for rows in range(1, 11):
+        x = _inputs(rows)
+        worst = max(worst, float((pipe(x) - plain(x)).detach().abs().max()))
+    return worst, pipe.statistics()["recordings"]
+
+
+def share_a_counter() -> str:
+    """A buffer that the last stage writes to, and the first one reads."""
+    pipe: Any = weft.Pipe(Counts(early=True), chunks=1, split=["second"], group=dist.group.WORLD)
+    try:
+        pipe(_inputs(2))
+    except SpecError as error:
+        return str(error)
+    return "no error"
+
+
+@double()
+def drop_programs() -> list[tuple[float, int, int]]:
+    """More kinds of calls than a pipe keeps programs for: for each the difference, recordings and programs kept."""
+    torch.manual_seed(0)
+    plain = Unused()
+    pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=1, split=["second"], group=dist.group.WORLD)
+    before, split_pipe.PROGRAMS = split_pipe.PROGRAMS, 2
+    found: list[tuple[float, int, int]] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for rows in (1, 2, 3, 4, 1):
+                x = _inputs(rows)
+                worst = float((pipe(x) - plain(x)).detach().abs().max())
+                found.append((worst, pipe.statistics()["recordings"], len(pipe._model._by_number)))
+    finally:
+        split_pipe.PROGRAMS = before
+    return found
+
+
+@double()
+def replace_parameters() -> float:
+    """A parameter that is lent is replaced by another tensor between steps."""
+    torch.manual_seed(0)
+    plain = Glue()
+    pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=2, split=["second", "third"][:1], group=dist.group.WORLD)
+    pipe(_inputs(4))
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.5)
+    load_own(pipe, dict(plain.named_parameters()))
+    with torch.inference_mode():
+        return float((pipe(_inputs(4)) - plain(_inputs(4))).abs().max())
+
+
+@double()
+def raise_in_a_block() -> tuple[str, str, float]:
+    """A block of the second rank raises while all ranks record."""
+    torch.manual_seed(0)
+    plain = Unused()
+    pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=2, split=["second"], sample=_inputs(2), group=dist.group.WORLD)
+    handle = pipe.module.second.register_forward_pre_hook(_raise)
+    try:
+        pipe(_inputs(4))
+        error: BaseException = AssertionError("no error")
+    except Exception as caught:
+        error = caught
+    handle.remove()
+    return type(error).__name__, str(error), float((pipe(_inputs(4)) - plain(_inputs(4))).detach().abs().max())
+
+
+def _raise(module: nn.Module, args: Any) -> None:
+    raise ArithmeticError("a poisoned row")

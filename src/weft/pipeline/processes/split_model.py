@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import DeviceError, SplitError, listed
+from weft.core.errors import DeviceError, SpecError, SplitError, listed
 from weft.core.segment import version
 from weft.pipeline.plan import Crossing
 from weft.pipeline.processes.loans import BorrowingStage, Loan
-from weft.pipeline.processes.ownership import HiddenTensors, find_uses, forbid_shared_statistics, plan_loans
+from weft.pipeline.processes.ownership import HiddenTensors, Use, find_uses, forbid_shared_statistics, plan_loans
 from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.processes.together import EQUAL_EVERYWHERE, Together, TogetherRecorder
 from weft.pipeline.split.open_state import PLAIN
@@ -33,7 +33,7 @@ from weft.pipeline.stage import Stage
 _WALK = "the choice of what a step runs"
 
 
-class Ownership(NamedTuple):
+class TensorHomes(NamedTuple):
     """The rank of each stage, the rank of each parameter and buffer by name, and those that this rank hides."""
 
     workers: Sequence[int]
@@ -62,21 +62,23 @@ class ProcessSplitModel(SplitModel):
 
     _stage_type = ProcessSplitStage
 
-    def __init__(self, ownership: Ownership, *args: Any, latest: Program | None = None) -> None:
-        self._ownership, self._first = ownership, ownership.workers[0]
-        self._together = Together(ownership.rank, ownership.device)
+    def __init__(self, tensor_homes: TensorHomes, *args: Any, latest: Program | None = None) -> None:
+        self._tensor_homes, self._first = tensor_homes, tensor_homes.workers[0]
+        self._together = Together(tensor_homes.rank, tensor_homes.device)
         self._sent_buffers: dict[str, tuple[Tensor, int]] = {}
         self.loans: Sequence[Loan] = ()
         self._lent: Sequence[tuple[str, Tensor]] = ()
         self._numbers = count()
         self._by_number: dict[int, Program] = {}
         self._dropped: list[int] = []
+        self._written: set[str] = set()  # buffers that the code between blocks writes to
         super().__init__(*args)
-        self._foreign = {name for name, rank in ownership.homes.items() if rank != self._first}
+        self._foreign = {name for name, rank in tensor_homes.homes.items() if rank != self._first}
         self.latest = latest
 
     def _new_recorder(self) -> ForwardRecorder:
-        return TogetherRecorder(self._together, self.model, self.split, self.devices)
+        self._recorder_here = TogetherRecorder(self._together, self.model, self.split, self.devices)
+        return self._recorder_here
 
     def open(self, channel: Channel) -> None:
         """Open the walk of a step, before `choose`."""
@@ -151,6 +153,7 @@ class ProcessSplitModel(SplitModel):
                 f"forward of {type(self.model).__name__}, which begin to differ at "
                 f"{steps[at] if at < len(steps) else 'the end'}; {EQUAL_EVERYWHERE}"
             )
+        self._written |= {x.key for step in steps for k in step.writes if (x := step.reads[k]).kind == "own"}
         program.number = next(self._numbers)
         self._by_number[program.number] = program
 
@@ -165,8 +168,8 @@ class ProcessSplitModel(SplitModel):
 
     @contextmanager
     def _shown(self) -> Generator[None]:
-        """Inside, the model has placeholders for parameters of other ranks, and their buffers with the present values."""
-        with self._ownership.hidden.shown():
+        """Inside, the model has placeholders for parameters of other ranks, and the present values of their buffers."""
+        with self._tensor_homes.hidden.shown():
             self._together.set_homes(self._ranks())
             self._exchange_buffers()
             yield
@@ -174,7 +177,9 @@ class ProcessSplitModel(SplitModel):
     def _exchange_buffers(self) -> None:
         """Send the buffers of this rank that have changed since they were last sent, and write those of others."""
         buffers = dict(self.model.named_buffers())
-        mine = {name: each for name, each in buffers.items() if self._ownership.homes[name] == self._ownership.rank}
+        mine = {
+            name: each for name, each in buffers.items() if self._tensor_homes.homes[name] == self._tensor_homes.rank
+        }
         now = {name: (each, version(each)) for name, each in mine.items()}
         changed = [name for name, state in now.items() if not _is_same(self._sent_buffers.get(name), state)]
         self._sent_buffers = now
@@ -185,14 +190,32 @@ class ProcessSplitModel(SplitModel):
 
     def _ranks(self) -> dict[int, int]:
         """The rank of each parameter and buffer that the model has just now, by its id()."""
-        return {id(each): self._ownership.homes[name] for name, each in named_tensors(self.model)}
+        return {id(each): self._tensor_homes.homes[name] for name, each in named_tensors(self.model)}
 
     def homes(self) -> dict[int, int]:
         """See `SplitModel.homes`. Parameters of this rank stay where they were put when the pipe was made."""
-        return {key: self._ownership.workers.index(rank) for key, rank in self._ranks().items()}
+        return {key: self._tensor_homes.workers.index(rank) for key, rank in self._ranks().items()}
 
     def place(self) -> None:
         """Nothing moves: see `homes`."""
+
+    def _forbid_shared_writes(self, uses: Iterable[Use]) -> None:
+        """Raise SpecError that names each buffer which stages of several ranks use, and a step writes to. Each of the
+        ranks has a copy, so one would not see what another writes."""
+        written = {id(module._buffers.get(key)) for module, key in self._recorder_here.written}
+        written |= {id(self._owner(name)) for name in self._written}
+        ranks: dict[int, set[int]] = {}
+        for use in uses:
+            ranks.setdefault(id(use.tensor), set()).add(self._tensor_homes.workers[use.stage])
+        shared = {key: sorted(of) for key, of in ranks.items() if len(of) > 1 and key in written}
+        buffers = self.model.named_buffers()
+        faults = [f"{name}, on the ranks {shared[id(each)]}" for name, each in buffers if id(each) in shared]
+        if faults:
+            headline = (
+                "buffers that a step writes to cannot be used on several ranks, each of which has a copy; use them in "
+                "one submodule, or let the stages be on one rank (split=):"
+            )
+            raise SpecError(listed(headline, faults))
 
     def lends_what_it_has(self) -> bool:
         """Whether the loans are of the parameters that the model has now, and not of earlier ones in their places."""
@@ -200,13 +223,16 @@ class ProcessSplitModel(SplitModel):
 
     def stages(self) -> tuple[list[Stage], Crossing]:
         """See `SplitModel.stages`. Stages of this rank get copies of parameters of others by `loans`."""
-        workers, rank = self._ownership.workers, self._ownership.rank
+        workers, rank = self._tensor_homes.workers, self._tensor_homes.rank
         local = [blocks for blocks, worker in zip(self.blocks, workers, strict=True) if worker == rank]
-        self._ownership.hidden.keep_buffers(module for blocks in local for each in blocks for module in each.modules())
-        with self._ownership.hidden.shown():
+        self._tensor_homes.hidden.keep_buffers(
+            module for blocks in local for each in blocks for module in each.modules()
+        )
+        with self._tensor_homes.hidden.shown():
             made, crossing = super().stages()
             uses = list(find_uses([stage.layers for stage in made]))
             forbid_shared_statistics(uses, workers)
+            self._forbid_shared_writes(uses)
             self.loans, slots = plan_loans(uses, self._ranks(), workers, rank)
         lent = {id(loan.parameter) for loan in self.loans if loan.owner == rank}
         self._lent = [(name, each) for name, each in self.model.named_parameters() if id(each) in lent]
@@ -220,10 +246,7 @@ class ProcessSplitModel(SplitModel):
 
 def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """All parameters and buffers, under all their names."""
-    return chain(
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    )
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
 def _is_same(before: tuple[Tensor, int] | None, now: tuple[Tensor, int]) -> bool:

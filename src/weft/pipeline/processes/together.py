@@ -246,6 +246,8 @@ class TogetherRecorder(ForwardRecorder):
     def __init__(self, together: Together, *args: Any) -> None:
         super().__init__(*args)
         self.watched, self._together = True, together
+        self.written: set[tuple[nn.Module, str]] = set()
+        """Buffers that blocks were seen to write to: the module, and the name in it."""
 
     def _recorded(self, step: Step, run: Callable[..., Any]) -> Any:
         def observed(*args: Any, **kwargs: Any) -> Observed:
@@ -256,7 +258,11 @@ class TogetherRecorder(ForwardRecorder):
             self.drew, self.dynamic = flags
             return result
 
-        return super()._recorded(step, run_together)
+        modules: list[nn.Module] = [] if step.module is None else list(step.module.modules())
+        held = [(m, key, x, version(x)) for m in modules for key, x in m._buffers.items() if x is not None]
+        result = super()._recorded(step, run_together)
+        self.written |= {(m, key) for m, key, x, before in held if m._buffers[key] is not x or version(x) != before}
+        return result
 
     def replay(self, program: Program, leaves: Sequence[Any], owned: Owned) -> Any:
         """See `ForwardRecorder.replay`. Without stages: one step after the other."""

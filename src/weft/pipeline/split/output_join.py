@@ -227,7 +227,7 @@ def run_quietly(recorder: ForwardRecorder, call: Any, quiet: Quiet) -> tuple[Any
     sources = generators(recorder.devices)
     leaves, structure = flatten(call)
     isolated = undisturbed(recorder.model, recorder.devices)
-    with isolated, torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+    with torch.inference_mode(False), isolated, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as one about gradients that nobody wants here
         drawn = states(sources)
         try:

@@ -20,7 +20,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from difflib import get_close_matches
 from functools import lru_cache, partial
 from operator import is_
 from pathlib import Path
@@ -41,6 +40,7 @@ from weft.core.segment import held_values, version
 from weft.pipeline.microbatch import storage_id
 from weft.pipeline.split.attributes import OPENED, SHARED, forbid_stored_activations, path_of
 from weft.pipeline.split.isolation import brought, copies, undisturbed
+from weft.pipeline.split.modules import check_names, named_modules
 from weft.pipeline.split.open_state import PLAIN, OpenState
 from weft.pipeline.split.program import (
     HERE,
@@ -125,7 +125,6 @@ class ForwardRecorder(TorchFunctionMode):
             return self._forward(args, kwargs)
 
     def replay(self, program: Program, leaves: Sequence[Any], owned: Owned) -> Any:
-        """Run a program on the leaves of the arguments."""
         return program.replay(leaves, owned)
 
     def perform(self, step: Step, constants: Sequence[Any], values: Values) -> None:
@@ -599,16 +598,3 @@ def _in_modes(grad: bool | None, casts: Iterable[Any], call: Callable[..., Any],
 
 def _nothing(_: Any) -> Any:
     """In the place of what autograd saves: a recording has no backward."""
-
-
-def check_names(model: nn.Module, split: Sequence[str]) -> None:
-    """Raise SplitError that lists the split points which are no modules of the model."""
-    known = [name for name, _ in named_modules(model, again=True) if name]
-    if wrong := [name for name in split if name not in known]:
-        near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
-        raise SplitError(listed(f"split names what is no module of {type(model).__name__}:", near))
-
-
-def named_modules(model: nn.Module, *, again: bool = False) -> "Iterable[tuple[str, nn.Module]]":
-    """All modules with their names, and with all their names `again`, if they have several."""
-    return cast(Any, model).named_modules(remove_duplicate=not again)

@@ -35,6 +35,7 @@ from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import Arguments, automatic_split
 from weft.pipeline.split.axes import check_axes
 from weft.pipeline.split.huggingface import ModelFacade, accepts, without_cache
+from weft.pipeline.split.modules import check_names, named_modules
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.output_join import OutputJoin, Quiet, Reduction, run_quietly
 from weft.pipeline.split.program import (
@@ -49,7 +50,7 @@ from weft.pipeline.split.program import (
     bundle,
     tensor_of,
 )
-from weft.pipeline.split.record import ForwardRecorder, check_names, named_modules
+from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.split.verify import verify
 from weft.pipeline.stage import Stage
 from weft.pipeline.weights import Initialize, map_tensors

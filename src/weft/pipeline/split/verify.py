@@ -74,7 +74,8 @@ def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Se
     model = recorder.model
     trains = any(isinstance(each, StepsInBackward) for each in model.modules())  # a backward would, elsewhere
     tracked = torch.is_grad_enabled() and not recorder.mixed and not trains
-    with undisturbed(model, recorder.devices), torch.inference_mode(False), torch.set_grad_enabled(tracked):
+    # First out of inference mode, so that the copies of buffers can be written to.
+    with torch.inference_mode(False), undisturbed(model, recorder.devices), torch.set_grad_enabled(tracked):
         result, structure = flatten(call(given))
         found: dict[str, Any] = dict(zip(structure_paths(structure, "output"), result, strict=True))
         found |= {f"buffer {name}": each.clone() for name, each in model.named_buffers()}
