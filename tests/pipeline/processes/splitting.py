@@ -15,8 +15,8 @@ import weft
 from tests.pipeline.split.zoo import HUGGING, UNet, ids, text
 from weft.core.errors import SpecError
 from weft.pipeline.microbatch import split
-from weft.pipeline.pipe import map_tensors
 from weft.pipeline.split import split_pipe
+from weft.pipeline.weights import map_tensors
 
 ROWS = (8, 7, 3, 1, 8)
 

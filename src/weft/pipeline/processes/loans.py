@@ -26,13 +26,18 @@ Slot = tuple[dict[str, Any], str]
 
 
 class Loan(NamedTuple):
-    """One parameter that one rank lends to another. `parameter` is set on the owner, `slots` on the borrower."""
+    """One parameter that one rank lends to another. `slot` is set on the owner."""
 
     number: int
     owner: int
     borrower: int
-    parameter: nn.Parameter | None
+    slot: Slot | None
     trainable: bool
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """On the owner the parameter, as it is now: another object after `Pipe.materialize`."""
+        return None if self.slot is None else cast(nn.Parameter, self.slot[0][self.slot[1]])
 
 
 class Loans:

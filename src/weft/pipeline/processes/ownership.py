@@ -122,13 +122,15 @@ def plan_loans(
     loans: list[Loan] = []
     numbers: dict[tuple[int, int], int] = {}  # of loans, by the id() of the parameter and the borrower
     slots: dict[int, list[tuple[int, Slot]]] = {}
+    first_slots: dict[int, Slot] = {}  # of owners, by the id() of the parameter
     for use in uses:
+        first_slots.setdefault(id(use.tensor), use.slot)
         owner, borrower = homes[id(use.tensor)], workers[use.stage]
         if owner == borrower or not isinstance(use.tensor, nn.Parameter):
             continue
         number = numbers.setdefault((id(use.tensor), borrower), len(loans))
         if number == len(loans):
-            lent = use.tensor if owner == rank else None
+            lent = first_slots[id(use.tensor)] if owner == rank else None
             loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad))
         if borrower == rank:
             slots.setdefault(use.stage, []).append((number, use.slot))

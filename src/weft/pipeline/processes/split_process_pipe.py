@@ -6,6 +6,7 @@ it first, else by the order in which modules were registered. All that belongs e
 
 import copy
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.core.errors import UsageError
 from weft.core.validation import Validator
 from weft.pipeline.engine import PipeRuntime
-from weft.pipeline.pipe import map_tensors
 from weft.pipeline.processes.loans import Loans
 from weft.pipeline.processes.ownership import HiddenTensors, find_uses, placeholder_of
 from weft.pipeline.processes.process_pipe import OverProcesses
@@ -23,6 +23,7 @@ from weft.pipeline.processes.split_model import ProcessSplitModel, TensorPlaceme
 from weft.pipeline.split.auto import Arguments
 from weft.pipeline.split.program import Program
 from weft.pipeline.split.split_pipe import SplitModel, SplitPipe
+from weft.pipeline.weights import map_tensors
 
 
 class ProcessSplitPipe(OverProcesses, SplitPipe):
@@ -81,6 +82,9 @@ class ProcessSplitPipe(OverProcesses, SplitPipe):
         """The model with all its stages where it is now."""
         here = next((each.device for each in module.parameters() if not each.is_meta), torch.device("cpu"))
         return SplitModel(module, self.split, [here] * len(self.devices), self._dims)
+
+    def _showing_hidden(self) -> AbstractContextManager[None]:
+        return self._ownership.hidden.shown()
 
     def _placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
         return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else self._on_device(tensor)

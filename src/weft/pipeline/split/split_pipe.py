@@ -10,10 +10,11 @@ one wiring for all programs: what goes from stage s to stage t for one micro-bat
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, count
+from os import PathLike
 from threading import RLock
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, cuda_devices, forbid_lazy, forbid_other_axes, places_of
 from weft.pipeline.engine import PipeCall, PipeRuntime
 from weft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
-from weft.pipeline.pipe import NO_LOSS, Pipe, allocate, frozen, map_tensors
+from weft.pipeline.pipe import NO_LOSS, Pipe, frozen
 from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import Arguments, automatic_split
@@ -52,6 +53,7 @@ from weft.pipeline.split.program import (
 from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.split.verify import verify
 from weft.pipeline.stage import Stage
+from weft.pipeline.weights import Initialize, map_tensors
 
 PROGRAMS = 256
 """How many programs a pipe keeps; the least recently used one goes first."""
@@ -183,13 +185,19 @@ class SplitPipe(ModelFacade):
         del found["balance"]
         return {**found, "blocks": [list(each.values()) for each in model.blocks], "recordings": model.recordings}
 
-    def materialize(self, initialize: Callable[[nn.Module], None] | None = None) -> Pipe:
+    def materialize(
+        self, source: str | PathLike[str] | Initialize | None = None, initialize: Initialize | None = None
+    ) -> Pipe:
         """See `Pipe.materialize`, and `SplitModel.homes` for where."""
-        homes = self._cut().homes()
-        seed = int(torch.randint(1 << 62, (), device="cpu"))
-        allocate(self.module, lambda each: self.devices[homes[id(each)]], initialize, seed)
+        super().materialize(source, initialize)
         self._runtime = None
         return self
+
+    def _roots(self) -> list[nn.Module]:
+        return [self.module]
+
+    def _device_of(self) -> dict[int, torch.device]:
+        return {key: self.devices[stage] for key, stage in self._cut().homes().items()}
 
     def train(self, mode: bool = True) -> "SplitPipe":
         """Set the mode of the model."""
