@@ -84,7 +84,7 @@ class ProcessSplitPipe(OverProcesses, SplitPipe):
         return SplitModel(module, self.split, [here] * len(self.devices), self._dims)
 
     def _showing_hidden(self) -> AbstractContextManager[None]:
-        return self._ownership.hidden.shown()
+        return self._placement.hidden.shown()
 
     def _placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
         return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else self._on_device(tensor)
