@@ -33,7 +33,7 @@ from weft.pipeline.stage import Stage
 _WALK = "the choice of what a step runs"
 
 
-class TensorHomes(NamedTuple):
+class TensorPlacement(NamedTuple):
     """The rank of each stage, the rank of each parameter and buffer by name, and those that this rank hides."""
 
     workers: Sequence[int]
@@ -62,9 +62,9 @@ class ProcessSplitModel(SplitModel):
 
     _stage_type = ProcessSplitStage
 
-    def __init__(self, tensor_homes: TensorHomes, *args: Any, latest: Program | None = None) -> None:
-        self._tensor_homes, self._first = tensor_homes, tensor_homes.workers[0]
-        self._together = Together(tensor_homes.rank, tensor_homes.device)
+    def __init__(self, placement: TensorPlacement, *args: Any, latest: Program | None = None) -> None:
+        self._placement, self._first = placement, placement.workers[0]
+        self._together = Together(placement.rank, placement.device)
         self._sent_buffers: dict[str, tuple[Tensor, int]] = {}
         self.loans: Sequence[Loan] = ()
         self._lent: Sequence[tuple[str, Tensor]] = ()
@@ -73,7 +73,7 @@ class ProcessSplitModel(SplitModel):
         self._dropped: list[int] = []
         self._written: set[str] = set()  # buffers that the code between blocks writes to
         super().__init__(*args)
-        self._foreign = {name for name, rank in tensor_homes.homes.items() if rank != self._first}
+        self._foreign = {name for name, rank in placement.homes.items() if rank != self._first}
         self.latest = latest
 
     def _new_recorder(self) -> ForwardRecorder:
@@ -169,7 +169,7 @@ class ProcessSplitModel(SplitModel):
     @contextmanager
     def _shown(self) -> Generator[None]:
         """Inside, the model has placeholders for parameters of other ranks, and the present values of their buffers."""
-        with self._tensor_homes.hidden.shown():
+        with self._placement.hidden.shown():
             self._together.set_homes(self._ranks())
             self._exchange_buffers()
             yield
@@ -177,9 +177,7 @@ class ProcessSplitModel(SplitModel):
     def _exchange_buffers(self) -> None:
         """Send the buffers of this rank that have changed since they were last sent, and write those of others."""
         buffers = dict(self.model.named_buffers())
-        mine = {
-            name: each for name, each in buffers.items() if self._tensor_homes.homes[name] == self._tensor_homes.rank
-        }
+        mine = {name: each for name, each in buffers.items() if self._placement.homes[name] == self._placement.rank}
         now = {name: (each, version(each)) for name, each in mine.items()}
         changed = [name for name, state in now.items() if not _is_same(self._sent_buffers.get(name), state)]
         self._sent_buffers = now
@@ -190,11 +188,11 @@ class ProcessSplitModel(SplitModel):
 
     def _ranks(self) -> dict[int, int]:
         """The rank of each parameter and buffer that the model has just now, by its id()."""
-        return {id(each): self._tensor_homes.homes[name] for name, each in named_tensors(self.model)}
+        return {id(each): self._placement.homes[name] for name, each in named_tensors(self.model)}
 
     def homes(self) -> dict[int, int]:
         """See `SplitModel.homes`. Parameters of this rank stay where they were put when the pipe was made."""
-        return {key: self._tensor_homes.workers.index(rank) for key, rank in self._ranks().items()}
+        return {key: self._placement.workers.index(rank) for key, rank in self._ranks().items()}
 
     def place(self) -> None:
         """Nothing moves: see `homes`."""
@@ -206,7 +204,7 @@ class ProcessSplitModel(SplitModel):
         written |= {id(self._owner(name)) for name in self._written}
         ranks: dict[int, set[int]] = {}
         for use in uses:
-            ranks.setdefault(id(use.tensor), set()).add(self._tensor_homes.workers[use.stage])
+            ranks.setdefault(id(use.tensor), set()).add(self._placement.workers[use.stage])
         shared = {key: sorted(of) for key, of in ranks.items() if len(of) > 1 and key in written}
         buffers = self.model.named_buffers()
         faults = [f"{name}, on the ranks {shared[id(each)]}" for name, each in buffers if id(each) in shared]
@@ -223,12 +221,10 @@ class ProcessSplitModel(SplitModel):
 
     def stages(self) -> tuple[list[Stage], Crossing]:
         """See `SplitModel.stages`. Stages of this rank get copies of parameters of others by `loans`."""
-        workers, rank = self._tensor_homes.workers, self._tensor_homes.rank
+        workers, rank = self._placement.workers, self._placement.rank
         local = [blocks for blocks, worker in zip(self.blocks, workers, strict=True) if worker == rank]
-        self._tensor_homes.hidden.keep_buffers(
-            module for blocks in local for each in blocks for module in each.modules()
-        )
-        with self._tensor_homes.hidden.shown():
+        self._placement.hidden.keep_buffers(module for blocks in local for each in blocks for module in each.modules())
+        with self._placement.hidden.shown():
             made, crossing = super().stages()
             uses = list(find_uses([stage.layers for stage in made]))
             forbid_shared_statistics(uses, workers)

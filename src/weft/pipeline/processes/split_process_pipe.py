@@ -19,7 +19,7 @@ from weft.pipeline.engine import PipeRuntime
 from weft.pipeline.processes.loans import Loans
 from weft.pipeline.processes.ownership import HiddenTensors, find_uses, placeholder_of
 from weft.pipeline.processes.process_pipe import OverProcesses
-from weft.pipeline.processes.split_model import ProcessSplitModel, TensorHomes, named_tensors
+from weft.pipeline.processes.split_model import ProcessSplitModel, TensorPlacement, named_tensors
 from weft.pipeline.split.auto import Arguments
 from weft.pipeline.split.program import Program
 from weft.pipeline.split.split_pipe import SplitModel, SplitPipe
@@ -54,7 +54,7 @@ class ProcessSplitPipe(OverProcesses, SplitPipe):
         uses = list(find_uses([[("", self.module)]]))
         # Buffers keep their values: code between blocks can read them, and they are not in every file of weights.
         hidden = HiddenTensors(uses, by_id, rank, lambda _: False, self._placeholder)
-        self._tensor_homes = TensorHomes(workers, homes, hidden, rank, self.devices[0])
+        self._placement = TensorPlacement(workers, homes, hidden, rank, self.devices[0])
         self._split_made = self.split
         map_tensors(self.module, self._on_device)
 
@@ -84,7 +84,7 @@ class ProcessSplitPipe(OverProcesses, SplitPipe):
         return SplitModel(module, self.split, [here] * len(self.devices), self._dims)
 
     def _showing_hidden(self) -> AbstractContextManager[None]:
-        return self._ownership.hidden.shown()
+        return self._placement.hidden.shown()
 
     def _placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
         return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else self._on_device(tensor)
@@ -103,7 +103,7 @@ class ProcessSplitPipe(OverProcesses, SplitPipe):
                 f"{self._split_made}; make another Pipe, and load a checkpoint into it"
             )
         settings = self.module, self.split, self.devices, self._dims, self._number_reduction
-        return ProcessSplitModel(self._tensor_homes, *settings, latest=self._sampled)
+        return ProcessSplitModel(self._placement, *settings, latest=self._sampled)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = self._own_model()  # first, as its layout is one of the settings
