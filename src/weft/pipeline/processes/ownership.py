@@ -115,22 +115,20 @@ def placeholder_of(tensor: Tensor) -> Tensor:
 
 
 def plan_loans(
-    uses: Iterable[Use], homes: Mapping[int, int], workers: Sequence[int], rank: int
+    uses: Iterable[Use], homes: Mapping[int, int], workers: Sequence[int], rank: int, owned: Mapping[int, Slot]
 ) -> tuple[list[Loan], dict[int, list[tuple[int, Slot]]]]:
     """The loans of all ranks, in an order that is the same on all of them; and by stage of this rank the slots for
-    copies, each with the number of its loan."""
+    copies, each with the number of its loan. `owned` gives the slot of each parameter in the model, by its id()."""
     loans: list[Loan] = []
     numbers: dict[tuple[int, int], int] = {}  # of loans, by the id() of the parameter and the borrower
     slots: dict[int, list[tuple[int, Slot]]] = {}
-    first_slots: dict[int, Slot] = {}  # of owners, by the id() of the parameter
     for use in uses:
-        first_slots.setdefault(id(use.tensor), use.slot)
         owner, borrower = homes[id(use.tensor)], workers[use.stage]
         if owner == borrower or not isinstance(use.tensor, nn.Parameter):
             continue
         number = numbers.setdefault((id(use.tensor), borrower), len(loans))
         if number == len(loans):
-            lent = first_slots[id(use.tensor)] if owner == rank else None
+            lent = owned[id(use.tensor)] if owner == rank else None
             loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad))
         if borrower == rank:
             slots.setdefault(use.stage, []).append((number, use.slot))

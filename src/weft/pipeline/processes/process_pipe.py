@@ -231,7 +231,8 @@ class ProcessPipe(OverProcesses):
         uses = list(find_uses([stage.layers for stage in stages]))
         forbid_shared_statistics(uses, workers)
         homes = first_homes(uses, workers)
-        self._loans, self._slots = plan_loans(uses, homes, workers, rank)
+        owned = {id(use.tensor): use.slot for use in reversed(uses)}
+        self._loans, self._slots = plan_loans(uses, homes, workers, rank, owned)
         local = {id(use.module) for use in uses if workers[use.stage] == rank}
         self._hidden = HiddenTensors(uses, homes, rank, lambda use: id(use.module) in local, placeholder_of)
         for _, layer in self._layers():

@@ -67,7 +67,6 @@ class ProcessSplitModel(SplitModel):
         self._together = Together(placement.rank, placement.device)
         self._sent_buffers: dict[str, tuple[Tensor, int]] = {}
         self.loans: Sequence[Loan] = ()
-        self._lent: Sequence[tuple[str, Tensor]] = ()
         self._numbers = count()
         self._by_number: dict[int, Program] = {}
         self._dropped: list[int] = []
@@ -215,10 +214,6 @@ class ProcessSplitModel(SplitModel):
             )
             raise SpecError(listed(headline, faults))
 
-    def lends_what_it_has(self) -> bool:
-        """Whether the loans are of the parameters that the model has now, and not of earlier ones in their places."""
-        return all(tensor_of(self.model, name) is each for name, each in self._lent)
-
     def stages(self) -> tuple[list[Stage], Crossing]:
         """See `SplitModel.stages`. Stages of this rank get copies of parameters of others by `loans`."""
         workers, rank = self._placement.workers, self._placement.rank
@@ -229,9 +224,9 @@ class ProcessSplitModel(SplitModel):
             uses = list(find_uses([stage.layers for stage in made]))
             forbid_shared_statistics(uses, workers)
             self._forbid_shared_writes(uses)
-            self.loans, slots = plan_loans(uses, self._ranks(), workers, rank)
-        lent = {id(loan.parameter) for loan in self.loans if loan.owner == rank}
-        self._lent = [(name, each) for name, each in self.model.named_parameters() if id(each) in lent]
+            # Slots of the model, because the code between blocks has tables of its own, which are filled at each scan.
+            owned = {id(use.tensor): use.slot for use in find_uses([[("", self.model)]])}
+            self.loans, slots = plan_loans(uses, self._ranks(), workers, rank, owned)
         for stage in cast("list[ProcessSplitStage]", made):
             stage.look_up_in(self._by_number)
             stage.borrow_into(slots.get(stage.index, ()))

@@ -118,8 +118,6 @@ class ProcessSplitPipe(OverProcesses, SplitPipe):
             raise
 
     def _rebuilt_runtime(self) -> PipeRuntime:
-        if not self._own_model().lends_what_it_has():
-            self._runtime = None
         runtime = SplitPipe._made_runtime(self)
         self._compared = self._checked  # another layout is no other setting
         return runtime
