@@ -5,7 +5,7 @@
 
 Candidates take turns, and ratios are taken within a round. Beside wall time stands processor time, which other
 programs disturb less. Where the plain loop, which communicates with nobody, varies by more than a fifth, the times of
-that comparison are left out: the middle half of its rounds must lie within a fifth of the median.
+that comparison are left out. Its variation is the width of the middle half of its rounds, relative to the median.
 
 The ranks are processes of this host with gloo and one thread each, with the environment of torchrun. They are killed at
 the end of a comparison, or when one of them does not answer in time.
@@ -14,7 +14,7 @@ the end of a comparison, or when one of them does not answer in time.
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing import forkserver, set_forkserver_preload
 from statistics import median, quantiles
 from typing import Any
@@ -31,8 +31,14 @@ OVERHEAD = {"gpipe": 0.6, "1f1b": 1.05, "interleaved x2": 0.45, "zero bubble x2"
 """Overhead, of that of torch."""
 RAW = {"gpipe": 1.5, "1f1b": 1.3}
 """Overhead, of that of the loop by hand."""
+FUSED = 1.02
+"""Zero bubble of layers whose backward cannot be split, of the time of 1F1B: equal, but for the noise."""
 TRANSFORMER = ["gpipe", "1f1b", "interleaved x2", "zero bubble x2"]
 STEADY = 0.2
+_COLUMNS = {
+    "wall": ("weft", "peer", "ratio", "wanted", "verdict"),
+    "processor": ("CPU weft", "CPU peer", "CPU ratio"),
+}
 
 
 class Comparison:
@@ -41,7 +47,8 @@ class Comparison:
     def __init__(self, ranks: Ranks, names: list[str], *, rounds: int, calls: int, patience: float) -> None:
         self._ranks, self._calls = ranks, calls
         self._processor: dict[str, list[float]] = {name: [] for name in names}
-        losses = {name: self._sample(name)[1] for name in names for _ in range(2)}
+        # The first two steps make plans and connections.
+        losses = {name: self._sample(name)[1] for _ in range(1 if rounds == 1 else 2) for name in names}
         # The plain loop of sleeping stages takes one micro-batch only.
         known = [loss for name, loss in losses.items() if loss is not None and name != "plain"]
         if any(not math.isclose(known[0], loss, rel_tol=1e-3, abs_tol=1e-6) for loss in known):
@@ -63,20 +70,29 @@ class Comparison:
         """Processor seconds of a step, the mean of all ranks; the median of all rounds."""
         return median(self._processor[name])
 
-    @property
-    def unsteady(self) -> str:
-        """The reason why no time is reported, if there is one."""
-        seconds = self.race.seconds["plain"]
-        if len(seconds) < 3:
-            return ""
-        low, _, high = quantiles(seconds, n=4)
-        share = (high - low) / median(seconds)
-        return f"not reported: the plain loop varies by {share:.0%}" if share > STEADY else ""
+    def rows(self, measure: str, rows: list[Row]) -> list[Row]:
+        """The rows without the times that are not steady; then the reasons, and how the rounds were."""
+        plain = {"wall": self.race.seconds["plain"], "processor": self._processor["plain"]}
+        steady, notes = only_steady(rows, plain)
+        return [*steady, *({"measure": measure, "case": note} for note in [*notes, self.race.note()])]
 
-    def rows(self, measure: str, rows: Callable[[], list[Row]]) -> list[Row]:
-        """The rows of a steady comparison, or one that says why there are none; then how its rounds were."""
-        found = [{"measure": measure, "case": self.unsteady}] if self.unsteady else rows()
-        return [*found, {"measure": measure, "case": f"({self.race.note()})"}]
+
+def only_steady(rows: list[Row], plain: Mapping[str, list[float]]) -> tuple[list[Row], list[str]]:
+    """The rows without the kinds of time in which the plain loop varies too much, and a note for each of these."""
+    notes: list[str] = []
+    for kind, seconds in plain.items():
+        if (share := _variation(seconds)) > STEADY:
+            rows = [{key: text for key, text in row.items() if key not in _COLUMNS[kind]} for row in rows]
+            notes.append(f"{kind} times not reported: the plain loop varies by {share:.0%}")
+    return [row for row in rows if {*row} - {"measure", "case"}], notes
+
+
+def _variation(seconds: list[float]) -> float:
+    """Width of the middle half, relative to the median; 0 for too few rounds."""
+    if len(seconds) < 3:
+        return 0.0
+    low, _, high = quantiles(seconds, n=4)
+    return (high - low) / median(seconds)
 
 
 def _row(measure: str, case: str, values: tuple[str, str], ratio: float, more: Mapping[str, str]) -> Row:
@@ -165,8 +181,8 @@ def _overhead(quick: bool) -> list[Row]:
     chunks = 8 if quick else 32
     with fresh_ranks(2) as group:
         names = group.run(rank_steps.prepare_tiny, chunks, list(OVERHEAD))[0]
-        rounds, calls = (1, 1) if quick else (9, 3)
-        found = Comparison(group, names, rounds=rounds, calls=calls, patience=0.0 if quick else 50.0)
+        rounds, calls = (1, 1) if quick else (7, 2)
+        found = Comparison(group, names, rounds=rounds, calls=calls, patience=0.0 if quick else 30.0)
     measure, seconds = "overhead, us", found.race.seconds
 
     def beyond(name: str) -> list[float]:
@@ -176,26 +192,23 @@ def _overhead(quick: bool) -> list[Row]:
 
     def row(kind: str, peer: str, most: float) -> Row:
         ours, theirs = beyond(f"weft {kind}"), beyond(f"{peer} {kind}")
+        cpu = _processor(found, f"weft {kind}", f"{peer} {kind}", 1e6 / chunks)
         if median(theirs) <= 0:
-            return {"measure": measure, "case": f"{kind}, {peer}: not reported, the peer took less than its ideal"}
+            return {"measure": measure, "case": f"{kind}, {peer}: the peer took less than its ideal", **cpu}
         # On a busy machine a peer can seem to cost nothing in some round, so the ratio is that of the medians.
         ratio = median(ours) / median(theirs)
         values = (f"{median(ours) * 1e6:.0f}", f"{median(theirs) * 1e6:.0f}")
-        more = {**_processor(found, f"weft {kind}", f"{peer} {kind}", 1e6 / chunks), **at_most(ratio, most)}
-        return _row(measure, f"{kind}, {peer}", values, ratio, more)
+        return _row(measure, f"{kind}, {peer}", values, ratio, {**cpu, **at_most(ratio, most)})
 
-    def rows() -> list[Row]:
-        beside_raw = [row(kind, "raw", most) for kind, most in RAW.items()]
-        return beside_raw + [row(kind, "torch", most) for kind, most in OVERHEAD.items()]
-
-    return found.rows(measure, rows)
+    beside_raw = [row(kind, "raw", most) for kind, most in RAW.items()]
+    return found.rows(measure, beside_raw + [row(kind, "torch", most) for kind, most in OVERHEAD.items()])
 
 
 def _sleeping(quick: bool) -> list[Row]:
     ranks, chunks, seconds = 4, 8, 0.002 if quick else 0.02
     with fresh_ranks(ranks) as group:
         names = group.run(rank_steps.prepare_sleep, seconds, chunks, list(SLEEP))[0]
-        found = Comparison(group, names, rounds=1 if quick else 3, calls=1, patience=0.0 if quick else 40.0)
+        found = Comparison(group, names, rounds=1 if quick else 3, calls=1, patience=0.0 if quick else 25.0)
     measure, race = "sleeping stages, share", found.race
 
     def row(kind: str, least: float) -> Row:
@@ -208,36 +221,28 @@ def _sleeping(quick: bool) -> list[Row]:
         more = {**_processor(found, ours, torchs, 1e3), **(at_least(ratio, least) if least else {})}
         return _row(measure, f"{kind}, torch", shares, ratio, more)
 
-    def rows() -> list[Row]:
-        kinds = [row(kind, least) for kind, least in SLEEP.items()]
-        bubbles, early = "fused zero bubble x1", "fused 1f1b"
-        ratio = race.ratio(bubbles, early)
-        times = f"{race.median(bubbles) * 1e3:.0f}", f"{race.median(early) * 1e3:.0f}"
-        more = {**_processor(found, bubbles, early, 1e3), **at_most(round(ratio, 2), 1.0)}
-        return [*kinds, _row("fused zero bubble, ms", "weft 1f1b", times, ratio, more)]
-
-    return found.rows(measure, rows)
+    kinds = [row(kind, least) for kind, least in SLEEP.items()]
+    bubbles, early = "fused zero bubble x1", "fused 1f1b"
+    ratio = race.ratio(bubbles, early)
+    times = f"{race.median(bubbles) * 1e3:.0f}", f"{race.median(early) * 1e3:.0f}"
+    more = {**_processor(found, bubbles, early, 1e3), **at_most(ratio, FUSED)}
+    return found.rows(measure, [*kinds, _row("fused zero bubble, ms", "weft 1f1b", times, ratio, more)])
 
 
 def _transformer(quick: bool) -> list[Row]:
     with fresh_ranks(2) as group:
         sequence, rows_each = (16, 1) if quick else (64, 2)
         names = group.run(rank_steps.prepare_transformer, sequence, rows_each, 8, TRANSFORMER)[0]
-        found = Comparison(group, names, rounds=1 if quick else 5, calls=1, patience=0.0 if quick else 40.0)
+        found = Comparison(group, names, rounds=1 if quick else 5, calls=1, patience=0.0 if quick else 25.0)
     measure, race = "4-layer transformer, ms", found.race
 
-    def rows() -> list[Row]:
-        best = min((name for name in names if name.startswith("torch")), key=race.median)
-        fastest = min((name for name in names if name.startswith("weft")), key=race.median)
-        made: list[Row] = []
-        for kind in TRANSFORMER:
-            name = f"weft {kind}"
-            ratio = race.ratio(best, name)
-            values = f"{race.median(name) * 1e3:.0f}", f"{race.median(best) * 1e3:.0f}"
-            judged = at_least(round(ratio, 2), 1.0) if name == fastest else {}
-            made.append(
-                _row(measure, f"{kind}, {best}", values, ratio, {**_processor(found, name, best, 1e3), **judged})
-            )
-        return made
-
+    best = min((name for name in names if name.startswith("torch")), key=race.median)
+    fastest = min((name for name in names if name.startswith("weft")), key=race.median)
+    rows: list[Row] = []
+    for kind in TRANSFORMER:
+        name = f"weft {kind}"
+        ratio = race.ratio(best, name)
+        values = f"{race.median(name) * 1e3:.0f}", f"{race.median(best) * 1e3:.0f}"
+        more = {**_processor(found, name, best, 1e3), **(at_least(ratio, 1.0) if name == fastest else {})}
+        rows.append(_row(measure, f"{kind}, {best}", values, ratio, more))
     return found.rows(measure, rows)
