@@ -1,11 +1,11 @@
-"""A pipe over processes beside `torch.distributed.pipelining` and a loop of isend and irecv, in one run.
+"""A pipe over processes against `torch.distributed.pipelining` and a loop of isend and irecv, in one run.
 
     this process --"run NAME"--> rank 0 ... rank n       each runs its part of the step
                  <--seconds----- rank 0 ... rank n       the step has ended when all have
 
-Candidates take turns, and ratios are taken within a round. Beside wall time stands processor time, which other
-programs disturb less. Where the plain loop, which communicates with nobody, varies by more than a fifth, the times of
-that comparison are left out. Its variation is the width of the middle half of its rounds, relative to the median.
+Candidates take turns, and ratios are taken within a round. The table has wall time and processor time, which other
+programs disturb less. The plain loop does not communicate. Where it varies by more than a fifth, the times of that
+comparison are left out. Its variation is the width of the middle half of its rounds, relative to the median.
 
 The ranks are processes of this host with gloo and one thread each, with the environment of torchrun. They are killed at
 the end of a comparison, or when one of them does not answer in time.

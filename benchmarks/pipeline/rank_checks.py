@@ -27,7 +27,7 @@ class Skips(NamedTuple):
 
 
 def unet() -> Skips:
-    """Four blocks; the third reads what the second wrote, the fourth what the first wrote."""
+    """Four blocks; the third reads the skip of the second, the fourth that of the first."""
     return Skips([[0], [1], [], []], [[], [], [1], [0]])
 
 

@@ -106,7 +106,7 @@ class _Fused(torch.autograd.Function):
 
 
 class FusedSleep(nn.Module):
-    """As `SplitSleep`, but its backward cannot be split."""
+    """A `SplitSleep` whose backward cannot be split."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
