@@ -25,6 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PUBLIC = (
     "weft",
+    "weft.checkpoint",
     "weft.errors",
     "weft.pipeline",
     "weft.recurrent",
