@@ -85,8 +85,8 @@ def test_unsteady_times_are_left_out() -> None:
 
 
 def test_expected_bytes_count_a_value_once_per_rank() -> None:
-    """Two ranks with two of four blocks each: a value with two readers on the other rank crosses once, each way."""
-    found = rank_checks.expected_bytes(rank_checks.Skips([[0], [], [], []], [[], [0], [], [0]]), [0, 1, 0, 1])
+    """Two ranks with two of four blocks each: a value with two readers on the other rank crosses once each way."""
+    found = rank_checks.expected_bytes(rank_checks.Skips([[0], [], [], []], [[], [0], [0], [0]]), [0, 1, 0, 1])
     main, skip = 8 * 16 * 4, 8 * 20 * 4
     assert found == {(0, 1): [main, main, main, skip], (1, 0): [main, main, main, skip]}
 
