@@ -25,7 +25,7 @@ from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.processes.together import EQUAL_EVERYWHERE, Together, TogetherRecorder
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.output_join import Quiet
-from weft.pipeline.split.program import Choice, Copies, Program, Reads, RecordedValue, SplitCall, SplitStage, tensor_of
+from weft.pipeline.split.program import Choice, Copies, Program, Reads, RecordedValue, SplitCall, SplitStage
 from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.split.split_pipe import SplitModel
 from weft.pipeline.stage import Stage
