@@ -1,0 +1,153 @@
+"""Across processes: an ordinary U-Net trains on three ranks, loses one, and goes on from its checkpoint with two.
+
+    python examples/unet_ranks.py [--steps 24]           start three ranks, lose one, start two, compare
+    torchrun --standalone --nproc-per-node 2 examples/unet_ranks.py --folder DIR [--steps 24]         train only
+
+    rank 0              rank 1                 rank 2
+    enter, fine_down ── middle_down, bottom ── middle_up ─ cat ─ fine_up ─ leave ─ minus
+      │         └────── fine: past rank 1 ─────────────────┘                       │
+      └──────────────── noisy: past rank 1 ────────────────────────────────────────┘
+
+Each rank is a process with the parameters of its own stage. Every few steps, all of them write one checkpoint together.
+It does not depend on the number of ranks. At the end, plain PyTorch trains the same steps in one process, and the
+weights of both must be equal to rounding.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from unet_pipeline import UNet, data, with_noise
+
+import weft
+
+SPLIT = {2: ["bottom"], 3: ["middle_down", "middle_up"], 4: ["middle_down", "middle_up", "fine_up"]}
+ROWS, CHUNKS, WIDTH, RATE = 32, 4, 8, 4e-3
+SAVE_EVERY, LOSE_AT, LOST_RANK = 4, 10, 1
+SECONDS = 60.0  # limit for one start of the ranks
+LIMIT = 1e-8  # rounding in float64, after some steps of Adam
+
+
+def make_model() -> nn.Module:
+    """The same model in every process."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the ranks run at the same time
+    return UNet(WIDTH).double()
+
+
+def batch_of(images: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """The noisy and the clean images of a step. They depend on its number only, so a repeated step is the same."""
+    torch.manual_seed(step)
+    clean = images[torch.randint(len(images), (ROWS,))].double()
+    return with_noise(clean), clean
+
+
+def train_rank(folder: Path, steps: int, lose_at: int) -> None:
+    """Train as one rank of a torchrun group, from the last checkpoint on."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, (images, _) = make_model(), data()
+    settings = {"chunks": CHUNKS, "schedule": "1f1b", "loss": functional.mse_loss}
+    pipe = weft.Pipe(model, split=SPLIT[size], group=dist.group.WORLD, **settings)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=RATE)
+    step, checkpoint = 0, folder / "latest"
+    if checkpoint.exists():
+        step = weft.checkpoint.load(checkpoint, pipe, optimizer)["step"]
+    if rank == 0:
+        print(f"  {size} ranks, after step {step}", flush=True)
+    while step < steps:
+        if step == lose_at and rank == LOST_RANK:
+            os.kill(os.getpid(), signal.SIGKILL)
+        noisy, clean = batch_of(images, step)
+        pipe.batch_tag = step  # an error on all ranks if their steps differ
+        optimizer.zero_grad()
+        try:
+            loss = pipe(noisy, target=clean)
+            loss.backward()
+        except weft.errors.RankLostError as error:
+            print(f"  rank {rank}: {error}", flush=True)
+            raise
+        optimizer.step()
+        step += 1
+        if step % SAVE_EVERY == 0 or step == steps:
+            weft.checkpoint.save(checkpoint, pipe, optimizer, extra={"step": step})
+            if rank == 0:
+                print(f"    step {step}   loss {loss.item():.4f}   saved", flush=True)
+    if rank == 0:
+        sent = {other: sum(routes.values()) for other, routes in pipe.statistics()["wire"].items()}
+        print("  bytes from rank 0:", ", ".join(f"{count} to rank {other}" for other, count in sent.items()))
+    dist.destroy_process_group()
+
+
+def start_ranks(size: int, *words: str) -> int:
+    """Start this script as `size` ranks by torchrun, and wait. Returns the exit code; leaves no process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agent = subprocess.Popen([*command, *words], env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        _, errors = agent.communicate(timeout=SECONDS)
+    except BaseException:
+        agent.terminate()  # torchrun then ends its ranks
+        with suppress(subprocess.TimeoutExpired):
+            agent.communicate(timeout=10)
+        agent.kill()
+        raise
+    if agent.returncode and "SIGKILL" not in errors:
+        print(errors, file=sys.stderr)
+    return agent.returncode
+
+
+def largest_difference(folder: Path, steps: int) -> float:
+    """The largest difference of any weight of the checkpoint from plain PyTorch's after the same steps."""
+    saved, plain, (images, _) = UNet(WIDTH).double(), make_model(), data()
+    weft.checkpoint.load(folder / "latest", saved)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=RATE)
+    for step in range(steps):
+        noisy, clean = batch_of(images, step)
+        optimizer.zero_grad()
+        functional.mse_loss(plain(noisy), clean).backward()
+        optimizer.step()
+    weights = zip(saved.parameters(), plain.parameters(), strict=True)
+    return max(float((one - other).detach().abs().max()) for one, other in weights)
+
+
+def main(steps: int) -> None:
+    began = time.perf_counter()
+    print("across processes: an ordinary U-Net, one stage per rank")
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--folder", folder, "--steps", str(steps)]
+        if start_ranks(3, *words, "--lose-at", str(LOSE_AT)) == 0:
+            raise SystemExit("the ranks went on without the one that was killed")
+        print(f"  rank {LOST_RANK} was killed before step {LOSE_AT + 1}; the run starts again with two ranks")
+        if code := start_ranks(2, *words):
+            raise SystemExit(f"the second start ended with code {code}")
+        worst = largest_difference(Path(folder), steps)
+    print(f"  largest difference of any weight from plain PyTorch, float64: {worst:.1e}")
+    print(f"  {time.perf_counter() - began:.0f} s")
+    if not worst < LIMIT:
+        raise SystemExit("the weights differ by more than rounding")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--folder", type=Path, help="of the checkpoints, under torchrun")
+    parser.add_argument("--lose-at", type=int, default=-1, help="kill one rank before this step, under torchrun")
+    given = parser.parse_args()
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        main(given.steps)
+    elif given.folder is None:
+        parser.error("under torchrun, --folder must be given")
+    else:
+        train_rank(given.folder, given.steps, given.lose_at)
