@@ -28,15 +28,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from unet_pipeline import UNet, data, with_noise
 
 import weft
 
 SPLIT = {2: ["bottom"], 3: ["middle_down", "middle_up"], 4: ["middle_down", "middle_up", "fine_up"]}
-ROWS, CHUNKS, WIDTH, RATE = 32, 4, 8, 4e-3
+ROWS, CHUNKS, WIDTH, NOISE, RATE = 32, 4, 8, 0.3, 4e-3
 SAVE_EVERY, LOSE_AT, LOST_RANK = 4, 10, 1
 SECONDS = 60.0  # limit for one start of the ranks
 LIMIT = 1e-8  # rounding in float64, after some steps of Adam
+
+
+def block(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
+
+
+class UNet(nn.Module):
+    """Images N x 1 x H x W, H and W multiples of 4, to the same without their noise."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.enter = block(1, width)
+        self.fine_down = block(width, width)
+        self.middle_down = block(width, 2 * width)
+        self.bottom = nn.Sequential(block(2 * width, 4 * width), block(4 * width, 2 * width))
+        self.middle_up = block(4 * width, width)
+        self.fine_up = block(2 * width, width)
+        self.leave = nn.Conv2d(width, 1, 3, padding=1)
+
+    def forward(self, noisy: Tensor) -> Tensor:
+        fine = self.fine_down(self.enter(noisy))
+        middle = self.middle_down(functional.avg_pool2d(fine, 2))
+        x = self.bottom(functional.avg_pool2d(middle, 2))
+        x = self.middle_up(torch.cat([functional.interpolate(x, scale_factor=2), middle], 1))
+        x = self.fine_up(torch.cat([functional.interpolate(x, scale_factor=2), fine], 1))
+        return noisy - self.leave(x)
 
 
 def make_model() -> nn.Module:
@@ -46,20 +71,19 @@ def make_model() -> nn.Module:
     return UNet(WIDTH).double()
 
 
-def batch_of(images: Tensor, step: int) -> tuple[Tensor, Tensor]:
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
     """The noisy and the clean images of a step. They depend on its number only, so a repeated step is the same."""
     torch.manual_seed(step)
-    clean = images[torch.randint(len(images), (ROWS,))].double()
-    return with_noise(clean), clean
+    clean = functional.interpolate(torch.rand(ROWS, 1, 4, 4).double(), size=(16, 16), mode="bilinear")
+    return clean + NOISE * torch.randn_like(clean), clean
 
 
 def train_rank(folder: Path, steps: int, lose_at: int) -> None:
     """Train as one rank of a torchrun group, from the last checkpoint on."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, (images, _) = make_model(), data()
     settings = {"chunks": CHUNKS, "schedule": "1f1b", "loss": functional.mse_loss}
-    pipe = weft.Pipe(model, split=SPLIT[size], group=dist.group.WORLD, **settings)
+    pipe = weft.Pipe(make_model(), split=SPLIT[size], group=dist.group.WORLD, **settings)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=RATE)
     step, checkpoint = 0, folder / "latest"
     if checkpoint.exists():
@@ -69,14 +93,14 @@ def train_rank(folder: Path, steps: int, lose_at: int) -> None:
     while step < steps:
         if step == lose_at and rank == LOST_RANK:
             os.kill(os.getpid(), signal.SIGKILL)
-        noisy, clean = batch_of(images, step)
+        noisy, clean = batch_of(step)
         pipe.batch_tag = step  # an error on all ranks if their steps differ
         optimizer.zero_grad()
         try:
             loss = pipe(noisy, target=clean)
             loss.backward()
         except weft.errors.RankLostError as error:
-            print(f"  rank {rank}: {error}", flush=True)
+            print(f"  rank {rank} raised RankLostError: {error}", flush=True)
             raise
         optimizer.step()
         step += 1
@@ -110,11 +134,11 @@ def start_ranks(size: int, *words: str) -> int:
 
 def largest_difference(folder: Path, steps: int) -> float:
     """The largest difference of any weight of the checkpoint from plain PyTorch's after the same steps."""
-    saved, plain, (images, _) = UNet(WIDTH).double(), make_model(), data()
+    saved, plain = UNet(WIDTH).double(), make_model()
     weft.checkpoint.load(folder / "latest", saved)
     optimizer = torch.optim.Adam(plain.parameters(), lr=RATE)
     for step in range(steps):
-        noisy, clean = batch_of(images, step)
+        noisy, clean = batch_of(step)
         optimizer.zero_grad()
         functional.mse_loss(plain(noisy), clean).backward()
         optimizer.step()

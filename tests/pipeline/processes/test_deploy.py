@@ -47,6 +47,8 @@ def test_pods_of_the_job_reach_only_each_other(documents: dict[str, Any]) -> Non
     assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"] is True
     context = pod["containers"][0]["securityContext"]
     assert context["allowPrivilegeEscalation"] is False and context["readOnlyRootFilesystem"] is True
-    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {
+        each["name"] for each in pod["volumes"]
+    }
     claims = [each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "emptyDir" not in each]
     assert claims == [documents["PersistentVolumeClaim"]["metadata"]["name"]]
