@@ -1,6 +1,7 @@
 """Every Python block of README and docs runs as printed, and so does the example of every public name.
 
-The blocks of one page run one after another; those marked `torchrun` run in two ranks. The example of a name with `torch`, `nn` and `weft` at hand.
+The blocks of one page run one after another; those marked `torchrun` run on two ranks. The example of a name runs with
+`torch`, `nn` and `weft` at hand.
 """
 
 import doctest
