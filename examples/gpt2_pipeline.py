@@ -40,8 +40,6 @@ def train(steps: int, stages: int, seed: int) -> tuple[GPT2LMHeadModel, weft.Pip
     sample = {"input_ids": rows[: ROWS // CHUNKS], "labels": rows[: ROWS // CHUNKS]}
     pipe = weft.Pipe(model, chunks=CHUNKS, devices=["cpu"] * stages, split="auto", sample=sample)
     print(f"cut before {', '.join(pipe.split)}")
-    for route in pipe.routes:
-        print(f"  {route.bytes:8d} bytes per micro-batch, stage {route.source} -> {route.readers}: {route.name}")
 
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     losses: list[float] = []
@@ -54,6 +52,8 @@ def train(steps: int, stages: int, seed: int) -> tuple[GPT2LMHeadModel, weft.Pip
         losses.append(loss.item())
         if step % 20 == 0:
             print(f"step {step:4d}   loss {losses[-1]:.3f}")
+    for route in pipe.routes:
+        print(f"  {route.bytes:8d} bytes per micro-batch, stage {route.source} -> {route.readers}: {route.name}")
     return model, pipe, losses
 
 
