@@ -114,8 +114,9 @@ def train_rank(folder: Path, steps: int, lose_at: int) -> None:
     dist.destroy_process_group()
 
 
-def start_ranks(size: int, *words: str) -> int:
-    """Start this script as `size` ranks by torchrun, and wait. Returns the exit code; leaves no process."""
+def start_ranks(size: int, *words: str) -> tuple[int, str]:
+    """Start this script as `size` ranks by torchrun, and wait. Returns the exit code and the errors; leaves no
+    process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     agent = subprocess.Popen([*command, *words], env=environment, stderr=subprocess.PIPE, text=True)
@@ -127,9 +128,7 @@ def start_ranks(size: int, *words: str) -> int:
             agent.communicate(timeout=10)
         agent.kill()
         raise
-    if agent.returncode and "SIGKILL" not in errors:
-        print(errors, file=sys.stderr)
-    return agent.returncode
+    return agent.returncode, errors
 
 
 def largest_difference(folder: Path, steps: int) -> float:
@@ -148,14 +147,17 @@ def largest_difference(folder: Path, steps: int) -> float:
 
 def main(steps: int) -> None:
     began = time.perf_counter()
-    print("across processes: an ordinary U-Net, one stage per rank")
+    print("across processes: an ordinary U-Net, one stage per rank", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         words = ["--folder", folder, "--steps", str(steps)]
-        if start_ranks(3, *words, "--lose-at", str(LOSE_AT)) == 0:
-            raise SystemExit("the ranks went on without the one that was killed")
-        print(f"  rank {LOST_RANK} was killed before step {LOSE_AT + 1}; the run starts again with two ranks")
-        if code := start_ranks(2, *words):
-            raise SystemExit(f"the second start ended with code {code}")
+        _, errors = start_ranks(3, *words, "--lose-at", str(LOSE_AT))
+        saved = weft.checkpoint.load(Path(folder) / "latest", UNet(WIDTH).double())["step"]
+        if "SIGKILL" not in errors or saved != LOSE_AT // SAVE_EVERY * SAVE_EVERY:
+            raise SystemExit(f"the loss of a rank was planned, but this happened after step {saved}:\n{errors}")
+        print(f"  rank {LOST_RANK} was killed in step {LOSE_AT + 1}; two ranks go on after step {saved}", flush=True)
+        code, errors = start_ranks(2, *words)
+        if code:
+            raise SystemExit(f"the second start ended with code {code}:\n{errors}")
         worst = largest_difference(Path(folder), steps)
     print(f"  largest difference of any weight from plain PyTorch, float64: {worst:.1e}")
     print(f"  {time.perf_counter() - began:.0f} s")
