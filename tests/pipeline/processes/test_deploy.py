@@ -1,4 +1,4 @@
-"""The manifest of a pipeline in Kubernetes: what the schemas take, options that torchrun knows, parts that fit."""
+"""The manifest of a pipeline in Kubernetes fits the schemas, the options of torchrun, and itself."""
 
 from pathlib import Path
 from typing import Any
