@@ -28,6 +28,7 @@ RANK_BLOCK = re.compile(r"^```python torchrun\n(.*?)^```", re.MULTILINE | re.DOT
 RANK_PAGES = [page for page in PAGES if RANK_BLOCK.search(page.read_text(encoding="utf-8"))]
 PUBLIC = (
     "weft",
+    "weft.checkpoint",
     "weft.errors",
     "weft.pipeline",
     "weft.recurrent",

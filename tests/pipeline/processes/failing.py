@@ -189,7 +189,7 @@ def calls_less_often() -> tuple[str, str]:
     pipe = make()
     train(pipe)
     if dist.get_rank() == 2:
-        time.sleep(4)
+        time.sleep(9)
         return "", ""
     return outcome(lambda: train(pipe))
 

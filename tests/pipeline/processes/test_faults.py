@@ -64,7 +64,7 @@ def test_a_killed_rank_is_named(rank: int) -> None:
 
 
 def test_a_stopped_rank_is_named() -> None:
-    with fresh_ranks(3, timeout=2.0) as three:
+    with fresh_ranks(3, timeout=4.0) as three:
         three.start(failing.trains_until_failure)
         time.sleep(2)
         three.signal(1, signal.SIGSTOP)
@@ -78,7 +78,7 @@ def test_a_stopped_rank_is_named() -> None:
 
 
 def test_a_rank_that_skips_a_step_is_named() -> None:
-    with fresh_ranks(3, timeout=1.5) as three:
+    with fresh_ranks(3, timeout=4.0) as three:
         found = three.run(failing.calls_less_often)
     for kind, message in found[:2]:
         assert kind == "RankLostError"

@@ -172,7 +172,7 @@ class SentShapes:
         if (slot := self._slots.get(shape)) is not None:
             return slot, b""
         leaves = [leaf and [str(leaf.dtype), *leaf[1:]] for leaf in shape.leaves]
-        text = encode_plain([to_plain(shape.structure), leaves])  # may raise: nothing has changed yet
+        text = encode_plain([to_plain(shape.structure, classes=True), leaves])  # may raise: nothing has changed yet
         slot = len(self._slots)
         if slot == SHAPES:
             slot = self._slots.pop(next(iter(self._slots)))
@@ -184,7 +184,7 @@ def decode_shape(text: bytes) -> Shape:
     """The inverse of the text of `SentShapes.find`."""
     plain, leaves = json.loads(text)
     shapes = [leaf and TensorShape(_DTYPES[leaf[0]], tuple(leaf[1]), *leaf[2:]) for leaf in leaves]
-    return Shape(from_plain(plain), tuple(shapes))
+    return Shape(from_plain(plain, classes=True), tuple(shapes))
 
 
 def encode_tensors(tensors: Sequence[torch.Tensor]) -> bytes:

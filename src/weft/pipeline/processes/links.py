@@ -344,8 +344,11 @@ class Walk:
     def fail(self, error: BaseException) -> None:
         """End the walk on all ranks. The others raise the same error if it is one of weft's own checks. For any other
         error they raise RankFailedError with its words and its traceback."""
-        links = self._links
+        links, known = self._links, self._inbox.failure
         name, kind = links.name_of(links.rank), type(error).__name__
+        if known is not None and known[0] is RankLostError:
+            # A peer can see this rank leave before it notices the loss itself, and would then blame this rank.
+            links.broadcast(FAILED, self._number, [RankLostError.__name__, known[1]])
         if kind in _SHARED_ERRORS:
             text = f"{error}\n(raised on {name})"
         else:

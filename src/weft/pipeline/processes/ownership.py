@@ -87,6 +87,14 @@ class HiddenTensors:
         for _, (table, key), _ in self._slots:
             table[key] = None
 
+    def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Let these modules have their buffers from now on: a stage of this rank runs them."""
+        tables = {id(module._buffers) for module in modules}
+        for _, (table, key), buffer in self._slots:
+            if id(table) in tables:
+                table[key] = buffer
+        self._slots = [hidden for hidden in self._slots if id(hidden[1][0]) not in tables]
+
     @contextmanager
     def shown(self) -> Generator[None]:
         """Put the placeholders into their slots inside."""
@@ -114,13 +122,15 @@ def plan_loans(
     loans: list[Loan] = []
     numbers: dict[tuple[int, int], int] = {}  # of loans, by the id() of the parameter and the borrower
     slots: dict[int, list[tuple[int, Slot]]] = {}
+    first_slots: dict[int, Slot] = {}  # of owners, by the id() of the parameter
     for use in uses:
+        first_slots.setdefault(id(use.tensor), use.slot)
         owner, borrower = homes[id(use.tensor)], workers[use.stage]
         if owner == borrower or not isinstance(use.tensor, nn.Parameter):
             continue
         number = numbers.setdefault((id(use.tensor), borrower), len(loans))
         if number == len(loans):
-            lent = use.tensor if owner == rank else None
+            lent = first_slots[id(use.tensor)] if owner == rank else None
             loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad))
         if borrower == rank:
             slots.setdefault(use.stage, []).append((number, use.slot))

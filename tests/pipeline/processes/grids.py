@@ -1,0 +1,124 @@
+"""Pipelines beside data parallelism: work for four ranks, two replicas of a pipeline of two stages."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from tests.pipeline.processes.compositions import net
+
+
+def train_replicas(inside: bool) -> float:
+    """The largest difference from plain PyTorch on the whole batch, after five steps of Adam."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    plain = net(nn.Linear(6, 6).double())
+    loss = nn.functional.mse_loss
+    settings: Any = {"schedule": "1f1b", "loss": loss} if inside else {}
+    pipe = weft.Pipe(copy.deepcopy(plain), chunks=2, balance=[2, 3], group=mesh["pp"], **settings)
+    replica = DistributedDataParallel(pipe, process_group=mesh["dp"].get_group())
+    fired: list[str] = []
+    for name, parameter in pipe.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    optimizers = [torch.optim.Adam(module.parameters(), 0.01) for module in (replica, plain)]
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(12, 6, generator=generator).double() for _ in range(2))
+        mine = slice(6 * mesh["dp"].get_local_rank(), 6 * mesh["dp"].get_local_rank() + 6)
+        found = replica(x[mine], target=y[mine]) if inside else loss(replica(x[mine]), y[mine])
+        found.backward()
+        loss(plain(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sorted(fired) == sorted(5 * [name for name, _ in pipe.named_parameters()]), "hooks fire once per step"
+    named = dict(plain.named_parameters())
+    return max(float((each - named[name]).abs().max().detach()) for name, each in pipe.named_parameters())
+
+
+def train_pipe_per_rank() -> float:
+    """A pipe in every process under DistributedDataParallel, without `group`."""
+    plain = net()
+    pipe = weft.Pipe(copy.deepcopy(plain), chunks=2, balance=[2, 2], devices=["cpu"] * 2, executor="serial")
+    replica = DistributedDataParallel(pipe)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).double()
+    rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    replica(x[rows]).square().mean().backward()
+    plain(x).square().mean().backward()
+    pairs = zip(pipe.parameters(), plain.parameters(), strict=True)
+    return max(float((one.grad - other.grad).abs().max()) for one, other in pairs)  # type: ignore[operator]
+
+
+def train_fifty_steps(schedule: str) -> float:
+    """The largest difference of parameters from plain PyTorch's after fifty steps of SGD."""
+    plain = net(nn.Linear(6, 6).double(), nn.Tanh(), nn.Linear(6, 6).double(), nn.Tanh())
+    stages = 2 * dist.get_world_size() if schedule in ("interleaved", "zbv") else dist.get_world_size()
+    balance = [2] * stages if stages == 4 else [4] * stages
+    pipe = weft.Pipe(
+        copy.deepcopy(plain),
+        chunks=4,
+        balance=balance,
+        schedule=schedule,
+        loss=nn.functional.mse_loss,
+        group=dist.group.WORLD,
+    )
+    optimizers = [torch.optim.SGD(module.parameters(), 0.05, momentum=0.9) for module in (pipe, plain)]
+    for step in range(50):
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(4 + step % 6, 6, generator=generator).double() for _ in range(2))
+        pipe(x, target=y).backward()
+        nn.functional.mse_loss(plain(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    named = dict(plain.named_parameters())
+    return max(float((each - named[name]).abs().max().detach()) for name, each in pipe.named_parameters())
+
+
+def observe() -> dict[str, Any]:
+    """What a recorder and the statistics of this rank tell of one step."""
+    pipe = weft.Pipe(net(), chunks=2, balance=[2, 2], loss=nn.MSELoss(), schedule="1f1b", group=dist.group.WORLD)
+    recorder = weft.Recorder()
+    x = torch.randn(4, 6).double()
+    with pipe.watched_by(recorder):
+        pipe(x, target=x).backward()
+    return {"stages": sorted({event.action.stage for event in recorder.events}), "wire": pipe.statistics()["wire"]}
+
+
+def copy_and_pickle() -> list[str]:
+    """The error of a pickled pipe, and the keys of a copy that has trained."""
+    import pickle  # noqa: PLC0415 - only here
+
+    pipe = weft.Pipe(net(), chunks=2, balance=[2, 2], loss=nn.MSELoss(), group=dist.group.WORLD)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2)).double()
+    pipe(x, target=x).backward()
+    other = copy.deepcopy(pipe)
+    other.zero_grad()
+    other(x, target=x).backward()
+    pairs = zip(pipe.parameters(), other.parameters(), strict=True)
+    equal = all(one is not two and torch.equal(one.grad, two.grad) for one, two in pairs)  # type: ignore[arg-type]
+    try:
+        pickle.loads(pickle.dumps(pipe))(x, target=x)
+    except weft.errors.UsageError as error:
+        return [str(equal), str(error)]
+    return ["no error"]
+
+
+def output_on_last() -> list[float]:
+    """Gradients of a pipe whose output stays on the last rank; zeros if they are those of output="all"."""
+    apart: list[float] = []
+    pipes = [
+        weft.Pipe(net(), chunks=2, balance=[2, 2], group=dist.group.WORLD, output=output)  # type: ignore[arg-type]
+        for output in ("all", "last")
+    ]
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3)).double()
+    pipes[0](x).square().mean().backward()
+    found = pipes[1](x)
+    (found.square().mean() if dist.get_rank() == 1 else found).backward()
+    for one, other in zip(pipes[0].parameters(), pipes[1].parameters(), strict=True):
+        apart.append(float((one.grad - other.grad).abs().max()))  # type: ignore[operator]
+    return apart
