@@ -1,13 +1,20 @@
 """A pipe with split= over processes has the outputs and gradients of the model itself."""
 
 import re
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.pipeline.processes import splitting
 from tests.pipeline.processes.launch import Ranks
 from tests.pipeline.split.test_zoo import needs_transformers
+from weft.pipeline.processes.links import Links
+from weft.pipeline.processes.rank_executor import Channel
+from weft.pipeline.processes.together import Together
 
 Find = Callable[[int], Ranks]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -107,3 +114,19 @@ def test_an_error_while_recording_reaches_all_ranks(ranks: Find) -> None:
     (one, text, worst), (other, _, other_worst) = ranks(2).run(splitting.raise_in_a_block)
     assert (one, other) == ("RankFailedError", "ArithmeticError") and "a poisoned row" in text
     assert max(worst, other_worst) <= 1e-13
+
+
+def exchange_late() -> list[Any]:
+    """The contents of all ranks, of which that of the first one arrives last."""
+    links = Links(dist.group.WORLD)
+    channel, together = Channel(links), Together(links.rank, torch.device("cpu"))
+    together.open(channel, "the exchange")
+    time.sleep(0.0 if links.rank else 0.5)
+    contents = together.exchange(links.rank)
+    channel.walk.agree(None)
+    links.close()
+    return contents
+
+
+def test_an_exchange_keeps_the_content_of_every_rank(ranks: Find) -> None:
+    assert ranks(3).run(exchange_late) == [[0, 1, 2]] * 3

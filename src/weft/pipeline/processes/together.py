@@ -141,10 +141,11 @@ class Together:
 
     def _send(self, number: int, message: Any) -> None:
         for rank in self._others():
-            self._channel.walk.send(rank, (_TOLD, 0, number), message)
+            # The rank is part of the address: in an exchange, several ranks send under one number.
+            self._channel.walk.send(rank, (_TOLD, self.rank, number), message)
 
     def _receive(self, number: int, source: int, given: Sequence[Any] = ()) -> Any:
-        return unpack(self._channel.walk.receive((_TOLD, 0, number), source), self._device, given)
+        return unpack(self._channel.walk.receive((_TOLD, source, number), source), self._device, given)
 
     def _copy_to(self, runner: int, number: int, missing: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         """Send the runner the parameters that it lacks. There, copies of them by the id() of the placeholder."""
