@@ -2,7 +2,8 @@
 """From a bare machine to running code, with one command and nothing but Python 3.11 and pip.
 
     python3 do.py                      run the examples, one after the other
-    python3 do.py EXAMPLE [options]    run one: unet_pipeline, gpt2_pipeline, char_rnn, remote_experts, report
+    python3 do.py EXAMPLE [options]    run one: unet_pipeline, unet_ranks, gpt2_pipeline, char_rnn, remote_experts,
+                                       report
     python3 do.py test [pytest args]   run the tests; with --all those that take long as well
     python3 do.py bench [NAME ...]     run the benchmarks, all of them or those named
     python3 do.py check                lint, format, types, the layers of import, and the size and structure of src
@@ -42,7 +43,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "installed.stamp"
 LOCK = ROOT / ".venv.lock"
 VERSION = sys.version.split()[0]
-EXAMPLES = ("unet_pipeline", "gpt2_pipeline", "char_rnn", "remote_experts", "report")
+EXAMPLES = ("unet_pipeline", "unet_ranks", "gpt2_pipeline", "char_rnn", "remote_experts", "report")
 USUAL = ("examples", "test")
 EXTRAS = {
     "test": (*USUAL, "manifests", "hf", "docs"),

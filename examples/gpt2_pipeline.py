@@ -30,8 +30,8 @@ def tokens() -> torch.Tensor:
     return numbers[: len(numbers) // LENGTH * LENGTH].view(-1, LENGTH)
 
 
-def main(steps: int, stages: int, seed: int) -> tuple[float, float]:
-    """Train, save, load again. The loss of the first step and of the last ones."""
+def train(steps: int, stages: int, seed: int) -> tuple[GPT2LMHeadModel, weft.Pipe, list[float]]:
+    """The trained model, its pipe, and the loss of every step."""
     torch.manual_seed(seed)
     rows = tokens()
     size = {"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": LENGTH, "vocab_size": int(rows.max()) + 1}
@@ -40,8 +40,6 @@ def main(steps: int, stages: int, seed: int) -> tuple[float, float]:
     sample = {"input_ids": rows[: ROWS // CHUNKS], "labels": rows[: ROWS // CHUNKS]}
     pipe = weft.Pipe(model, chunks=CHUNKS, devices=["cpu"] * stages, split="auto", sample=sample)
     print(f"cut before {', '.join(pipe.split)}")
-    for route in pipe.routes:
-        print(f"  {route.bytes:8d} bytes per micro-batch, stage {route.source} -> {route.readers}: {route.name}")
 
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     losses: list[float] = []
@@ -54,12 +52,19 @@ def main(steps: int, stages: int, seed: int) -> tuple[float, float]:
         losses.append(loss.item())
         if step % 20 == 0:
             print(f"step {step:4d}   loss {losses[-1]:.3f}")
+    for route in pipe.routes:
+        print(f"  {route.bytes:8d} bytes per micro-batch, stage {route.source} -> {route.readers}: {route.name}")
+    return model, pipe, losses
 
+
+def main(steps: int, stages: int, seed: int) -> tuple[float, float]:
+    """Train, save, load again. The loss of the first step and of the last ones."""
+    model, pipe, losses = train(steps, stages, seed)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         again = GPT2LMHeadModel.from_pretrained(folder)
     with torch.no_grad():
-        batch = rows[:ROWS]
+        batch = tokens()[:ROWS]
         one, other = pipe.eval()(input_ids=batch, labels=batch).loss, again.eval()(input_ids=batch, labels=batch).loss
     print(f"loss of the pipe {one:.6f}, of the checkpoint in transformers {other:.6f}")
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

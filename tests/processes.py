@@ -26,6 +26,24 @@ def run(argv: Sequence[str], **variables: str | None) -> "subprocess.CompletedPr
     return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
+def torchrun(size: int, script: Path, *words: str, seconds: float = 180.0) -> "subprocess.CompletedProcess[str]":
+    """Run a script as `size` ranks of one group on this host. After `seconds` they are ended, and the code is -15."""
+    path = os.pathsep.join([str(SOURCE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(script)]
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    agent = subprocess.Popen(
+        [*argv, *words], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        output, errors = agent.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        agent.terminate()  # the agent then ends its ranks
+        output, errors = agent.communicate(timeout=60)
+    finally:
+        agent.kill()
+    return subprocess.CompletedProcess(agent.args, agent.returncode, output, errors)
+
+
 def python(program: str, *words: str, **variables: str | None) -> "subprocess.CompletedProcess[str]":
     """Run a program of Python likewise. It may import tests, too."""
     return run([sys.executable, "-c", program, *words], **variables)

@@ -26,6 +26,7 @@ from benchmarks.gpu import command as gpu
 from benchmarks.gpu import jobs
 from benchmarks.gpu.checks import CHECKS
 from benchmarks.harness import race
+from benchmarks.pipeline import processes, rank_checks
 from benchmarks.recurrent import cells
 from benchmarks.recurrent.apart import _seconds_of_children, in_a_fresh_process
 from benchmarks.recurrent.memory_job import peak_of
@@ -70,6 +71,24 @@ def test_what_is_asked_of_a_directory_that_was_away_can_be_reached() -> None:
 def test_the_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--quick", "pipeline.transformer"])
     assert "torch 1F1B, 2 processes" in capsys.readouterr().out
+
+
+def test_unsteady_times_are_left_out() -> None:
+    """Wall and processor time are judged apart, by the middle half of the rounds of the plain loop."""
+    row = {"measure": "overhead", "case": "gpipe", "weft": "1", "ratio": "2.00", "verdict": "holds", "CPU ratio": "1.5"}
+    steady, unsteady = [1.0, 1.05, 1.1, 9.0, 1.0, 1.05, 1.1], [1.0, 1.5, 1.0, 1.5, 1.2]
+    assert processes.only_steady([row], {"wall": steady, "processor": steady}) == ([row], [])
+    rows, notes = processes.only_steady([row], {"wall": unsteady, "processor": steady})
+    assert rows == [{"measure": "overhead", "case": "gpipe", "CPU ratio": "1.5"}]
+    assert notes == ["wall times not reported: the plain loop varies by 42%"]
+    assert processes.only_steady([row], {"wall": unsteady, "processor": unsteady})[0] == []
+
+
+def test_expected_bytes_count_a_value_once_per_rank() -> None:
+    """Two ranks with two of four blocks each: a value with two readers on the other rank crosses once each way."""
+    found = rank_checks.expected_bytes(rank_checks.Skips([[0], [], [], []], [[], [0], [0], [0]]), [0, 1, 0, 1])
+    main, skip = 8 * 16 * 4, 8 * 20 * 4
+    assert found == {(0, 1): [main, main, main, skip], (1, 0): [main, main, main, skip]}
 
 
 def test_a_name_stands_for_a_capability_or_for_one_benchmark() -> None:

@@ -1,6 +1,7 @@
 """Every Python block of README and docs runs as printed, and so does the example of every public name.
 
-The blocks of one page run one after another, the example of a name with `torch`, `nn` and `weft` at hand.
+The blocks of one page run one after another; those marked `torchrun` run on two ranks. The example of a name runs with
+`torch`, `nn` and `weft` at hand.
 """
 
 import doctest
@@ -19,12 +20,15 @@ import torch
 from torch import nn
 
 import weft
+from tests.processes import ROOT, torchrun
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+RANK_BLOCK = re.compile(r"^```python torchrun\n(.*?)^```", re.MULTILINE | re.DOTALL)
+RANK_PAGES = [page for page in PAGES if RANK_BLOCK.search(page.read_text(encoding="utf-8"))]
 PUBLIC = (
     "weft",
+    "weft.checkpoint",
     "weft.errors",
     "weft.pipeline",
     "weft.recurrent",
@@ -54,6 +58,15 @@ def test_the_code_of_a_page_runs(page: Path) -> None:
     for match in BLOCK.finditer(text):
         line = text[: match.start(1)].count("\n")
         exec(compile("\n" * line + match.group(1), str(page), "exec"), names)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", RANK_PAGES, ids=lambda page: page.name)
+def test_the_code_for_torchrun_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
+    program = tmp_path / f"{page.stem}.py"
+    program.write_text("\n".join(RANK_BLOCK.findall(page.read_text(encoding="utf-8"))), encoding="utf-8")
+    done = torchrun(2, program)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, run
+from tests.processes import ROOT, run, torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = {"report": ("report.html", "trace.json"), "remote_experts": ("experts.html",)}
@@ -15,7 +15,28 @@ SMALL = {
     "remote_experts": ["--steps", "60"],
     "report": ["--steps", "2"],
     "unet_pipeline": ["--seconds", "0.5"],
+    "unet_ranks": ["--steps", "12"],
 }
+# A script of one process, which trains the same model once more with `group=` as the only change.
+OVER_RANKS = """
+import functools
+from datetime import timedelta
+import torch, torch.distributed as dist, weft
+from examples import gpt2_pipeline
+
+torch.set_num_threads(1)
+_, alone, wanted = gpt2_pipeline.train(steps=4, stages=2, seed=0)
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+weft.Pipe = functools.partial(weft.Pipe, group=dist.group.WORLD)
+_, pipe, losses = gpt2_pipeline.train(steps=4, stages=2, seed=0)
+torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=1e-5)
+whole = dict(alone.named_parameters())
+mine = dict(pipe.named_parameters())
+assert 0 < len(mine) < len(whole), (len(mine), len(whole))
+for name, parameter in mine.items():
+    torch.testing.assert_close(parameter, whole[name], rtol=1e-3, atol=1e-4)
+dist.destroy_process_group()
+"""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -31,3 +52,12 @@ def test_an_example_runs(path: Path, tmp_path: Path) -> None:
     done = run([sys.executable, str(path), *words])
     assert done.returncode == 0, done.stdout + done.stderr
     assert all((tmp_path / name).stat().st_size > 5_000 for name in PAGES.get(path.stem, ()))
+
+
+@pytest.mark.long
+def test_an_example_of_one_process_runs_over_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the example needs transformers; the extra `hf` brings it")
+    script = tmp_path / "over_ranks.py"
+    script.write_text(OVER_RANKS, encoding="utf-8")
+    done = torchrun(2, script)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,8 +1,8 @@
-"""Benchmarks of the pipeline in one process, by name."""
+"""Benchmarks of the pipeline, by name."""
 
 from collections.abc import Callable
 
-from benchmarks.pipeline import dropout, memory, operators, overhead, skips, sleep, split, transformer
+from benchmarks.pipeline import dropout, memory, operators, overhead, processes, skips, sleep, split, transformer
 from benchmarks.table import Table
 
 BENCHMARKS: dict[str, Callable[[bool], Table]] = {
@@ -14,4 +14,5 @@ BENCHMARKS: dict[str, Callable[[bool], Table]] = {
     "skips": skips.run,
     "dropout": dropout.run,
     "split": split.run,
+    "processes": processes.run,
 }

@@ -1,6 +1,6 @@
 """weft trains a PyTorch model in parts: cut across devices, across time, across machines.
 
-    devices    Pipe, Schedule, skippable, stash, pop, DeferredBatchNorm
+    devices    Pipe, Schedule, skippable, stash, pop, DeferredBatchNorm, build_on_meta, clip_grad_norm_, checkpoint
     time       Recurrent, LSTM, GRU, RNN, Stack, Bidirectional, recurrent_net, Window
     machines   ExpertBackend, TensorSpec, Runtime, Server, RemoteExpert, RemoteMixtureOfExperts, Connections
     all        Recorder, WeftError, and the other errors in `weft.errors`
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from weft.core.lazy import attributes
 
 if TYPE_CHECKING:
-    from weft import compat, errors, experts, pipeline, recurrent, report
+    from weft import checkpoint, compat, errors, experts, pipeline, recurrent, report
     from weft.core.context import is_checkpointing, is_recomputing
     from weft.core.errors import WeftError
     from weft.core.spec import TensorSpec
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
     from weft.experts.server import Server
     from weft.pipeline import DeferredBatchNorm, Pipe, balance_by_parameters, balance_by_size, balance_by_time
+    from weft.pipeline.gradients import clip_grad_norm_
     from weft.pipeline.microbatch import NoChunk
     from weft.pipeline.schedule import Schedule
     from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
     from weft.pipeline.tracing import Recorder
+    from weft.pipeline.weights import build_on_meta
     from weft.recurrent import GRU, LSTM, RNN, Bidirectional, Recurrent, Stack, Window, recurrent_net
 else:
     __getattr__, __dir__ = attributes(
@@ -45,22 +47,24 @@ else:
             "weft.pipeline": (
                 *("DeferredBatchNorm", "Pipe", "balance_by_parameters", "balance_by_size", "balance_by_time"),
             ),
+            "weft.pipeline.gradients": ("clip_grad_norm_",),
             "weft.pipeline.microbatch": ("NoChunk",),
             "weft.pipeline.schedule": ("Schedule",),
             "weft.pipeline.skip": ("Namespace", "pop", "skippable", "stash", "verify_skippables"),
             "weft.pipeline.tracing": ("Recorder",),
+            "weft.pipeline.weights": ("build_on_meta",),
             "weft.recurrent": (
                 *("GRU", "LSTM", "RNN", "Bidirectional", "Recurrent", "Stack", "Window", "recurrent_net"),
             ),
         },
-        modules=("compat", "errors", "experts", "pipeline", "recurrent", "report"),
+        modules=("checkpoint", "compat", "errors", "experts", "pipeline", "recurrent", "report"),
     )
 
 __all__ = [
     "GRU", "LSTM", "RNN", "Bidirectional", "Connections", "DeferredBatchNorm", "ExpertBackend", "GrpcTransport",
     "Namespace", "NoChunk", "Pipe", "Recorder", "Recurrent", "RemoteExpert", "RemoteMixtureOfExperts",
     "RemoteSwitchMixtureOfExperts", "Runtime", "Schedule", "Server", "Stack", "TensorSpec", "WeftError", "Window",
-    "balance_by_parameters", "balance_by_size", "balance_by_time", "compat", "create_remote_experts", "errors",
-    "experts", "is_checkpointing", "is_recomputing", "pipeline", "pop", "recurrent", "recurrent_net", "report",
-    "skippable", "stash", "verify_skippables",
+    "balance_by_parameters", "balance_by_size", "balance_by_time", "build_on_meta", "checkpoint", "clip_grad_norm_",
+    "compat", "create_remote_experts", "errors", "experts", "is_checkpointing", "is_recomputing", "pipeline", "pop",
+    "recurrent", "recurrent_net", "report", "skippable", "stash", "verify_skippables",
 ]  # fmt: skip

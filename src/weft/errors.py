@@ -47,6 +47,7 @@ from weft.core.errors import (
     SplitError,
     UsageError,
     WeftError,
+    WeightsError,
 )
 from weft.core.lazy import attributes
 
@@ -65,7 +66,7 @@ __all__ = [
     "RankLostError", "RefusedError", "RemoteError", "ReplayError", "ResultEvictedError", "ScheduleError", "SkipError",
     "SkipWiringError", "SpecError", "SplitError", "StepError", "StepsLostWarning", "TooFewAnswersError",
     "TooManyRowsError", "TruncatedError", "UnknownExpertError", "UnreachableError", "UsageError", "WeftError",
-    "WireError",
+    "WeightsError", "WireError",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -82,6 +82,10 @@ class RankLostError(WeftError, ConnectionError):
     """The process of another rank of the pipeline ended, or does not answer."""
 
 
+class WeightsError(WeftError, RuntimeError):
+    """The tensors of a file or checkpoint do not fit the model or the optimizer."""
+
+
 TWICE = (
     "backward ran a second time over a step whose intermediates were freed by the first; "
     "call the first backward with retain_graph=True to keep them"

@@ -145,11 +145,12 @@ def spread(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
     return [each for entry, child, name in parts for each in spread(entry, child, root + name)]
 
 
-def to_plain(structure: Structure) -> Any:
+def to_plain(structure: Structure, *, classes: bool = False) -> Any:
     """The structure as lists, strings and keys, such as a message can carry; `from_plain` is the inverse.
 
-    A leaf is ``None``; another node is ``[kind, keys, children]``. Raises ``SpecError`` for a container other than
-    tuple, list, dict, ``OrderedDict`` and named tuple, and for a key that is neither str, int, float, bool nor None.
+    A leaf is ``None``; another node is ``[kind, keys, children]``. With `classes`, a class that PyTorch knows as a
+    container is ``[name, None, children, context]``. Raises ``SpecError`` for a container other than tuple, list, dict,
+    ``OrderedDict`` and named tuple, and for a key that is neither str, int, float, bool nor None.
     """
     if structure.is_leaf():
         return None
@@ -158,35 +159,56 @@ def to_plain(structure: Structure) -> Any:
     if getattr(structure.context, "_fields", None) is not None:
         name = f"{structure.context.__module__}:{structure.context.__qualname__}"
     strange = [key for key in keys or () if not isinstance(key, str | int | float | None)]
+    children = [to_plain(child, classes=classes) for child in structure.children()]
+    if name is None and classes and _find_class(known := f"{kind.__module__}:{kind.__qualname__}") is kind:
+        values, nesting = flatten(structure.context)
+        return [known, None, children, [values, to_plain(nesting)]]
     if name is None or strange:
         what = f"a key {strange[0]!r}" if strange else f"a {kind.__name__}"
         raise SpecError(
             f"{what} cannot be sent to another process; nest values in tuples, lists and dicts with str keys"
         )
-    return [name, keys, [to_plain(child) for child in structure.children()]]
+    return [name, keys, children]
 
 
-def from_plain(plain: Any) -> Structure:
-    """The structure behind what `to_plain` made. Raises ``SpecError`` for a named tuple that is unknown here."""
-    return flatten(_value_of(plain))[1]
+def from_plain(plain: Any, *, classes: bool = False) -> Structure:
+    """The structure behind what `to_plain` made. Raises ``SpecError`` for a named tuple that is unknown here; with
+    `classes`, also for a class that PyTorch does not know as a container."""
+    if plain is None:
+        return LEAF
+    name, keys, children, *context = cast("tuple[str, list[Any] | None, list[Any], Any]", plain)
+    inner = [from_plain(child, classes=classes) for child in children]
+    if not (context and classes):
+        node = flatten(_value_of(name, keys, len(children)))[1]
+        return pytree.TreeSpec(node.type, node.context, inner)
+    kind = _find_class(name)
+    if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__") and kind not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(kind)
+    if kind not in pytree.SUPPORTED_NODES:
+        raise SpecError(f"{name} is not known to PyTorch as a container in this process; register it in a module")
+    values, nesting = context[0]
+    return pytree.TreeSpec(kind, unflatten(from_plain(nesting), values), inner)
 
 
 _PLAIN: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict", OrderedDict: "OrderedDict"}
 
 
-def _value_of(plain: Any) -> Any:
-    """A value of the structure, with None for its leaves."""
-    if plain is None:
-        return None
-    name, keys, children = cast("tuple[str, list[Any] | None, list[Any]]", plain)
-    values = [_value_of(child) for child in children]
-    kind = next((kind for kind, known in _PLAIN.items() if known == name), None)
-    if kind is not None:
-        return kind(zip(keys, values, strict=True)) if keys is not None else kind(values)
+def _find_class(name: str) -> Any:
+    """What this process has under a name ``module:qualname``, if anything."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)  # nothing is imported for a message
     for part in path.split("."):
         found = getattr(found, part, None)
+    return found
+
+
+def _value_of(name: str, keys: list[Any] | None, children: int) -> Any:
+    """A container with None for its children."""
+    values = [None] * children
+    kind = next((kind for kind, known in _PLAIN.items() if known == name), None)
+    if kind is not None:
+        return kind(zip(keys, values, strict=True)) if keys is not None else kind(values)
+    found = _find_class(name)
     named = isinstance(found, type) and issubclass(found, tuple)
     if not named or len(getattr(cast(Any, found), "_fields", ())) != len(values):
         raise SpecError(f"{name} is no named tuple of {len(values)} fields in this process; define it in a module")

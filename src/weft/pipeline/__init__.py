@@ -5,6 +5,7 @@ engine, autotune    which way a step runs             executor     one thread, o
 step, microbatch    one mini-batch's way through      routing      where values and gradients go
 stage, plan         layers, skips and their wiring    recompute    what a second forward must find
 partition           which layers to which stage       simulate     time and memory before running
+weights             storage, seeds, files             gradients    clipping over all stages
 skip/               layers that stash and pop         split/       models that are no nn.Sequential
 """
 

@@ -10,16 +10,16 @@ pipe adds, stages, plans and worker threads, is made at the first step and goes 
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import nn
 
 from weft.core.autograd import forbid_exporting, forbid_tracing, graph_break
-from weft.core.errors import SpecError, UsageError, shorten_traceback
-from weft.core.rng import generators, mix, seeded
+from weft.core.errors import SpecError, UsageError, WeightsError, listed, shorten_traceback
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import (
@@ -45,6 +45,7 @@ from weft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 from weft.pipeline.skip import verify_skippables
 from weft.pipeline.stage import CallArguments, Stage
 from weft.pipeline.tracing import Watcher
+from weft.pipeline.weights import Initialize, WeightFiles, allocate, find_uninitializable, initialize_modules
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,7 +114,8 @@ class Pipe(nn.Module):
         verify: compare every program that is recorded of the model's forward() once with forward() itself.
         group: a process group, or a one-dimensional `DeviceMesh`, of `torch.distributed`. Its ranks run the stages,
             rank k those of worker k of the schedule, and every rank runs the same script. The input counts on the rank
-            of the first stage, the target on that of the last one. Each rank keeps the parameters of its own stages.
+            of the first stage, the target on that of the last one. Each rank keeps the parameters of its own stages;
+            with `split`, those of the blocks that `sample` shows to be its own, else by the order of registration.
             `devices` is then the device of this rank, or a list with the device of every stage.
         output: with `group`, which ranks get the output of ``pipe(x)``: ``"all"``, or ``"last"``, the rank of the last
             stage. The others then get a zero, to call ``backward()`` on. A loss is always on all ranks.
@@ -141,10 +143,13 @@ class Pipe(nn.Module):
     _stage_type: type[Stage] = Stage
 
     def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
-        if cls is Pipe and settings.get("group") is not None:
-            # Imported here because most programs have no use for it.
+        grouped, split = settings.get("group") is not None, settings.get("split") is not None
+        # Imported here because most programs have no use for them.
+        if cls is Pipe and grouped and split:
+            from weft.pipeline.processes.split_process_pipe import ProcessSplitPipe as kind  # noqa: PLC0415
+        elif cls is Pipe and grouped:
             from weft.pipeline.processes.process_pipe import ProcessPipe as kind  # noqa: PLC0415
-        elif cls is Pipe and settings.get("split") is not None:
+        elif cls is Pipe and split:
             from weft.pipeline.split.split_pipe import SplitPipe as kind  # noqa: PLC0415
         else:
             kind = cls
@@ -191,6 +196,7 @@ class Pipe(nn.Module):
                 executor=executor,
                 schedule=schedule,
                 chunks=chunks,
+                loss_scale=loss_scale,
             )
             check.choice("output", output, ("all", "last"))
             check.that(group is not None or output == "all", "output='last' is for a pipe over processes (group=)")
@@ -339,18 +345,80 @@ class Pipe(nn.Module):
         finally:
             self._watcher = before
 
-    def materialize(self, initialize: Callable[[nn.Module], None] | None = None) -> "Pipe":
-        """Give storage to layers on the meta device, stage by stage, each on its own device.
+    def materialize(
+        self, source: str | PathLike[str] | Initialize | None = None, initialize: Initialize | None = None
+    ) -> "Pipe":
+        """Give storage to parameters and buffers on the meta device, each on the device of its stage.
 
-        `initialize` is called with every module of such a layer; by default its ``reset_parameters()``, where it
-        has one. A module's parameters are then new objects: make the optimizer afterwards. Each layer is initialised
-        from a seed of its own, which depends on PyTorch's generator and the number of the layer only.
+        Args:
+            source: a safetensors file, its index (``model.safetensors.index.json``), or a folder with either. The whole
+                state_dict is read from there. A tied weight can be in the file under any of its names. With `group`,
+                each rank reads its own tensors only. Values are cast to the dtype of the model.
+            initialize: without a source, a function that is called with every module that got storage; by default its
+                ``reset_parameters()``. Can be given as the only argument. Each module is initialised from a seed of its
+                own, which depends on PyTorch's generator (with `group`, that of the first rank) and the place of the
+                module only.
+
+        Parameters are then new objects: make the optimizer afterwards. Raises WeightsError that lists all missing or
+        unexpected keys and wrong shapes, and UsageError if there is no way to initialise a module.
         """
-        seed = int(torch.randint(1 << 62, (), device="cpu"))
-        where = [device for device, size in zip(self.devices, self.balance, strict=True) for _ in range(size)]
-        for number, (layer, device) in enumerate(zip(self, where, strict=True)):
-            allocate(layer, lambda _, device=device: device, initialize, mix(seed, number))
+        if callable(source):
+            source, initialize = None, source
+        files, chosen, faults = None, {}, []
+        with self._showing_hidden():
+            known = set(self.state_dict())
+        if source is None:
+            faults = find_uninitializable(self._roots()) if initialize is None else []
+        elif initialize is not None:
+            raise UsageError("give materialize() either source, or initialize")
+        else:
+            try:
+                files = WeightFiles(source)
+                chosen, faults = files.match(self, known)
+            except ModuleNotFoundError:
+                raise
+            except Exception as error:  # of a damaged file as well; all ranks raise together
+                faults = [f"{type(error).__name__}: {error}"]
+        reports = self._agree("materialize()", [int(torch.randint(1 << 62, (), device="cpu")), faults])
+        if all_faults := list(dict.fromkeys(fault for _, of_rank in reports for fault in of_rank)):
+            if source is None:
+                raise UsageError(
+                    listed("materialize() needs initialize=, a function of a module, because:", all_faults)
+                )
+            raise WeightsError(listed(f"the weights of {source} do not fit the model:", all_faults))
+        fresh = allocate(self._roots(), self._device_of())
+        if files is not None:
+            files.fill(self, chosen)
+        else:
+            with self._showing_hidden():
+                initialize_modules(self._roots(), fresh, initialize, reports[0][0], self.devices[0])
         return self
+
+    def _roots(self) -> list[nn.Module]:
+        """The modules of the model, from the outside."""
+        return list(self)
+
+    def _device_of(self) -> dict[int, torch.device]:
+        """The device of each tensor, by its id()."""
+        found: dict[int, torch.device] = {}
+        where = [device for device, size in zip(self.devices, self.balance, strict=True) for _ in range(size)]
+        for layer, device in zip(self, where, strict=True):
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                found.setdefault(id(tensor), device)
+        return found
+
+    @property
+    def group(self) -> "ProcessGroup | None":
+        """The process group whose ranks run the stages; None in a single process."""
+        return None
+
+    def _showing_hidden(self) -> AbstractContextManager[None]:
+        """Inside, tensors of other ranks are there as placeholders on the meta device."""
+        return nullcontext()
+
+    def _agree(self, what: str, report: Any) -> list[Any]:
+        """The plain reports of all ranks, which call this together. `what` names the occasion in errors."""
+        return [report]
 
     def statistics(self) -> dict[str, Any]:
         """Numbers about this pipe: layers per stage, worker threads alive, and what ``executor="auto"`` chose for each
@@ -449,41 +517,3 @@ def frozen(value: Any) -> Any:
     """A copy of a list, which may be changed in place."""
     lists = isinstance(value, Iterable) and not isinstance(value, str)
     return tuple(cast("Iterable[Any]", value)) if lists else cast(Any, value)
-
-
-def map_tensors(root: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put what `change` makes of each parameter and buffer into its place; what is tied stays tied."""
-    made: dict[int, torch.Tensor] = {}
-    for module in root.modules():
-        for table in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
-            for key, each in table.items():
-                if each is not None and id(each) not in made:
-                    made[id(each)] = change(each)
-                table[key] = each if each is None else made[id(each)]
-
-
-def allocate(
-    root: nn.Module,
-    place: Callable[[torch.Tensor], torch.device],
-    initialize: Callable[[nn.Module], None] | None,
-    seed: int,
-) -> None:
-    """Give storage to parameters and buffers on the meta device, where `place` says, and initialize modules that have
-    such from a seed."""
-    waiting = {module for module in root.modules() if on_meta(module)}
-    made: list[torch.Tensor] = []
-
-    def change(each: torch.Tensor) -> torch.Tensor:
-        if not each.is_meta:
-            return each
-        made.append(torch.empty_like(each, device=place(each)))
-        return nn.Parameter(made[-1], each.requires_grad) if isinstance(each, nn.Parameter) else made[-1]
-
-    map_tensors(root, change)
-    with seeded(generators(each.device for each in made), seed):
-        root.apply(lambda module: (initialize or _reset)(module) if module in waiting else None)
-
-
-def _reset(module: nn.Module) -> None:
-    if callable(reset := getattr(module, "reset_parameters", None)):
-        reset()

@@ -25,7 +25,6 @@ from weft.pipeline.processes.frames import (
     decode_shape,
     encode_control,
     encode_plain,
-    encode_tensors,
     join_value,
     memory_of,
     split_value,
@@ -88,7 +87,7 @@ def carry(value: Any, sent: SentShapes, received: dict[int, Shape]) -> Any:
         received[slot] = decode_shape(text)
     found = received[slot]
     rooms = [torch.empty(leaf.dims, dtype=leaf.dtype) for leaf in found.tensors]
-    data, start = encode_tensors(parts), 0
+    data, start = b"".join([memory_of(part) for part in parts if part.numel()]), 0
     for room in rooms:
         if room.numel():
             memory_of(room)[:] = data[start : start + room.nbytes]

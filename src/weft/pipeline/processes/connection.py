@@ -36,7 +36,6 @@ from weft.pipeline.processes.frames import (
     Shape,
     decode_header,
     decode_shape,
-    encode_tensors,
     join_value,
     memory_of,
 )
@@ -137,19 +136,21 @@ class Connection:
         )
         self._reader.start()
 
-    def send(self, header: FrameHeader, shape: Shape, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
+    def send(
+        self, walk: int, address: tuple[int, int, int], shape: Shape, plain: bytes, tensors: Sequence[torch.Tensor]
+    ) -> None:
         """Send a value. Its large tensors are kept until they have left, and must not be written to before."""
         ways = list(zip(shape.tensors, tensors, strict=True))
-        inline = encode_tensors([tensor.cpu() for leaf, tensor in ways if leaf.way == FRAME])
+        inline = [memory_of(tensor) for leaf, tensor in ways if leaf.way == FRAME and tensor.numel()]
         on_lanes = [tensor for leaf, tensor in ways if leaf.way != FRAME]
         with self._sending:  # frames and sends of a lane keep one order
             slot, text = self.sent_shapes.find(shape)
-            header = header._replace(slot=slot, shape_bytes=len(text), plain_bytes=len(plain))
+            header = FrameHeader(DATA, walk, address, slot, len(text), len(plain))
             try:
-                self.write(b"".join([header.encode(), text, plain, inline]))
+                self.write(b"".join([header.encode(), text, plain, *inline]))
                 for tensor in on_lanes:
                     work = self._lanes.send(self.rank, tensor)
-                    self._releases.submit(partial(self._release, work, tensor, _version_of(tensor), header.walk))
+                    self._releases.submit(partial(self._release, work, tensor, _version_of(tensor), walk))
             except BaseException:
                 # A header without its send would let the next tensor arrive in the wrong place.
                 if on_lanes:

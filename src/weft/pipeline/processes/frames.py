@@ -10,7 +10,7 @@ travel next to it. Both ends keep the same `SHAPES` slots: the sender reuses the
 import json
 import struct
 from collections.abc import Callable, Sequence
-from ctypes import c_char, string_at
+from ctypes import c_char
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -119,7 +119,7 @@ def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], lis
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             tensor, way = _sendable(leaf, structure, place), FRAME
-            on_device = tensor.device.type != "cpu"
+            on_device = not tensor.is_cpu
             if on_device and not device_lane:
                 tensor = tensor.cpu()  # gloo takes CPU tensors only
             if tensor.numel():
@@ -172,7 +172,7 @@ class SentShapes:
         if (slot := self._slots.get(shape)) is not None:
             return slot, b""
         leaves = [leaf and [str(leaf.dtype), *leaf[1:]] for leaf in shape.leaves]
-        text = encode_plain([to_plain(shape.structure), leaves])  # may raise: nothing has changed yet
+        text = encode_plain([to_plain(shape.structure, classes=True), leaves])  # may raise: nothing has changed yet
         slot = len(self._slots)
         if slot == SHAPES:
             slot = self._slots.pop(next(iter(self._slots)))
@@ -184,12 +184,7 @@ def decode_shape(text: bytes) -> Shape:
     """The inverse of the text of `SentShapes.find`."""
     plain, leaves = json.loads(text)
     shapes = [leaf and TensorShape(_DTYPES[leaf[0]], tuple(leaf[1]), *leaf[2:]) for leaf in leaves]
-    return Shape(from_plain(plain), tuple(shapes))
-
-
-def encode_tensors(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The bytes of contiguous CPU tensors of any dtype."""
-    return b"".join([string_at(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.numel()])
+    return Shape(from_plain(plain, classes=True), tuple(shapes))
 
 
 def memory_of(tensor: torch.Tensor) -> Any:

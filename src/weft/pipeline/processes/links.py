@@ -33,7 +33,6 @@ from weft.pipeline.processes.frames import (
     FAILED,
     PING,
     PONG,
-    FrameHeader,
     encode_control,
     encode_plain,
     split_value,
@@ -157,9 +156,10 @@ class Links:
     def send_value(self, number: int, rank: int, address: Address, value: Any, greeting: str | None) -> None:
         """Send the value of a walk; `greeting` tells which walk it is, in the first message to a rank."""
         shape, plain, tensors = split_value(value, device_lane=self._lanes.device is not None)
-        text = encode_plain([greeting, *plain])
+        # Most messages are tensors alone; nothing is encoded for them.
+        text = encode_plain([greeting, *plain]) if plain or greeting else b""
         try:
-            self._connections[rank].send(FrameHeader(DATA, number, address), shape, text, tensors)
+            self._connections[rank].send(number, address, shape, text, tensors)
         except OSError as error:
             raise RankLostError(self._lost.get(rank, f"{self.name_of(rank)} is gone: {error}")) from error
         self._bytes[rank, address[0]] += sum(tensor.nbytes for tensor in tensors)
@@ -242,7 +242,8 @@ class Links:
         rank = connection.rank
         if frame is None:
             return self._lose(rank, reason)
-        content, kind, number = json.loads(frame.plain), frame.header.kind, frame.header.walk
+        content: Any = json.loads(frame.plain) if frame.plain else [None]
+        kind, number = frame.header.kind, frame.header.walk
         if kind in (DATA, DONE, FAILED):
             with self._lock:
                 if number <= self._number:

@@ -26,13 +26,18 @@ Slot = tuple[dict[str, Any], str]
 
 
 class Loan(NamedTuple):
-    """One parameter that one rank lends to another. `parameter` is set on the owner, `slots` on the borrower."""
+    """One parameter that one rank lends to another. `slot` is set on the owner."""
 
     number: int
     owner: int
     borrower: int
-    parameter: nn.Parameter | None
+    slot: Slot | None
     trainable: bool
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """On the owner the parameter, as it is now: another object after `Pipe.materialize`."""
+        return None if self.slot is None else cast(nn.Parameter, self.slot[0][self.slot[1]])
 
 
 class Loans:
@@ -40,6 +45,12 @@ class Loans:
 
     def __init__(self, loans: Sequence[Loan], rank: int) -> None:
         self._loans, self._rank = loans, rank
+
+    @property
+    def lent(self) -> list[nn.Parameter]:
+        """The parameters that this rank lends."""
+        owned = [loan.parameter for loan in self._loans if loan.owner == self._rank and loan.parameter is not None]
+        return list({id(parameter): parameter for parameter in owned}.values())
 
     def lend(self, walk: Walk) -> dict[int, Tensor]:
         """Send what this rank lends, and receive what it borrows: copies by the number of the loan."""

@@ -87,6 +87,14 @@ class HiddenTensors:
         for _, (table, key), _ in self._slots:
             table[key] = None
 
+    def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Let these modules have their buffers from now on: a stage of this rank runs them."""
+        tables = {id(module._buffers) for module in modules}
+        for _, (table, key), buffer in self._slots:
+            if id(table) in tables:
+                table[key] = buffer
+        self._slots = [hidden for hidden in self._slots if id(hidden[1][0]) not in tables]
+
     @contextmanager
     def shown(self) -> Generator[None]:
         """Put the placeholders into their slots inside."""
@@ -107,10 +115,10 @@ def placeholder_of(tensor: Tensor) -> Tensor:
 
 
 def plan_loans(
-    uses: Iterable[Use], homes: Mapping[int, int], workers: Sequence[int], rank: int
+    uses: Iterable[Use], homes: Mapping[int, int], workers: Sequence[int], rank: int, owned: Mapping[int, Slot]
 ) -> tuple[list[Loan], dict[int, list[tuple[int, Slot]]]]:
     """The loans of all ranks, in an order that is the same on all of them; and by stage of this rank the slots for
-    copies, each with the number of its loan."""
+    copies, each with the number of its loan. `owned` gives the slot of each parameter in the model, by its id()."""
     loans: list[Loan] = []
     numbers: dict[tuple[int, int], int] = {}  # of loans, by the id() of the parameter and the borrower
     slots: dict[int, list[tuple[int, Slot]]] = {}
@@ -120,7 +128,7 @@ def plan_loans(
             continue
         number = numbers.setdefault((id(use.tensor), borrower), len(loans))
         if number == len(loans):
-            lent = use.tensor if owner == rank else None
+            lent = owned[id(use.tensor)] if owner == rank else None
             loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad))
         if borrower == rank:
             slots.setdefault(use.stage, []).append((number, use.slot))

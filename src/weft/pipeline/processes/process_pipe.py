@@ -3,8 +3,8 @@
 Every rank of the group runs the same script, as under `torchrun`. Worker k of the schedule is rank k of the group.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.core.errors import ScheduleError, UsageError, listed
+from weft.core.errors import ScheduleError, UsageError, WeightsError, listed
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import layers_of, places_of
@@ -64,12 +64,18 @@ class OverProcesses(Pipe):
 
     _workers_made: tuple[int, ...]
     """The rank of each stage, when the pipe was made."""
+    _hidden: HiddenTensors
 
     def _lay_out(self, check: Validator, module: Any, dims: Any, **given: Any) -> int:
         group = check.call(_checked_group, given["group"])
         check.that(
             given["executor"] in ("auto", "serial"),
             f"executor is {given['executor']!r}, but a rank runs its stages in its own thread; leave it out",
+        )
+        check.that(
+            not _scales_alone(given["loss_scale"]),
+            "loss_scale is of a torch.amp.GradScaler, which would skip a step and change its scale on one rank only; "
+            "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=group)",
         )
         if group is None:
             return 0
@@ -83,7 +89,8 @@ class OverProcesses(Pipe):
     def _keep_workers(self) -> tuple[int, ...]:
         """The rank of each stage, which stays from now on. Nothing is connected yet."""
         self._workers_made = self._workers()
-        self.__dict__["_channel"] = self.__dict__["_compared"] = None
+        self.__dict__.setdefault("_channel", None)
+        self.__dict__["_compared"] = None
         return self._workers_made
 
     @property
@@ -143,14 +150,34 @@ class OverProcesses(Pipe):
         # The arguments count on the rank of the first stage only, so others can leave them out.
         return (None, self._dims.of_call(0, ["target"], target=False)[1]["target"]) if target else None
 
-    def _compare_settings(self) -> None:
-        """Raise UsageError on all ranks if their settings differ."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module. Keys of tensors that other ranks have are ignored, so a rank can load the whole state."""
+        with self._showing_hidden():
+            hidden = set(self.state_dict())
+        hidden -= set(self.state_dict())
+        found: Any = super().load_state_dict(state_dict, False, assign)
+        unexpected: list[str] = [key for key in found.unexpected_keys if key not in hidden]
+        missing: list[str] = found.missing_keys
+        faults = [f"{key}: missing" for key in missing] + [f"{key}: unexpected" for key in unexpected]
+        if strict and faults:
+            raise WeightsError(listed("the state_dict does not fit the part of the model on this rank:", faults))
+        return type(found)(missing, unexpected)
+
+    def _showing_hidden(self) -> AbstractContextManager[None]:
+        return self._hidden.shown()
+
+    def _agree(self, what: str, report: Any) -> list[Any]:
         channel = self._linked()
-        channel.open("the comparison of settings, which a rank makes when it has changed some")
+        channel.open(what)
         try:
-            reports: list[dict[str, Any]] = channel.walk.agree(self._settings_in_words())
+            return channel.walk.agree(report)
         finally:
             channel.end()
+
+    def _compare_settings(self) -> None:
+        """Raise UsageError on all ranks if their settings differ."""
+        what = "the comparison of settings, which a rank makes when it has changed some"
+        reports: list[dict[str, Any]] = self._agree(what, self._settings_in_words())
         faults = [
             f"{key}: {reports[0].get(key)} on rank 0 of the group, {other.get(key)} on rank {rank}"
             for rank, other in enumerate(reports)
@@ -204,7 +231,8 @@ class ProcessPipe(OverProcesses):
         uses = list(find_uses([stage.layers for stage in stages]))
         forbid_shared_statistics(uses, workers)
         homes = first_homes(uses, workers)
-        self._loans, self._slots = plan_loans(uses, homes, workers, rank)
+        owned = {id(use.tensor): use.slot for use in reversed(uses)}
+        self._loans, self._slots = plan_loans(uses, homes, workers, rank, owned)
         local = {id(use.module) for use in uses if workers[use.stage] == rank}
         self._hidden = HiddenTensors(uses, homes, rank, lambda use: id(use.module) in local, placeholder_of)
         for _, layer in self._layers():
@@ -239,9 +267,17 @@ def _checked_group(given: Any) -> ProcessGroup:
     return given
 
 
+def _scales_alone(loss_scale: Any) -> bool:
+    """Whether a loss scale is of a gradient scaler that does not ask other ranks for infinite gradients."""
+    scaler = getattr(loss_scale, "__self__", None)
+    return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and not hasattr(scaler, "process_group")
+
+
 def _stages_of(group: ProcessGroup, given: dict[str, Any]) -> int:
-    """How many stages there are: as many as the lists that were given, or as many as the schedule needs for a worker
-    per rank."""
+    """How many stages there are: as many as the split points make, or as the lists that were given have, or as the
+    schedule needs for a worker per rank."""
+    if isinstance(given["split"], list | tuple):
+        return len(cast("list[Any]", given["split"])) + 1
     lists = [
         len(cast("list[Any]", given[key])) for key in ("balance", "devices") if isinstance(given[key], list | tuple)
     ]

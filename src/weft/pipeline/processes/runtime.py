@@ -9,7 +9,7 @@ gradient that backward begins with. It also holds what all ranks must do alike: 
 is a target, and the tag of the batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from weft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
 from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.processes.loans import BorrowingStage, Loans
 from weft.pipeline.processes.rank_executor import Channel, ProcessExecutor, ResultRoute
-from weft.pipeline.stage import Stage
+from weft.pipeline.stage import ModuleScan, Stage
 from weft.pipeline.step import Agreement
 
 _WORD = (-2, 0, 0)
@@ -100,12 +100,19 @@ class ProcessRuntime(PipeRuntime):
             scans = {stage.index: stage.scan() for stage in self._scanned(call)}
             if faults := [fault for scan in scans.values() for fault in scan.misplaced]:
                 raise DeviceError(listed(MISPLACED, faults))
+            agreed = agreed._replace(anchors=[*agreed.anchors, *self._only_lent(scans.values())])
             ambient = ExecutionContext.capture(self.device_types)
             step = self._step(call, plan, mini_batch, scans, ambient, agreed)
         except BaseException as error:
             plan.executor.abort(error)
             raise
         return step.output.filled(apply(step, step.tensors) if step.tracked else step.forward()[0])
+
+    def _only_lent(self, scans: Iterable[ModuleScan]) -> list[Tensor]:
+        """Parameters that live here but that no stage of this rank uses: the node of autograd must have them as inputs,
+        so that the gradients which borrowers return reach them."""
+        used = {id(parameter) for scan in scans for parameter in scan.parameters}
+        return [each for each in self._placement.loans.lent if each.requires_grad and id(each) not in used]
 
     def _scanned(self, call: PipeCall) -> list[Stage]:
         return [*self._mine, self._loss] if call.targets and self._loss is not None and self._has_last else self._mine

@@ -24,7 +24,8 @@ from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import Action
 from weft.pipeline.simulate import Costs, Sizes, costs_from
 from weft.pipeline.split.isolation import undisturbed
-from weft.pipeline.split.record import ForwardRecorder, named_modules
+from weft.pipeline.split.modules import named_modules
+from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.tracing import Recorder
 
 ROUNDS = 6  # the least time of some counts, since others may have the machine meanwhile

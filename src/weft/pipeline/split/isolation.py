@@ -11,7 +11,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.rng import generators, restore, states
-from weft.pipeline.pipe import map_tensors
+from weft.pipeline.weights import map_tensors
 
 _c = cast(Any, torch._C)
 _GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]

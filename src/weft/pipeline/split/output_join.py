@@ -11,13 +11,13 @@ they do, and then compares again.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import isfinite
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.core.errors import BatchError, listed
 from weft.core.pytree import flatten, spread, structure_paths, unflatten
@@ -29,6 +29,10 @@ from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.split.verify import difference
 
 Reduction = Literal["mean", "sum"]
+Quiet = Literal["none", "blocks", "all"]
+"""The modules that run in eval mode."""
+RunQuietly = Callable[[Any, Quiet], tuple[Any, bool]]
+QUIET: tuple[Quiet, ...] = ("none", "blocks", "all")
 
 IGNORED = -100
 """PyTorch's default of ``ignore_index``."""
@@ -47,9 +51,10 @@ class _Outputs(NamedTuple):
 class OutputJoin:
     """Rules by which the outputs of one kind of call are joined."""
 
-    def __init__(self, recorder: ForwardRecorder, axes: Any, stated: Reduction | None) -> None:
-        """`axes` are those of the rows in the output, `stated` the reduction that the caller wants, if any."""
-        self._recorder, self._axes = recorder, axes
+    def __init__(self, recorder: ForwardRecorder, run: RunQuietly, axes: Any, stated: Reduction | None) -> None:
+        """`run` runs the model, `axes` are those of the rows in the output, `stated` the reduction that the caller
+        wants, if any."""
+        self._recorder, self._run_model, self._axes = recorder, run, axes
         self._stated: Reduction | None = stated
         self._reduction: Reduction | None = None
         self._rows_checked = False
@@ -134,7 +139,7 @@ class OutputJoin:
         Rows of tokens are adjacent. Others would be joined in another order than the model's. Running two rows in both
         orders shows it.
         """
-        one, other = (self._run_rows(plan, leaves, order, self._modules("all")) for order in ([0, 1], [1, 0]))
+        one, other = (self._run_rows(plan, leaves, order, "all")[0] for order in ([0, 1], [1, 0]))
         faults: list[str] = []
         for (name, x), y, axis in zip(one.leaves.items(), other.leaves.values(), one.axes, strict=True):
             several = isinstance(x, Tensor) and x.dim() and not axis and len(x) > 2 and x.shape == y.shape
@@ -158,8 +163,7 @@ class OutputJoin:
         """
         first, second = pair
         seen = ""
-        for which in ("none", "blocks", "all"):
-            quiet = self._modules(which)
+        for quiet in QUIET:
             alone = [self._run(plan, leaves, each, quiet) for each in ([first], [second, second])]
             joint = self._run(plan, leaves, [first, second, second], quiet)
             fits: set[Reduction] = {"mean", "sum"} if self._reduction is None else {self._reduction}
@@ -180,11 +184,7 @@ class OutputJoin:
         raise BatchError(seen)
 
     def _refusal(self, plan: SplitPlan, leaves: Sequence[Any]) -> str:
-        sources = generators(self._recorder.devices)
-        before = states(sources)
-        with undisturbed(self._recorder.model, self._recorder.devices), torch.no_grad():
-            self._once(plan, leaves, [0], self._modules("all"))
-            draws = any(not torch.equal(x, y) for x, y in zip(before, states(sources), strict=True))
+        draws = self._run_rows(plan, leaves, [0], "all")[1]
         why = " (it draws random numbers in eval mode too, so it cannot be compared)" if draws else ""
         return (
             f"{type(self._recorder.model).__name__} returns numbers that are neither a mean by rows nor a sum{why}: "
@@ -202,40 +202,42 @@ class OutputJoin:
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         return 3e-2 if eps > 1e-4 else 1e-4 if eps > 1e-8 else 1e-6
 
-    def _modules(self, which: str) -> list[nn.Module]:
-        """The modules that a run is to have in eval mode."""
-        modules = [] if which == "none" else list(self._recorder.model.modules())
-        return [each for each in modules if which == "all" or each not in self._recorder.open]
-
     def _run(
-        self, plan: SplitPlan, leaves: Sequence[Any], micro_batches: Sequence[int], quiet: Sequence[nn.Module] = ()
+        self, plan: SplitPlan, leaves: Sequence[Any], micro_batches: Sequence[int], quiet: Quiet = "none"
     ) -> _Outputs:
-        return self._run_rows(plan, leaves, _rows_of(plan, micro_batches), quiet)
+        return self._run_rows(plan, leaves, _rows_of(plan, micro_batches), quiet)[0]
 
     def _run_rows(
-        self, plan: SplitPlan, leaves: Sequence[Any], rows: Sequence[int], quiet: Sequence[nn.Module]
-    ) -> _Outputs:
-        """Run the model on these rows of the mini-batch, without gradients, with the modules `quiet` in eval mode."""
-        isolated = undisturbed(self._recorder.model, self._recorder.devices)
-        with isolated, torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as one about gradients that nobody wants here
-            return self._once(plan, leaves, rows, quiet)
-
-    def _once(
-        self, plan: SplitPlan, leaves: Sequence[Any], rows: Sequence[int], quiet: Sequence[nn.Module]
-    ) -> _Outputs:
+        self, plan: SplitPlan, leaves: Sequence[Any], rows: Sequence[int], quiet: Quiet
+    ) -> tuple[_Outputs, bool]:
+        """Run the model on these rows of the mini-batch. Also whether it drew random numbers."""
         pairs = zip(leaves, plan.axes, strict=True)
         taken = [x if axis is None else x.index_select(axis, torch.tensor(rows, device=x.device)) for x, axis in pairs]
-        before = [(module, module.training) for module in quiet]
+        whole, drew = self._run_model(unflatten(plan.structure, taken), quiet)
+        result, structure = flatten(whole)
+        axes = [self._axes] * len(result) if isinstance(self._axes, int) else spread(self._axes, structure, "output")
+        return _Outputs(len(rows), dict(zip(structure_paths(structure, "output"), result, strict=True)), axes), drew
+
+
+def run_quietly(recorder: ForwardRecorder, call: Any, quiet: Quiet) -> tuple[Any, bool]:
+    """Run the model without gradients, with the modules `quiet` in eval mode. The result, and whether it drew random
+    numbers. The model and the generators are as before."""
+    modules = [] if quiet == "none" else list(recorder.model.modules())
+    before = [(module, module.training) for module in modules if quiet == "all" or module not in recorder.open]
+    sources = generators(recorder.devices)
+    leaves, structure = flatten(call)
+    isolated = undisturbed(recorder.model, recorder.devices)
+    with torch.inference_mode(False), isolated, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as one about gradients that nobody wants here
+        drawn = states(sources)
         try:
             for module, _ in before:
                 module.training = False
-            result, structure = flatten(self._recorder.plain(*unflatten(plan.structure, copies(taken))))
+            result = recorder.plain(*unflatten(structure, copies(leaves)))
         finally:
             for module, mode in before:
                 module.training = mode
-        axes = [self._axes] * len(result) if isinstance(self._axes, int) else spread(self._axes, structure, "output")
-        return _Outputs(len(rows), dict(zip(structure_paths(structure, "output"), result, strict=True)), axes)
+        return result, any(not torch.equal(x, y) for x, y in zip(drawn, states(sources), strict=True))
 
 
 def _rows_of(plan: SplitPlan, micro_batches: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ prelude      guards that inputs answer        asked before a step begins; they c
 """
 
 from bisect import bisect
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,7 +121,9 @@ class OpenCode(nn.Module):
     def refresh(self) -> None:
         """Take the tensors that the model has now."""
         for name in self._names:
-            each = self._find(name)
+            each = cast("Tensor | None", self._find(name))
+            if each is None:  # another rank has it
+                continue
             (self._parameters if isinstance(each, nn.Parameter) else self._buffers)[name] = cast(Any, each)
 
     def get(self, name: str) -> Tensor:
@@ -165,10 +167,14 @@ class Program:
     view into a tensor of another stage.
     """
 
-    def __init__(self, recording: Recording, devices: Sequence[torch.device]) -> None:
-        self.recording = recording
+    def __init__(
+        self, recording: Recording, devices: Sequence[torch.device], foreign: Collection[str] = frozenset()
+    ) -> None:
+        """`foreign` names parameters and buffers that the first stage's process does not have."""
+        self.recording, self._foreign = recording, foreign
         self.verified = False
         self.group = ProgramGroup()
+        self.number = 0  # by which ranks tell each other programs
         self.used = 0  # a number that is larger the later it was chosen
         self.anchors: Sequence[Any] = ()
         self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)
@@ -216,7 +222,7 @@ class Program:
 
     def _prelude(self, members: Sequence[set[int]]) -> list[Step]:
         """The guards that inputs alone answer, with what they need. Those that also need parameters or buffers, which a
-        step may change, are asked again in their stage."""
+        step may change, are asked again in their stage; or there alone, if the first stage's process lacks them."""
         ahead: set[int] = set()
         for k, step in enumerate(self.recording.steps):
             decides = step.expects is not None or (step.shapes and step.dynamic)
@@ -242,7 +248,8 @@ class Program:
             for value in step.reads.values():
                 if value.kind == "made":
                     todo.append(value.step)
-                elif (value.kind == "own" and not own) or (value.kind == "in" and value.storage in self._written):
+                barred = (not own or value.key in self._foreign) if value.kind == "own" else False
+                if barred or (value.kind == "in" and value.storage in self._written):
                     return None
         return found
 
@@ -326,10 +333,12 @@ class Program:
             return True
         return False
 
-    def given(self, leaves: Sequence[Any], owned: Owned, steps: Iterable[Step]) -> Values:
-        """What is there before the first of these steps runs: inputs, the model's tensors, constants."""
+    def given(
+        self, leaves: Sequence[Any], owned: Owned, steps: Iterable[Step], more: Iterable[RecordedValue] = ()
+    ) -> Values:
+        """What is there before the first of these steps runs: inputs, and what they and `more` hold."""
         values: Values = dict(zip(self.recording.inputs, leaves, strict=True))
-        _load(values, _held(steps), owned)
+        _load(values, _held(steps, *more), owned)
         return values
 
     def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = None) -> Values:
@@ -368,13 +377,20 @@ class Program:
         return unflatten(self.recording.structure, _filled(self.recording.leaves, self.recording.reads, values))
 
 
-def perform(step: Step, constants: Sequence[Any], values: Values, device: torch.device | None = None) -> None:
-    """Run one step on what is in `values`, and put there what it makes. Raises GuardError."""
+def perform(
+    step: Step,
+    constants: Sequence[Any],
+    values: Values,
+    device: torch.device | None = None,
+    call: Callable[..., Any] | None = None,
+) -> None:
+    """Run one step on what is in `values`, and put there what it makes. `call` runs in the place of the step's own.
+    Raises GuardError."""
     leaves = _filled(constants, step.reads, values)
     if device is not None:
         leaves = [moved(x, device) for x in leaves]
     args, kwargs = step.arguments(leaves)
-    result = step.call(*args, **kwargs)
+    result = (call or step.call)(*args, **kwargs)
     if step.expects is not None:
         _agree(step, step.expects[0], result)
         return
@@ -474,8 +490,7 @@ class SplitStage(Stage):
     def _tracked(
         self, context: MicroBatchContext, main: Any, skips: Any, next_layer: NextLayer
     ) -> tuple[Any, dict[Skip, Any]]:
-        choice: Choice = main if self.index else main.choice
-        program = choice.programs[context.micro_batch]
+        program, copies, onward = self._chosen(main, context.micro_batch)
         part = program.parts[self.index]
         values: Values = {}
         if not self.index:
@@ -483,7 +498,6 @@ class SplitStage(Stage):
         for source, crossing in part.takes.items():
             values.update(zip(crossing, skips[bundle(source, self.index)], strict=True))
         stashed: dict[Skip, Any] = dict.fromkeys(self.stashed, ())
-        copies = choice.copies[self.index]
         for copy in copies.values():  # of the caller's stream, whose allocator must not reuse what this one reads
             if copy.is_cuda:
                 record_stream(copy, torch.cuda.current_stream(copy.device))
@@ -492,7 +506,12 @@ class SplitStage(Stage):
             for reader, crossing in part.gives.items():
                 stashed[bundle(self.index, reader)] = tuple([values[value] for value in crossing])
             last = self.index == len(program.parts) - 1
-            return (program.result(values) if last else choice), stashed
+            return (program.result(values) if last else onward), stashed
+
+    def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Any]:
+        """The program of a micro-batch, the copies of parameters that it runs with, and what the next stage gets."""
+        choice: Choice = main if self.index else main.choice
+        return choice.programs[micro_batch], choice.copies[self.index], choice
 
     def scan(self) -> ModuleScan:
         """As of any stage, with copies in the place of parameters that another device owns."""

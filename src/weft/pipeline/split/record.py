@@ -20,11 +20,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from difflib import get_close_matches
 from functools import lru_cache, partial
 from operator import is_
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +40,29 @@ from weft.core.segment import held_values, version
 from weft.pipeline.microbatch import storage_id
 from weft.pipeline.split.attributes import OPENED, SHARED, forbid_stored_activations, path_of
 from weft.pipeline.split.isolation import brought, copies, undisturbed
+from weft.pipeline.split.modules import check_names, named_modules
 from weft.pipeline.split.open_state import PLAIN, OpenState
-from weft.pipeline.split.program import HERE, Reads, RecordedValue, Recording, Step, moved
+from weft.pipeline.split.program import (
+    HERE,
+    Owned,
+    Program,
+    Reads,
+    RecordedValue,
+    Recording,
+    Step,
+    Values,
+    moved,
+    perform,
+)
 
+_Finding = TypeVar("_Finding")
 _T = cast(Any, Tensor)
 _c = cast(Any, torch._C)
 _READS = {
     *(_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.__contains__),
     *(_T.equal, _T.allclose, _T.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
 }
-_SHAPES = {_T.shape.__get__, _T.size, _T.__len__, _T.numel, _T.nelement, _T.stride, torch.numel}
+SHAPES = {_T.shape.__get__, _T.size, _T.__len__, _T.numel, _T.nelement, _T.stride, torch.numel}
 _SETTERS = (_T.data.__set__, _T.requires_grad.__set__, _T.grad.__set__)
 _UNSEEN = (_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.__dlpack__)
 _REFUSED: dict[Any, str] = {
@@ -80,6 +92,8 @@ class ForwardRecorder(TorchFunctionMode):
         super().__init__()
         self.model, self.devices, self._split_names = model, devices, list(split)
         self.mixed = len(set(devices)) > 1
+        self.watched = self.mixed
+        """Whether the plain forward runs in sight of the recorder, too, so that its graph is not that of the model."""
         self.open: set[nn.Module] = set()
         self.state = OpenState()
         self._watches: Counter[Hashable] = Counter()  # recordings that noted reads, by grad mode and mode of the model
@@ -104,11 +118,22 @@ class ForwardRecorder(TorchFunctionMode):
 
     def plain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The plain forward; where stages have several devices, tensors are moved as in a recording."""
-        if not self.mixed:
+        if not self.watched:
             return self.model(*args, **kwargs)
         with _one_at_a_time:
             self._begin()
             return self._forward(args, kwargs)
+
+    def replay(self, program: Program, leaves: Sequence[Any], owned: Owned) -> Any:
+        return program.replay(leaves, owned)
+
+    def perform(self, step: Step, constants: Sequence[Any], values: Values) -> None:
+        """Run one step of a program: see `program.perform`."""
+        perform(step, constants, values)
+
+    def settle(self, finding: _Finding | None) -> _Finding | None:
+        """A finding by which a run goes on. Over processes, the first finding of all ranks."""
+        return finding
 
     def record(
         self, args: Sequence[Any], kwargs: dict[str, Any], *, optional: bool = False, keep: bool = False
@@ -296,7 +321,7 @@ class ForwardRecorder(TorchFunctionMode):
         if self.mixed:
             step.leaves = _placeless(step)
         if step.module is None and not wrote and not any(isinstance(x, Tensor) for x in made):
-            if step.call in _SHAPES and (tensors := [x for x in leaves if isinstance(x, Tensor)]):
+            if step.call in SHAPES and (tensors := [x for x in leaves if isinstance(x, Tensor)]):
                 self._note_shape(tensors[0])
             if step.call not in _READS:
                 return result  # there is nothing to repeat
@@ -573,16 +598,3 @@ def _in_modes(grad: bool | None, casts: Iterable[Any], call: Callable[..., Any],
 
 def _nothing(_: Any) -> Any:
     """In the place of what autograd saves: a recording has no backward."""
-
-
-def check_names(model: nn.Module, split: Sequence[str]) -> None:
-    """Raise SplitError that lists the split points which are no modules of the model."""
-    known = [name for name, _ in named_modules(model, again=True) if name]
-    if wrong := [name for name in split if name not in known]:
-        near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
-        raise SplitError(listed(f"split names what is no module of {type(model).__name__}:", near))
-
-
-def named_modules(model: nn.Module, *, again: bool = False) -> "Iterable[tuple[str, nn.Module]]":
-    """All modules with their names, and with all their names `again`, if they have several."""
-    return cast(Any, model).named_modules(remove_duplicate=not again)

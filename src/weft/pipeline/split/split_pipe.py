@@ -10,10 +10,11 @@ one wiring for all programs: what goes from stage s to stage t for one micro-bat
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, count
+from os import PathLike
 from threading import RLock
 from typing import Any, cast
 
@@ -26,16 +27,17 @@ from weft.core.pytree import Structure, flatten, register_dataclasses, spread, u
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, cuda_devices, forbid_lazy, forbid_other_axes, places_of
-from weft.pipeline.engine import PipeCall
+from weft.pipeline.engine import PipeCall, PipeRuntime
 from weft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
-from weft.pipeline.pipe import NO_LOSS, Pipe, allocate, frozen, map_tensors
+from weft.pipeline.pipe import NO_LOSS, Pipe, frozen
 from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
-from weft.pipeline.split.auto import automatic_split
+from weft.pipeline.split.auto import Arguments, automatic_split
 from weft.pipeline.split.axes import check_axes
 from weft.pipeline.split.huggingface import ModelFacade, accepts, without_cache
+from weft.pipeline.split.modules import check_names, named_modules
 from weft.pipeline.split.open_state import PLAIN
-from weft.pipeline.split.output_join import OutputJoin, Reduction
+from weft.pipeline.split.output_join import OutputJoin, Quiet, Reduction, run_quietly
 from weft.pipeline.split.program import (
     Choice,
     Copies,
@@ -48,9 +50,10 @@ from weft.pipeline.split.program import (
     bundle,
     tensor_of,
 )
-from weft.pipeline.split.record import ForwardRecorder, check_names, named_modules
+from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.split.verify import verify
 from weft.pipeline.stage import Stage
+from weft.pipeline.weights import Initialize, map_tensors
 
 PROGRAMS = 256
 """How many programs a pipe keeps; the least recently used one goes first."""
@@ -84,14 +87,22 @@ class SplitPipe(ModelFacade):
             self.__dict__[table] = getattr(module, table)
         self._model: SplitModel | None = None
         call = None if sample is None else without_cache(module, *_arguments(sample))
-        if self.split == "auto":
-            self.split = automatic_split(module, self.devices, call, self._dims)
-        self.split = list(self.split)
-        self._made_runtime()  # checks the settings
+        self.split = list(self._automatic_split(call) if self.split == "auto" else self.split)
+        self._lay_over_stages(call)
+
+    def _automatic_split(self, call: Arguments | None) -> list[str]:
+        return automatic_split(self.module, self.devices, call, self._dims)
+
+    def _lay_over_stages(self, call: Arguments | None) -> None:
+        """Check the settings, record the sample if there is one, and bring parameters to their stages."""
+        self._made_runtime()
         self._cut().place()
         if call is not None:
-            rows = self._dims.of_call(len(call[0]), call[1].keys(), target=False, nested=True)
-            self._cut().choose(*call, 1, rows, check=False, graph=False, joins=False)
+            self._record_sample(self._cut(), call)
+
+    def _record_sample(self, model: "SplitModel", call: Arguments) -> None:
+        rows = self._dims.of_call(len(call[0]), call[1].keys(), target=False, nested=True)
+        model.choose(*call, 1, rows, check=False, graph=False, joins=False)
 
     def _check_layout(self, check: Validator) -> int:
         stages = len(self.split) + 1
@@ -117,8 +128,11 @@ class SplitPipe(ModelFacade):
     def _cut(self) -> "SplitModel":
         """The model with its split points, as they are now."""
         if self._model is None or self._model.split != list(self.split) or self._model.devices != self.devices:
-            self._model = SplitModel(self.module, self.split, self.devices, self._dims, self._number_reduction)
+            self._model = self._new_model()
         return self._model
+
+    def _new_model(self) -> "SplitModel":
+        return SplitModel(self.module, self.split, self.devices, self._dims, self._number_reduction)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forbid_tracing(args, kwargs)
@@ -127,21 +141,29 @@ class SplitPipe(ModelFacade):
         if "target" in kwargs and not accepts(self.module, "target"):
             raise UsageError(NO_LOSS)
         args, kwargs = without_cache(self.module, args, kwargs)
-        rows: Any = self._dims.whole
-        axis = rows
-        if rows is None:
-            found = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets), nested=True)
-            rows, target = found if targets else (found, None)
-            axis = ((None, *rows), target) if targets else (None, *rows)
+        axis = self._axes_of(args, kwargs, target=bool(targets))
+        of_input = axis[0] if targets and not isinstance(axis, int) else axis
+        rows = of_input if of_input is None or isinstance(of_input, int) else of_input[1:]
         model = self._cut()
         how = {"check": self.verify, "graph": self.executor == "graph", "joins": not targets}
         call, scalars = model.choose(args, kwargs, self.chunks, rows, **how)
-        runtime = self._made_runtime()  # anew if a program was recorded that needs more than the others
+        runtime = self._rebuilt_runtime()
         owners = model.lend(runtime.stages, call.choice)
+        scale, tag = self._loss_scale, self.batch_tag
         request = PipeCall(
-            call, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale, scalars, owners
+            call, targets, axis, self.chunks, self.schedule, self._watcher, scale, scalars, owners, batch_tag=tag
         )
         return runtime.serve(request, training=self.module.training)
+
+    def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
+        if self._dims.whole is not None:
+            return self._dims.whole
+        found = self._dims.of_call(len(args), kwargs.keys(), target=target, nested=True)
+        return ((None, *found[0]), found[1]) if target else (None, *found)
+
+    def _rebuilt_runtime(self) -> PipeRuntime:
+        """The runtime, with other stages if a program was recorded that needs more than the earlier ones."""
+        return self._made_runtime()
 
     @property
     def routes(self) -> list[CrossingValue]:
@@ -163,13 +185,19 @@ class SplitPipe(ModelFacade):
         del found["balance"]
         return {**found, "blocks": [list(each.values()) for each in model.blocks], "recordings": model.recordings}
 
-    def materialize(self, initialize: Callable[[nn.Module], None] | None = None) -> Pipe:
+    def materialize(
+        self, source: str | PathLike[str] | Initialize | None = None, initialize: Initialize | None = None
+    ) -> Pipe:
         """See `Pipe.materialize`, and `SplitModel.homes` for where."""
-        homes = self._cut().homes()
-        seed = int(torch.randint(1 << 62, (), device="cpu"))
-        allocate(self.module, lambda each: self.devices[homes[id(each)]], initialize, seed)
+        super().materialize(source, initialize)
         self._runtime = None
         return self
+
+    def _roots(self) -> list[nn.Module]:
+        return [self.module]
+
+    def _device_of(self) -> dict[int, torch.device]:
+        return {key: self.devices[stage] for key, stage in self._cut().homes().items()}
 
     def train(self, mode: bool = True) -> "SplitPipe":
         """Set the mode of the model."""
@@ -204,6 +232,10 @@ class SplitPipe(ModelFacade):
 class SplitModel:
     """A model with split points: its programs, and its stages. Raises SplitError for names that are no modules."""
 
+    _stage_type = SplitStage
+    _foreign: Collection[str] = frozenset()
+    """Parameters and buffers that the first stage's process does not have."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -222,7 +254,7 @@ class SplitModel:
         self.layout = 0  # changes whenever stages have to be built anew
         self.latest: Program | None = None
         self.blocks: list[dict[nn.Module, str]] = [{} for _ in devices]
-        self._recorder = ForwardRecorder(model, split, devices)
+        self._recorder = self._new_recorder()
         self._programs: dict[Hashable, list[Program]] = {}
         self._groups: dict[Hashable, ProgramGroup] = {}
         self._uses = count()
@@ -232,6 +264,9 @@ class SplitModel:
         self._pairs: set[tuple[int, int]] = set()
         self._away: list[list[nn.Parameter]] = [[] for _ in devices]
         self._owner = partial(tensor_of, model)
+
+    def _new_recorder(self) -> ForwardRecorder:
+        return ForwardRecorder(self.model, self.split, self.devices)
 
     def choose(
         self,
@@ -289,22 +324,12 @@ class SplitModel:
         return found
 
     def _record(self, call: Any, piece: Sequence[Any], shape: Hashable, axes: Sequence[int | None]) -> Program:
-        self.recordings += 1
-        recording = self._recorder.record(*call)
-        check_axes(recording, axes, self._dims)
-        program = Program(recording, self.devices)
+        program = self._recorded(call, axes)
         program.used = next(self._uses)
         program.anchors = [x for x in piece if not isinstance(x, Tensor)]  # while it lives, their ids stay theirs
-        if self._order and program.order != self._order:
-            raise SplitError(
-                f"forward called the split points in the order {program.order}, and before in the order {self._order}; "
-                "split at modules that are always called in one order"
-            )
-        self._order = program.order
-        self._extend(program)
         settings = self._settings()
-        steps = [(step.name, step.where, id(step.module)) for step in recording.steps]
-        form = _kind(settings, recording.structure, piece), *steps
+        steps = [(step.name, step.where, id(step.module)) for step in program.recording.steps]
+        form = _kind(settings, program.recording.structure, piece), *steps
         if len(self._groups) >= PROGRAMS:
             self._groups.clear()
         program.group = self._groups.setdefault(form, program.group)
@@ -321,6 +346,33 @@ class SplitModel:
                 )
             self._churns = True
         return program
+
+    def _recorded(self, call: Any, axes: Sequence[int | None]) -> Program:
+        """A new program for one micro-batch, which the stages are ready to run."""
+        self.recordings += 1
+        recording = self._recorder.record(*call)
+        check_axes(recording, axes, self._dims)
+        program = Program(recording, self.devices, self._foreign)
+        self._compare(program)
+        if self._order and program.order != self._order:
+            raise SplitError(
+                f"forward called the split points in the order {program.order}, and before in the order {self._order}; "
+                "split at modules that are always called in one order"
+            )
+        self._order = program.order
+        self._extend(program)
+        return program
+
+    def _compare(self, program: Program) -> None:
+        """Raise SplitError if another process has recorded another program."""
+
+    def _run(self, call: Any, quiet: Quiet) -> tuple[Any, bool]:
+        """See `run_quietly`."""
+        return run_quietly(self._recorder, call, quiet)
+
+    def _verify_on(self, program: Program, call: Any) -> None:
+        """See `verify`."""
+        verify(self._recorder, program, *call)
 
     def _drop(self, program: Program) -> None:
         kept = {key: [each for each in programs if each is not program] for key, programs in self._programs.items()}
@@ -347,7 +399,7 @@ class SplitModel:
             at = [i for i, each in enumerate(chosen) if each is program]
             other = [i for i in at if i != recorded.get(program)]
             try:
-                verify(self._recorder, program, *calls[(other or at)[-1]])
+                self._verify_on(program, calls[(other or at)[-1]])
             except BaseException as error:
                 advise(error)
                 if program.group.steps > 1:
@@ -387,7 +439,7 @@ class SplitModel:
         for s, (blocks, code, device) in enumerate(zip(self.blocks, codes, self.devices, strict=True)):
             shared = any(callers[module] > 1 for each in blocks for module in each.modules())
             turns = lock if shared and any(self._away) else nullcontext()
-            made.append(SplitStage(s, blocks, code, device, self._pairs, turns))
+            made.append(self._stage_type(s, blocks, code, device, self._pairs, turns))
         return made, [(bundle(s, t), s, (t,)) for s, t in sorted(self._pairs)]
 
     def homes(self) -> dict[int, int]:
@@ -439,7 +491,7 @@ class SplitModel:
         if kind not in self._joins:
             while len(self._joins) >= PROGRAMS:
                 del self._joins[next(iter(self._joins))]
-            self._joins[kind] = OutputJoin(self._recorder, self._dims.outputs, self._reduction)
+            self._joins[kind] = OutputJoin(self._recorder, self._run, self._dims.outputs, self._reduction)
         return self._joins[kind]
 
 

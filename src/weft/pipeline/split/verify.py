@@ -17,7 +17,7 @@ from weft.core.autograd import StepsInBackward, quiet_hooks
 from weft.core.errors import SplitError, listed
 from weft.core.pytree import flatten, structure_paths, unflatten
 from weft.pipeline.split.isolation import copies, undisturbed
-from weft.pipeline.split.program import Owned, Program, perform, tensor_of
+from weft.pipeline.split.program import Owned, Program, tensor_of
 from weft.pipeline.split.record import ForwardRecorder
 
 _SEED = 20
@@ -33,7 +33,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
         before = recorder.state_in_words()
         result = recorder.plain(*unflatten(structure, given))
         # A change alone is allowed, because a first run can fill a cache. A counter changes in the next run, too.
-        if recorder.state_in_words() != before:
+        if recorder.settle(recorder.state_in_words() != before or None):
             before = recorder.state_in_words()
             with torch.no_grad():
                 recorder.plain(*unflatten(structure, copies(leaves)))
@@ -41,16 +41,16 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
         return result
 
     wanted = _run(recorder, plain, leaves)
-    seen = _run(recorder, partial(program.replay, owned=owned), leaves)
-    for name, one in wanted.items():
-        if (fault := difference(one, seen.get(name))) is not None:
-            where = _first(recorder, program, leaves, structure, owned)
-            raise SplitError(
-                f"{type(recorder.model).__name__} does not compute what its recorded program does; "
-                f"{where or f'{name} differs, {fault}, and no value before it'}. What the code between blocks goes by "
-                "must be an argument, a tensor, a flag or number of the module or its config; move into a submodule "
-                "what goes by anything else. verify=False switches this comparison off"
-            )
+    seen = _run(recorder, partial(recorder.replay, program, owned=owned), leaves)
+    pairs = ((name, difference(one, seen.get(name))) for name, one in wanted.items())
+    fault = next((f"{name} differs, {fault}, and no value before it" for name, fault in pairs if fault), None)
+    if fault := recorder.settle(fault):
+        where = recorder.settle(_first(recorder, program, leaves, structure, owned))
+        raise SplitError(
+            f"{type(recorder.model).__name__} does not compute what its recorded program does; {where or fault}. What "
+            "the code between blocks goes by must be an argument, a tensor, a flag or number of the module or its "
+            "config; move into a submodule what goes by anything else. verify=False switches this comparison off"
+        )
 
 
 def _forbid_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -> None:
@@ -74,7 +74,8 @@ def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Se
     model = recorder.model
     trains = any(isinstance(each, StepsInBackward) for each in model.modules())  # a backward would, elsewhere
     tracked = torch.is_grad_enabled() and not recorder.mixed and not trains
-    with undisturbed(model, recorder.devices), torch.inference_mode(False), torch.set_grad_enabled(tracked):
+    # First out of inference mode, so that the copies of buffers can be written to.
+    with torch.inference_mode(False), undisturbed(model, recorder.devices), torch.set_grad_enabled(tracked):
         result, structure = flatten(call(given))
         found: dict[str, Any] = dict(zip(structure_paths(structure, "output"), result, strict=True))
         found |= {f"buffer {name}": each.clone() for name, each in model.named_buffers()}
@@ -82,7 +83,7 @@ def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Se
         wanted |= {f"the gradient of {name}": each for name, each in model.named_parameters()}
         wanted = {name: each for name, each in wanted.items() if each.requires_grad}
         roots = [x for x in result if isinstance(x, Tensor) and x.requires_grad]
-        if tracked and roots and wanted:
+        if tracked and not recorder.watched and roots and wanted:
             random = torch.Generator().manual_seed(_SEED)
             seeds = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in roots]
             with quiet_hooks(wanted.values()):
@@ -101,16 +102,17 @@ def _first(
     for before, now in zip(steps, again.steps, strict=False):
         if (before.name, before.where) != (now.name, now.where):
             return f"it went another way: to {now} now, and to {before} when it was recorded"
+    found: str | None = None
     with undisturbed(recorder.model, recorder.devices), torch.no_grad():
         values = program.given(copies(leaves), owned, steps)
-        for step, now in zip(steps, again.steps, strict=False):
-            perform(step, step.leaves, values)
+        for step, now in zip(steps, again.steps, strict=False):  # to the end, as other ranks may run along
+            recorder.perform(step, step.leaves, values)
             for value, other in zip(step.makes, now.makes, strict=False):
-                if value is None or other is None:
+                if value is None or other is None or found:
                     continue
                 if (fault := difference(other.kept, values[value])) is not None:
-                    return f"the first value that differs, {fault}, is that of {step}"
-    return None
+                    found = f"the first value that differs, {fault}, is that of {step}"
+    return found
 
 
 def difference(wanted: Any, seen: Any) -> str | None:

@@ -1,0 +1,248 @@
+"""A pipe over processes against `torch.distributed.pipelining` and a loop of isend and irecv, in one run.
+
+    this process --"run NAME"--> rank 0 ... rank n       each runs its part of the step
+                 <--seconds----- rank 0 ... rank n       the step has ended when all have
+
+Candidates take turns, and ratios are taken within a round. The table has wall time and processor time, which other
+programs disturb less. The plain loop does not communicate. Where it varies by more than a fifth, the times of that
+comparison are left out. Its variation is the width of the middle half of its rounds, relative to the median.
+
+The ranks are processes of this host with gloo and one thread each, with the environment of torchrun. They are killed at
+the end of a comparison, or when one of them does not answer in time.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Mapping
+from multiprocessing import forkserver, set_forkserver_preload
+from statistics import median, quantiles
+from typing import Any
+
+from benchmarks.harness import Race, in_turns, progress
+from benchmarks.pipeline import rank_checks, rank_steps
+from benchmarks.table import Row, Table, at_least, at_most
+from tests.pipeline.processes.launch import Ranks, fresh_ranks
+from weft.pipeline.simulate import StageCost, forecast
+
+SLEEP = {"gpipe": 0.97, "1f1b": 0.97, "interleaved x2": 0.0, "zero bubble x2": 1.03, "zbv": 1.03, "dualpipev": 1.03}
+"""Share of the ideal, of that of torch; nothing is wanted of a 0."""
+OVERHEAD = {"gpipe": 0.6, "1f1b": 1.05, "interleaved x2": 0.45, "zero bubble x2": 0.6}
+"""Overhead, of that of torch."""
+RAW = {"gpipe": 1.5, "1f1b": 1.3}
+"""Overhead, of that of the loop by hand."""
+FUSED = 1.02
+"""Zero bubble of layers whose backward cannot be split, of the time of 1F1B: equal, but for the noise."""
+TRANSFORMER = ["gpipe", "1f1b", "interleaved x2", "zero bubble x2"]
+STEADY = 0.2
+_COLUMNS = {
+    "wall": ("weft", "peer", "ratio", "wanted", "verdict"),
+    "processor": ("CPU weft", "CPU peer", "CPU ratio"),
+}
+
+
+class Comparison:
+    """Steps that ranks run in turn."""
+
+    def __init__(self, ranks: Ranks, names: list[str], *, rounds: int, calls: int, patience: float) -> None:
+        self._ranks, self._calls = ranks, calls
+        self._processor: dict[str, list[float]] = {name: [] for name in names}
+        # The first two steps make plans and connections.
+        losses = {name: self._sample(name)[1] for _ in range(1 if rounds == 1 else 2) for name in names}
+        # The plain loop of sleeping stages takes one micro-batch only.
+        known = [loss for name, loss in losses.items() if loss is not None and name != "plain"]
+        if any(not math.isclose(known[0], loss, rel_tol=1e-3, abs_tol=1e-6) for loss in known):
+            raise RuntimeError(f"the candidates do not do the same work, for their losses are {losses}")
+        for samples in self._processor.values():
+            samples.clear()
+        self.race: Race = in_turns(
+            names, lambda name: self._sample(name)[0], rounds=rounds, helpers=ranks.pids, patience=patience
+        )
+
+    def _sample(self, name: str) -> tuple[float, float | None]:
+        samples = self._ranks.run(rank_steps.sample, name, self._calls)
+        self._processor[name].append(sum(sample.processor for sample in samples) / len(samples))
+        return max(sample.wall for sample in samples), next(
+            (sample.loss for sample in samples if sample.loss is not None), None
+        )
+
+    def processor(self, name: str) -> float:
+        """Processor seconds of a step, the mean of all ranks; the median of all rounds."""
+        return median(self._processor[name])
+
+    def rows(self, measure: str, rows: list[Row]) -> list[Row]:
+        """The rows without the times that are not steady; then the reasons, and how the rounds were."""
+        plain = {"wall": self.race.seconds["plain"], "processor": self._processor["plain"]}
+        steady, notes = only_steady(rows, plain)
+        return [*steady, *({"measure": measure, "case": note} for note in [*notes, self.race.note()])]
+
+
+def only_steady(rows: list[Row], plain: Mapping[str, list[float]]) -> tuple[list[Row], list[str]]:
+    """The rows without the kinds of time in which the plain loop varies too much, and a note for each of these."""
+    notes: list[str] = []
+    for kind, seconds in plain.items():
+        if (share := _variation(seconds)) > STEADY:
+            rows = [{key: text for key, text in row.items() if key not in _COLUMNS[kind]} for row in rows]
+            notes.append(f"{kind} times not reported: the plain loop varies by {share:.0%}")
+    return [row for row in rows if {*row} - {"measure", "case"}], notes
+
+
+def _variation(seconds: list[float]) -> float:
+    """Width of the middle half, relative to the median; 0 for too few rounds."""
+    if len(seconds) < 3:
+        return 0.0
+    low, _, high = quantiles(seconds, n=4)
+    return (high - low) / median(seconds)
+
+
+def _row(measure: str, case: str, values: tuple[str, str], ratio: float, more: Mapping[str, str]) -> Row:
+    ours, peer = values
+    return {"measure": measure, "case": case, "weft": ours, "peer": peer, "ratio": f"{ratio:.2f}", **more}
+
+
+def _processor(comparison: Comparison, ours: str, peer: str, unit: float) -> Row:
+    mine, theirs = comparison.processor(ours), comparison.processor(peer)
+    return {
+        "CPU weft": f"{mine * unit:.0f}",
+        "CPU peer": f"{theirs * unit:.0f}",
+        "CPU ratio": f"{mine / theirs:.2f}",
+    }
+
+
+def run(quick: bool) -> Table:
+    """Wire, set-up, failures, overhead, sleeping stages and a real model."""
+    # Ranks are forked from a server that has imported everything.
+    set_forkserver_preload(["torch.distributed.pipelining", "benchmarks.pipeline.rank_steps", rank_checks.__name__])
+    forkserver.ensure_running()
+    rows: list[Row] = []
+    for section in (_wire_and_links, _failures, _overhead, _sleeping, _transformer):
+        progress(section.__name__.strip("_"))
+        rows += section(quick)
+    title = "a pipe over processes, beside torch.distributed.pipelining and a loop of isend and irecv"
+    notes = [
+        "  overhead: microseconds per micro-batch and rank beyond the plain loop's share of an ideal pipeline; its CPU",
+        "  columns are processor microseconds per micro-batch and rank, the layers' own included. Elsewhere: per step.",
+    ]
+    return Table(title, rows, notes)
+
+
+def _wire_and_links(quick: bool) -> list[Row]:
+    rows: list[Row] = []
+    for ranks in (2, 4):
+        with fresh_ranks(ranks) as group:
+            seconds = [max(group.run(rank_checks.seconds_to_link)) for _ in range(2 if quick else 5)]
+            rows.append({"measure": "set-up of links, ms", "case": f"{ranks} ranks", "weft": _spread(seconds)})
+            if ranks == 4:
+                rows += [_wire(group, "U-Net", rank_checks.unet(), "1f1b")]
+                rows += [_wire(group, "dense, 4 blocks", rank_checks.dense(4), "1f1b")]
+                rows += [_wire(group, "dense, 8 blocks", rank_checks.dense(8), "interleaved")]
+    return rows
+
+
+def _wire(group: Ranks, case: str, skips: rank_checks.Skips, schedule: str) -> Row:
+    """Whether every value crossed exactly once per destination rank and direction."""
+    blocks = len(skips.writes)
+    workers = [stage % group.size for stage in range(blocks)]
+    sent = group.run(rank_checks.wire_of, skips, schedule)
+    found = {(rank, other): sizes for rank, by_rank in enumerate(sent) for other, sizes in by_rank.items()}
+    expected = rank_checks.expected_bytes(skips, workers)
+    total, ideal = (sum(map(sum, each.values())) for each in (found, expected))
+    verdict = "holds" if found == expected else "falls short"
+    row = _row("wire, bytes of a step", case, (f"{total:,}", f"{ideal:,}"), total / ideal, {"wanted": "exact"})
+    return {**row, "verdict": verdict}
+
+
+def _spread(seconds: list[float]) -> str:
+    return f"{median(seconds) * 1e3:.0f} ({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})"
+
+
+def _failures(quick: bool) -> list[Row]:
+    raised, killed = list[float](), list[float]()
+    for _ in range(1 if quick else 3):
+        with fresh_ranks(3) as group:
+            found = group.run(rank_checks.fail_on, 1)
+            raised.append(max(known for _, known in found) - max(at for at, _ in found))
+            group.start(rank_checks.fail_on, None)
+            time.sleep(0.5)
+            killed_at = time.monotonic()
+            group.signal(1, signal.SIGKILL)
+            outcomes: list[Any] = group.collect(without=(1,))
+            if any(outcomes[rank] is None or outcomes[rank].text for rank in (0, 2)):
+                raise RuntimeError(f"the ranks did not survive the kill of another one: {outcomes}")
+            killed.append(max(outcomes[rank].result[1] for rank in (0, 2)) - killed_at)
+    cases = {"an exception": raised, "SIGKILL": killed}
+    return [
+        {"measure": "failure known on all, ms", "case": case, "weft": _spread(seconds)}
+        for case, seconds in cases.items()
+    ]
+
+
+def _overhead(quick: bool) -> list[Row]:
+    chunks = 8 if quick else 32
+    with fresh_ranks(2) as group:
+        names = group.run(rank_steps.prepare_tiny, chunks, list(OVERHEAD))[0]
+        rounds, calls = (1, 1) if quick else (7, 2)
+        found = Comparison(group, names, rounds=rounds, calls=calls, patience=0.0 if quick else 30.0)
+    measure, seconds = "overhead, us", found.race.seconds
+
+    def beyond(name: str) -> list[float]:
+        """Per round, the seconds beyond the plain loop's share: half of it, and the bubble of one micro-batch."""
+        ideal = [plain * (chunks + 1) / (2 * chunks) for plain in seconds["plain"]]
+        return [(each - best) / chunks for each, best in zip(seconds[name], ideal, strict=True)]
+
+    def row(kind: str, peer: str, most: float) -> Row:
+        ours, theirs = beyond(f"weft {kind}"), beyond(f"{peer} {kind}")
+        cpu = _processor(found, f"weft {kind}", f"{peer} {kind}", 1e6 / chunks)
+        if median(theirs) <= 0:
+            return {"measure": measure, "case": f"{kind}, {peer}: the peer took less than its ideal", **cpu}
+        # On a busy machine a peer can seem to cost nothing in some round, so the ratio is that of the medians.
+        ratio = median(ours) / median(theirs)
+        values = (f"{median(ours) * 1e6:.0f}", f"{median(theirs) * 1e6:.0f}")
+        return _row(measure, f"{kind}, {peer}", values, ratio, {**cpu, **at_most(ratio, most)})
+
+    beside_raw = [row(kind, "raw", most) for kind, most in RAW.items()]
+    return found.rows(measure, beside_raw + [row(kind, "torch", most) for kind, most in OVERHEAD.items()])
+
+
+def _sleeping(quick: bool) -> list[Row]:
+    ranks, chunks, seconds = 4, 8, 0.002 if quick else 0.02
+    with fresh_ranks(ranks) as group:
+        names = group.run(rank_steps.prepare_sleep, seconds, chunks, list(SLEEP))[0]
+        found = Comparison(group, names, rounds=1 if quick else 3, calls=1, patience=0.0 if quick else 25.0)
+    measure, race = "sleeping stages, share", found.race
+
+    def row(kind: str, least: float) -> Row:
+        table = rank_steps.table_of(kind, ranks, chunks)
+        nap = seconds * ranks / table.stages
+        best = forecast(table, [StageCost(nap, 2 * nap)] * table.stages).total
+        ours, torchs = f"weft {kind}", f"torch {kind}"
+        ratio = race.ratio(torchs, ours)
+        shares = f"{best / race.median(ours):.3f}", f"{best / race.median(torchs):.3f}"
+        more = {**_processor(found, ours, torchs, 1e3), **(at_least(ratio, least) if least else {})}
+        return _row(measure, f"{kind}, torch", shares, ratio, more)
+
+    kinds = [row(kind, least) for kind, least in SLEEP.items()]
+    bubbles, early = "fused zero bubble x1", "fused 1f1b"
+    ratio = race.ratio(bubbles, early)
+    times = f"{race.median(bubbles) * 1e3:.0f}", f"{race.median(early) * 1e3:.0f}"
+    more = {**_processor(found, bubbles, early, 1e3), **at_most(ratio, FUSED)}
+    return found.rows(measure, [*kinds, _row("fused zero bubble, ms", "weft 1f1b", times, ratio, more)])
+
+
+def _transformer(quick: bool) -> list[Row]:
+    with fresh_ranks(2) as group:
+        sequence, rows_each = (16, 1) if quick else (64, 2)
+        names = group.run(rank_steps.prepare_transformer, sequence, rows_each, 8, TRANSFORMER)[0]
+        found = Comparison(group, names, rounds=1 if quick else 5, calls=1, patience=0.0 if quick else 25.0)
+    measure, race = "4-layer transformer, ms", found.race
+
+    best = min((name for name in names if name.startswith("torch")), key=race.median)
+    fastest = min((name for name in names if name.startswith("weft")), key=race.median)
+    rows: list[Row] = []
+    for kind in TRANSFORMER:
+        name = f"weft {kind}"
+        ratio = race.ratio(best, name)
+        values = f"{race.median(name) * 1e3:.0f}", f"{race.median(best) * 1e3:.0f}"
+        more = {**_processor(found, name, best, 1e3), **(at_least(ratio, 1.0) if name == fastest else {})}
+        rows.append(_row(measure, f"{kind}, {best}", values, ratio, more))
+    return found.rows(measure, rows)

@@ -1,0 +1,242 @@
+"""Weights of a model: built without storage, given storage, initialised, or read from files of safetensors."""
+
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from weft.core.errors import WeightsError
+from weft.core.rng import generators, mix, seeded
+
+Initialize = Callable[[nn.Module], object]
+"""A function that initialises the parameters of one module."""
+
+
+@contextmanager
+def build_on_meta() -> Generator[None]:
+    """Build modules with their parameters on the meta device, without memory. Ties between parameters stay.
+
+    Buffers are real, unlike under ``torch.device("meta")``, because buffers that are not persistent, such as rotary
+    frequencies, are in no file. `Pipe.materialize` gives storage to the parameters afterwards. Concerns modules that
+    the calling thread builds.
+
+    Example:
+        >>> with weft.build_on_meta():
+        ...     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        >>> model[0].weight.device, model[1].running_mean.device
+        (device(type='meta'), device(type='cpu'))
+        >>> pipe = weft.Pipe(model, chunks=2, devices=["cpu", "cpu"]).materialize()
+        >>> pipe[0].weight.device
+        device(type='cpu')
+    """
+    thread = threading.get_ident()
+    made: Any = WeakIdKeyDictionary()  # a parameter that is registered twice stays tied
+
+    def replace_by_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        # A parameter on meta can be a tie to one that was replaced before. Another object would untie it.
+        if threading.get_ident() != thread or parameter.is_meta or nn.parameter.is_lazy(parameter):
+            return None
+        if parameter not in made:
+            made[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return made[parameter]
+
+    handle = register_module_parameter_registration_hook(cast(Any, replace_by_meta))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def map_tensors(root: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer by the result of `change`. Tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    for module in root.modules():
+        for table in tables_of(module):
+            for key, each in table.items():
+                if each is not None and id(each) not in made:
+                    made[id(each)] = change(each)
+                table[key] = each if each is None else made[id(each)]
+
+
+def tables_of(module: nn.Module) -> list[dict[str, Any]]:
+    """The tables of a module's own parameters and buffers."""
+    return [cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)]
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and buffers."""
+    return [tensor for table in tables_of(module) for tensor in table.values() if tensor is not None]
+
+
+def unwrap_module(module: nn.Module) -> nn.Module:
+    """The module inside of DistributedDataParallel."""
+    return unwrap_module(cast(nn.Module, module.module)) if isinstance(module, DistributedDataParallel) else module
+
+
+def names_by_tensor(module: nn.Module) -> dict[int, tuple[Tensor, list[str]]]:
+    """The tensors of the state_dict, each with its keys, by id(). A tied tensor has several keys."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            found.setdefault(id(value), (value, []))[1].append(key)
+    return found
+
+
+def allocate(roots: Sequence[nn.Module], device_of: Mapping[int, torch.device]) -> set[int]:
+    """Give storage to all tensors on the meta device: the id() of the new ones. `device_of` is by the id() of the old
+    ones."""
+    made: list[Tensor] = []
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        storage = torch.empty_like(tensor, device=device_of[id(tensor)])
+        made.append(nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage)
+        return made[-1]
+
+    map_tensors(nn.ModuleList(roots), change)
+    return {id(tensor) for tensor in made}
+
+
+def find_uninitializable(roots: Sequence[nn.Module]) -> list[str]:
+    """A fault for each module that has tensors on the meta device, and no method to initialise them."""
+    return [
+        f"layer {number}, {name or 'itself'}: {type(module).__name__} has no reset_parameters()"
+        for number, root in enumerate(roots)
+        for name, module in cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
+        if any(tensor.is_meta for tensor in own_tensors(module)) and _reset_of(module) is None
+    ]
+
+
+def initialize_modules(
+    roots: Sequence[nn.Module], fresh: set[int], initialize: Initialize | None, seed: int, device: torch.device
+) -> None:
+    """Initialise the modules that have a `fresh` tensor, inner modules first, each from a seed of its own.
+
+    The seed of a module depends on its place only, and all draws of a module are made even if another rank has some of
+    its tensors. So the ranks of a pipe together have the weights of a single process. Of modules that share a tensor
+    the first one initialises it last.
+    """
+    numbered = [(n, k, module) for n, root in enumerate(roots) for k, module in enumerate(root.modules())]
+    for n, k, module in reversed(numbered):
+        tensors = [tensor for inner in module.modules() for tensor in own_tensors(inner)]
+        devices = {tensor.device for tensor in tensors if id(tensor) in fresh}
+        run = initialize or _reset_of(module)
+        if devices and run is not None:
+            with seeded(generators(devices), mix(seed, n, k)), _scratch(module, device):
+                run(module)
+
+
+@contextmanager
+def _scratch(module: nn.Module, device: torch.device) -> Generator[None]:
+    """Storage inside for those of the module's own tensors that another rank has."""
+    hidden = [(table, key, tensor) for table in tables_of(module) for key, tensor in table.items()]
+    hidden = [(table, key, tensor) for table, key, tensor in hidden if tensor is not None and tensor.is_meta]
+    for table, key, tensor in hidden:
+        storage = torch.empty_like(tensor, device=device)
+        table[key] = nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage
+    try:
+        yield
+    finally:
+        for table, key, tensor in hidden:
+            table[key] = tensor
+
+
+def _reset_of(module: nn.Module) -> Initialize | None:
+    """The module's own method that initialises it."""
+    for name in ("reset_parameters", "_reset_parameters"):  # the latter of nn.MultiheadAttention
+        if callable(getattr(module, name, None)):
+            return lambda module: getattr(module, name)()
+    return None
+
+
+class WeightFiles:
+    """The tensors of a safetensors file, or of the files that an index lists. Nothing is read but headers until `fill`.
+
+    `source` is the path of a file, of an index (``model.safetensors.index.json``), or of a folder with either. Raises
+    ModuleNotFoundError without safetensors, OSError or WeightsError for a path that is neither.
+    """
+
+    def __init__(self, source: str | PathLike[str]) -> None:
+        try:
+            from safetensors import safe_open  # noqa: PLC0415 - an optional package
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "weights are read with the package safetensors, which cannot be found: pip install 'weft[weights]'",
+                name="safetensors",
+            ) from error
+        self._open: Any = safe_open
+        path = Path(source)
+        if path.is_dir():
+            path = _only_file(path)
+        if path.suffix == ".json":
+            listed: dict[str, str] = json.loads(path.read_text("utf-8"))["weight_map"]
+            self._files = {key: path.parent / name for key, name in listed.items()}
+        else:
+            with self._open(path, "pt") as file:
+                self._files = dict.fromkeys(file.keys(), path)
+
+    def match(self, model: nn.Module, known: set[str]) -> tuple[dict[str, str], list[str]]:
+        """By key of the model, the key in the files, for each tensor once; and a list of faults.
+
+        `known` are the keys of the whole model."""
+        faults = [f"{key}: in the files, but not in the model" for key in self._files if key not in known]
+        chosen: dict[str, str] = {}
+        tensors = names_by_tensor(model)
+        faults += [
+            f"{name}: in no file, because it is not persistent; build the model under weft.build_on_meta()"
+            for name, buffer in model.named_buffers()
+            if buffer.is_meta and id(buffer) not in tensors
+        ]
+        shapes = self._shapes_of({key for _, names in tensors.values() for key in names if key in self._files})
+        for tensor, names in tensors.values():
+            key = next((name for name in names if name in self._files), None)
+            if key is None:
+                faults.append(f"{' or '.join(names)}: in the model, but not in the files")
+            elif shapes[key] != list(tensor.shape):
+                faults.append(f"{key}: {shapes[key]} in the files, but {list(tensor.shape)} in the model")
+            else:
+                chosen[names[0]] = key
+        return chosen, faults
+
+    def fill(self, model: nn.Module, chosen: Mapping[str, str]) -> None:
+        """Read tensors into those of the model, which keep dtype and device."""
+        state = model.state_dict()
+        for path, names in self._by_file(chosen).items():
+            with self._open(path, "pt") as file:
+                for name in names:
+                    state[name].copy_(file.get_tensor(chosen[name]))
+
+    def _shapes_of(self, keys: set[str]) -> dict[str, list[int]]:
+        shapes: dict[str, list[int]] = {}
+        for path, names in self._by_file({key: key for key in keys}).items():
+            with self._open(path, "pt") as file:
+                shapes |= {name: list(file.get_slice(name).get_shape()) for name in names}
+        return shapes
+
+    def _by_file(self, chosen: Mapping[str, str]) -> dict[Path, list[str]]:
+        by_file: defaultdict[Path, list[str]] = defaultdict(list)
+        for name, key in chosen.items():
+            by_file[self._files[key]].append(name)
+        return by_file
+
+
+def _only_file(folder: Path) -> Path:
+    """The index in a folder, or the only file of weights. Raises WeightsError if that is not clear."""
+    found = sorted(folder.glob("*.safetensors.index.json")) or sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        raise WeightsError(
+            f"{folder} has {[path.name for path in found]}, wanted one *.safetensors.index.json, or else one "
+            "*.safetensors; give the path of the file itself"
+        )
+    return found[0]
