@@ -137,8 +137,6 @@ class PipeRuntime:
         )
         if kind.cuts or any(each.has_python_functions for each in self._searched):
             self.layouts.with_cuts.add(kind)
-        if self._steppers and kind.tracked and mini_batch.micro_batches > 1:
-            forbid_steps(self._steppers)
         layout, report = self.layouts.pick(kind, watched=call.watcher is not None, local=has_local_modes())
         self._forbid(mini_batch, layout)
         begun = 0.0 if report is None else self._clock()
@@ -174,7 +172,9 @@ class PipeRuntime:
         return [*self.stages, self._loss] if call.targets and self._loss is not None else self.stages
 
     def _forbid(self, mini_batch: MiniBatch, layout: str) -> None:
-        """Raise UsageError for surroundings of the call in which this layout would go wrong."""
+        """Raise UsageError for a call that would go wrong in this layout, or in these surroundings."""
+        if self._steppers and torch.is_grad_enabled() and mini_batch.micro_batches > 1:
+            forbid_steps(self._steppers)
         if self._cuts:
             forbid_transforms(lambda: chain(mini_batch.given, self._parameters()))
         if layout == "threads" and self._collectives:

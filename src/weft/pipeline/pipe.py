@@ -504,12 +504,17 @@ class Pipe(nn.Module):
 
 
 def _forbid_pipes(module: Any, split: Any) -> None:
-    """Raise SpecError for a model that is a pipe, or has one around a split point."""
+    """Raise SpecError for a model that is a pipe, or has one around a split point, or one over processes inside."""
     points = [str(point) for point in cast("list[Any]", split)] if isinstance(split, list | tuple) else []
     for name, each in cast(Any, module).named_modules() if isinstance(module, nn.Module) else ():
         if isinstance(each, Pipe) and (not name or any(point.startswith(f"{name}.") for point in points)):
             raise SpecError(
                 f"{name or 'the model'} is a Pipe already, which cannot be cut again; give the model itself"
+            )
+        if isinstance(each, Pipe) and each.group is not None:
+            raise SpecError(
+                f"{name} is a Pipe over processes, which all ranks must call, but a stage runs on one rank; "
+                "call that Pipe before or after this one"
             )
 
 

@@ -161,6 +161,11 @@ def layer_changes() -> tuple[str, str]:
     return found
 
 
+def pipe_is_nested() -> tuple[str, str]:
+    """A pipe over processes as a layer of another one."""
+    return outcome(lambda: weft.Pipe(nn.Sequential(make(), nn.Linear(4, 4)), chunks=2, devices=["cpu"] * 2))
+
+
 def backward_twice() -> tuple[str, str]:
     pipe = make("gpipe")
     x, y = batch()

@@ -94,6 +94,7 @@ class ProcessRuntime(PipeRuntime):
         plan.executor.open(f"the forward{name}")
         try:
             mini_batch, agreed = self._agree(call, name)
+            self._forbid(mini_batch, "serial")
             for stage in self._mine:
                 if isinstance(stage, BorrowingStage):
                     stage.borrow(agreed.borrowed)
