@@ -16,7 +16,6 @@ LOADED = ("weft", "weft.errors")
 """Packages that load their names when they are touched; pdoc sees only what has been loaded."""
 PAGES = (
     "weft",
-    "weft.checkpoint",
     "weft.recurrent.cells",
     "weft.recurrent.layers",
     *(f"weft.experts.{name}" for name in ("client", "discovery", "mixture", "replication", "server")),

@@ -142,6 +142,7 @@ class OneInput:
     """A mini-batch of one tensor that wants a gradient."""
 
     shared = ()
+    present = (0,)
 
     def __init__(self, machine: Machine, tensor: OnGpu, count: int) -> None:
         self.machine, self.tensors, self.micro_batches = machine, [tensor], count
