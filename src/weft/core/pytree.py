@@ -194,7 +194,7 @@ _PLAIN: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict", OrderedDic
 
 
 def _find_class(name: str) -> Any:
-    """What this process has under a name ``module:qualname``, if anything."""
+    """The object of this process with the name ``module:qualname``, or None."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)  # nothing is imported for a message
     for part in path.split("."):

@@ -118,8 +118,8 @@ class SerialExecutor:
         return True
 
     def open(self, what: str) -> None:
-        """Begin what ends in `commit` or `abort`: a walk, and everything in its call that can fail. `what` names it in
-        messages. Does nothing if it has begun."""
+        """Begin a call that ends in `commit` or `abort`: a walk, and everything around it that can fail. `what` is its
+        name in messages. Does nothing if the call has begun."""
 
     def exchange_gradients(
         self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
@@ -129,14 +129,14 @@ class SerialExecutor:
         return by_worker
 
     def commit(self, report: Report) -> list[Report]:
-        """End what went well here. Returns the reports of all processes that took part, in the order of their workers.
+        """End a call that succeeded here. Returns the reports of all processes that took part, by worker.
 
-        Raises what made it fail in another process. Here none takes part.
+        Raises the failure of another process, if there was one. Here no other process takes part.
         """
         return [report]
 
     def abort(self, error: BaseException) -> None:
-        """End what failed here, so that it fails in every process."""
+        """End a call that failed here, so that it fails in every process."""
 
 
 class ThreadExecutor(SerialExecutor):

@@ -4,7 +4,7 @@ import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -66,6 +66,24 @@ def map_tensors(root: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
                 if each is not None and id(each) not in made:
                     made[id(each)] = change(each)
                 table[key] = each if each is None else made[id(each)]
+
+
+Slot = tuple[dict[str, Any], str]
+"""A place of a tensor: the table of a module, and the name in it."""
+
+
+@contextmanager
+def replaced_in(slots: Iterable[tuple[Slot, Any]]) -> Generator[None]:
+    """Put a tensor into each slot; afterwards the slots are as before."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for (table, key), tensor in slots:
+            before.append((table, key, table[key]))
+            table[key] = tensor
+        yield
+    finally:
+        for table, key, tensor in reversed(before):  # a slot can be named twice
+            table[key] = tensor
 
 
 def tables_of(module: nn.Module) -> list[dict[str, Any]]:
@@ -137,19 +155,15 @@ def initialize_modules(
                 run(module)
 
 
-@contextmanager
-def _scratch(module: nn.Module, device: torch.device) -> Generator[None]:
+def _scratch(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
     """Storage inside for those of the module's own tensors that another rank has."""
-    hidden = [(table, key, tensor) for table in tables_of(module) for key, tensor in table.items()]
-    hidden = [(table, key, tensor) for table, key, tensor in hidden if tensor is not None and tensor.is_meta]
-    for table, key, tensor in hidden:
+
+    def storage_for(tensor: Tensor) -> Tensor:
         storage = torch.empty_like(tensor, device=device)
-        table[key] = nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage
-    try:
-        yield
-    finally:
-        for table, key, tensor in hidden:
-            table[key] = tensor
+        return nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage
+
+    items = [((table, key), tensor) for table in tables_of(module) for key, tensor in table.items()]
+    return replaced_in((slot, storage_for(x)) for slot, x in items if x is not None and x.is_meta)
 
 
 def _reset_of(module: nn.Module) -> Initialize | None:

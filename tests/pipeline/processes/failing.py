@@ -161,6 +161,25 @@ def layer_changes() -> tuple[str, str]:
     return found
 
 
+class Counts(nn.Module):
+    """A layer that writes to a buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def buffer_is_shared() -> tuple[str, str]:
+    """A layer with a buffer that stands in stages of two ranks."""
+    counts = Counts()
+    model = nn.Sequential(counts, nn.Linear(4, 4), counts)
+    return outcome(lambda: weft.Pipe(model, chunks=2, balance=[1, 1, 1], group=dist.group.WORLD))
+
+
 def pipe_is_nested() -> tuple[str, str]:
     """A pipe over processes as a layer of another one."""
     return outcome(lambda: weft.Pipe(nn.Sequential(make(), nn.Linear(4, 4)), chunks=2, devices=["cpu"] * 2))

@@ -8,8 +8,8 @@ of autograd returns, so that the parameter gets one gradient per step, as in a s
     owner        sum <--gradient-- borrower            once per backward, before its commit
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.processes.links import Walk
 from weft.pipeline.stage import ModuleScan, Skip, Stage
+from weft.pipeline.weights import Slot, replaced_in
 
 _LENT, _RETURNED = -3, -4  # routes of addresses; those of values are numbered from 0
-
-Slot = tuple[dict[str, Any], str]
-"""A place of a parameter: the table of a module, and the name in it."""
 
 
 class Loan(NamedTuple):
@@ -105,12 +103,5 @@ class BorrowingStage(Stage):
         with self._with_copies(self._borrowed):
             return super().scan()
 
-    @contextmanager
-    def _with_copies(self, borrowed: Mapping[int, Tensor]) -> Generator[None]:
-        try:
-            for number, (table, key) in self._slots:
-                table[key] = cast(nn.Parameter, borrowed[number])
-            yield
-        finally:
-            for _, (table, key) in self._slots:
-                table[key] = None
+    def _with_copies(self, borrowed: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        return replaced_in((slot, borrowed[number]) for number, slot in self._slots)

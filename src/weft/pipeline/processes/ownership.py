@@ -7,13 +7,14 @@ A placeholder is kept for each hidden tensor, with its shape, dtype and ties.
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] # no public name
 
 from weft.core.errors import SpecError, listed
-from weft.pipeline.processes.loans import Loan, Slot
+from weft.pipeline.processes.loans import Loan
+from weft.pipeline.weights import Slot, tables_of
 
 Layers = Sequence[Sequence[tuple[str, nn.Module]]]
 """The modules of every stage, by name."""
@@ -34,8 +35,7 @@ def find_uses(layers: Layers) -> Iterator[Use]:
     for stage, of_stage in enumerate(layers):
         for name, layer in of_stage:
             for path, module in cast("Iterable[tuple[str, nn.Module]]", layer.named_modules(prefix=name)):
-                tables: list[dict[str, Any]] = [cast(Any, module._parameters), cast(Any, module._buffers)]
-                for table in tables:
+                for table in tables_of(module):
                     for key, tensor in table.items():
                         if tensor is not None:
                             yield Use(stage, f"{path}.{key}", module, (table, key), tensor)
@@ -133,6 +133,24 @@ def plan_loans(
         if borrower == rank:
             slots.setdefault(use.stage, []).append((number, use.slot))
     return loans, slots
+
+
+def forbid_shared_buffers(uses: Iterable[Use], workers: Sequence[int]) -> None:
+    """Raise SpecError that names each module with buffers which stages of several ranks share. Each rank would have a
+    copy of the buffers, and would not see the writes of others."""
+    modules = [
+        use._replace(name=use.name.rpartition(".")[0]) for use in uses if not isinstance(use.tensor, nn.Parameter)
+    ]
+    names = {id(use.tensor): use.name for use in reversed(modules)}
+    ranks: dict[str, set[int]] = {}
+    for use in modules:
+        ranks.setdefault(names[id(use.tensor)], set()).add(workers[use.stage])
+    if shared := [f"{name}, in stages of the ranks {sorted(of)}" for name, of in ranks.items() if len(of) > 1]:
+        headline = (
+            "modules with buffers cannot be shared by stages of several ranks, each of which would have a copy; let "
+            "the stages that share one be on one rank (balance=):"
+        )
+        raise SpecError(listed(headline, shared))
 
 
 def forbid_shared_statistics(uses: Iterable[Use], workers: Sequence[int]) -> None:

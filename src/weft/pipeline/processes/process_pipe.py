@@ -26,7 +26,7 @@ from weft.pipeline.processes.ownership import (
     HiddenTensors,
     find_uses,
     first_homes,
-    forbid_shared_statistics,
+    forbid_shared_buffers,
     placeholder_of,
     plan_loans,
 )
@@ -229,7 +229,7 @@ class ProcessPipe(OverProcesses):
         workers, rank = self._keep_workers(), self.group.rank()
         stages = build_stages(self._layers(), self.balance, self.devices)[0]
         uses = list(find_uses([stage.layers for stage in stages]))
-        forbid_shared_statistics(uses, workers)
+        forbid_shared_buffers(uses, workers)
         homes = first_homes(uses, workers)
         owned = {id(use.tensor): use.slot for use in reversed(uses)}
         self._loans, self._slots = plan_loans(uses, homes, workers, rank, owned)

@@ -10,7 +10,7 @@ the same order, so a message is found by its number in the walk.
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
@@ -27,6 +27,7 @@ from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.program import Owned, Program, Step, Values, perform
 from weft.pipeline.split.record import SHAPES, ForwardRecorder
+from weft.pipeline.weights import replaced_in
 
 _TOLD, _COPIED = -5, -6  # routes of addresses; those of values are numbered from 0
 
@@ -227,18 +228,11 @@ def _watching_hooked(modules: Sequence[nn.Module]) -> Generator[list[tuple[int, 
             handle.remove()
 
 
-@contextmanager
-def _substituted(modules: Iterable[nn.Module], copies: Mapping[int, nn.Parameter]) -> Generator[None]:
+def _substituted(modules: Iterable[nn.Module], copies: Mapping[int, nn.Parameter]) -> AbstractContextManager[None]:
     """Modules have copies in the place of some parameters inside."""
     tables = cast("list[dict[str, Any]]", [module._parameters for module in modules])
-    slots = [(table, key, x) for table in tables for key, x in table.items() if id(x) in copies]
-    try:
-        for table, key, parameter in slots:
-            table[key] = copies[id(parameter)]
-        yield
-    finally:
-        for table, key, parameter in slots:
-            table[key] = parameter
+    slots = [((table, key), copies[id(x)]) for table in tables for key, x in table.items() if id(x) in copies]
+    return replaced_in(slots)
 
 
 class TogetherRecorder(ForwardRecorder):

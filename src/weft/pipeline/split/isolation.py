@@ -1,7 +1,7 @@
 """Run a model without side effects on it or on the caller: for recording, comparing and measuring."""
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.core.rng import generators, restore, states
-from weft.pipeline.weights import map_tensors
+from weft.pipeline.weights import map_tensors, replaced_in
 
 _c = cast(Any, torch._C)
 _GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
@@ -68,20 +68,13 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
             now.update({k: each for k, each in held.items() if k in stored or type(each) in (int, float)})
 
 
-@contextmanager
-def brought(modules: Iterable[nn.Module], device: torch.device | None) -> Generator[None]:
+def brought(modules: Iterable[nn.Module], device: torch.device | None) -> AbstractContextManager[None]:
     """Let modules have copies, on this device, of parameters that a stage on another device owns (None: there are no
     others)."""
     inner = {each: None for module in modules for each in module.modules()} if device is not None else {}
-    before = [(each, key, p) for each in inner for key, p in each._parameters.items() if p is not None]
-    try:
-        for module, key, parameter in before:
-            if parameter.device != device and not parameter.is_meta:
-                module._parameters[key] = cast(Any, parameter.to(device))
-        yield
-    finally:
-        for module, key, parameter in before:
-            module._parameters[key] = parameter
+    tables = cast("list[dict[str, Any]]", [each._parameters for each in inner])
+    slots = [((table, key), p) for table in tables for key, p in table.items() if p is not None]
+    return replaced_in((slot, p.to(device)) for slot, p in slots if p.device != device and not p.is_meta)
 
 
 def copies(leaves: Sequence[Any]) -> list[Any]:
