@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import weft
 from weft import report
-from weft.pipeline import Forecast, Sizes, costs_from
+from weft.pipeline import Forecast, MemoryRecorder, costs_from
 
 STAGES, CHUNKS, ROWS, WIDTH = 4, 8, 512, 384
 SPLIT = ["hidden.2", "hidden.4", "hidden.6"]  # a stage begins at each of them
@@ -108,7 +108,7 @@ def record(model: nn.Module, schedule: str, checkpoint: str, batch: tuple[Tensor
     pipe = pipe_of(copy.deepcopy(model), schedule, checkpoint)
 
     def run(watcher) -> None:
-        with pipe.watched_by(watcher):
+        with pipe.observed_by(watcher):
             pipe(batch[0], target=batch[1]).backward()
         pipe.zero_grad()
 
@@ -116,7 +116,7 @@ def record(model: nn.Module, schedule: str, checkpoint: str, batch: tuple[Tensor
     for recorder in timed:
         run(recorder)
     alive_anyway = [*pipe.parameters(), *batch]
-    sizes, memory = Sizes(alive_anyway), weft.Recorder(memory=True)
+    sizes, memory = MemoryRecorder(alive_anyway), weft.Recorder(memory=True)
     memory.ignore(alive_anyway)
     run(sizes)
     run(memory)

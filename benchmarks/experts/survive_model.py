@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weft.core.spec import TensorSpec
-from weft.experts.registry import Blueprint, FeedForward
+from weft.experts.registry import ExpertFactory, FeedForward
 
 GRID = (2, 2)
 WIDTH = 64
@@ -41,12 +41,12 @@ def load_labelled(seed: int) -> Labelled:
     return Labelled(images[_HELD_OUT:], digits[_HELD_OUT:], images[:_HELD_OUT], digits[:_HELD_OUT])
 
 
-def digit_expert(hidden: int, seed: int) -> Blueprint:
+def digit_expert(hidden: int, seed: int) -> ExpertFactory:
     """A feed-forward layer, rows x ``hidden``, with the initial weights of ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         module = FeedForward(hidden, 2 * hidden)
-    return Blueprint(module, (TensorSpec((None, hidden), torch.float32),))
+    return ExpertFactory(module, (TensorSpec((None, hidden), torch.float32),))
 
 
 class Classifier(nn.Module):

@@ -60,7 +60,7 @@ class _Runner:
         """All gradients of one step with that seed."""
         recorder, parameters = weft.Recorder(), list(self._pipe.parameters())
         torch.manual_seed(seed)
-        with self._pipe.watched_by(recorder):
+        with self._pipe.observed_by(recorder):
             step(self._pipe, parameters, x, lambda y: y.square().mean())()
         pairs = _overlaps(recorder.events)
         self._pairs += pairs

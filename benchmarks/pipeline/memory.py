@@ -57,7 +57,7 @@ def _row(pipe: weft.Pipe, x: Tensor, target: Tensor) -> Row:
     work()  # warm up
     recorder = weft.Recorder(memory=True)
     recorder.ignore([x, target, *pipe.parameters()])
-    with pipe.watched_by(recorder):
+    with pipe.observed_by(recorder):
         work()
     predicted = _forecast(pipe, recorder.events, x, target)
     live = _live(recorder.events)

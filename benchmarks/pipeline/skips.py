@@ -84,7 +84,7 @@ def _row(schedule: str, checkpoint: str, seconds: float) -> Row:
     work()  # warm up
     lives.clear()
     recorder = weft.Recorder()
-    with pipe.watched_by(recorder):
+    with pipe.observed_by(recorder):
         work()
     beyond = [_beyond(life, recorder.events) for life in lives if _made_in(life, recorder.events).kind == "F"]
     longest = max(beyond) * 1e3

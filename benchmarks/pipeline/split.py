@@ -30,7 +30,7 @@ from benchmarks.harness import progress, race
 from benchmarks.table import Row, Table, at_most
 from weft.core.pytree import flatten, unflatten
 from weft.pipeline.microbatch import micro_sizes, plan_split
-from weft.pipeline.split.program import OpenCode
+from weft.pipeline.split.program import InterBlockParameters
 
 _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
 _LLAMA = {**_SMALL, "num_key_value_heads": 1, "use_cache": False}
@@ -174,7 +174,7 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
     split = ["transformer.h.3", "transformer.h.6", "transformer.h.9"]
     options = {"split": split, "devices": ["cpu"] * 4, "executor": "serial"}
     cut = weft.Pipe(model, chunks=8, sample={"input_ids": tokens}, **options)._cut()
-    program, code = cut.latest, OpenCode(model, set().union(*cut._owned))  # as the stages have it
+    program, code = cut.latest, InterBlockParameters(model, set().union(*cut._owned))  # as the stages have it
 
     def trained(call: Callable[[], Any]) -> Callable[[], None]:
         def both() -> None:

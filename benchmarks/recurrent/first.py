@@ -28,7 +28,7 @@ from benchmarks.recurrent.zoo import WIDTH, ZOO
 from benchmarks.table import Row, Table, at_most
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent, cells
-from weft.recurrent.cpp.backend import kernels
+from weft.recurrent.cpp.cpp_backend import kernels
 
 STEPS, ROWS = (50, 1000), 8
 WANTED = 1.5

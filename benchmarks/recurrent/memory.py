@@ -20,7 +20,7 @@ from benchmarks.recurrent.racing import race_for
 from benchmarks.recurrent.work import THREADS, Work, agree, threads, training
 from benchmarks.table import Row, Table
 from weft.recurrent import Recurrent
-from weft.recurrent.backends import Memory
+from weft.recurrent.plan_backends import Memory
 
 MB = 1_000_000
 STEPS, BATCH, WIDTH = 1000, 64, 128

@@ -17,7 +17,7 @@ from weft.core.segment import Keep, MicroBatchContext, Segment
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
 from weft.pipeline.schedule import Schedule, gpipe
-from weft.pipeline.step import Run
+from weft.pipeline.step import StepState
 
 color: contextvars.ContextVar[str] = contextvars.ContextVar("color", default="none")
 
@@ -44,7 +44,7 @@ def seen_by(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dic
     routes = (Route("x", OUTSIDE, (0,)), Route("m", 0, (1,)), Route("y", 1, (OUTSIDE,)))
     segments = {0: Segment(function), 1: Segment(function)}
     contexts = [MicroBatchContext(i, ambient) for i in range(2)]
-    run = Run(Wiring(routes, 2), segments, contexts, [[keep] * 2] * 2, [None, None])
+    run = StepState(Wiring(routes, 2), segments, contexts, [[keep] * 2] * 2, [None, None])
     given = {0: {Address(0, 0, i): Message(torch.ones(1, requires_grad=True)) for i in range(2)}}
 
     def walk(schedule: Schedule, given: Any) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.expert_cases import answered, backward, fussy_backend, rows, spoiled_gradient, weights, work
-from weft.experts import ExpertBackend, Guards, Runtime, SumsOptions, TensorSpec
+from weft.experts import AccumulationOptions, ExpertBackend, Guards, Runtime, TensorSpec
 from weft.experts.errors import CommitError, GradientError, OverloadError, StepError
 
 
@@ -93,7 +93,7 @@ def test_a_sum_that_the_guards_refuse_is_dropped_and_may_be_built_again() -> Non
 
 @pytest.mark.parametrize("how", ["grows old", "is discarded"])
 def test_open_mini_batches_are_few_and_what_is_given_up_makes_room_and_takes_nothing_that_comes_late(how: str) -> None:
-    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=1, seconds=60.0))
+    backend = fussy_backend(mini_batches=AccumulationOptions(mini_batches=1, seconds=60.0))
     answered(backend, add(backend, "a", 0, key="k"))
     assert isinstance(*answered(backend, add(backend, "b", 0)), OverloadError)
     if how == "grows old":

@@ -23,7 +23,7 @@ from weft.core.errors import UsageError
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.etcd import EtcdDirectory, RefusedByEtcdError
 from weft.experts.discovery.fencing import epoch_of, later
-from weft.experts.errors import AwayError, LeaseLostError, OwnedError
+from weft.experts.errors import DirectoryUnavailableError, ExpertOwnedError, LeaseLostError
 
 FOREVER = 1000.0
 SOON = 0.1  # seconds: within these a change is to be seen, in the best of several tries
@@ -139,7 +139,7 @@ def test_only_one_owns_an_expert_until_it_lets_go_or_its_lease_ends(case: Case) 
     second = case.directory.declare("a", "y:1", FOREVER)
     mine = case.directory.claim("a", first)
     assert case.directory.get().owner("a") == mine
-    with pytest.raises(OwnedError, match="owned by x:1, and y:1 cannot claim it") as caught:
+    with pytest.raises(ExpertOwnedError, match="owned by x:1, and y:1 cannot claim it") as caught:
         case.directory.claim("a", second)
     assert caught.value.address == "x:1"
     case.advance(1.5)
@@ -179,7 +179,7 @@ def test_a_watch_follows_every_change_and_keeps_the_last_snapshot_when_it_is_clo
     real.close()
     assert watch.snapshot().uids == other.snapshot().uids == ("a2",)
     for call in (real.get, real.watch, lambda: real.declare("a", "x:1", 1.0)):
-        with pytest.raises(AwayError):
+        with pytest.raises(DirectoryUnavailableError):
             call()
     real.close()
 
@@ -257,7 +257,7 @@ def apply(step: Step, case: Case, model: Model, leases: dict[int, Lease], tokens
         with pytest.raises(UsageError, match="declare it first"):
             directory.claim(step.uid, lease)
     elif model.owners.get(step.uid, (lease.address,))[0] != lease.address:
-        with pytest.raises(OwnedError):
+        with pytest.raises(ExpertOwnedError):
             directory.claim(step.uid, lease)
     else:
         token = directory.claim(step.uid, lease).token
@@ -288,7 +288,7 @@ def test_of_many_who_claim_at_once_one_wins_and_every_token_is_larger_than_the_l
         for _ in range(50):
             try:
                 mine = real.claim("a", lease)
-            except OwnedError as error:
+            except ExpertOwnedError as error:
                 lost.append(error.address)
                 continue
             tokens.append(mine.token)  # only the owner gets here, so these come one after the other
@@ -452,7 +452,7 @@ def test_a_watch_serves_while_etcd_is_away_and_catches_up_after(tmp_path: Path) 
         with directory.watch() as watch:
             member.kill()
             wait_until(lambda: watch.away_seconds)
-            with pytest.raises(AwayError):
+            with pytest.raises(DirectoryUnavailableError):
                 directory.renew(lease)
             assert watch.snapshot().uids == ("a",) and watch.away_seconds > 0
             member.start()

@@ -11,14 +11,14 @@ from weft.core.errors import UsageError
 from weft.experts.discovery import Lease, LocalDirectory, Ownership
 from weft.experts.discovery.directory import make_snapshot
 from weft.experts.discovery.etcd import MESSAGES, EtcdDirectory, EtcdKeys, EtcdTls, open_directory
-from weft.experts.errors import AwayError, OwnedError
+from weft.experts.errors import DirectoryUnavailableError, ExpertOwnedError
 
 
 def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:
     with EtcdDirectory(["127.0.0.1:1", "127.0.0.1:2"], timeout=1.0) as directory:
         for call in (directory.get, directory.watch, lambda: directory.declare("a", "x:1", 1.0)):
             start = time.monotonic()
-            with pytest.raises(AwayError, match=r"127\.0\.0\.1:1(.|\n)*127\.0\.0\.1:2"):
+            with pytest.raises(DirectoryUnavailableError, match=r"127\.0\.0\.1:1(.|\n)*127\.0\.0\.1:2"):
                 call()
             assert time.monotonic() - start < 20.0  # whatever the machine does besides
 
@@ -85,5 +85,5 @@ def test_a_claim_of_what_a_stranger_owns_is_refused_by_his_name() -> None:
 
     with EtcdDirectory("a:1") as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(directory._client, "call", Taken().call)
-        with pytest.raises(OwnedError, match=r"owned by \\xff\\xfe"):
+        with pytest.raises(ExpertOwnedError, match=r"owned by \\xff\\xfe"):
             directory.claim("x", Lease(1, ("x",), "b:1", 5.0))

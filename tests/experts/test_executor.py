@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tests.experts.expert_cases import TROUBLE, Troubled, X, fussy_backend, rows, task, weights, work
 from weft.core.spec import TensorSpec
 from weft.experts import ExpertBackend, Guards
+from weft.experts.batch_executor import BatchBuffers, TaskFault, _split, isolate_faults
 from weft.experts.errors import GradientError, ModuleExitError
-from weft.experts.executor import BatchBuffers, TaskFault, _split, isolate_faults
 from weft.experts.schema import Column, FlatSchema
 from weft.experts.task import Results, Task, split_rows
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.experts.concurrency import FakeClock
 from tests.experts.expert_cases import answered, backward, fussy_backend, rows, spoiled_gradient, weights, work
 from weft.core.errors import UsageError
-from weft.experts import ExpertBackend, IdempotencyOptions, Runtime, SumsOptions, idempotency
+from weft.experts import AccumulationOptions, ExpertBackend, IdempotencyOptions, Runtime, idempotency
 from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
 from weft.experts.idempotency import IdempotencyTable, fingerprint
 from weft.experts.serialization import deserialize, serialize
@@ -202,7 +202,7 @@ def test_the_state_of_a_table_goes_into_another(backend: ExpertBackend) -> None:
     sent = [send(backend, f"k{i}", seed=i) for i in range(3)]
     work(backend)
     assert isinstance(*answered(backend, send(backend, "o", mini_batch="m")), list)
-    restarted = fussy_backend(mini_batches=SumsOptions(mini_batches=1))
+    restarted = fussy_backend(mini_batches=AccumulationOptions(mini_batches=1))
     assert isinstance(*answered(restarted, send(restarted, "o", "bob", mini_batch="gone")), list)
     restarted.load_state_dict(backend.state_dict())
     restarted.records.load_state_dict(backend.records.state_dict())

@@ -13,7 +13,7 @@ from tests.experts.mixture.test_arguments import GOOD
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
 from weft.core.validation import LONGEST, Validator
-from weft.experts import GraphBudget, Guards, IdempotencyOptions, SumsOptions
+from weft.experts import AccumulationOptions, GraphBudget, Guards, IdempotencyOptions
 from weft.experts.client import RemoteExpert
 from weft.experts.client.retry import Retry
 from weft.experts.client.stream import PendingCalls
@@ -58,7 +58,7 @@ TIMES: dict[Callable[..., object], str] = {
     ReplicaOptions: "follow_seconds first_seconds",
     Retry: "longest attempt_seconds",
     IdempotencyOptions: "max_age max_result_age",
-    SumsOptions: "seconds orphan_seconds",
+    AccumulationOptions: "seconds orphan_seconds",
 }
 
 
@@ -92,9 +92,9 @@ WRONG: list[tuple[type, str, list[Any]]] = [
     (IdempotencyOptions, "max_keys", [*COUNT, 0, None]),
     (IdempotencyOptions, "max_client_keys", [*COUNT, 0]),
     (IdempotencyOptions, "max_age", [*NUMBER, 0, None]),
-    (SumsOptions, "max_client_mini_batches", [*COUNT, 0]),
-    (SumsOptions, "mini_batches", [*COUNT, 0, None]),
-    (SumsOptions, "seconds", [*NUMBER, 0, None]),
+    (AccumulationOptions, "max_client_mini_batches", [*COUNT, 0]),
+    (AccumulationOptions, "mini_batches", [*COUNT, 0, None]),
+    (AccumulationOptions, "seconds", [*NUMBER, 0, None]),
     (Retry, "attempts", [0, 2.5, True]),
     (Retry, "growth", [0.5, float("inf"), "2", None]),
     (Retry, "first", [3.0, -1.0, "a", float("nan")]),
@@ -142,7 +142,7 @@ def test_seconds_that_no_thread_can_wait_are_refused_by_name_and_the_longest_tak
         (lambda: PoolOptions(min_batch_size=9, max_batch_size=8), ["min_batch_size is 9, but max_batch_size 8"]),
         (lambda: ServerOptions(total_bytes=0), ["total_bytes is 0"]),
         (lambda: GraphBudget(0, seconds=0.0), ["nbytes is 0", "seconds is 0"]),
-        (lambda: SumsOptions(0, seconds=0.0), ["mini_batches is 0", "seconds is 0"]),
+        (lambda: AccumulationOptions(0, seconds=0.0), ["mini_batches is 0", "seconds is 0"]),
         (lambda: IdempotencyOptions(-1, 0.0, 0), ["max_result_bytes is -1", "max_result_age is 0", "max_keys is 0"]),
         (lambda: Guards(max_norm=0.0, max_output_norm=-1.0), ["max_norm is 0", "max_output_norm is -1"]),
     ],

@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
-from weft.experts import Blueprint, FeedForward, Runtime, expert_kinds, make_expert, register_expert
+from weft.experts import ExpertFactory, FeedForward, Runtime, expert_kinds, make_expert, register_expert
 from weft.experts import registry as registered
 
 
@@ -17,8 +17,8 @@ def test_a_kind_is_made_by_keywords_and_serves(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(registered, "_kinds", dict(registered._kinds))
 
     @register_expert("double")
-    def double(width: int) -> Blueprint:
-        return Blueprint(nn.Identity(), (TensorSpec((None, width), torch.float32),), options={"max_batch_size": 7})
+    def double(width: int) -> ExpertFactory:
+        return ExpertFactory(nn.Identity(), (TensorSpec((None, width), torch.float32),), options={"max_batch_size": 7})
 
     assert "double" in expert_kinds()
     backend = make_expert("double", width=3).backend("d", timeout=0.5)

@@ -16,7 +16,7 @@ from weft.core.errors import UsageError
 from weft.experts import telemetry as adapter
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.server import Server
-from weft.experts.telemetry import Attributes, Observer, OpenTelemetryObserver, SafeObserver
+from weft.experts.telemetry import Attributes, OpenTelemetryObserver, SafeObserver, SpanObserver
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 X = torch.ones(3, 4, dtype=torch.float64)
@@ -57,7 +57,7 @@ class Notes:
 
 def test_a_backward_is_received_waits_runs_and_steps() -> None:
     notes = Notes()
-    assert isinstance(notes, Observer) and isinstance(SafeObserver(notes), Observer)
+    assert isinstance(notes, SpanObserver) and isinstance(SafeObserver(notes), SpanObserver)
     with Server([layer("a")], observer=notes) as server:
         train(server, "a", 2)
     received, queued = notes.called("receive"), notes.called("queue")

@@ -62,7 +62,7 @@ def watched(schedule: str, executor: Any, stages: int, chunks: int, checkpoint: 
     recorder = Counting()
     x = torch.ones(chunks, WIDTH, dtype=torch.float64)
     recorder.ignore([*pipe.parameters(), x])
-    with pipe.watched_by(recorder):
+    with pipe.observed_by(recorder):
         pipe(x, target=torch.zeros_like(x)).backward()
     return recorder
 

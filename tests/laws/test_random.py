@@ -151,7 +151,7 @@ def test_a_model_that_draws_moves_the_generator_on() -> None:
 def test_a_watcher_changes_no_random_number() -> None:
     pipe, x = pipe_over(model(), "threads", "always"), ONES
     wanted = step(pipe, 0, x)
-    with pipe.watched_by(Recorder(memory=True)):
+    with pipe.observed_by(Recorder(memory=True)):
         assert all(map(torch.equal, wanted, step(pipe, 0, x)))
 
 

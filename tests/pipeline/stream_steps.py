@@ -24,8 +24,8 @@ from weft.pipeline.routing import (
     CudaPlace,
     EntryPoint,
     EntryPoints,
-    Place,
     Route,
+    StageDevice,
     StreamLock,
     Wiring,
     join_walk,
@@ -185,7 +185,7 @@ class GpuStep(PipeStep):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def trusted(self, forward: Any) -> Any:
+    def run_until_rng_settled(self, forward: Any) -> Any:
         return forward(RngStreams({}, {}))
 
 
@@ -222,7 +222,7 @@ class Pipeline:
         if last > 1:
             routes.append(Route("skip", 0, (last,)))
             self.stages[0].outputs = 2
-        place = Place if type(executor) is SerialExecutor else CudaPlace
+        place = StageDevice if type(executor) is SerialExecutor else CudaPlace
         self.plan = SimpleNamespace(
             places=tuple(place(device) for device in devices),
             executor=executor,

@@ -7,18 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.autotune import Layouts, TimedCall
+from weft.pipeline.autotune import LayoutTuner, TimedCall
 
 TURNS = 6  # one to warm up, five that count
 NAMES = ("serial", "uncut", "threads")
 
 
-def auto(candidates: int = 2) -> Layouts:
+def auto(candidates: int = 2) -> LayoutTuner:
     """Layouts to choose from, the first of `NAMES`."""
-    return Layouts("auto", 2 if candidates > 2 else 1, one_device=True, uncut=True)
+    return LayoutTuner("auto", 2 if candidates > 2 else 1, one_device=True, uncut=True)
 
 
-def measured(choice: Layouts, *seconds: float, kind: str = "step") -> list[str]:
+def measured(choice: LayoutTuner, *seconds: float, kind: str = "step") -> list[str]:
     """Take steps of these times per candidate until the choice is made; return what was picked."""
     picks: list[str] = []
     while kind not in choice.chosen():
@@ -80,10 +80,10 @@ def test_a_choice_that_becomes_slow_is_measured_again() -> None:
 
 
 def test_recomputation_or_several_devices_are_never_merged() -> None:
-    recomputing = Layouts("auto", 3, one_device=True, uncut=False)
+    recomputing = LayoutTuner("auto", 3, one_device=True, uncut=False)
     recomputing.fixed = "serial"
     assert recomputing.pick("kind", watched=False) == ("serial", None)
-    assert Layouts("auto", 3, one_device=False, uncut=False).pick("kind", watched=False)[0] == "threads"
+    assert LayoutTuner("auto", 3, one_device=False, uncut=False).pick("kind", watched=False)[0] == "threads"
 
 
 def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import weft
 from weft.core.errors import UsageError
 from weft.pipeline.schedule import Action, build
-from weft.pipeline.simulate import Sizes, costs_from
-from weft.pipeline.step import Watcher
+from weft.pipeline.simulate import MemoryRecorder, costs_from
+from weft.pipeline.step import Observer
 from weft.pipeline.tracing import ActionEvent, Recorder
 
 
@@ -112,11 +112,11 @@ def test_the_forecast_of_live_bytes_is_what_a_recorder_counts(
     batch = torch.randn(rows, 8), torch.randn(rows, 8)
     known = [*pipe.parameters(), *batch]
 
-    def step(watcher: Watcher) -> None:
-        with pipe.watched_by(watcher):
+    def step(watcher: Observer) -> None:
+        with pipe.observed_by(watcher):
             pipe(batch[0], target=batch[1]).backward()
 
-    timed, sizes, memory = Recorder(), Sizes(known), Recorder(memory=True)
+    timed, sizes, memory = Recorder(), MemoryRecorder(known), Recorder(memory=True)
     memory.ignore(known)
     for watcher in (timed, sizes, memory):
         step(watcher)
@@ -134,10 +134,10 @@ class Rewrites(nn.Module):
         return y + z
 
 
-@pytest.mark.parametrize("watcher", [Recorder(), Recorder(memory=True), Sizes()])
-def test_a_tensor_that_backward_needs_and_a_layer_wrote_to_is_an_error_also_when_watched(watcher: Watcher) -> None:
+@pytest.mark.parametrize("watcher", [Recorder(), Recorder(memory=True), MemoryRecorder()])
+def test_a_tensor_that_backward_needs_and_a_layer_wrote_to_is_an_error_also_when_watched(watcher: Observer) -> None:
     pipe = weft.Pipe(nn.Sequential(nn.Linear(4, 4), Rewrites()), chunks=2, devices=["cpu"] * 2, checkpoint="never")
-    with pipe.watched_by(watcher):
+    with pipe.observed_by(watcher):
         loss = pipe(torch.ones(4, 4)).sum()
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
             loss.backward()
@@ -164,7 +164,7 @@ def test_steps_that_failed_or_were_dropped_count_no_longer(executor: str, fails:
     for before in (0, 3):
         recorder = Recorder(memory=True)
         recorder.ignore([*pipe.parameters(), batch])
-        with pipe.watched_by(recorder):
+        with pipe.observed_by(recorder):
             for _ in range(before):
                 layers[2].now = fails
                 with pytest.raises(ArithmeticError) if fails else nullcontext():
@@ -185,8 +185,8 @@ def test_a_tensor_that_goes_out_twice_is_one_value_with_all_its_readers() -> Non
         model(), chunks=2, balance=[2, 2, 1, 2], devices=["cpu"] * 4, checkpoint="never", executor="threads"
     )
     batch = torch.randn(12, 8)
-    sizes = Sizes([*pipe.parameters(), batch])
-    with pipe.watched_by(sizes):
+    sizes = MemoryRecorder([*pipe.parameters(), batch])
+    with pipe.observed_by(sizes):
         pipe(batch).sum().backward()
     of_first = [(value.readers, value.bytes, value.kept_by_source) for value in sizes.values() if value.source == 0]
     assert of_first == [((1, 3), 6 * 8 * 4, True), ((2, 3), 6 * 8 * 4, True)]

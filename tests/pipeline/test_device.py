@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft import Pipe
 from weft.core.errors import UsageError
 from weft.core.segment import leaf_of
-from weft.pipeline.routing import CudaPlace, Message, Place, join_walk, leave_walk, message_of
+from weft.pipeline.routing import CudaPlace, Message, StageDevice, join_walk, leave_walk, message_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -19,18 +19,18 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def test_what_is_there_already_arrives_as_it_is() -> None:
     x = torch.ones(2, requires_grad=True)
     value = {"x": x, "n": 3, "none": None}
-    arrived = Place(CPU).arrive(Message(value))
+    arrived = StageDevice(CPU).arrive(Message(value))
     assert arrived["x"] is x and arrived["n"] == 3 and arrived["none"] is None
 
 
 def test_only_what_is_on_a_gpu_waits_for_the_event_of_its_message() -> None:
     x, event = torch.ones(2), object()  # a CPU tensor that travels with one of a GPU, whose event this stands for
-    assert Place(CPU).arrive(Message((x, 1), event))[0] is x
-    assert Place(META).arrive(Message((x, 1), event))[0].device == META
+    assert StageDevice(CPU).arrive(Message((x, 1), event))[0] is x
+    assert StageDevice(META).arrive(Message((x, 1), event))[0].device == META
 
 
 def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted() -> None:
-    arrived = Place(META).arrive(Message((torch.ones(2, requires_grad=True), torch.ones(2))))
+    arrived = StageDevice(META).arrive(Message((torch.ones(2, requires_grad=True), torch.ones(2))))
     assert [x.device for x in arrived] == [META, META]
     assert [x.requires_grad for x in arrived] == [True, False]
     assert all(x.is_leaf for x in arrived)
@@ -38,7 +38,7 @@ def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted()
 
 def test_a_moved_leaf_lets_no_gradient_accumulate() -> None:
     """A layer that keeps its input, which a loss then reads, would lose the gradient of the stages before."""
-    kept = Place(META).arrive(Message(leaf_of(torch.ones(2), True)))
+    kept = StageDevice(META).arrive(Message(leaf_of(torch.ones(2), True)))
     with pytest.raises(UsageError, match="made inside a stage is used outside"):
         (kept * 2).sum().backward()
 
@@ -57,7 +57,7 @@ def test_graph_moves_values_between_devices(monkeypatch: pytest.MonkeyPatch, che
 
 
 def test_on_the_cpu_nothing_waits() -> None:
-    place, x = Place(CPU), torch.ones(2)
+    place, x = StageDevice(CPU), torch.ones(2)
     assert message_of(x).ready is None and place.depart(x).ready is None
     join_walk([place, None])
     leave_walk([place, None], [x, None])
@@ -227,7 +227,7 @@ def test_what_leaves_the_gpu_has_left_it_when_it_is_read() -> None:
     with place.here():
         torch.cuda._sleep(50_000_000)
         sent = place.depart(torch.ones(LARGE, device=CUDA))
-    arrived = Place(CPU).arrive(sent)
+    arrived = StageDevice(CPU).arrive(sent)
     assert arrived.min() == arrived.max() == 1
 
 

@@ -19,7 +19,7 @@ from tests.strategies import any_schedules
 from weft.core.context import ExecutionContext
 from weft.core.rng import RngVote, lock_generators
 from weft.pipeline.actions import Action, needs
-from weft.pipeline.executor import Closed, SerialExecutor, ThreadExecutor
+from weft.pipeline.executor import SerialExecutor, ThreadExecutor, WalkAborted
 from weft.pipeline.routing import OUTSIDE, Address, Message
 from weft.pipeline.schedule import Schedule, gpipe, one_f_one_b
 
@@ -131,7 +131,7 @@ def test_all_who_wait_are_woken_when_one_fails(threads: ThreadExecutor, table: S
         waiting.release()
         try:
             box.take(Address(0, action.stage, 0))
-        except Closed:
+        except WalkAborted:
             woken.append(action.stage)
             raise
 

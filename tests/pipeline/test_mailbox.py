@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.executor import Closed, LocalQueue, Mailbox
+from weft.pipeline.executor import LocalQueue, Mailbox, WalkAborted
 from weft.pipeline.routing import Address
 
 addresses = st.builds(Address, st.integers(0, 2), st.integers(0, 2), st.integers(-2, 2))
@@ -46,7 +46,7 @@ def test_closing_a_mailbox_wakes_its_worker_and_it_stays_closed() -> None:
         for _ in range(2):
             try:
                 box.take(Address(0, 0, 0))
-            except Closed:
+            except WalkAborted:
                 ends.append("closed")
 
     worker = threading.Thread(target=wait, daemon=True)
@@ -61,5 +61,5 @@ def test_what_arrived_before_the_end_can_still_be_taken() -> None:
     box.put(Address(0, 0, 0), "early")
     box.close()
     assert box.take(Address(0, 0, 0)) == "early"
-    with pytest.raises(Closed):
+    with pytest.raises(WalkAborted):
         box.take(Address(0, 0, 1))

@@ -117,7 +117,7 @@ def test_a_traceback_has_the_frames_of_the_user_and_one_of_weft(
 
 def test_what_weft_itself_fails_at_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, _ = piped(chain(4, 4), executor="serial")
-    monkeypatch.setattr("weft.pipeline.engine.build", lambda schedule, *_: schedule.nothing)
+    monkeypatch.setattr("weft.pipeline.pipe_runtime.build", lambda schedule, *_: schedule.nothing)
     with pytest.raises(AttributeError) as caught:
         pipe(rows(5, 4))
     assert len(traceback.extract_tb(caught.value.__traceback__)) > 4

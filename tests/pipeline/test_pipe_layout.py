@@ -65,7 +65,7 @@ def test_what_is_set_later_holds_from_the_next_step_on() -> None:
     for change, chunks, wanted, balance in changes:
         change()
         calls.clear()
-        with pipe.watched_by(recorder := Recorder()):
+        with pipe.observed_by(recorder := Recorder()):
             backward(pipe, rows(6, 4))
         backward(plain, rows(6, 4))
         assert calls == wanted and pipe.statistics()["balance"] == balance
@@ -118,13 +118,13 @@ def test_what_is_set_later_is_checked_as_in_the_constructor(name: str, value: An
 @pytest.mark.parametrize("watcher", [None, 3, object(), Recorder])
 def test_a_watcher_that_is_none_is_refused_before_a_step(watcher: Any) -> None:
     pipe, _ = piped(chain(4, 4))
-    with without_type_checks(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.watched_by(watcher):
+    with without_type_checks(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.observed_by(watcher):
         raise AssertionError("the block began")
 
 
 def test_a_graph_that_stays_whole_cannot_be_watched() -> None:
     pipe, _ = piped(chain(4, 4), executor="graph")
-    with pytest.raises(UsageError, match="'serial' or 'threads'"), pipe.watched_by(Recorder()):
+    with pytest.raises(UsageError, match="'serial' or 'threads'"), pipe.observed_by(Recorder()):
         raise AssertionError("the block began")
 
 
@@ -132,7 +132,7 @@ def test_a_recording_of_two_pipes_tells_their_threads_apart() -> None:
     recorder = Recorder()
     for _ in range(2):
         pipe, _ = piped(chain(4, 4, 4), executor="threads")
-        with pipe.watched_by(recorder):
+        with pipe.observed_by(recorder):
             backward(pipe, rows(6, 4))
     assert len({event.thread for event in recorder.events}) == 4
 

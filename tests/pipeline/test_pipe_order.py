@@ -111,7 +111,7 @@ MODES: dict[str, Any] = {
 def test_only_what_the_mode_says_is_recomputed(executor: str, checkpoint: str) -> None:
     pipe, _ = piped(chain(4, 5, 3), chunks=4, executor=executor, checkpoint=MODES[checkpoint])
     for count, micro_batches in ((8, 4), (3, 3)):
-        with pipe.watched_by(recorder := Recorder()):
+        with pipe.observed_by(recorder := Recorder()):
             backward(pipe, rows(count, 4))
         again = {each.action[::2] for each in recorder.events if each.kind == "R"}
         count = {"except_last": micro_batches - 1, "never": 0}.get(checkpoint, micro_batches)
@@ -150,7 +150,7 @@ def test_every_worker_follows_its_row_of_the_schedule(executor: str, schedule: s
         loss=nn.MSELoss(),
         executor=executor,
     )
-    with pipe.watched_by(recorder := Recorder()):
+    with pipe.observed_by(recorder := Recorder()):
         pipe(rows(8, 4), target=rows(8, 4)).backward()
     seen = [[each.action for each in recorder.events if each.action.stage == stage] for stage in range(3)]
     assert seen == [list(row) for row in pipe.schedule_for(8).workers]

@@ -22,7 +22,7 @@ from tests.pipeline.pipe_cases import (
     rows,
 )
 from weft.core.context import ExecutionContext, phase
-from weft.core.errors import ChangedError
+from weft.core.errors import ModuleChangedError
 from weft.core.rng import RandomUse, RngStreams, generators
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.microbatch import split
@@ -132,7 +132,7 @@ def test_who_begins_to_write_later_is_named_once_and_right_from_then_on(executor
         model[1][0].count.fill_(1)
     backward(pipe, rows(7, 4))
     pipe[1][0].on = plain[1][0].on = True
-    with pytest.raises(ChangedError, match=r"layer '1\.0' \(Averages\) of stage 1 .*run the step again"):
+    with pytest.raises(ModuleChangedError, match=r"layer '1\.0' \(Averages\) of stage 1 .*run the step again"):
         backward(pipe, rows(7, 4))
     plain.load_state_dict(pipe.state_dict())
     for model in (pipe, plain):

@@ -19,7 +19,7 @@ from tests.pipeline.pipe_cases import (
     rows,
 )
 from weft import Pipe
-from weft.core.errors import ChangedError, UsageError
+from weft.core.errors import ModuleChangedError, UsageError
 
 
 def _step(pipe: Pipe) -> None:
@@ -56,7 +56,7 @@ def test_what_changes_before_a_recomputation_is_named(executor: str, checkpoint:
     loss = pipe(rows(7, 4)).square().sum()
     kept = pipe[2].weight
     change(pipe)
-    with pytest.raises(ChangedError, match=rf"{CHANGES[change]}.* of stage [01] .*checkpoint='never'"):
+    with pytest.raises(ModuleChangedError, match=rf"{CHANGES[change]}.* of stage [01] .*checkpoint='never'"):
         loss.backward()
     if change is not _add:
         pipe[2].weight = kept
@@ -111,7 +111,7 @@ def test_a_functional_call_has_its_gradients_without_recomputation_and_else_is_r
             pairs = [torch.autograd.grad(y.square().sum(), list(fresh.values())) for y in (seen, wanted)]
             assert_close(*pairs)
         else:
-            with pytest.raises(ChangedError, match="functional_call"):
+            with pytest.raises(ModuleChangedError, match="functional_call"):
                 seen.sum().backward()
 
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from weft.core.context import ExecutionContext
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
-from weft.pipeline.step import Run
+from weft.pipeline.step import StepState
 
 
-def run_of(wiring: Wiring, micro_batches: int) -> Run:
+def run_of(wiring: Wiring, micro_batches: int) -> StepState:
     """A run that nothing is done with."""
     ambient = ExecutionContext.capture(["cpu"])
-    return Run(wiring, {}, [MicroBatchContext(i, ambient) for i in range(micro_batches)], [], [])
+    return StepState(wiring, {}, [MicroBatchContext(i, ambient) for i in range(micro_batches)], [], [])
 
 
 def comes_from_outside(wiring: Wiring, address: Address) -> bool:

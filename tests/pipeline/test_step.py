@@ -15,7 +15,7 @@ from weft.core.segment import Keep, MicroBatchContext, Segment, cut
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
 from weft.pipeline.schedule import gpipe
-from weft.pipeline.step import Run
+from weft.pipeline.step import StepState
 
 WIDTH = 3
 Given = dict[int, dict[Address, Message]]
@@ -56,7 +56,7 @@ def drawn_weights(layers: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(made[::2], made[1::2], strict=True))
 
 
-def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int, keeps: Any) -> Run:
+def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int, keeps: Any) -> StepState:
     """One segment per layer; a chunk of time is a micro-batch."""
 
     def function(step: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Any, ...]]:
@@ -65,7 +65,7 @@ def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int,
     segments = {layer: Segment(function(cell(pair)), list(pair)) for layer, pair in enumerate(weights)}
     ambient = ExecutionContext.capture(["cpu"])
     contexts = [MicroBatchContext(i, ambient) for i in range(chunks)]
-    return Run(recurrent_wiring(len(weights), delay), segments, contexts, keeps, [None] * len(weights))
+    return StepState(recurrent_wiring(len(weights), delay), segments, contexts, keeps, [None] * len(weights))
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -138,10 +138,10 @@ def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unroll
     assert not run.parameter_gradients(), "the sums start anew"
 
 
-def chain_run(functions: list[Any], routes: list[Route], micro_batches: int, keep: Keep, **more: Any) -> Run:
+def chain_run(functions: list[Any], routes: list[Route], micro_batches: int, keep: Keep, **more: Any) -> StepState:
     """Some functions without parameters, wired by hand."""
     ambient = ExecutionContext.capture(["cpu"])
-    return Run(
+    return StepState(
         Wiring(tuple(routes), len(functions)),
         {stage: Segment(function, more.get("parameters", ())) for stage, function in enumerate(functions)},
         [MicroBatchContext(i, ambient) for i in range(micro_batches)],
@@ -194,7 +194,7 @@ def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
     executor.walk(schedule.forward_only, run.perform, given, ambient)
     back = {0: {Address(1, OUTSIDE, 0): Message([torch.tensor(10.0)])}}
     for retain in (True, True, False):
-        run.turn_back(retain=retain)
+        run.prepare_backward(retain=retain)
         home = executor.walk(schedule.backward_only, run.perform, back, ambient)
         assert home[Address(0, 0, 0)].value[0] == 30
         assert run.parameter_gradients() == {id(weight): torch.tensor(20.0)}
@@ -211,7 +211,7 @@ def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None
     executor.walk(schedule.forward_only, run.perform, given, ambient)
     ones: dict[Address, Message] = {Address(1, OUTSIDE, i): Message([torch.tensor(1.0)]) for i in range(2)}
     last = schedule.backward_only.workers[0][-1].micro_batch
-    run.turn_back(retain=True)
+    run.prepare_backward(retain=True)
     with pytest.raises(RuntimeError):  # after the first micro-batch, in the second
         executor.walk(
             schedule.backward_only,
@@ -219,7 +219,7 @@ def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None
             {0: {**ones, Address(1, OUTSIDE, last): Message([torch.ones(5)])}},
             ambient,
         )
-    run.turn_back(retain=False)
+    run.prepare_backward(retain=False)
     executor.walk(schedule.backward_only, run.perform, {0: ones}, ambient)
     assert run.parameter_gradients() == {id(weight): torch.tensor(4.0)}
 

@@ -23,7 +23,7 @@ from weft.core.segment import MicroBatchContext
 from weft.pipeline import routing, step
 from weft.pipeline.autotune import _micro_batch
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
-from weft.pipeline.plan import PipelinePlan
+from weft.pipeline.pipeline_plan import PipelinePlan
 from weft.pipeline.routing import (
     OUTSIDE,
     CallerStreams,
@@ -31,8 +31,8 @@ from weft.pipeline.routing import (
     EntryPoint,
     EntryPoints,
     Message,
-    Place,
     Route,
+    StageDevice,
     StreamLock,
     Wiring,
     join_walk,
@@ -40,7 +40,7 @@ from weft.pipeline.routing import (
     record_stream,
 )
 from weft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
-from weft.pipeline.step import PipeStep, Run
+from weft.pipeline.step import PipeStep, StepState
 
 MICRO_BATCHES = 3
 DEVICES = {
@@ -203,7 +203,7 @@ MUTANTS = {
     ),
     "backward does not wait for its streams": Mutant(CallerStreams, "restored", without_waits, OWN, TOO_EARLY),
     "the device stays": Mutant(
-        Place, "here", lambda _: nullcontext(), Case(executor=SerialExecutor), "on another device"
+        StageDevice, "here", lambda _: nullcontext(), Case(executor=SerialExecutor), "on another device"
     ),
 }
 
@@ -230,7 +230,7 @@ def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = SimpleNamespace(places=[place], executor=SimpleNamespace(walk=failing))
     failed: Any = SimpleNamespace(plan=plan, ambient=None)
     with pytest.raises(KeyError):
-        PipeStep._walk(failed, Run(Wiring((), 0), {}, [], [], [place]), gpipe(1, 1), {})
+        PipeStep._walk(failed, StepState(Wiring((), 0), {}, [], [], [place]), gpipe(1, 1), {})
     assert all(machine.current_stream(A).covers(tensor.memory.written) for tensor in late)
 
 
@@ -282,7 +282,9 @@ def test_graph_runs_stages_on_their_device(monkeypatch: pytest.MonkeyPatch) -> N
 
     wiring = Wiring((Route("in", OUTSIDE, (0,)), Route("main", 0, (1,)), Route("out", 1, (OUTSIDE,))), 2)
     entry_points = EntryPoints((EntryPoint(0, 0),), 2, 1)
-    plan = PipelinePlan((function,) * 2, (), wiring, (Place(A), Place(B)), SerialExecutor(), entry_points, ())
+    plan = PipelinePlan(
+        (function,) * 2, (), wiring, (StageDevice(A), StageDevice(B)), SerialExecutor(), entry_points, ()
+    )
     context = MicroBatchContext(0, ExecutionContext.capture(["cpu"]))
     assert _micro_batch(plan, None, context, [machine.kernel("input", A)]).device == B
     assert current == [0, 1] and machine.current_device() == 0

@@ -15,7 +15,7 @@ from weft.core.segment import Keep, MicroBatchContext, Segment
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
 from weft.pipeline.schedule import Action, gpipe
-from weft.pipeline.step import Run
+from weft.pipeline.step import StepState
 from weft.pipeline.tracing import Recorder
 
 CELLS = 1000
@@ -51,7 +51,7 @@ def recorded(executor: Any, keep: Keep, micro_batches: int, memory: bool = True)
     recorder.ignore(xs)
     contexts = [MicroBatchContext(i, ambient) for i in range(micro_batches)]
     segments = {stage: Segment(function) for stage, function in enumerate((first, second, third))}
-    run = Run(Wiring(ROUTES, 3), segments, contexts, [[keep] * micro_batches] * 3, [None] * 3, recorder)
+    run = StepState(Wiring(ROUTES, 3), segments, contexts, [[keep] * micro_batches] * 3, [None] * 3, recorder)
     schedule = gpipe(3, micro_batches)
     given = {0: {Address(0, 0, i): Message(x.detach().requires_grad_()) for i, x in enumerate(xs)}}
     executor.walk(schedule.forward_only, run.perform, given, ambient)

@@ -18,9 +18,9 @@ from tests.pipeline.pipe_cases import Early, Late, chain, rows
 from weft import Pipe
 from weft.core.pytree import flatten, unflatten
 from weft.core.segment import leaf_of
-from weft.pipeline import engine
-from weft.pipeline.plan import PipelinePlan, staged_plan
-from weft.pipeline.routing import Message, Place
+from weft.pipeline import pipe_runtime as engine
+from weft.pipeline.pipeline_plan import PipelinePlan, staged_plan
+from weft.pipeline.routing import Message, StageDevice
 
 EXECUTORS = ("serial", "threads", "auto", "graph")
 TOLERANCE = 1e-9
@@ -37,7 +37,7 @@ def two_gpus(request: pytest.FixtureRequest) -> Places:
     return "cuda:0", "cuda:1"
 
 
-class CopyingPlace(Place):
+class CopyingPlace(StageDevice):
     """A place on the CPU that treats all tensors as those of another device."""
 
     def arrive(self, message: Message) -> Any:

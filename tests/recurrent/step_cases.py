@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.recurrent.backends import Backend
 from weft.recurrent.capture import capture
 from weft.recurrent.cells import LayerNormLSTMCell
-from weft.recurrent.cpp.backend import CppBackend
+from weft.recurrent.cpp.cpp_backend import CppBackend
 from weft.recurrent.cpp.lowering import decomposition_table
+from weft.recurrent.plan_backends import Backend
 from weft.recurrent.python_backend import PythonBackend
 
 

@@ -25,8 +25,8 @@ from tests.recurrent.step_cases import CASES, Case, engine_of
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
 from weft.core.pytree import flatten, unflatten
 from weft.recurrent import Recurrent
-from weft.recurrent.autograd import run_derived
-from weft.recurrent.backends import Memory
+from weft.recurrent.plan_backends import Memory
+from weft.recurrent.sequence_function import run_derived
 
 
 def sequence(case: Case, steps: int = 5) -> tuple[list[Tensor], list[Tensor]]:

@@ -25,7 +25,7 @@ from tests.recurrent.recurrent_cases import (
 )
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent, plan_cache
-from weft.recurrent.cpp.backend import CppBackend
+from weft.recurrent.cpp.cpp_backend import CppBackend
 from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.plan_cache import NoPlanWarning, PlanCache, PlannedCall
 from weft.recurrent.recurrent import _check

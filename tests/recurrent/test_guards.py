@@ -174,7 +174,7 @@ def test_what_holds_itself_is_looked_at_once() -> None:
 
 def test_a_trial_run_leaves_buffers_as_they_were() -> None:
     cell = Reader()
-    with pytest.raises(ZeroDivisionError), CellGuards(cell).undone():
+    with pytest.raises(ZeroDivisionError), CellGuards(cell).restore_state():
         cell.kept.add_(1)
         raise ZeroDivisionError
     assert cell.kept.tolist() == [1, 1, 1] and cell.loose._version == 0
@@ -211,7 +211,7 @@ def test_a_refused_cell_was_run_for_trial_without_a_trace(backend: str) -> None:
 def test_a_trial_run_leaves_attributes_as_they_were(change: str) -> None:
     cell = Reader()
     before = {name: copy.copy(value) for name, value in vars(cell).items()}
-    with CellGuards(cell).undone():
+    with CellGuards(cell).restore_state():
         if change == "new":
             cell.another = 1
         elif change == "gone":

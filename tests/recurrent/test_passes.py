@@ -13,7 +13,7 @@ from weft.recurrent import NoPlanWarning
 from weft.recurrent.capture import capture
 from weft.recurrent.cells import LSTMCell
 from weft.recurrent.graph import StepGraph
-from weft.recurrent.plan import partition
+from weft.recurrent.step_plan import partition
 
 
 class Weights(nn.Module):

@@ -12,8 +12,8 @@ from tests.recurrent.step_cases import CASES, Case, every_case
 from weft.core.pytree import flatten
 from weft.recurrent.capture import capture
 from weft.recurrent.graph import StepGraph
-from weft.recurrent.plan import CARRIED, GIVEN, INPUT, STATE, dependences, explain, partition
 from weft.recurrent.python_backend import PythonBackend
+from weft.recurrent.step_plan import CARRIED, GIVEN, INPUT, STATE, dependences, explain, partition
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 

@@ -14,8 +14,8 @@ from tests.recurrent.test_autograd import sequence
 from weft.core.context import ProcessFlags
 from weft.recurrent import python_backend as python_engine
 from weft.recurrent.capture import capture
-from weft.recurrent.plan import partition
 from weft.recurrent.python_backend import PythonBackend
+from weft.recurrent.step_plan import partition
 from weft.recurrent.verify import PlanError, rounded_factors, verify
 
 

@@ -14,7 +14,7 @@ def test_a_recording_is_shown_as_a_timeline_and_its_memory() -> None:
     recorder, without = Recorder(memory=True), Recorder()
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), chunks=2, balance=[1, 1], devices=["cpu"] * 2)
     for each in (recorder, without):
-        with pipe.watched_by(each):
+        with pipe.observed_by(each):
             pipe(torch.randn(4, 3)).sum().backward()
     shown, bare = (ElementTree.fromstring(each._repr_html_()).get("srcdoc") or "" for each in (recorder, without))
     assert shown.startswith("<!DOCTYPE html>") and "stage 1" in shown and "forward, stage 0, micro-batch 1" in shown

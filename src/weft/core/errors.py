@@ -54,7 +54,7 @@ class RandomnessError(WeftError, RuntimeError):
     """A recomputation did not draw the random numbers of its forward."""
 
 
-class ChangedError(WeftError, RuntimeError):
+class ModuleChangedError(WeftError, RuntimeError):
     """A layer changed between its forward and its recomputation."""
 
 

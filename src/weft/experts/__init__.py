@@ -28,18 +28,19 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from weft.core.spec import TensorSpec
 from weft.experts.expert import ExpertBackend
-from weft.experts.gradients import Guards, SumsOptions
+from weft.experts.gradients import AccumulationOptions, Guards
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Entry, Journal, Member, journal_lines, read_journal, replay
-from weft.experts.registry import Blueprint, FeedForward, expert_kinds, make_expert, register_expert
+from weft.experts.registry import ExpertFactory, FeedForward, expert_kinds, make_expert, register_expert
 from weft.experts.runtime import Runtime
 from weft.experts.task_pool import PoolOptions, TaskPool
 
 __all__ = [
-    "Blueprint",
+    "AccumulationOptions",
     "Entry",
     "ExpertBackend",
+    "ExpertFactory",
     "FeedForward",
     "GraphBudget",
     "Guards",
@@ -48,7 +49,6 @@ __all__ = [
     "Member",
     "PoolOptions",
     "Runtime",
-    "SumsOptions",
     "TaskPool",
     "TensorSpec",
     "expert_kinds",

@@ -181,7 +181,7 @@ class DirectoryError(WeftError, RuntimeError):
     """A directory cannot do what was asked."""
 
 
-class AwayError(DirectoryError, ConnectionError):
+class DirectoryUnavailableError(DirectoryError, ConnectionError):
     """The directory does not answer, or was closed; a snapshot still serves."""
 
 
@@ -189,7 +189,7 @@ class LeaseLostError(DirectoryError):
     """The lease ended before it was renewed, with all entries under it: declare again."""
 
 
-class OwnedError(DirectoryError):
+class ExpertOwnedError(DirectoryError):
     """Another server, at ``address``, owns this expert."""
 
     def __init__(self, message: str, address: str = "") -> None:
@@ -197,7 +197,7 @@ class OwnedError(DirectoryError):
         self.address = address
 
 
-class DeclaredError(DirectoryError):
+class AlreadyDeclaredError(DirectoryError):
     """Another server lists this expert, and neither says that it has replicas."""
 
 

@@ -22,12 +22,20 @@ from torch.optim import Optimizer
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, is_number
-from weft.experts.executor import BatchExecutor
-from weft.experts.gradients import Guards, OpenMiniBatches, SumsOptions
+from weft.experts.batch_executor import BatchExecutor
+from weft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards
 from weft.experts.graph_cache import GraphBudget, GraphCache
 from weft.experts.idempotency import IdempotencyOptions, IdempotencyTable
 from weft.experts.journal import Journal
-from weft.experts.optimizer_step import OptimizerLike, ScheduleLike, Stepper, check_state, load, make_stepping, state_of
+from weft.experts.optimizer_step import (
+    OptimizerLike,
+    OptimizerStep,
+    ScheduleLike,
+    check_state,
+    load,
+    make_stepping,
+    state_of,
+)
 from weft.experts.schema import FlatSchema, call_schema, check_ranges
 from weft.experts.side_effects import SideEffects
 from weft.experts.task import Results
@@ -53,7 +61,7 @@ class ExpertBackend:
         clip_grad_norm: the L2 norm to which the gradients of all parameters are scaled down before a step.
         guards: which gradients are refused; see `Guards`.
         records: how long idempotency keys are known; see `IdempotencyOptions`.
-        mini_batches: how many sums of gradients may be open for `commit`; see `SumsOptions`.
+        mini_batches: how many sums of gradients may be open for `commit`; see `AccumulationOptions`.
         keep_graphs: keep graph and inputs of forwards that have a key for their backward; see `GraphBudget`.
         journal: logs every batch that counts, for `weft.experts.journal`.
         pool_options: the fields of `PoolOptions`.
@@ -85,7 +93,7 @@ class ExpertBackend:
         clip_grad_norm: float | None = None,
         guards: Guards | None = None,
         records: IdempotencyOptions | None = None,
-        mini_batches: SumsOptions | None = None,
+        mini_batches: AccumulationOptions | None = None,
         keep_graphs: GraphBudget | None = None,
         journal: Journal | None = None,
         **pool_options: Any,
@@ -108,8 +116,8 @@ class ExpertBackend:
         self.records = IdempotencyTable(records)
         effects = SideEffects(self.module, self.device, crc32(name.encode()))
         step = None if self.optimizer is None else lambda: self.apply_gradients()  # noqa: PLW0108  (users may replace it)
-        self._stepper = Stepper(name, step, journal)
-        parts = (guards or Guards(), OpenMiniBatches(mini_batches), GraphCache(keep_graphs))
+        self._stepper = OptimizerStep(name, step, journal)
+        parts = (guards or Guards(), GradientAccumulators(mini_batches), GraphCache(keep_graphs))
         executor = self.executor = BatchExecutor(
             name, self.module, effects, call, outputs_schema, self._stepper, self.records, *parts
         )
@@ -288,7 +296,7 @@ def _check_arguments(
         check.add(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
     elif clip is not None and optimizer is None:
         check.add("clip_grad_norm was given, but no optimizer whose steps it would bound")
-    kinds = (Guards, IdempotencyOptions, SumsOptions, GraphBudget, Journal)
+    kinds = (Guards, IdempotencyOptions, AccumulationOptions, GraphBudget, Journal)
     for (option, value), kind in zip(options.items(), kinds, strict=True):
         check.instance(option, value, kind, f"a {kind.__name__}", optional=True)
     check.known(pool_options, [each.name for each in fields(PoolOptions)], "ExpertBackend")

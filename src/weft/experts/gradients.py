@@ -117,7 +117,7 @@ Owner = tuple[str | None, str]
 
 
 @dataclass(frozen=True)
-class SumsOptions:
+class AccumulationOptions:
     """Bounds of the mini-batches that are open at a time.
 
     Args:
@@ -128,7 +128,7 @@ class SumsOptions:
             client that connects again and adds to it in time keeps it.
 
     Example:
-        >>> rows, sums = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.SumsOptions(mini_batches=4)
+        >>> rows, sums = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.AccumulationOptions(mini_batches=4)
         >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, mini_batches=sums)
     """
 
@@ -162,11 +162,11 @@ class GradientAccumulator:
     stream: CallerStream | None = None  # by which the last gradient came
 
 
-class OpenMiniBatches(dict[Owner, GradientAccumulator]):
+class GradientAccumulators(dict[Owner, GradientAccumulator]):
     """The open mini-batches of one expert by owner; others raise `CommitError`. Guarded by the expert's lock."""
 
-    def __init__(self, options: SumsOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._options = options or SumsOptions()
+    def __init__(self, options: AccumulationOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options or AccumulationOptions()
         self._clock = clock
         self.discarded: dict[Owner, str | None] = {}  # with their principals, of any thread; `old` returns each once
 

@@ -179,7 +179,7 @@ def _takes_fused(factory: Callable[..., Optimizer]) -> bool:
     return False
 
 
-class Stepper:
+class OptimizerStep:
     """Steps of one expert and their log. Guarded by the expert's lock."""
 
     def __init__(self, name: str, apply: Callable[[], None] | None, journal: Journal | None) -> None:

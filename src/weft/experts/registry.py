@@ -1,7 +1,7 @@
 """Registry of kinds of experts by name, so that a command line or a configuration file can ask for them.
 
     @register_expert("ffn")                       make_expert("ffn", hidden=512)
-    def ffn(hidden: int) -> Blueprint             -> Blueprint: the module, and the schemas of its call
+    def ffn(hidden: int) -> ExpertFactory             -> ExpertFactory: the module, and the schemas of its call
 
 Two kinds come with weft, ``ffn`` and ``transformer``; they are ordinary users of `register_expert`.
 """
@@ -22,12 +22,12 @@ from weft.experts.optimizer_step import OptimizerLike
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ExpertFactory:
     """A module and the schemas of its call, as `ExpertBackend` takes them.
 
     Example:
-        >>> from weft.experts import Blueprint
-        >>> blueprint = Blueprint(nn.Linear(8, 8), args_schema=(weft.TensorSpec((None, 8), torch.float32),))
+        >>> from weft.experts import ExpertFactory
+        >>> blueprint = ExpertFactory(nn.Linear(8, 8), args_schema=(weft.TensorSpec((None, 8), torch.float32),))
         >>> blueprint.backend("ffn.0", torch.optim.SGD).name
         'ffn.0'
     """
@@ -43,18 +43,18 @@ class Blueprint:
         return ExpertBackend(name, self.module, optimizer, **{**mine, **options})
 
 
-Kind = TypeVar("Kind", bound=Callable[..., Blueprint])
-_kinds: dict[str, Callable[..., Blueprint]] = {}
+Kind = TypeVar("Kind", bound=Callable[..., ExpertFactory])
+_kinds: dict[str, Callable[..., ExpertFactory]] = {}
 
 
 def register_expert(name: str) -> Callable[[Kind], Kind]:
-    """A decorator for functions that return a `Blueprint`. Raises ``UsageError`` for a name that is taken.
+    """A decorator for functions that return a `ExpertFactory`. Raises ``UsageError`` for a name that is taken.
 
     Example:
-        >>> from weft.experts import Blueprint, make_expert, register_expert
+        >>> from weft.experts import ExpertFactory, make_expert, register_expert
         >>> @register_expert("square")
-        ... def square(hidden: int) -> Blueprint:
-        ...     return Blueprint(nn.Linear(hidden, hidden), (weft.TensorSpec((None, hidden), torch.float32),))
+        ... def square(hidden: int) -> ExpertFactory:
+        ...     return ExpertFactory(nn.Linear(hidden, hidden), (weft.TensorSpec((None, hidden), torch.float32),))
         >>> make_expert("square", hidden=8).module
         Linear(in_features=8, out_features=8, bias=True)
     """
@@ -68,7 +68,7 @@ def register_expert(name: str) -> Callable[[Kind], Kind]:
     return register
 
 
-def make_expert(kind: str, **arguments: Any) -> Blueprint:
+def make_expert(kind: str, **arguments: Any) -> ExpertFactory:
     """A new expert of a registered kind. Raises ``UsageError`` for an unknown kind or wrong arguments.
 
     Example:
@@ -115,16 +115,16 @@ class FeedForward(nn.Module):
 
 
 @register_expert("ffn")
-def feed_forward(hidden: int, inner: int | None = None) -> Blueprint:
+def feed_forward(hidden: int, inner: int | None = None) -> ExpertFactory:
     """Rows x ``hidden``, float32; ``inner`` is 4 times that unless given."""
     with Validator("invalid arguments of kind 'ffn'") as check:
         check.count("hidden", hidden)
         check.count("inner", inner, optional=True)
-    return Blueprint(FeedForward(hidden, inner or 4 * hidden), (TensorSpec((None, hidden), torch.float32),))
+    return ExpertFactory(FeedForward(hidden, inner or 4 * hidden), (TensorSpec((None, hidden), torch.float32),))
 
 
 @register_expert("transformer")
-def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: float = 0.0) -> Blueprint:
+def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: float = 0.0) -> ExpertFactory:
     """Rows x length x ``hidden``, float32, of any length; ``src_key_padding_mask``: bool, True where padded."""
     with Validator("invalid arguments of kind 'transformer'") as check:
         sizes = [check.count("hidden", hidden), check.count("heads", heads)]
@@ -136,4 +136,4 @@ def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: 
         hidden, heads, inner or 4 * hidden, dropout, activation="gelu", batch_first=True, norm_first=True
     )
     mask = {"src_key_padding_mask": TensorSpec((None, None), torch.bool)}
-    return Blueprint(layer, (TensorSpec((None, None, hidden), torch.float32),), mask)
+    return ExpertFactory(layer, (TensorSpec((None, None, hidden), torch.float32),), mask)

@@ -249,7 +249,7 @@ class TaskPool:
             evaluation: the module runs as after ``eval()``; forward and backward of one key should agree in it.
             keep: of a forward with a key: what it leaves may be kept for its backward, see `weft.experts.graph_cache`.
             principal: the owner of the quotas and shares that this task counts against; None: ``client``.
-            stream: by which it came; when that has ended, its open mini-batch is dropped, see `SumsOptions`.
+            stream: by which it came; when that has ended, its open mini-batch is dropped, see `AccumulationOptions`.
 
         Raises ``SpecError`` for tensors that do not fit, and a `RefusedError`. A future that is cancelled before its
         turn leaves the queue at once.

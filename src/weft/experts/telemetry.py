@@ -1,4 +1,4 @@
-"""Telemetry: statistics as plain numbers, and spans for the work of a server, told to an `Observer`.
+"""Telemetry: statistics as plain numbers, and spans for the work of a server, told to an `SpanObserver`.
 
 Every long-lived object here has ``statistics()`` (trio's custom), which returns one of these classes: values taken at
 one moment, which change no more and hold no tensor.
@@ -34,7 +34,7 @@ Attributes = Mapping[str, str | int | float]
 
 
 @runtime_checkable
-class Observer(Protocol):
+class SpanObserver(Protocol):
     """Is called in the thread that does the work, and must not block."""
 
     def span(
@@ -55,7 +55,7 @@ class Observer(Protocol):
 class SafeObserver:
     """An observer whose errors are logged at ``weft.experts.telemetry`` and do not reach the work."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: SpanObserver) -> None:
         self._observer = observer
 
     @contextmanager
@@ -88,7 +88,9 @@ class SafeObserver:
 
 
 class OpenTelemetryObserver:
-    """An `Observer` by opentelemetry-api. Raises ``UsageError`` without it. ``tracer``: by default ``weft.experts``."""
+    """A `SpanObserver` for opentelemetry-api. Raises ``UsageError`` without it. ``tracer``: by default
+    ``weft.experts``.
+    """
 
     def __init__(self, tracer: Any = None) -> None:
         if _trace is None:

@@ -22,10 +22,25 @@ from weft.pipeline.schedule import (
     zbv,
     zero_bubble,
 )
-from weft.pipeline.simulate import Costs, Forecast, Sizes, costs_from
+from weft.pipeline.simulate import Costs, Forecast, MemoryRecorder, costs_from
 
 __all__ = [
-    "SCHEDULES", "Costs", "DeferredBatchNorm", "Forecast", "Pipe", "Sizes", "balance_by_parameters", "balance_by_size",
-    "balance_by_time", "convert_deferred_batch_norm", "costs_from", "dualpipev", "gpipe", "interleaved", "looped_bfs",
-    "one_f_one_b", "zbv", "zero_bubble",
+    "SCHEDULES",
+    "Costs",
+    "DeferredBatchNorm",
+    "Forecast",
+    "MemoryRecorder",
+    "Pipe",
+    "balance_by_parameters",
+    "balance_by_size",
+    "balance_by_time",
+    "convert_deferred_batch_norm",
+    "costs_from",
+    "dualpipev",
+    "gpipe",
+    "interleaved",
+    "looped_bfs",
+    "one_f_one_b",
+    "zbv",
+    "zero_bubble",
 ]  # fmt: skip

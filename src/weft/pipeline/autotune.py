@@ -46,7 +46,7 @@ from weft.core.pytree import Structure, flatten, unflatten
 from weft.core.rng import RngProbe, RngStreams
 from weft.core.segment import Function, Keep, MicroBatchContext
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch
-from weft.pipeline.plan import PipelinePlan
+from weft.pipeline.pipeline_plan import PipelinePlan
 from weft.pipeline.step import PipeStep
 
 _WARM_UP = 1
@@ -131,7 +131,7 @@ class _Trial:
     slow: int = 0  # of those that were timed, how many in a row took clearly longer
 
 
-class Layouts:
+class LayoutTuner:
     """The layout of each step. `kind` stands for steps that take about the same time."""
 
     def __init__(self, executor: str, stages: int, *, one_device: bool, uncut: bool) -> None:
@@ -202,7 +202,7 @@ Keeps = Sequence[Sequence[Keep]] | None
 """What every forward keeps, by stage and micro-batch; None: all their graphs."""
 
 
-def run_visible(step: PipeStep, *, enter: bool = True) -> Any:
+def run_uncut(step: PipeStep, *, enter: bool = True) -> Any:
     """The output, or where the loss is inside the loss, of a mini-batch, with its graph.
 
     Without `enter` it runs in the surroundings that it is called in.
@@ -215,13 +215,13 @@ def run_visible(step: PipeStep, *, enter: bool = True) -> Any:
                 stack.enter_context(step.ambient.casting())
             return _micro_batches(step.plan, step.mini_batch, step.keeps, step.ambient, rng)
 
-    return step.output.visible(step.trusted(forward))
+    return step.output.visible(step.run_until_rng_settled(forward))
 
 
-def run_silent(
+def run_uncut_unobserved(
     plan: PipelinePlan, mini_batch: MiniBatch, output: JoinedOutput, ambient: ExecutionContext, probe: RngProbe
 ) -> tuple[Any] | None:
-    """As `run_visible` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
+    """As `run_uncut` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
     results = _micro_batches(plan, mini_batch, None, ambient, probe)
     return None if probe.broken() else (output.visible(results),)
 
@@ -294,7 +294,7 @@ class _Repeated:
             return self._function(self._context, *unflatten(self._structure, leaves))
 
 
-def guarded(result: Any, report: Report | None, begun: float, clock: Clock) -> Any:
+def timed_result(result: Any, report: Report | None, begun: float, clock: Clock) -> Any:
     """The result of an uncut step that has `begun` then, whose backward keeps to the rules of one that was cut out.
 
     Else the same program would be refused or not, by what was measured to be faster.

@@ -3,11 +3,11 @@
     walk(schedule, perform, given, ...)   given: what the caller puts into the mailboxes before the start
                                           result: what left the run, by address
 
-`Run.perform` does the work under every executor, so all give the same numbers. Values and gradients wait in mailboxes
-until their stage takes them: a mailbox belongs to one worker and one walk. Every worker may put; only the owner takes,
-so what has arrived lies in a private dictionary and needs no lock. Closing a mailbox wakes its worker: none waits for a
-sender that failed. A walk ends in `commit` or `abort`: it counts in all processes that take part, or in none. The
-protocol holds nothing that needs shared memory.
+`StepState.perform` does the work under every executor, so all give the same numbers. Values and gradients wait in
+mailboxes until their stage takes them: a mailbox belongs to one worker and one walk. Every worker may put; only the
+owner takes, so what has arrived lies in a private dictionary and needs no lock. Closing a mailbox wakes its worker:
+none waits for a sender that failed. A walk ends in `commit` or `abort`: it counts in all processes that take part, or
+in none. The protocol holds nothing that needs shared memory.
 
 Workers are threads that outlive the walk, since starting one costs more than a small action. They hold nothing
 between walks, not even the executor; when it is dropped, they end.
@@ -33,7 +33,7 @@ from weft.pipeline.schedule import Action, Schedule
 Report = TypeVar("Report")
 
 
-class Closed(Exception):
+class WalkAborted(Exception):
     """The walk was given up while a worker waited; the walk keeps the reason, not this exception."""
 
 
@@ -62,7 +62,7 @@ class Mailbox:
             at, value = self._arriving.get()
             if at is None:
                 self._arriving.put((None, None))  # stays closed for the next take
-                raise Closed
+                raise WalkAborted
             arrived[at] = value
         return arrived.pop(address)
 
@@ -303,7 +303,7 @@ class _Walk:
         def program() -> None:
             try:
                 ambient.run(steps)
-            except Closed:
+            except WalkAborted:
                 pass
             except BaseException as error:
                 self.give_up(error)

@@ -37,14 +37,14 @@ from weft.pipeline.config import (
     resolve_layout,
     sizes_of,
 )
-from weft.pipeline.engine import PipeCall, PipeRuntime, on_meta
 from weft.pipeline.loss import LossFunction, LossScale, LossWeight
 from weft.pipeline.microbatch import micro_sizes
-from weft.pipeline.plan import Crossing, build_stages
+from weft.pipeline.pipe_runtime import PipeCall, PipeRuntime, on_meta
+from weft.pipeline.pipeline_plan import Crossing, build_stages
 from weft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
 from weft.pipeline.skip import verify_skippables
 from weft.pipeline.stage import CallArguments, Stage
-from weft.pipeline.tracing import Watcher
+from weft.pipeline.tracing import Observer
 from weft.pipeline.weights import Initialize, WeightFiles, allocate, find_uninitializable, initialize_modules
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class Pipe(nn.Module):
         self._number_reduction: Literal["mean", "sum"] | None = (
             of_numbers  # of numbers in the output of a model that is split
         )
-        self._watcher: Watcher | None = None
+        self._watcher: Observer | None = None
         self._runtime: PipeRuntime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit
         self._recipe: Any = None  # what the runtime was made of
@@ -327,12 +327,12 @@ class Pipe(nn.Module):
         return build(self.schedule, len(self.balance), len(micro_sizes(rows, self.chunks)))
 
     @contextmanager
-    def watched_by(self, watcher: Watcher) -> Generator[None]:
+    def observed_by(self, watcher: Observer) -> Generator[None]:
         """Let a watcher, such as `weft.Recorder`, see what runs inside; stages run apart meanwhile.
 
         Raises UsageError for what is no watcher, and under ``executor="graph"``, which has no stages to see.
         """
-        if isinstance(watcher, type) or not isinstance(cast(Any, watcher), Watcher):
+        if isinstance(watcher, type) or not isinstance(cast(Any, watcher), Observer):
             raise UsageError(f"a pipe is watched by a weft.Recorder or the like, but this is {watcher!r}")
         if self.executor == "graph":
             raise UsageError(

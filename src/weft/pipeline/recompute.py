@@ -12,7 +12,7 @@ read them: any copy does. Every other module with buffers is watched in its firs
 each; if it wrote, all its buffers are copied before every forward, else only their versions are noted. A module that
 begins to write later is an error at the recomputation that would read something else, and is copied from then on.
 
-Weights and training modes must not change between the forward of a step and its recomputations (`Unchanged`):
+Weights and training modes must not change between the forward of a step and its recomputations (`ModuleVersions`):
 
     forward ... seal()     the caller's code: optimizers, eval(), the end of a functional_call     check() ... backward
 
@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm  # pyright: ign
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage] # no public name
 
 from weft.core.context import is_checkpointing, is_recomputing
-from weft.core.errors import ChangedError
+from weft.core.errors import ModuleChangedError
 from weft.core.rng import generators
 from weft.core.segment import MicroBatchContext, version, versions
 from weft.pipeline.routing import StreamLock
@@ -144,7 +144,7 @@ class StageReplay:
         for each in notes.still:
             if each.changed():
                 self._writes[each.key] = True
-                raise ChangedError(
+                raise ModuleChangedError(
                     f"a buffer of layer {self._name_of(each.module)!r} ({type(each.module).__name__}) of stage "
                     f"{self.index} was written to since the forward, and its recomputation in backward would compute "
                     "something else. If the layer does so itself, it had not done so when it first ran: its buffers "
@@ -196,7 +196,7 @@ Held = tuple[list[bool], list[Tensor | None], list[int]]
 """Of all modules of a stage, in order: training or not, weights, and how often those were written to."""
 
 
-class Unchanged:
+class ModuleVersions:
     """The stages that will recompute, as they are now."""
 
     def __init__(self, stages: Sequence[StageReplay]) -> None:
@@ -208,12 +208,12 @@ class Unchanged:
         self._held = [_held(stage) for stage in self._stages]
 
     def check(self) -> None:
-        """Raise ChangedError, which names what changed since `seal`."""
+        """Raise ModuleChangedError, which names what changed since `seal`."""
         for stage, before in zip(self._stages, self._held, strict=True):
             now = _held(stage)
             same = before[0] == now[0] and before[2] == now[2] and len(before[1]) == len(now[1])
             if not same or any(one is not other for one, other in zip(before[1], now[1], strict=True)):
-                raise ChangedError(
+                raise ModuleChangedError(
                     f"{_difference(stage, before, now)} between the forward of stage {stage.index} and its "
                     "recomputation in backward, which would compute something else now; change it after backward, or "
                     "use checkpoint='never' for this stage"

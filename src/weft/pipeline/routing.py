@@ -205,7 +205,7 @@ def record_stream(tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
 
-class Place:
+class StageDevice:
     """The device of one stage as one worker sees it. Moves what arrives; without streams of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -232,7 +232,7 @@ class Place:
         return on_device(self.device)
 
 
-class CudaPlace(Place):
+class CudaPlace(StageDevice):
     """A CUDA device with streams of this worker's own: to compute, to copy, and to read on devices that values left."""
 
     def __init__(self, device: torch.device) -> None:
@@ -271,7 +271,7 @@ class CudaPlace(Place):
             yield
 
 
-def join_walk(places: Iterable[Place | None]) -> None:
+def join_walk(places: Iterable[StageDevice | None]) -> None:
     """Before a walk: let the places wait for what the caller's streams were given."""
     for place in places:
         if isinstance(place, CudaPlace):
@@ -279,7 +279,7 @@ def join_walk(places: Iterable[Place | None]) -> None:
                 stream.wait_stream(torch.cuda.current_stream(place.device))
 
 
-def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None]) -> None:
+def leave_walk(places: Iterable[StageDevice | None], results: Iterable[Tensor | None]) -> None:
     """After a walk: let the caller's streams wait for the places, and own the results from here on."""
     for place in places:
         if isinstance(place, CudaPlace):
@@ -290,7 +290,7 @@ def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None])
             record_stream(tensor, torch.cuda.current_stream(tensor.device))
 
 
-def _cuda_devices(places: Iterable[Place | None]) -> list[torch.device]:
+def _cuda_devices(places: Iterable[StageDevice | None]) -> list[torch.device]:
     return list(dict.fromkeys(place.device for place in places if place is not None and place.device.type == "cuda"))
 
 
@@ -301,7 +301,7 @@ class CallerStreams:
     devices the thread of backward has its default streams, which did not wait for the caller's.
     """
 
-    def __init__(self, places: Iterable[Place | None]) -> None:
+    def __init__(self, places: Iterable[StageDevice | None]) -> None:
         self._streams: list[Any] = [torch.cuda.current_stream(device) for device in _cuda_devices(places)]
 
     @contextmanager
@@ -354,7 +354,9 @@ class StreamLock:
                 self._released[device] = stream.record_event()
 
 
-def bind_parameters(places: Sequence[Place | None], parameters: Mapping[int, Sequence[Tensor]]) -> dict[int, Tensor]:
+def bind_parameters(
+    places: Sequence[StageDevice | None], parameters: Mapping[int, Sequence[Tensor]]
+) -> dict[int, Tensor]:
     """Views of parameters, by the id() of each, whose gradients accumulate on the stream of the parameter's stage."""
     # AccumulateGrad runs on the stream on which the node was made, and walks and the step share the node. On the
     # caller's stream, every weight gradient of a walk would wait for that stream, and it for all stages. The view gets

@@ -22,8 +22,8 @@ stage that made it; one from outside is the caller's. In a forward-only schedule
 the end of its last reader's F. What ends when another begins does not overlap it; workers of a real run decide such a
 tie by a hair, and the peak may then be off by one value. Gradients on their way are not counted.
 
-Costs come from recordings of a few steps, times by a `Recorder` and bytes by `Sizes`. These want steps of their own:
-looking at every tensor that autograd saves would slow down the clock.
+Costs come from recordings of a few steps, times by a `Recorder` and bytes by `MemoryRecorder`. These want steps of
+their own: looking at every tensor that autograd saves would slow down the clock.
 """
 
 import math
@@ -244,15 +244,15 @@ class _Sent:
     readers: set[int] = field(default_factory=set[int])
 
 
-class Sizes:
-    """Watches one step and notes what every micro-batch keeps and sends; give it to `Pipe.watched_by`.
+class MemoryRecorder:
+    """Watches one step and notes what every micro-batch keeps and sends; give it to `Pipe.observed_by`.
 
     `ignore` are tensors that live anyway: parameters, buffers, the mini-batch and its target.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
-        >>> sizes = weft.pipeline.Sizes(ignore=pipe.parameters())
-        >>> with pipe.watched_by(sizes):
+        >>> sizes = weft.pipeline.MemoryRecorder(ignore=pipe.parameters())
+        >>> with pipe.observed_by(sizes):
         ...     pipe(torch.randn(4, 2)).sum().backward()
         >>> sizes.saved_bytes(1)  # of one micro-batch: the output of Tanh, 2 x 2 numbers of 4 bytes
         16
@@ -268,7 +268,7 @@ class Sizes:
 
     @contextmanager
     def doing(self, kind: str, action: Action) -> Generator[None]:
-        """See `Watcher`."""
+        """See `Observer`."""
         if kind not in "FR":
             yield
             return
@@ -283,7 +283,7 @@ class Sizes:
             graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
-        """See `Watcher`. The graph that the value came out of is made, and still there."""
+        """See `Observer`. The graph that the value came out of is made, and still there."""
         if address.reader < 0:
             return
         found = self._storages(value)
@@ -295,7 +295,7 @@ class Sizes:
             self._received[address.reader, micro_batch].update(found)
 
     def released(self, action: Action) -> None:
-        """See `Watcher`. Sizes are no matter of time."""
+        """See `Observer`. Sizes are no matter of time."""
 
     def saved_bytes(self, stage: int) -> int:
         """What a graph that is kept from F on holds beyond the values that the stage reads and sends, on average."""
@@ -353,7 +353,7 @@ class Costs:
         return forecast(schedule, self.stages, self.values, checkpointed=lambda stage, i: (stage, i) in again)
 
 
-def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Costs:
+def costs_from(recorders: Sequence[Recorder], sizes: MemoryRecorder | None = None) -> Costs:
     """The costs behind some recorded steps of one pipe: the median time of each kind per stage.
 
     Give a recorder per step, after some to warm up. I and W together count as B. Without `sizes` bytes are 0.
@@ -362,7 +362,7 @@ def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Cos
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
         >>> recorder = weft.Recorder()
-        >>> with pipe.watched_by(recorder):
+        >>> with pipe.observed_by(recorder):
         ...     pipe(torch.randn(4, 2)).sum().backward()
         >>> weft.pipeline.costs_from([recorder]).forecast(weft.pipeline.gpipe(2, 8)).total > 0
         True

@@ -8,9 +8,9 @@
     B:  recompute if need be -> take the gradients of what was sent, add them up -> Tape.backward -> send back
     I:  as B, but the parameters' gradients are left for later;  W: and added up now
 
-A `PipeStep` is the node of autograd: it holds what backward needs, and nothing that went out. Executors call its `Run`
-from the worker of each stage; workers share only dictionaries that each writes at keys of its own. Both know the stages
-that run here and no others.
+A `PipeStep` is the node of autograd: it holds what backward needs, and nothing that went out. Executors call its
+`StepState` from the worker of each stage; workers share only dictionaries that each writes at keys of its own. Both
+know the stages that run here and no others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,31 +42,31 @@ from weft.core.segment import (
     versions,
 )
 from weft.pipeline.batchnorm import DeferredBatchNorm
-from weft.pipeline.executor import Closed, Inbox, Outboxes
+from weft.pipeline.executor import Inbox, Outboxes, WalkAborted
 from weft.pipeline.loss import LossScale, WeightedLoss
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch
-from weft.pipeline.plan import PipelinePlan
-from weft.pipeline.recompute import Unchanged
+from weft.pipeline.pipeline_plan import PipelinePlan
+from weft.pipeline.recompute import ModuleVersions
 from weft.pipeline.routing import (
     OUTSIDE,
     Address,
     CallerStreams,
     Given,
     Message,
-    Place,
+    StageDevice,
     Wiring,
     bind_parameters,
     join_walk,
     leave_walk,
 )
 from weft.pipeline.schedule import Action, Schedule
-from weft.pipeline.tracing import Recorder, Watcher
+from weft.pipeline.tracing import Observer, Recorder
 
 GradientsByWorker = dict[int, dict[int, Tensor]]
 """Sums of parameter gradients, by worker and by the parameter's id()."""
 
 
-class Run:
+class StepState:
     """What one step leaves between its actions: the tapes, and the sums of parameter gradients.
 
     `segments` are those that run here, by stage; `contexts` holds one context per micro-batch;
@@ -80,8 +80,8 @@ class Run:
         segments: Mapping[int, Segment],
         contexts: Sequence[MicroBatchContext],
         keeps: Sequence[Sequence[Keep]],
-        places: Sequence[Place | None],
-        watcher: Watcher | None = None,
+        places: Sequence[StageDevice | None],
+        watcher: Observer | None = None,
         rng: RngStreams | None = None,
         worker_of: tuple[int, ...] | None = None,
     ) -> None:
@@ -109,7 +109,7 @@ class Run:
         """The segments that will run again in backward."""
         return sorted({stage for (stage, _), tape in self._tapes.items() if tape.recomputes})
 
-    def turn_back(self, *, retain: bool) -> None:
+    def prepare_backward(self, *, retain: bool) -> None:
         """Before every walk backward. With `retain` there may be another one, which needs the tapes too.
 
         What an earlier walk has added up and nobody has collected, because it failed, is forgotten. So are parameters
@@ -132,7 +132,7 @@ class Run:
                 self._do("W", action, self._segment_weights, action)
             else:
                 self._backward(action, inbox, outboxes)
-        except Closed:
+        except WalkAborted:
             raise
         except BaseException as error:
             word = "forward" if action.kind == "F" else "backward"
@@ -271,7 +271,7 @@ class Run:
         return sent
 
     def _returned_total(
-        self, address: Address, stage: int, gradients: Gradients, place: Place | None
+        self, address: Address, stage: int, gradients: Gradients, place: StageDevice | None
     ) -> Gradients | None:
         """The gradients of a value, summed over the stages of this worker that read it; None until all have come."""
         readers = self._group(address)
@@ -375,7 +375,7 @@ class ForwardReport(NamedTuple):
 
 @dataclass(eq=False)
 class PipeStep:
-    """One mini-batch's way through a plan: a `CutFunction`, unless it runs in sight of autograd (`run_visible`).
+    """One mini-batch's way through a plan: a `CutFunction`, unless it runs in sight of autograd (`run_uncut`).
 
     `functions` are those of the plan's segments. `parameters` are those that want a gradient, by the segments that run
     here; `owners` says, by its id(), which of them is a copy of what for this step.
@@ -392,12 +392,12 @@ class PipeStep:
     deferred: Sequence[DeferredBatchNorm]
     new_rng: Callable[[], RngStreams]
     ambient: ExecutionContext
-    watcher: Watcher | None
+    watcher: Observer | None
     scale: LossScale
     owners: Mapping[int, Tensor]
     agreed: Agreement = ALONE
-    _run: Run | None = None
-    _unchanged: Unchanged | None = None
+    _run: StepState | None = None
+    _unchanged: ModuleVersions | None = None
     _made: list[Tensor | None] | None = None
     _seed: Tensor | None = None
     _caller: CallerStreams = field(default_factory=lambda: CallerStreams(()))
@@ -417,7 +417,7 @@ class PipeStep:
         views = bind_parameters(self.plan.places, self.parameters)
         return [views.get(id(tensor), tensor) for tensor in self.tensors] if views else self.tensors
 
-    def trusted(self, forward: Callable[[RngStreams], Result]) -> Result:
+    def run_until_rng_settled(self, forward: Callable[[RngStreams], Result]) -> Result:
         """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`RngStreams.settle`).
 
         Deferred batch norms gather meanwhile, and are committed when it counts. Raises InPlaceError if a layer wrote
@@ -455,16 +455,18 @@ class PipeStep:
             # Gradients are made while going forward.
             told = self.agreed.loss_seed
             self._seed = self.scale.seed() if told is None else torch.tensor(told, dtype=torch.float64)
-        left, run, self._made = self.trusted(self._walk_forward)
+        left, run, self._made = self.run_until_rng_settled(self._walk_forward)
         results = self.plan.entry_points.results(left, self.mini_batch.micro_batches)
         if self._seed is None:
             self._run = run
             again = run.recomputing()
-            self._unchanged = Unchanged([self.plan.stages[stage].replay for stage in again]) if again else None
+            self._unchanged = ModuleVersions([self.plan.stages[stage].replay for stage in again]) if again else None
         return self.output.gather(results)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """See `CutFunction.backward`. Raises BackwardTwiceError if it was freed, ChangedError if layers changed."""
+        """See `CutFunction.backward`. Raises BackwardTwiceError if it was freed, ModuleChangedError if layers
+        changed.
+        """
         executor = self.plan.executor
         try:
             executor.open(f"the backward{self.agreed.name}")
@@ -503,14 +505,14 @@ class PipeStep:
         seed = gradients[0] if isinstance(self.output, WeightedLoss) else None
         return None if seed is None else repr(float(seed))
 
-    def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], Run, list[Tensor | None] | None]:
+    def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], StepState, list[Tensor | None] | None]:
         """What left the walk, its run, and the gradients of `tensors` if the schedule makes them on the way."""
         plan, count = self.plan, self.schedule.micro_batches
         segments = {stage: Segment(self.functions[stage], owned) for stage, owned in self.parameters.items()}
         borrowed = self.agreed.borrowed
         contexts = [MicroBatchContext(i, self.ambient, rng, {}, count, borrowed) for i in range(count)]
         workers = self.schedule.worker_of
-        run = Run(plan.wiring, segments, contexts, self.keeps, plan.places, self.watcher, rng, workers)
+        run = StepState(plan.wiring, segments, contexts, self.keeps, plan.places, self.watcher, rng, workers)
         given = plan.entry_points.enter(self.mini_batch.leaves(), streams=any(plan.places))
         if self._seed is None:
             return self._walk(run, self.schedule.forward_only, given), run, None
@@ -521,14 +523,14 @@ class PipeStep:
             left = self._walk(run, self.schedule, given)
         return left, run, self._collected(left, run)
 
-    def _walk_backward(self, run: Run, gradients: Sequence[Gradients], *, retain: bool) -> list[Tensor | None]:
-        run.turn_back(retain=retain)
+    def _walk_backward(self, run: StepState, gradients: Sequence[Gradients], *, retain: bool) -> list[Tensor | None]:
+        run.prepare_backward(retain=retain)
         given = self.plan.entry_points.seed(gradients, streams=any(self.plan.places))
         with self.ambient.process_flags(), quiet_hooks(self._parameters):
             left = self._walk(run, self.schedule.backward_only, given)
         return self._collected(left, run)
 
-    def _walk(self, run: Run, schedule: Schedule, given: Given) -> dict[Address, Message]:
+    def _walk(self, run: StepState, schedule: Schedule, given: Given) -> dict[Address, Message]:
         """Let the executor walk; afterwards the caller's streams may use what it has made."""
         places = self.plan.places
         if not any(places):
@@ -543,7 +545,7 @@ class PipeStep:
         finally:  # after a failure too: layers may have written to buffers, which the caller reads next
             leave_walk(places, [each for each in made if isinstance(each, Tensor)])
 
-    def _collected(self, left: dict[Address, Message], run: Run) -> list[Tensor | None]:
+    def _collected(self, left: dict[Address, Message], run: StepState) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
         exchange = partial(self.plan.executor.exchange_gradients, self.agreed.borrowed)
         by_id = run.parameter_gradients(exchange)

@@ -29,7 +29,7 @@ from weft.pipeline.schedule import Action
 
 
 @runtime_checkable
-class Watcher(Protocol):
+class Observer(Protocol):
     """What a pipe tells of a run to: what runs when, and what stays alive for it; see `Recorder`."""
 
     def doing(self, kind: str, action: Action) -> AbstractContextManager[None]:
@@ -109,7 +109,7 @@ class Recorder:
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), chunks=2, devices=["cpu", "cpu"])
         >>> recorder = weft.Recorder()
-        >>> with pipe.watched_by(recorder):
+        >>> with pipe.observed_by(recorder):
         ...     pipe(torch.randn(4, 2)).sum().backward()
         >>> len(recorder.events)  # forward and backward of 2 stages and 2 micro-batches
         8

@@ -2,7 +2,7 @@
 
     the user writes      cell(x_t, state) -> (y_t, new_state)             or with the step number as third argument
     torch has            nn.LSTMCell(x_t, (h, c)) -> (h, c)               y is h
-    a step net           step(inputs, states) -> outputs, and links       see `Linked`
+    a step net           step(inputs, states) -> outputs, and links       see `StepNetCell`
     the loop calls       cell(x_t, state, t) -> (y_t, new_state)          a `Cell`
 
 The initial state is broadcast over the batch:
@@ -263,7 +263,7 @@ def check_links(check: Validator, links: object) -> None:
             check.add(f"links[{state!r}] is of type {kind}, wanted the name of an output, or a Window over it")
 
 
-class Linked(Cell):
+class StepNetCell(Cell):
     """A step net over named values, with its links and what else it reads, as a cell.
 
     A window is k x N x ..., oldest first. Inside the loop it is a tuple of k tensors, so that a step drops one and adds
@@ -290,9 +290,9 @@ class Linked(Cell):
         self._check(outputs, t)
         return dict(outputs), {name: self._next(name, state[name], outputs) for name in self.links}
 
-    def bound(self, references: Mapping[str, Any]) -> "Linked":
+    def bound(self, references: Mapping[str, Any]) -> "StepNetCell":
         """The same step net with other references."""
-        return Linked(self.function, self.links, references=references, time_step=self.time_step)
+        return StepNetCell(self.function, self.links, references=references, time_step=self.time_step)
 
     def enter(self, state: Any, check: Validator) -> Any:
         """States by name, windows as tuples, in the order of the links."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.core.errors import SpecError
 from weft.core.pytree import Structure, flatten, map_leaves, unflatten
 from weft.recurrent.cell import Cell, InputWidthError, StepSpec, fit
-from weft.recurrent.masking import ALL_ROWS, RowMasks, pick, replaced, stand_ins
+from weft.recurrent.masking import ALL_ROWS, RowMasks, padding_values, pick, replaced
 from weft.recurrent.sequence import SequenceInputs
 
 Unrolled = tuple[Any, Any, Any]
@@ -61,7 +61,7 @@ class SequenceRun:
         again = flatten(self.initial if self.fresh is None else self.fresh)[0]
         state: list[Tensor] = flatten(self.initial)[0]
         states, collected = list[list[Tensor]](), list[list[Any]]()
-        held = None if rows.valid is None else stand_ins(inputs, rows.valid)
+        held = None if rows.valid is None else padding_values(inputs, rows.valid)
         steps = zip(inputs.each(), rows.each(inputs.steps), strict=True)
         for t, (step, (valid, reset)) in enumerate(steps, self.start):
             if stops(t, self.truncate):

@@ -99,7 +99,7 @@ class CellGuards:
         )
 
     @contextmanager
-    def undone(self) -> Generator[None]:
+    def restore_state(self) -> Generator[None]:
         """Inside, the cell is run for tracing or checking: its writes into buffers, attributes, lists, dicts, sets and
         closures are taken back. It cannot write into parameters; globals and classes stay as it leaves them."""
         with ExitStack() as undo:

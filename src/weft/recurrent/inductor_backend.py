@@ -203,7 +203,7 @@ def _contiguous(rows: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class InductorBackend(PythonBackend):
-    """See `weft.recurrent.backends.Backend`; on CUDA all steps of a chunk are recorded by `record`."""
+    """See `weft.recurrent.plan_backends.Backend`; on CUDA all steps of a chunk are recorded by `record`."""
 
     def __init__(self, captured: StepGraph) -> None:
         self.record, self.why_not = cuda_recorder if _on_cuda(captured) else None, ""

@@ -28,7 +28,7 @@ from torch.fx.experimental import proxy_tensor
 from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.validation import Validator
 from weft.recurrent.capture import CaptureError, present, result_of
-from weft.recurrent.cell import Cell, Linked
+from weft.recurrent.cell import Cell, StepNetCell
 from weft.recurrent.sequence import SequenceInputs, some
 
 
@@ -74,7 +74,7 @@ def pick(flags: Tensor, yes: Tensor, no: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(flags.view(-1, *[1] * (yes.dim() - 1)), yes.to(dtype), no.to(dtype))
 
 
-def stand_ins(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
+def padding_values(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
     """For every leaf with rows one step that the cell can bear, N x ...
 
     That is each row's first that counts, or another row's, or a blank.
@@ -167,7 +167,7 @@ class MaskedStep:
         self, inputs: tuple[Any, Sequence[Tensor]], states: tuple[Any, Any, Any, Sequence[Tensor]]
     ) -> tuple[Any, tuple[Any, Any, Any, Sequence[Tensor]]]:
         (x, more), (state, fresh, references, held) = inputs, states
-        cell = self.cell.bound(references) if isinstance(self.cell, Linked) and references != () else self.cell
+        cell = self.cell.bound(references) if isinstance(self.cell, StepNetCell) and references != () else self.cell
         rest = iter(more)
         valid = next(rest) if self.on.valid else None
         if valid is not None:

@@ -34,7 +34,7 @@ from torch.fx.experimental import proxy_tensor
 
 from weft.core.errors import WeftError
 from weft.recurrent.graph import StepGraph, alike, is_random
-from weft.recurrent.plan import CARRIED, dependences, partition
+from weft.recurrent.step_plan import CARRIED, dependences, partition
 
 make_fx = cast("Callable[..., Callable[..., fx.GraphModule]]", proxy_tensor.make_fx)
 _functionalize = cast("Callable[..., Callable[..., Any]]", torch.func.functionalize)

@@ -24,21 +24,21 @@ from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.timing import time_after
 from weft.core.validation import Validator
 from weft.recurrent import eager
-from weft.recurrent.autograd import EagerReplay, filled_up, run_derived
-from weft.recurrent.backends import NAMES as MEMORY
-from weft.recurrent.backends import Backend, Memory, choose_policy, size_of
 from weft.recurrent.capture import CaptureError, MisfitError, capture
-from weft.recurrent.cell import Linked
-from weft.recurrent.cpp.backend import CppBackend
+from weft.recurrent.cell import StepNetCell
+from weft.recurrent.cpp.cpp_backend import CppBackend
 from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.cpp.lowering import decomposition_table
 from weft.recurrent.graph import StepGraph, drawn, memory_order, same_but_rows
 from weft.recurrent.guards import CellGuards, no_foreign_draws, unobserved
 from weft.recurrent.inductor_backend import InductorBackend
-from weft.recurrent.masking import Conditions, MaskedStep, RowMasks, check_number, stand_ins
+from weft.recurrent.masking import Conditions, MaskedStep, RowMasks, check_number, padding_values
 from weft.recurrent.passes import made_in_the_step
+from weft.recurrent.plan_backends import NAMES as MEMORY
+from weft.recurrent.plan_backends import Backend, Memory, choose_policy, size_of
 from weft.recurrent.python_backend import PythonBackend
 from weft.recurrent.sequence import SequenceInputs
+from weft.recurrent.sequence_function import EagerReplay, filled_up, run_derived
 from weft.recurrent.verify import PlanError, verify
 
 BackendName = Literal["auto", "c", "inductor", "python", "eager"]
@@ -291,8 +291,8 @@ class PlannedCall:
         self.cell, self.inputs, self._job = cell, inputs, job
         self._on = Conditions(rows.valid is not None, rows.reset is not None, job.truncate is not None, cell.time_step)
         fresh = (state if job.fresh is None else job.fresh) if self._on.reset else ()
-        references = cell.references if isinstance(cell, Linked) and cell.references is not None else ()
-        held = [] if rows.valid is None else stand_ins(inputs, rows.valid)
+        references = cell.references if isinstance(cell, StepNetCell) and cell.references is not None else ()
+        held = [] if rows.valid is None else padding_values(inputs, rows.valid)
         self.states, self._structure = flatten((state, fresh, references, held))
         self.guards = CellGuards(cell.function)
         self.cell_key = tuple(self.guards.key)
@@ -391,7 +391,7 @@ class PlannedCall:
             with torch.no_grad():
                 return step(*(map_leaves(torch.clone, each) for each in (nest, state)))
 
-        with torch.random.fork_rng(self._devices()), _CAPTURING, self.guards.undone(), no_foreign_draws(once):
+        with torch.random.fork_rng(self._devices()), _CAPTURING, self.guards.restore_state(), no_foreign_draws(once):
             parameters, tensors = self.guards.parameters, self.guards.tensors
             captured = capture(step, nest, state, parameters, wanted_inputs=wants, composed=operators, watched=tensors)
             if self._on.time:
@@ -414,7 +414,7 @@ class PlannedCall:
 
     def verify(self, engine: Backend, memory: Memory) -> None:
         """See `weft.recurrent.verify`."""
-        with self.guards.undone():
+        with self.guards.restore_state():
             verify(engine, self._step(), self._leaves(), self.states, memory, self.guards.widened)
 
     def run(self, engine: Backend, memory: Memory) -> eager.Unrolled:
@@ -443,7 +443,7 @@ class PlannedCall:
         job = replace(self._job, inputs=part, rows=rows, initial=state, fresh=fresh if self._on.reset else None)
         call = PlannedCall(job)
         ways = partial(call.run, engine, "full"), job.run
-        with unobserved(), torch.random.fork_rng(self._devices()), self.guards.undone():
+        with unobserved(), torch.random.fork_rng(self._devices()), self.guards.restore_state():
             ours, loop = (
                 min(_seconds(each, self.guards.parameters, self.inputs.device) for _ in range(2)) for each in ways
             )

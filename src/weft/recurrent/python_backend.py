@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.backends import Chunk, Gradients, chunk_length
 from weft.recurrent.graph import StepGraph, Value
-from weft.recurrent.plan import BulkEvaluator, DependencePartition, dependences, explain, partition
+from weft.recurrent.plan_backends import Chunk, Gradients, chunk_length
+from weft.recurrent.step_plan import BulkEvaluator, DependencePartition, dependences, explain, partition
 
 _aten = cast(Any, torch.ops.aten)
 _QUICK: dict[Any, Callable[..., Any]] = {
@@ -141,7 +141,9 @@ def _arguments(node: fx.Node, names: dict[str, Any]) -> str:
 
 
 class PythonBackend:
-    """See `weft.recurrent.backends.Backend`: the parts of a captured step, and the two loops that are left of it."""
+    """See `weft.recurrent.plan_backends.Backend`: the parts of a captured step, and the two loops that are left of
+    it.
+    """
 
     missing = 0
 

@@ -32,9 +32,9 @@ from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import difference, flatten, map_leaves, unflatten
 from weft.core.validation import Validator
 from weft.recurrent import eager
-from weft.recurrent.backends import Memory
-from weft.recurrent.cell import Cell, Linked, Links, StepSpec, StoredState, adapt, check_links, spread
-from weft.recurrent.masking import ALL_ROWS, RowMasks, choose_rows, read_rows, replaced, stand_ins
+from weft.recurrent.cell import Cell, Links, StepNetCell, StepSpec, StoredState, adapt, check_links, spread
+from weft.recurrent.masking import ALL_ROWS, RowMasks, choose_rows, padding_values, read_rows, replaced
+from weft.recurrent.plan_backends import Memory
 from weft.recurrent.plan_cache import BackendName, PlanCache, VerifyMode, check_settings
 from weft.recurrent.sequence import Lengths, SequenceInputs, batch_first_again, pack_like, read_inputs
 
@@ -268,7 +268,7 @@ class Recurrent(nn.Module):
 
     def _adapted(self) -> Cell:
         if self.links is not None:
-            return Linked(self.cell, self.links, time_step=self.time_step)
+            return StepNetCell(self.cell, self.links, time_step=self.time_step)
         return adapt(self.cell, time_step=self.time_step)
 
     def _current(self) -> PlanCache:
@@ -382,7 +382,7 @@ def recurrent_net(
         check_settings(check, memory, backend, verify)
         if not isinstance(cast(object, inputs), Mapping):
             check.mismatch(f"inputs is of type {type(inputs).__name__}, wanted a dict of sequences by name")
-    cell = Linked(step, links, references=references, time_step=time_step)
+    cell = StepNetCell(step, links, references=references, time_step=time_step)
     settings = RecurrentSettings(truncate=truncate, plans=_plans(backend, memory, verify))
     return run(cell, settings, dict(inputs), states, lengths=lengths, mask=mask, reset=reset, start=start)
 
@@ -466,7 +466,7 @@ def _own(cell: Cell, settings: RecurrentSettings, inputs: SequenceInputs, rows: 
     assert make is not None
     step = inputs.first() if inputs.steps else inputs.blank()
     if inputs.steps and rows.valid is not None:
-        step = replaced(step, rows.valid[0], stand_ins(inputs, rows.valid))
+        step = replaced(step, rows.valid[0], padding_values(inputs, rows.valid))
     with Validator(f"the initial state of the recurrent network of cell {cell.name} does not fit its inputs") as check:
         x = unflatten(inputs.structure, step)
         try:

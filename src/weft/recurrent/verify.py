@@ -19,10 +19,10 @@ from weft.core.autograd import quiet_hooks
 from weft.core.context import float32_precision
 from weft.core.errors import WeftError, listed
 from weft.core.segment import differentiable
-from weft.recurrent.autograd import SequenceLeaves, run_derived, stepwise
-from weft.recurrent.backends import Backend, Memory
 from weft.recurrent.capture import Cell
 from weft.recurrent.graph import StepGraph, drawn
+from weft.recurrent.plan_backends import Backend, Memory
+from weft.recurrent.sequence_function import SequenceLeaves, run_derived, stepwise
 
 TRIALS = ((3, True), (1, False))
 """Steps, and whether gradients come to the states after all of them too, or only to what most losses read. Gradients of

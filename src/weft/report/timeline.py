@@ -48,7 +48,7 @@ def timeline(
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
         >>> recorder = weft.Recorder()
-        >>> with pipe.watched_by(recorder):
+        >>> with pipe.observed_by(recorder):
         ...     pipe(torch.randn(4, 2)).sum().backward()
         >>> svg = weft.report.timeline(recorder.events)
     """

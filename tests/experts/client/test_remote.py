@@ -18,7 +18,7 @@ from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
 from tests.experts.concurrency import FakeClock, in_threads, wait_until
 from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, close, fussy_backend, rows, seeded
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError, SpecError, UsageError
-from weft.experts import ExpertBackend, GraphBudget, SumsOptions, TensorSpec
+from weft.experts import AccumulationOptions, ExpertBackend, GraphBudget, TensorSpec
 from weft.experts.client import GrpcTransport, RemoteExpert, Retry, Transport
 from weft.experts.compression import Policy
 from weft.experts.errors import CommitError, GradientError
@@ -334,7 +334,7 @@ def test_discarded_gradients_are_not_applied_and_there_is_nothing_to_commit(fake
 
 
 def test_a_discarded_mini_batch_makes_room_at_the_server_which_may_be_away() -> None:
-    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=1))
+    backend = fussy_backend(mini_batches=AccumulationOptions(mini_batches=1))
     with Server([backend]) as server, GrpcTransport(server.address) as transport:
         remote = RemoteExpert("fussy", transport, accumulate=True)
         for _ in range(5):

@@ -10,10 +10,10 @@ from tests.experts.concurrency import in_threads, wait_until
 from tests.experts.expert_cases import rows
 from weft.core.errors import UsageError
 from weft.experts.client import Connections, commit, discard
-from weft.experts.client.autograd import RecomputeCache, RemoteLayer
+from weft.experts.client.remote_function import RecomputeCache, RemoteLayer
 from weft.experts.client.retry import DirectoryResolver, FixedResolver, RetryingCaller
 from weft.experts.client.stream import PendingCalls
-from weft.experts.client.stub import CallOptions, ExpertStub, OpenMiniBatch
+from weft.experts.client.stub import CallOptions, ExpertStub, PendingCommit
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.wire import DeadlineError, LostError, NotOwnerError, UnreachableError
@@ -82,7 +82,7 @@ def test_a_result_is_cached_for_equal_inputs_and_taken_once_in_order() -> None:
 
 def test_a_mini_batch_can_be_committed_if_it_is_whole_and_of_one_incarnation() -> None:
     for spoil in (None, lambda o: o.added(2), lambda o: o.failed(ValueError("why"))):
-        open_ = OpenMiniBatch("x")
+        open_ = PendingCommit("x")
         assert open_.ready() is None and not open_.begun
         open_.added(1)
         open_.added(1)

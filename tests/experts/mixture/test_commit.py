@@ -24,7 +24,7 @@ from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft.core.errors import UsageError
 from weft.experts.client import RemoteExpert, commit, discard
 from weft.experts.errors import MixtureCommitError, StepError, TooFewAnswersError
-from weft.experts.mixture.mixture_function import MixtureMiniBatch
+from weft.experts.mixture.mixture_function import MixtureCommit
 from weft.experts.wire import Kind
 
 
@@ -151,14 +151,14 @@ def test_the_client_is_named_in_all_calls() -> None:
 
 
 def test_after_a_commit_that_was_interrupted_it_is_said_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(batch: MixtureMiniBatch, sums: object) -> None:
+    def interrupted(batch: MixtureCommit, sums: object) -> None:
         raise KeyboardInterrupt
 
     with Experts() as experts:
         mixture, x = experts.mixture(k_min=1), numbers(16, WIDTH)
         run(mixture, x)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(MixtureMiniBatch, "end", interrupted)
+            patch.setattr(MixtureCommit, "end", interrupted)
             mixture.commit()
         assert experts.steps() == dict.fromkeys(UIDS, 1)
         with pytest.raises(TooFewAnswersError, match=r"a commit that was interrupted, discard\(\) begins"):

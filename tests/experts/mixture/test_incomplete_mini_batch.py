@@ -10,7 +10,7 @@ from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft.experts.client import NEVER
 from weft.experts.errors import CommitError, GradientError, MalformedError, MixtureCommitError, TooFewAnswersError
 from weft.experts.mixture.fanout import MixtureSignature
-from weft.experts.mixture.mixture_function import MixtureMiniBatch
+from weft.experts.mixture.mixture_function import MixtureCommit
 from weft.experts.wire import Kind
 
 # Torn: a part of an expert's gradients is missing.
@@ -180,19 +180,19 @@ def test_an_interrupted_commit_may_be_called_again(experts: Experts) -> None:
 
 
 def test_an_error_breaks_it_until_it_is_discarded_and_nothing_without_accumulation() -> None:
-    batch, error = MixtureMiniBatch(True), ValueError()
+    batch, error = MixtureCommit(True), ValueError()
     for each in (error, KeyError()):
         batch.fail(each)
     assert batch.broken is error  # the first
     batch.discard()
     assert batch.broken is None and batch.touched() == {}
-    single = MixtureMiniBatch(False)
+    single = MixtureCommit(False)
     single.fail(error)
     assert single.touched() == {} and single.broken is None
 
 
 def test_what_is_ended_is_forgotten_but_not_what_was_opened_since_and_a_copy_begins_with_none() -> None:
-    batch = MixtureMiniBatch(True)
+    batch = MixtureCommit(True)
     first, other = batch.open("a"), batch.open("b")
     batch.end({"a": first})
     again = batch.open("a")

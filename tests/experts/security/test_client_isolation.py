@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.experts.concurrency import BlockingProcess, FakeClock, wait_until
 from tests.experts.expert_cases import answered, backward, fussy_backend, rows, work
 from weft.core.errors import UsageError
-from weft.experts import ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, SumsOptions, TaskPool
+from weft.experts import AccumulationOptions, ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, TaskPool
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, OverloadError, QuotaError
@@ -125,7 +125,7 @@ def test_one_client_leaves_memory_for_calls_to_others(calls: list[tuple[str, int
 
 def test_one_trainer_leaves_slots_of_mini_batches_to_others_and_an_error_names_who_holds_them() -> None:
     with (
-        served(mini_batches=SumsOptions(mini_batches=4, max_client_mini_batches=3)) as (server, _),
+        served(mini_batches=AccumulationOptions(mini_batches=4, max_client_mini_batches=3)) as (server, _),
         GrpcTransport(server.address, token="t-token") as trainer,
         GrpcTransport(server.address, token="o-token") as greedy,
         GrpcTransport(server.address) as stranger,
@@ -199,7 +199,7 @@ def test_a_discard_reaches_gradients_that_still_wait_in_the_queue(backend: Exper
 
 def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock().install(monkeypatch, "weft.experts.gradients")
-    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=2, orphan_seconds=30.0))
+    backend = fussy_backend(mini_batches=AccumulationOptions(mini_batches=2, orphan_seconds=30.0))
     backend.executor.mini_batches._clock = clock.monotonic
     gone, back = CallerStream(), CallerStream()
 
@@ -220,7 +220,7 @@ def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypa
 
 
 def test_the_end_of_a_stream_is_seen_by_the_mini_batches_that_came_by_it() -> None:
-    with served(mini_batches=SumsOptions(orphan_seconds=0.0)) as (server, backend):
+    with served(mini_batches=AccumulationOptions(orphan_seconds=0.0)) as (server, backend):
         with GrpcTransport(server.address) as transport:
             ask(transport, Kind.BACKWARD, "me", "m")
             assert backend.statistics().open_mini_batches == 1

@@ -23,7 +23,7 @@ from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError
-from weft.experts.errors import AwayError
+from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
 from weft.experts.wire import UnreachableError
@@ -89,7 +89,7 @@ def test_a_directory_of_several_machines_with_certificates_wants_servers(authori
     with pytest.raises(UsageError, match="names no servers="):
         Server([], directory=directory, replicas=ReplicaOptions(tls=mine))
     for named in (ClientTls(authority.pem, servers=["a"]), ClientTls(authority.pem, server_name="a")):
-        with pytest.raises(AwayError):  # nobody is there, but nothing is wrong with it
+        with pytest.raises(DirectoryUnavailableError):  # nobody is there, but nothing is wrong with it
             Connections(directory, tls=named)
     directory.close()
 
@@ -239,11 +239,14 @@ def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str,
 def test_nobody_else_reads_or_writes(secured: tuple[str, str, Certificates], authority: Authority) -> None:
     at, _, certificates = secured
     for name in ("etcd", "somebody"):  # of etcd's authority, but no user
-        with EtcdDirectory(at, tls=certificates.tls(name), timeout=2.0) as directory, pytest.raises(AwayError):
+        with (
+            EtcdDirectory(at, tls=certificates.tls(name), timeout=2.0) as directory,
+            pytest.raises(DirectoryUnavailableError),
+        ):
             directory.get()
     mine = EtcdTls(certificates.authority.pem, *authority.issue("weft-server"))  # of the servers' authority
     for wrong in (mine, EtcdTls(certificates.authority.pem), EtcdTls(), None):
-        with EtcdDirectory(at, tls=wrong, timeout=1.0) as directory, pytest.raises(AwayError):
+        with EtcdDirectory(at, tls=wrong, timeout=1.0) as directory, pytest.raises(DirectoryUnavailableError):
             directory.get()
     with pytest.raises(UsageError, match="give both"):
         EtcdTls(key=b"x")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.experts import Blueprint, register_expert
+from weft.experts import ExpertFactory, register_expert
 
 
 class _Breaking(nn.Module):
@@ -27,9 +27,9 @@ def _fail(device: object = None) -> None:
 
 
 @register_expert("breaking")
-def breaking() -> Blueprint:
+def breaking() -> ExpertFactory:
     """Fails on the CPU."""
-    return Blueprint(_Breaking(), (weft.TensorSpec((None, 2), torch.float32),))
+    return ExpertFactory(_Breaking(), (weft.TensorSpec((None, 2), torch.float32),))
 
 
 class _LookUp(nn.Module):
@@ -44,6 +44,6 @@ class _LookUp(nn.Module):
 
 
 @register_expert("look-up")
-def look_up() -> Blueprint:
+def look_up() -> ExpertFactory:
     """Fails on a GPU."""
-    return Blueprint(_LookUp().to("cuda:0"), (weft.TensorSpec((None, 2), torch.float32),))
+    return ExpertFactory(_LookUp().to("cuda:0"), (weft.TensorSpec((None, 2), torch.float32),))

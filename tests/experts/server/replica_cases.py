@@ -10,7 +10,7 @@ from tests.experts.expert_cases import fussy_backend, rows, work
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, GrpcTransport, RemoteExpert
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership
-from weft.experts.errors import AwayError
+from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.replication import Replica, ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, Received
@@ -28,7 +28,7 @@ class Away(LocalDirectory):
 
     def _expire(self) -> None:
         if self.away:
-            raise AwayError("away")
+            raise DirectoryUnavailableError("away")
         super()._expire()
 
 
@@ -51,7 +51,7 @@ class Cut(LocalDirectory):
 
     def _there(self) -> LocalDirectory:
         if self.cut:
-            raise AwayError("cut off")
+            raise DirectoryUnavailableError("cut off")
         return self.inner
 
     declare, renew, withdraw = map(_asked_of_inner, ("declare", "renew", "withdraw"))

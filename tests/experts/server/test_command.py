@@ -21,7 +21,7 @@ from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import RemoteExpert, Retry
 from weft.experts.client.status import status
 from weft.experts.errors import ClosedError
-from weft.experts.gradients import SumsOptions
+from weft.experts.gradients import AccumulationOptions
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Entry, journal_lines, read_journal
@@ -79,7 +79,7 @@ def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered
     with build({"address": "127.0.0.1:0", "experts": [table]}) as server:
         backend = server._dispatcher.experts()["F"].backend
         assert backend.records.options == IdempotencyOptions(max_keys=7, max_age=60.0)
-        assert backend.executor.mini_batches._options == SumsOptions(3, 2, orphan_seconds=1.0)
+        assert backend.executor.mini_batches._options == AccumulationOptions(3, 2, orphan_seconds=1.0)
         for _ in range(40):
             backend.backward_pool.submit_task(torch.ones(2, 8), torch.ones(2, 8)).result(10)
     files = sorted((tmp_path / "a" / "log").iterdir())

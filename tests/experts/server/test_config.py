@@ -15,7 +15,7 @@ from weft.core.errors import UsageError
 from weft.experts.errors import GradientError
 from weft.experts.gradients import Guards
 from weft.experts.graph_cache import GraphBudget
-from weft.experts.registry import Blueprint, register_expert
+from weft.experts.registry import ExpertFactory, register_expert
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server.auth import Grant, Role
 from weft.experts.server.config import ExpertTable, JournalTable, PanelTable, ServeConfig, build
@@ -27,7 +27,7 @@ LISTS = ["experts", "grants", "imports"]
 
 
 @register_expert("zz-spoiled")
-def spoiled(hidden: int) -> Blueprint:
+def spoiled(hidden: int) -> ExpertFactory:
     raise RuntimeError("no such device")
 
 

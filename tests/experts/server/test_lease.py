@@ -12,7 +12,7 @@ from tests.experts.server.replica_cases import expert, make
 from weft.experts.client.status import shown
 from weft.experts.discovery import Lease, LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import AwayError
+from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.server import PeriodicTask
 
@@ -39,7 +39,7 @@ def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_start(m
 
     def act() -> None:
         if len(pauses) in (1, 2):
-            raise AwayError("away")
+            raise DirectoryUnavailableError("away")
         now[0] += 0.125
 
     monkeypatch.setattr("weft.experts.server.server.time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -17,7 +17,7 @@ from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
 from weft.experts.discovery import Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import CommitError, DeclaredError
+from weft.experts.errors import AlreadyDeclaredError, CommitError
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
@@ -116,7 +116,7 @@ def test_of_two_servers_that_look_before_either_declares_none_stays_listed(monke
     seen = [Snapshot()]
     get = directory.get
     monkeypatch.setattr(directory, "get", lambda prefix="": seen.pop() if seen else get(prefix))
-    with pytest.raises(DeclaredError, match="'fussy' at a:1"):
+    with pytest.raises(AlreadyDeclaredError, match="'fussy' at a:1"):
         second.turn()
     assert directory.get().addresses("fussy") == ("a:1",) and second.listed == ()
     directory.close()

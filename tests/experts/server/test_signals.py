@@ -18,7 +18,7 @@ from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import AwayError
+from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.registry import make_expert
 from weft.experts.server import Server, command
 from weft.experts.server.command import serve
@@ -104,7 +104,7 @@ def test_a_signal_during_the_start_gives_it_up_and_closes_what_there_is(
             return super().declare(uids, address, ttl)
 
         def watch(self, prefix: str = "") -> Any:  # what is done about the signal must not depend on the directory
-            raise AwayError("it does not answer")
+            raise DirectoryUnavailableError("it does not answer")
 
     def close() -> None:
         os.kill(os.getpid(), number)  # a second one does not disturb the end

@@ -13,7 +13,7 @@ from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import AwayError
+from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.server import HostedExpert
 from weft.experts.server.server import PeriodicTask
 from weft.experts.wire.service import read_receipt
@@ -67,7 +67,7 @@ def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> 
     now[0] += 10.0
     assert directory.get().uids == ()
     directory.away = True
-    with pytest.raises(AwayError):
+    with pytest.raises(DirectoryUnavailableError):
         presence.turn()
     directory.away = False
     presence.turn()

@@ -11,7 +11,7 @@ import pytest
 from tests.experts.status_page.panel_cases import PATIENCE, address, exchange, get, status
 from weft.core.errors import UsageError
 from weft.experts.status_page import http
-from weft.experts.status_page.http import Panel, PanelOptions
+from weft.experts.status_page.http import PanelOptions, StatusServer
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 TOKEN = "a-token-of-20-characters"
@@ -20,10 +20,10 @@ Listening = Callable[..., str]
 
 @pytest.fixture
 def listening() -> Iterator[Listening]:
-    made: list[Panel] = []
+    made: list[StatusServer] = []
 
     def start(options: PanelOptions | str = "127.0.0.1:0", told: Callable[[], Any] = status) -> str:
-        made.append(Panel(options, told))
+        made.append(StatusServer(options, told))
         made[-1].start()
         return made[-1].url.replace("0.0.0.0", "127.0.0.1")
 
@@ -150,11 +150,11 @@ def test_an_error_is_told_by_kind_and_hurts_nobody(listening: Listening, monkeyp
     assert get(url, "/status.json")[0] == 200
     taken = url.removeprefix("http://").rstrip("/")
     with pytest.raises(UsageError, match=f"{taken}.*taken"):
-        Panel(taken, status).start()
+        StatusServer(taken, status).start()
 
 
 def test_stop_waits_for_nobody(listening: Listening) -> None:
-    panel = Panel("127.0.0.1:0", status)
+    panel = StatusServer("127.0.0.1:0", status)
     panel.stop(1.0)
     panel.start()
     with socket.create_connection(address(panel.url), timeout=PATIENCE) as stream:

@@ -84,7 +84,7 @@ def observe() -> dict[str, Any]:
     pipe = weft.Pipe(net(), chunks=2, balance=[2, 2], loss=nn.MSELoss(), schedule="1f1b", group=dist.group.WORLD)
     recorder = weft.Recorder()
     x = torch.randn(4, 6).double()
-    with pipe.watched_by(recorder):
+    with pipe.observed_by(recorder):
         pipe(x, target=x).backward()
     return {"stages": sorted({event.action.stage for event in recorder.events}), "wire": pipe.statistics()["wire"]}
 

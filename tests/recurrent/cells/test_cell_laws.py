@@ -26,7 +26,7 @@ from tests.recurrent.recurrent_cases import (
 )
 from weft.core.pytree import flatten, map_leaves
 from weft.recurrent import Recurrent
-from weft.recurrent import backends as engine
+from weft.recurrent import plan_backends as engine
 
 STEPS, ROWS = 4, 2
 every_plan = pytest.mark.parametrize(

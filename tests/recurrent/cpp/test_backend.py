@@ -13,7 +13,7 @@ from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, gr
 from weft.core.errors import UsageError
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent, cells
-from weft.recurrent.cpp import backend
+from weft.recurrent.cpp import cpp_backend as backend
 
 pytestmark = needs_compiler
 

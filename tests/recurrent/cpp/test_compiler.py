@@ -14,7 +14,8 @@ from torch import nn
 from tests.recurrent.recurrent_cases import close, eagerly, grid, needs_compiler
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
-from weft.recurrent.cpp import backend, compiler
+from weft.recurrent.cpp import compiler
+from weft.recurrent.cpp import cpp_backend as backend
 from weft.recurrent.cpp.compiler import CompileError, folder, load
 
 TEXT = 'extern "C" int answer() { return 42; }'

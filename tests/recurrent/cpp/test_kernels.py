@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.recurrent.recurrent_cases import grid, needs_compiler
-from weft.recurrent.cpp.backend import kernels, panel_width
+from weft.recurrent.cpp.cpp_backend import kernels, panel_width
 
 pytestmark = needs_compiler
 LETTER = {torch.float32: "f", torch.float64: "d"}

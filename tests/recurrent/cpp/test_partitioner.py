@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import as_the_loop, equal, gradients, needs_compiler, outcome, planned
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent, cells
-from weft.recurrent.cpp.backend import CppBackend
+from weft.recurrent.cpp.cpp_backend import CppBackend
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit
-from weft.recurrent.plan import summed_at_once
+from weft.recurrent.step_plan import summed_at_once
 
 pytestmark = needs_compiler
 
@@ -108,7 +108,7 @@ def test_what_c_does_not_know_runs_beside_the_loops(name: str, lengths: tuple[in
 
 @pytest.mark.parametrize("name", ["both ends", "a tied embedding"])
 def test_every_memory_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.recurrent.cpp.backend.chunk_length", lambda *_: 2)
+    monkeypatch.setattr("weft.recurrent.cpp.cpp_backend.chunk_length", lambda *_: 2)
     cell, (x, h) = Beside(AROUND[name]), sequence(name)
     found = []
     for memory in ("full", "states", "sqrt"):

@@ -21,7 +21,7 @@ from tests.recurrent.recurrent_cases import (
 )
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
-from weft.recurrent.cpp.backend import CppBackend
+from weft.recurrent.cpp.cpp_backend import CppBackend
 from weft.recurrent.plan_cache import NoPlanWarning
 
 H = 8

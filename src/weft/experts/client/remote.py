@@ -21,7 +21,7 @@ from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, uid_fault
 from weft.experts.address import address_fault
-from weft.experts.client.autograd import RecomputeCache, RemoteFunction, RemoteLayer, forbid_tangents
+from weft.experts.client.remote_function import RecomputeCache, RemoteFunction, RemoteLayer, forbid_tangents
 from weft.experts.client.retry import DirectoryResolver, FixedResolver, Retry, RetryingCaller
 from weft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey
 from weft.experts.client.transport import Connections, GrpcTransport, Transport, fixed_faults
@@ -265,7 +265,8 @@ def create_remote_experts(
     ``Connections`` stay open; with a bare directory, or addresses by uid, connections are made that close when the last
     of the experts is collected. ``options``: those of `RemoteExpert`, but for ``tls`` and ``token``.
 
-    Raises ``AwayError`` if the directory does not answer, ``UsageError`` that lists all invalid arguments.
+    Raises ``DirectoryUnavailableError`` if the directory does not answer, ``UsageError`` that lists all invalid
+    arguments.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)

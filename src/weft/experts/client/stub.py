@@ -68,7 +68,7 @@ class ExpertStub:
         self.caller = caller
         self.options = options
         self.requests = RequestBuilder(options.client, options.compression)
-        self.mini_batch = OpenMiniBatch(uid)
+        self.mini_batch = PendingCommit(uid)
         self.progress = ExpertProgress(uid, caller.resolver)
         self._lock = threading.Lock()
         self._signature: Signature | None = None
@@ -106,7 +106,7 @@ class ExpertStub:
         mini_batch = self.mini_batch if self.options.accumulate else None
         if len(parts) == 1:
             return self._backward(inputs, gradients, key, mini_batch, deadline)
-        own = OpenMiniBatch(self.uid) if signature.trained and mini_batch is None else None
+        own = PendingCommit(self.uid) if signature.trained and mini_batch is None else None
         try:
             found = [
                 self._backward(part[: len(inputs)], part[len(inputs) :], each, own or mini_batch, deadline)
@@ -120,7 +120,7 @@ class ExpertStub:
             raise
         return [torch.cat(rows) for rows in zip(*found, strict=True)]
 
-    def commit(self, mini_batch: "OpenMiniBatch | None" = None, deadline: float | None = None) -> bool:
+    def commit(self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None) -> bool:
         """One step with the gradients of the open mini-batch; False if there are none."""
         mini_batch = mini_batch or self.mini_batch
         incarnation = mini_batch.ready()
@@ -135,7 +135,7 @@ class ExpertStub:
         self._renew(mini_batch)
         return True
 
-    def discard(self, timeout: float = 0.0, mini_batch: "OpenMiniBatch | None" = None) -> None:
+    def discard(self, timeout: float = 0.0, mini_batch: "PendingCommit | None" = None) -> None:
         """Begin the next mini-batch; tell the server to drop this one, and wait so long for its answer."""
         mini_batch = mini_batch or self.mini_batch
         self._renew(mini_batch)
@@ -144,18 +144,18 @@ class ExpertStub:
             if sent is not None and timeout:
                 wait([sent], min(timeout, self.options.timeout))
 
-    def _renew(self, mini_batch: "OpenMiniBatch") -> None:
+    def _renew(self, mini_batch: "PendingCommit") -> None:
         """Begin the next, after this one; what still comes of this one does not touch the next."""
         with self._lock:
             if self.mini_batch is mini_batch:
-                self.mini_batch = OpenMiniBatch(self.uid)
+                self.mini_batch = PendingCommit(self.uid)
 
     def _backward(
         self,
         inputs: Sequence[Tensor],
         gradients: Sequence[Tensor],
         key: "IdempotencyKey",
-        mini_batch: "OpenMiniBatch | None",
+        mini_batch: "PendingCommit | None",
         deadline: float,
     ) -> list[Tensor]:
         """One call, whose gradients of parameters are added to this mini-batch; None: they are a step."""
@@ -277,7 +277,7 @@ class RequestBuilder:
         return Call(self._header(Kind.DISCARD, uid=uid, mini_batch=mini_batch))
 
 
-class OpenMiniBatch:
+class PendingCommit:
     """One mini-batch, whose gradients wait at a server for its commit. Thread-safe."""
 
     def __init__(self, uid: str) -> None:

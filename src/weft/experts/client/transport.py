@@ -139,7 +139,7 @@ class GrpcTransport(_BaseTransport):
         tls: certificates; None: nothing is encrypted.
         token: proves who this client is, where certificates do not.
         limits: of a frame; the server's are kept as well.
-        trace: returns the traceparent of a new stream, such as ``current`` of a `weft.experts.telemetry.Observer`.
+        trace: returns the traceparent of a new stream, such as ``current`` of a `weft.experts.telemetry.SpanObserver`.
 
     Raises ``UsageError`` for an address that is none or not one of ``tls.servers``, a token that no header can carry,
     and a token without TLS to another machine.
@@ -266,8 +266,9 @@ class Connections:
         open_transport: makes the transport to an address, in place of `GrpcTransport`.
 
     An address of the directory that is not one of ``tls.servers``, or to which a token would go in plain text, is
-    not connected to. Raises ``AwayError`` if the directory does not answer at first, and ``UsageError`` that lists all
-    invalid arguments, among them a directory of several machines with a ``tls`` that names no ``servers``.
+    not connected to. Raises ``DirectoryUnavailableError`` if the directory does not answer at first, and ``UsageError``
+    that lists all invalid arguments, among them a directory of several machines with a ``tls`` that names no
+    ``servers``.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)

@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 from weft.core.errors import UsageError
 from weft.core.validation import Validator
 from weft.experts.discovery.fencing import new_epoch, token_of
-from weft.experts.errors import AwayError, LeaseLostError, OwnedError
+from weft.experts.errors import DirectoryUnavailableError, ExpertOwnedError, LeaseLostError
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,8 @@ class Watch(Protocol):
 
 @runtime_checkable
 class Directory(Protocol):
-    """A registry of experts. Thread-safe. Every method raises ``AwayError`` if the directory does not answer.
+    """A registry of experts. Thread-safe. Every method raises ``DirectoryUnavailableError`` if the directory does not
+    answer.
 
     Example:
         >>> from weft.experts.discovery import Directory, LocalDirectory
@@ -171,8 +172,8 @@ class Directory(Protocol):
 
         The token is larger than every earlier one of this epoch of the directory; one that lost its data, or another
         one in its place, has another epoch. An own earlier claim, from the same address, is replaced.
-        Raises ``OwnedError`` if another address owns it, ``LeaseLostError`` if the lease has ended, ``UsageError``
-        if the expert was not declared under it.
+        Raises ``ExpertOwnedError`` if another address owns it, ``LeaseLostError`` if the lease has ended,
+        ``UsageError`` if the expert was not declared under it.
         """
         ...
 
@@ -220,8 +221,8 @@ def make_snapshot(revision: int, entries: Iterable[Entry]) -> Snapshot:
     return Snapshot(revision, {uid: tuple(sorted(addresses)) for uid, addresses in experts.items()}, owners)
 
 
-def owned_error(uid: str, there: str, lease: Lease) -> OwnedError:
-    return OwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
+def owned_error(uid: str, there: str, lease: Lease) -> ExpertOwnedError:
+    return ExpertOwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
 
 
 def lease_lost_error(lease: Lease) -> LeaseLostError:
@@ -324,7 +325,7 @@ class LocalDirectory(Directory):
     def _expire(self) -> None:
         """Refuse if closed; end all leases that are over. Called first, with the lock held."""
         if self._closed:
-            raise AwayError("the directory is closed")
+            raise DirectoryUnavailableError("the directory is closed")
         now = self._clock()
         for number in [number for number, ends in self._ends.items() if ends <= now]:
             self._end(number)
@@ -354,7 +355,7 @@ class LocalWatch(Watch):
             if not self._closed:
                 self._snapshot = self._directory.get(self._prefix)
                 self._away_since = None
-        except AwayError:
+        except DirectoryUnavailableError:
             self._away_since = self._away_since or time.monotonic()
         return self._snapshot
 

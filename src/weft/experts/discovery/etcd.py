@@ -54,7 +54,7 @@ from weft.experts.discovery.directory import (
     owned_error,
 )
 from weft.experts.discovery.fencing import new_epoch, number_of, token_of
-from weft.experts.errors import AwayError
+from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.fork_guard import ForkGuard, GrpcThreads, check_fork
 from weft.experts.protobuf import load_messages
 from weft.experts.tls import Certificates
@@ -103,7 +103,7 @@ _END = b"\0"
 _DIGITS = 8  # more than an epoch has
 
 
-class RefusedByEtcdError(AwayError):
+class RefusedByEtcdError(DirectoryUnavailableError):
     """etcd answered with a refusal. ``missing``: what the call named, such as a lease, does not exist (any more)."""
 
     def __init__(self, message: str, *, missing: bool = False) -> None:
@@ -140,7 +140,7 @@ class EtcdClient:
     def call(self, name: str, /, *, within: float = float("inf"), **fields: Any) -> Any:
         """The response to a request of these fields, in ``within`` seconds or `timeout`, whichever is less.
 
-        Raises ``AwayError`` if no member answers, ``RefusedByEtcdError`` if one refuses.
+        Raises ``DirectoryUnavailableError`` if no member answers, ``RefusedByEtcdError`` if one refuses.
         """
         request = MESSAGES[f"{name}Request"](**fields)
         timeout = min(within, self.timeout)
@@ -153,17 +153,19 @@ class EtcdClient:
                 return found
             except (RpcError, StopIteration, ValueError) as error:
                 faults.append(self.fault(index, error))
-        raise AwayError(listed(f"etcd does not answer {_PATHS[name]} within {timeout:g} s:", faults))
+        raise DirectoryUnavailableError(listed(f"etcd does not answer {_PATHS[name]} within {timeout:g} s:", faults))
 
     def watch(self, index: int, requests: Any) -> Any:
         """A stream of watch responses from one member; iterate it, and ``cancel`` it."""
         return self.grpc_threads.stream(self._callable(index, "Watch"), requests, metadata=_LEADER)
 
     def order(self) -> list[int]:
-        """The members, in the order in which to try them. ``AwayError`` after `close`, ``UsageError`` in a fork."""
+        """The members, in the order in which to try them. ``DirectoryUnavailableError`` after `close`, ``UsageError``
+        in a fork.
+        """
         check_fork("the way to etcd")
         if self._closed:
-            raise AwayError("the directory is closed")
+            raise DirectoryUnavailableError("the directory is closed")
         count, first = len(self.addresses), self._first
         return [(first + i) % count for i in range(count)]
 
@@ -171,7 +173,7 @@ class EtcdClient:
         """The error of a member in words. Raises ``RefusedByEtcdError`` if the others would refuse as well."""
         address = self.addresses[index]
         if self._closed:
-            raise AwayError("the directory is closed") from None
+            raise DirectoryUnavailableError("the directory is closed") from None
         if not isinstance(error, RpcError):
             return f"{address}: the connection ended"
         code, text = error.code(), error.details()
@@ -262,7 +264,7 @@ class EtcdDirectory(Directory):
             for start in range(0, len(puts), _PUTS):
                 self._put(lease, success=puts[start : start + _PUTS])
         except BaseException:
-            with suppress(AwayError):  # then the lease ends by itself
+            with suppress(DirectoryUnavailableError):  # then the lease ends by itself
                 self.withdraw(lease)
             raise
         return lease
@@ -311,7 +313,9 @@ class EtcdDirectory(Directory):
             if there != lease.address:
                 raise owned_error(uid, there, lease)
             seen = found[0].mod_revision if found else 0
-        raise AwayError(f"the owner of expert {uid!r} changed {_TRIES} times while {lease.address} claimed it")
+        raise DirectoryUnavailableError(
+            f"the owner of expert {uid!r} changed {_TRIES} times while {lease.address} claimed it"
+        )
 
     def release(self, ownership: Ownership) -> None:
         key = self._keys.owner(ownership.uid)
@@ -432,7 +436,9 @@ class EtcdWatch(Watch):
         except Exception as error:
             self.close()
             if isinstance(error, TimeoutError):
-                raise AwayError(f"etcd did not begin to be watched within {client.timeout:g} s") from None
+                raise DirectoryUnavailableError(
+                    f"etcd did not begin to be watched within {client.timeout:g} s"
+                ) from None
             raise
 
     def snapshot(self) -> Snapshot:
@@ -453,7 +459,7 @@ class EtcdWatch(Watch):
             before = self._snapshot
             try:
                 faults = [self._follow(index) for index in self._client.order()]
-                failure: Exception = AwayError(f"etcd cannot be watched: {'; '.join(faults)}")
+                failure: Exception = DirectoryUnavailableError(f"etcd cannot be watched: {'; '.join(faults)}")
             except Exception as error:
                 failure = error
             if self._snapshot is before:
@@ -463,7 +469,9 @@ class EtcdWatch(Watch):
             self.closed.wait(_RETRY if self._snapshot is before else _PAUSE)
 
     def _follow(self, index: int) -> str:
-        """Read one member until its stream ends; returns why. Raises ``AwayError`` if others would refuse as well."""
+        """Read one member until its stream ends; returns why. Raises ``DirectoryUnavailableError`` if others would
+        refuse as well.
+        """
         requests: SimpleQueue[Any] = SimpleQueue()
         requests.put(MESSAGES["WatchRequest"](create_request=self._range))
         self._call = call = self._client.watch(index, iter(requests.get, None))

@@ -1,7 +1,7 @@
 """Registration of a server in the directory under a lease, and the other servers that the directory lists.
 
     declare ── renew ── renew ── (directory away) ── renew: LeaseLostError ──> declare ── ... ── withdraw
-       '── another server lists one of the experts, which is no replica: DeclaredError, and it is not declared
+       '── another server lists one of the experts, which is no replica: AlreadyDeclaredError, and it is not declared
 
 While the directory is away the server serves on: clients that know it need no directory. The status tells what its
 watch saw last.
@@ -17,7 +17,7 @@ from typing import Any
 
 from weft.core.errors import listed
 from weft.experts.discovery import Directory, Lease, Snapshot, Watch
-from weft.experts.errors import AwayError, DeclaredError, DirectoryError, LeaseLostError
+from weft.experts.errors import AlreadyDeclaredError, DirectoryError, DirectoryUnavailableError, LeaseLostError
 
 _MARGIN = 0.1  # of a lease, by which its owner stops to step before it ends
 PATIENCE = 0.5
@@ -97,14 +97,14 @@ class LeaseHeartbeat:
     def look(self) -> None:
         """Begin to watch the directory; where it does not answer, the renewal of the lease reports it."""
         if self.watch is None and not self._ended:
-            with suppress(AwayError):
+            with suppress(DirectoryUnavailableError):
                 self.watch = self._directory.watch()
 
     def turn(self) -> None:
         """Declare or renew, whichever is due.
 
-        Raises ``AwayError`` if the directory does not answer, ``DeclaredError`` for experts that are listed elsewhere;
-        then what was listed before still is.
+        Raises ``DirectoryUnavailableError`` if the directory does not answer, ``AlreadyDeclaredError`` for experts that
+        are listed elsewhere; then what was listed before still is.
         """
         with self._lock:
             if self._ended:
@@ -117,7 +117,7 @@ class LeaseHeartbeat:
                     self.lease = before = None
             try:
                 self._check_elsewhere(uids)
-            except DeclaredError:
+            except AlreadyDeclaredError:
                 if before is not None:
                     self._renew(start, before)
                 raise
@@ -125,7 +125,7 @@ class LeaseHeartbeat:
             lease = self._directory.declare(uids, self.address, self._ttl) if uids else None
             try:  # two servers may have looked before either declared: now both see the other, and both step back
                 self._check_elsewhere(uids)
-            except DeclaredError:
+            except AlreadyDeclaredError:
                 self.lease = None
                 for each in filter(None, (lease, before)):  # all entries have moved to the new lease
                     self._directory.withdraw(each)
@@ -158,12 +158,12 @@ class LeaseHeartbeat:
             self.watch.close()
 
     def _check_elsewhere(self, uids: Sequence[str]) -> None:
-        """Raise ``DeclaredError`` if another server lists one of these experts that is no replica."""
+        """Raise ``AlreadyDeclaredError`` if another server lists one of these experts that is no replica."""
         alone = [uid for uid in uids if not self._replicated(uid)]
         known = self._directory.get() if alone else Snapshot()
         others = {uid: sorted({*known.addresses(uid)} - {self.address}) for uid in alone}
         if faults := [f"{uid!r} at {', '.join(found)}" for uid, found in others.items() if found]:
-            raise DeclaredError(
+            raise AlreadyDeclaredError(
                 listed(
                     f"the server at {self.address} cannot list experts that other servers list: clients might move "
                     "between different weights. Give them other names, or say replicas= at every server that has them:",

@@ -26,9 +26,9 @@ from torch import Tensor
 from weft.core.errors import UsageError, listed
 from weft.core.rng import waiting
 from weft.core.validation import Validator, is_whole
-from weft.experts.client.autograd import RecomputeCache
+from weft.experts.client.remote_function import RecomputeCache
 from weft.experts.client.retry import LOOK, DirectoryResolver, Retry, RetryState
-from weft.experts.client.stub import ExpertProgress, IdempotencyKey, OpenMiniBatch, RequestBuilder, Signature
+from weft.experts.client.stub import ExpertProgress, IdempotencyKey, PendingCommit, RequestBuilder, Signature
 from weft.experts.client.transport import Connections
 from weft.experts.discovery import Snapshot
 from weft.experts.errors import (
@@ -135,7 +135,7 @@ class MixtureCall:
     cached: CachedCall | None
 
 
-class GridClient:
+class ExpertPool:
     """The experts of a grid, as the directory knows them, and the calls to them; shared by copies. Thread-safe."""
 
     def __init__(
@@ -173,7 +173,7 @@ class GridClient:
         progress.accept(answer)
         return read_receipt(answer.header.data)
 
-    def discard(self, mini_batches: Mapping[str, OpenMiniBatch]) -> None:
+    def discard(self, mini_batches: Mapping[str, PendingCommit]) -> None:
         """Tell the servers to drop these. No answer is waited for: it is a hint."""
         for uid, each in mini_batches.items():
             self.begin(self.requests.discard(uid, each.name), time.monotonic() + _HINT, RetryState())
@@ -198,7 +198,7 @@ class GridClient:
         """The error for a grid without experts."""
         return NoExpertsError(f"the directory lists no living expert of the grid {self.grid.prefix}*")
 
-    def __deepcopy__(self, memo: object) -> "GridClient":
+    def __deepcopy__(self, memo: object) -> "ExpertPool":
         return self
 
     def __reduce__(self) -> Never:
@@ -256,7 +256,7 @@ class FanOut:
 
     def __init__(
         self,
-        client: GridClient,
+        client: ExpertPool,
         calls: Sequence[ExpertCall],
         needed: Tensor,
         *,

@@ -23,14 +23,14 @@ from weft.core.autograd import apply, graph_break
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import SpecError, UsageError
 from weft.core.validation import Validator, is_number
-from weft.experts.client.autograd import RemoteLayer, forbid_tangents
+from weft.experts.client.remote_function import RemoteLayer, forbid_tangents
 from weft.experts.client.retry import Retry
 from weft.experts.client.stub import IdempotencyKey, RequestBuilder
 from weft.experts.client.transport import Connections
 from weft.experts.compression import Policy
 from weft.experts.mixture import routing
-from weft.experts.mixture.fanout import CachedCall, GridClient, MixtureCall, MixtureOptions, MixtureStatistics
-from weft.experts.mixture.mixture_function import MixtureFunction, MixtureMiniBatch
+from weft.experts.mixture.fanout import CachedCall, ExpertPool, MixtureCall, MixtureOptions, MixtureStatistics
+from weft.experts.mixture.mixture_function import MixtureCommit, MixtureFunction
 from weft.experts.mixture.routing import Dispatch
 
 RETRY = Retry(attempts=3)
@@ -117,8 +117,8 @@ class RemoteMixtureOfExperts(RemoteLayer):
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
         self.make_anchor(self.proj.weight)
         requests = RequestBuilder(client, compression or Policy())
-        self._client = GridClient(self.grid, connections, retry or RETRY, requests, options)
-        self._batch = MixtureMiniBatch(accumulate)
+        self._client = ExpertPool(self.grid, connections, retry or RETRY, requests, options)
+        self._batch = MixtureCommit(accumulate)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The mean of what the experts return, nested as they return it; each tensor is samples x ....

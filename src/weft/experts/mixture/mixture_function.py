@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import TWICE, BackwardTwiceError, listed
-from weft.experts.client.autograd import ONLY_ONCE
-from weft.experts.client.stub import IdempotencyKey, OpenMiniBatch
+from weft.experts.client.remote_function import ONLY_ONCE
+from weft.experts.client.stub import IdempotencyKey, PendingCommit
 from weft.experts.errors import (
     AnomalyError,
     CommitError,
@@ -37,8 +37,8 @@ from weft.experts.errors import (
 from weft.experts.mixture.fanout import (
     Direction,
     ExpertCall,
+    ExpertPool,
     FanOut,
-    GridClient,
     MixtureCall,
     faults_of,
     too_few_answers,
@@ -53,23 +53,23 @@ _GONE = (CommitError, GradientError, StepError)
 """After these the server has the sum no more."""
 
 
-class MixtureMiniBatch:
+class MixtureCommit:
     """The open mini-batches of a mixture's experts. ``broken``: what a backward raised. Thread-safe."""
 
     def __init__(self, accumulates: bool) -> None:
         self.accumulates = accumulates
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
-        self._open: dict[str, OpenMiniBatch] = {}
+        self._open: dict[str, PendingCommit] = {}
 
-    def open(self, uid: str) -> OpenMiniBatch:
+    def open(self, uid: str) -> PendingCommit:
         """The mini-batch of an expert, which from now on is touched."""
         with self._lock:
             if uid not in self._open:
-                self._open[uid] = OpenMiniBatch(uid)
+                self._open[uid] = PendingCommit(uid)
             return self._open[uid]
 
-    def touched(self) -> dict[str, OpenMiniBatch]:
+    def touched(self) -> dict[str, PendingCommit]:
         """The mini-batches that a commit would apply, by expert."""
         with self._lock:
             return dict(self._open)
@@ -80,20 +80,20 @@ class MixtureMiniBatch:
             if self.accumulates:
                 self.broken = self.broken or error
 
-    def end(self, ended: Mapping[str, OpenMiniBatch]) -> None:
+    def end(self, ended: Mapping[str, PendingCommit]) -> None:
         """These were committed, or are given up."""
         with self._lock:
             for uid, each in ended.items():
                 if self._open.get(uid) is each:
                     del self._open[uid]
 
-    def discard(self) -> dict[str, OpenMiniBatch]:
+    def discard(self) -> dict[str, PendingCommit]:
         """Give all up, and return them."""
         with self._lock:
             given_up, self._open, self.broken = self._open, {}, None
             return given_up
 
-    def commit(self, client: GridClient) -> dict[str, bool]:
+    def commit(self, client: ExpertPool) -> dict[str, bool]:
         """See `RemoteMixtureOfExperts.commit`."""
         touched, broken = self.touched(), self.broken
         wanted = client.options.steps_wanted(len(touched))
@@ -123,11 +123,11 @@ class MixtureMiniBatch:
         client.counters.count("left_out", len(faults))
         return {uid: uid in stepped for uid in touched}
 
-    def __deepcopy__(self, memo: object) -> "MixtureMiniBatch":
-        return MixtureMiniBatch(self.accumulates)
+    def __deepcopy__(self, memo: object) -> "MixtureCommit":
+        return MixtureCommit(self.accumulates)
 
 
-def commit_parts(client: GridClient, parts: Mapping[str, OpenMiniBatch]) -> None:
+def commit_parts(client: ExpertPool, parts: Mapping[str, PendingCommit]) -> None:
     """One step of each expert that was called several times in a backward which does not accumulate.
 
     One that lacks a part does not step. Raises ``MixtureCommitError`` for one that has all, and does not step either.
@@ -141,7 +141,7 @@ def commit_parts(client: GridClient, parts: Mapping[str, OpenMiniBatch]) -> None
 
 
 def _send(
-    client: GridClient, touched: Mapping[str, OpenMiniBatch], whole: Mapping[str, int]
+    client: ExpertPool, touched: Mapping[str, PendingCommit], whole: Mapping[str, int]
 ) -> dict[str, BaseException]:
     """Commit those that are whole, at these incarnations, all at once. Returns faults by expert."""
     if not whole:
@@ -163,7 +163,7 @@ def _send(
     return faults_of(calls)
 
 
-def _parted(touched: Mapping[str, OpenMiniBatch]) -> tuple[dict[str, int], dict[str, BaseException]]:
+def _parted(touched: Mapping[str, PendingCommit]) -> tuple[dict[str, int], dict[str, BaseException]]:
     """The incarnations of the mini-batches that are whole, and what is wrong with the others."""
     whole: dict[str, int] = {}
     incomplete: dict[str, BaseException] = {}
@@ -190,8 +190,8 @@ class MixtureFunction:
 
     def __init__(
         self,
-        client: GridClient,
-        batch: MixtureMiniBatch,
+        client: ExpertPool,
+        batch: MixtureCommit,
         call: MixtureCall,
         dispatch: Dispatch,
         keys: dict[RowSpan, IdempotencyKey],
@@ -280,8 +280,8 @@ class MixtureFunction:
         deadline = time.monotonic() + options.backward_timeout
         spans = dispatch.restricted(self.alive)
         counts = Counter(span.expert for span, _ in spans)
-        parts = MixtureMiniBatch(True)  # of experts that are called several times, where the backward is to step
-        missing: dict[RowSpan, OpenMiniBatch] = {}  # calls whose gradients were not added so far
+        parts = MixtureCommit(True)  # of experts that are called several times, where the backward is to step
+        missing: dict[RowSpan, PendingCommit] = {}  # calls whose gradients were not added so far
         calls: dict[RowSpan, ExpertCall] = {}
         for span, left in spans:
             batch = self._batch if self._batch.accumulates else parts
@@ -308,7 +308,7 @@ class MixtureFunction:
         sent: Sequence[Tensor],
         gradients: Sequence[Tensor],
         buffer: CombineBuffer,
-        missing: dict[RowSpan, OpenMiniBatch],
+        missing: dict[RowSpan, PendingCommit],
     ) -> ExpertCall:
         """The call of a span, or of those of its rows that are ``left``."""
         client, uid, key = self._client, self._uids[span.expert], self._keys[span]

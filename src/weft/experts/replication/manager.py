@@ -23,7 +23,7 @@ from weft.core.validation import LONGEST
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership, Snapshot
 from weft.experts.discovery.fencing import number_of, replaced
 from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import DeclaredError, ExpertError, LeaseLostError, OwnedError
+from weft.experts.errors import AlreadyDeclaredError, ExpertError, ExpertOwnedError, LeaseLostError
 from weft.experts.replication.replica import Replica, ReplicaOptions, StateVersion
 from weft.experts.replication.streams import FollowerStream, LeaderStreams
 from weft.experts.tls import directory_faults
@@ -112,7 +112,7 @@ class ReplicationManager:
         end = time.monotonic() + self._options.first_seconds
         while time.monotonic() < end and not self._stop.wait(0.01):
             for replica in self.replicas.values():
-                if isinstance(replica.failure, DeclaredError):
+                if isinstance(replica.failure, AlreadyDeclaredError):
                     raise UsageError(str(replica.failure))
             if all(replica.settled for replica in self.replicas.values()):
                 return
@@ -239,7 +239,7 @@ class ReplicationManager:
         """Claim it, and take over unless a previous owner may still step it."""
         try:
             ownership = self._directory.claim(replica.uid, lease)
-        except OwnedError as error:
+        except ExpertOwnedError as error:
             replica.follow(Ownership(replica.uid, error.address, 0))
         except LeaseLostError:  # it is declared again soon
             pass
@@ -262,13 +262,15 @@ class ReplicationManager:
                     self._stream(address).newest(replica, ownership.token, _ASKED)
                 except UnknownExpertError:
                     words = "without replicas=, and clients would move between different weights: say it there too"
-                    raise DeclaredError(f"the server at {address} lists expert {replica.uid!r} {words}") from None
+                    raise AlreadyDeclaredError(
+                        f"the server at {address} lists expert {replica.uid!r} {words}"
+                    ) from None
                 except WeftError:  # that replica does not answer
                     pass
             replica.restore()
         except Exception as error:  # also what module and optimizer raise: no other server could claim it meanwhile
             failure = error
-        if replica.broken or isinstance(failure, DeclaredError):
+        if replica.broken or isinstance(failure, AlreadyDeclaredError):
             replica.follow(None)
             self._directory.release(ownership)
             replica.next_try = time.monotonic() + _AGAIN

@@ -46,7 +46,7 @@ from weft.experts.address import address_fault, is_loopback, split
 from weft.experts.checkpoint import CheckpointStore, folder_name
 from weft.experts.discovery.etcd import EtcdTls, open_directory
 from weft.experts.expert import ExpertBackend
-from weft.experts.gradients import Guards, SumsOptions
+from weft.experts.gradients import AccumulationOptions, Guards
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Journal
@@ -130,7 +130,7 @@ class ExpertTable(_Table):
     guards: Annotated[Guards, _From(Guards)] | None = None
     keep_graphs: Annotated[GraphBudget, _From(GraphBudget)] | None = None
     records: Annotated[IdempotencyOptions, _From(IdempotencyOptions)] | None = None
-    mini_batches: Annotated[SumsOptions, _From(SumsOptions)] | None = None
+    mini_batches: Annotated[AccumulationOptions, _From(AccumulationOptions)] | None = None
     journal: JournalTable | None = None
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ from weft.experts.server.auth import Access, Audit, Caller, Role
 from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.task import Answer, Results, Task
 from weft.experts.task_pool import Process
-from weft.experts.telemetry import Observer, SafeObserver
+from weft.experts.telemetry import SafeObserver, SpanObserver
 from weft.experts.wire import (
     Call,
     DrainingError,
@@ -234,7 +234,7 @@ def _mini_batch(caller: Caller, header: Header) -> tuple[str, str]:
 class ObservedDispatcher(RequestDispatcher):
     """A `RequestDispatcher` that opens spans, see above; until an expert is removed, or all are closed."""
 
-    def __init__(self, observer: Observer, access: Access | None, audit: Audit, longest: float) -> None:
+    def __init__(self, observer: SpanObserver, access: Access | None, audit: Audit, longest: float) -> None:
         super().__init__(access, audit, longest)
         self._observer = SafeObserver(observer)
         self._lock_traces = threading.RLock()  # a batch waits until the traces of its tasks are known

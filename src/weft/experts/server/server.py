@@ -27,7 +27,7 @@ from weft.experts.address import is_loopback, split
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import Directory
 from weft.experts.discovery.registration import LeaseHeartbeat, LeaseStatistics
-from weft.experts.errors import DeclaredError
+from weft.experts.errors import AlreadyDeclaredError
 from weft.experts.expert import ExpertBackend
 from weft.experts.fork_guard import ForkGuard
 from weft.experts.replication import ReplicaOptions, ReplicaStatistics, ReplicationManager
@@ -37,8 +37,8 @@ from weft.experts.server.dispatcher import ObservedDispatcher, Reply, RequestDis
 from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.server.options import ServerOptions, listen_faults
-from weft.experts.status_page.http import Panel, PanelOptions
-from weft.experts.telemetry import BackendStatistics, Observer, RuntimeStatistics
+from weft.experts.status_page.http import PanelOptions, StatusServer
+from weft.experts.telemetry import BackendStatistics, RuntimeStatistics, SpanObserver
 from weft.experts.tls import ServerTls
 from weft.experts.wire import Received
 
@@ -140,7 +140,7 @@ class Server:
         options: ServerOptions | None = None,
         replicas: ReplicaOptions | None = None,
         panel: PanelOptions | str | None = None,
-        observer: Observer | None = None,
+        observer: SpanObserver | None = None,
     ) -> None:
         self.options = options or ServerOptions()
         self.audit = Audit()
@@ -163,7 +163,7 @@ class Server:
         self._heartbeat: LeaseHeartbeat | None = None
         self._tasks: dict[str, PeriodicTask] = {}
         self._began: float | None = None
-        self._panel = None if panel is None else Panel(panel, self.status)
+        self._panel = None if panel is None else StatusServer(panel, self.status)
         self._lock = threading.RLock()
         self._fork_guard, self._running, self._ended = ForkGuard(), False, False
         for backend in experts:
@@ -447,7 +447,7 @@ class Server:
                 return
             except ConnectionError:
                 return
-            except DeclaredError as error:
+            except AlreadyDeclaredError as error:
                 if time.monotonic() >= end:
                     raise UsageError(str(error)) from None
             time.sleep(self.options.lease_seconds * random.uniform(0.05, 0.15))

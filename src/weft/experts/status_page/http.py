@@ -108,7 +108,7 @@ class PanelOptions:
                 check.that(self.token is not None, wanted)
 
 
-class Panel:
+class StatusServer:
     """The panel of one server, from `start` to `stop`. ``status`` is called in its thread, and must not wait."""
 
     def __init__(self, options: PanelOptions | str, status: Callable[[], Status]) -> None:

@@ -17,9 +17,9 @@ from weft.core.errors import ScheduleError, UsageError, WeightsError, listed
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import layers_of, places_of
-from weft.pipeline.engine import PipeRuntime, on_meta
 from weft.pipeline.pipe import Pipe
-from weft.pipeline.plan import Crossing, build_stages
+from weft.pipeline.pipe_runtime import PipeRuntime, on_meta
+from weft.pipeline.pipeline_plan import Crossing, build_stages
 from weft.pipeline.processes.links import Links
 from weft.pipeline.processes.loans import BorrowingStage, Loans
 from weft.pipeline.processes.ownership import (
@@ -30,8 +30,8 @@ from weft.pipeline.processes.ownership import (
     placeholder_of,
     plan_loans,
 )
+from weft.pipeline.processes.process_runtime import Placement, ProcessRuntime
 from weft.pipeline.processes.rank_executor import Channel
-from weft.pipeline.processes.runtime import Placement, ProcessRuntime
 from weft.pipeline.schedule import build
 from weft.pipeline.stage import Stage
 

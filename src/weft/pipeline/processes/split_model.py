@@ -3,7 +3,8 @@
     first stage's rank     find a program per micro-batch; if one is missing: announce, and record with the others
     every other rank       follow the announcements, until the word "go" with the numbers of the programs
 
-Ranks name a program by its number. The number also goes along the chain of the stages, in the place of a `Choice`.
+Ranks name a program by its number. The number also goes along the chain of the stages, in the place of a
+`StepPrograms`.
 """
 
 import hashlib
@@ -18,14 +19,14 @@ from torch import Tensor, nn
 
 from weft.core.errors import DeviceError, SpecError, SplitError, listed
 from weft.core.segment import version
-from weft.pipeline.plan import Crossing
+from weft.pipeline.pipeline_plan import Crossing
 from weft.pipeline.processes.loans import BorrowingStage, Loan
 from weft.pipeline.processes.ownership import HiddenTensors, Use, find_uses, forbid_shared_statistics, plan_loans
 from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.processes.together import EQUAL_EVERYWHERE, Together, TogetherRecorder
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.output_join import Quiet
-from weft.pipeline.split.program import Choice, Copies, Program, Reads, RecordedValue, SplitCall, SplitStage
+from weft.pipeline.split.program import Copies, Program, Reads, RecordedValue, SplitCall, SplitStage, StepPrograms
 from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.split.split_pipe import SplitModel
 from weft.pipeline.stage import Stage
@@ -110,7 +111,7 @@ class ProcessSplitModel(SplitModel):
         self._forget(dropped, numbers)
         self.latest = self._by_number[numbers[0]]
         no_copies: list[Copies] = [{} for _ in self.devices]
-        return SplitCall(Choice([], no_copies, ()), (), {}), scalars
+        return SplitCall(StepPrograms([], no_copies, ()), (), {}), scalars
 
     def _recorded(self, call: Any, axes: Sequence[int | None]) -> Program:
         self._together.announce("record", call, axes)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator
-from weft.pipeline.engine import PipeRuntime
+from weft.pipeline.pipe_runtime import PipeRuntime
 from weft.pipeline.processes.loans import Loans
 from weft.pipeline.processes.ownership import HiddenTensors, find_uses, placeholder_of
 from weft.pipeline.processes.process_pipe import OverProcesses

@@ -25,7 +25,7 @@ from weft.pipeline.processes.links import Walk
 from weft.pipeline.processes.packing import pack, unpack
 from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.split.open_state import PLAIN
-from weft.pipeline.split.program import Owned, Program, Step, Values, perform
+from weft.pipeline.split.program import Instruction, Owned, Program, Values, perform
 from weft.pipeline.split.record import SHAPES, ForwardRecorder
 from weft.pipeline.weights import replaced_in
 
@@ -64,7 +64,7 @@ class Together:
         """The rank of each parameter, by its id()."""
         self._homes = homes
 
-    def call(self, step: Step, run: Callable[..., Observed], args: Any, kwargs: Any) -> Observed:
+    def call(self, step: Instruction, run: Callable[..., Observed], args: Any, kwargs: Any) -> Observed:
         """Run a step by `run`, on the rank that has most of the parameters that it reads."""
         leaves, structure = flatten((tuple(args), kwargs))
         modules: list[nn.Module] = [] if step.module is None else list(step.module.modules())
@@ -244,7 +244,7 @@ class TogetherRecorder(ForwardRecorder):
         self.written: set[tuple[nn.Module, str]] = set()
         """Buffers that blocks were seen to write to: the module, and the name in it."""
 
-    def _recorded(self, step: Step, run: Callable[..., Any]) -> Any:
+    def _recorded(self, step: Instruction, run: Callable[..., Any]) -> Any:
         def observed(*args: Any, **kwargs: Any) -> Observed:
             return run(*args, **kwargs), [self.drew, self.dynamic]
 
@@ -267,7 +267,7 @@ class TogetherRecorder(ForwardRecorder):
             self.perform(step, step.leaves, values)
         return program.result(values)
 
-    def perform(self, step: Step, constants: Sequence[Any], values: Values) -> None:
+    def perform(self, step: Instruction, constants: Sequence[Any], values: Values) -> None:
         """See `ForwardRecorder.perform`."""
 
         def observed(*args: Any, **kwargs: Any) -> Observed:

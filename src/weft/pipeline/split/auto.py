@@ -22,7 +22,7 @@ from weft.pipeline.config import BatchDims
 from weft.pipeline.partition import own_bytes, partition, synchronize
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import Action
-from weft.pipeline.simulate import Costs, Sizes, costs_from
+from weft.pipeline.simulate import Costs, MemoryRecorder, costs_from
 from weft.pipeline.split.isolation import undisturbed
 from weft.pipeline.split.modules import named_modules
 from weft.pipeline.split.record import ForwardRecorder
@@ -129,10 +129,10 @@ def _measured(
         devices = [device] * (len(split) + 1)
         axes: dict[str, Any] = {"batch_dim": dims.arguments, "output_batch_dim": dims.outputs}
         pipe = Pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False, **axes)
-        sizes = Sizes([*model.parameters(), *model.buffers()])
+        sizes = MemoryRecorder([*model.parameters(), *model.buffers()])
         wanted = [each for each in model.parameters() if each.requires_grad]
         for watcher in (Recorder(), sizes, *timers):  # the first one warms up
-            with pipe.watched_by(watcher), quiet_hooks(wanted):
+            with pipe.observed_by(watcher), quiet_hooks(wanted):
                 roots = [x for x in flatten(pipe(*args, **kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
                 if roots and wanted:
                     torch.autograd.grad(roots, wanted, [torch.ones_like(x) for x in roots], allow_unused=True)

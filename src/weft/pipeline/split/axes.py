@@ -17,7 +17,7 @@ from weft.pipeline.config import (
     keeps_axes,
     opened,
 )
-from weft.pipeline.split.program import RecordedValue, Recording, Step
+from weft.pipeline.split.program import Instruction, RecordedValue, Recording
 
 _KEEP_AXES = {  # names of torch functions
     *("add", "sub", "mul", "div", "relu", "gelu", "silu", "tanh", "sigmoid", "softmax", "dropout"),
@@ -53,7 +53,7 @@ def check_axes(recording: Recording, axes: Sequence[int | None], dims: BatchDims
             forbid_several_axes(step.name, step.module)
 
 
-def _of_result(step: Step, rows: dict[RecordedValue, _Rows | None], faults: list[str]) -> _Rows | None:
+def _of_result(step: Instruction, rows: dict[RecordedValue, _Rows | None], faults: list[str]) -> _Rows | None:
     """The rows of the first tensor that a step makes. A block that they reach on another axis is added to `faults`."""
     if step.module is None:
         read = {rows.get(value) for value in step.reads.values() if value.kind in ("in", "made")}

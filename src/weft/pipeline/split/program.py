@@ -51,7 +51,7 @@ HERE = object()
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class Instruction:
     """One instruction. Its arguments are `leaves`, with None where `reads` says what is there: in order, the last of
     them by `names`; or nested as `structure` says, if it is set."""
 
@@ -90,7 +90,7 @@ class Recording:
     """What one run of forward() did. The result is `leaves` and `reads`, as a step's arguments are."""
 
     inputs: list[RecordedValue]  # the leaves of the arguments
-    steps: list[Step] = field(default_factory=list[Step])
+    steps: list[Instruction] = field(default_factory=list[Instruction])
     cuts: dict[str, int] = field(default_factory=dict[str, int])  # split point -> the first step at or after its call
     leaves: list[Any] = field(default_factory=list[Any])
     reads: Reads = field(default_factory=Reads)
@@ -107,7 +107,7 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
     return cast(Tensor, module._parameters[key] if key in module._parameters else module._buffers[key])
 
 
-class OpenCode(nn.Module):
+class InterBlockParameters(nn.Module):
     """The parameters and buffers of the model that the code between blocks of one stage reads."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -139,12 +139,12 @@ class CrossingValue(NamedTuple):
     readers: tuple[int, ...]
 
 
-class Part:
+class StageProgram:
     """One stage's share of a program."""
 
     def __init__(self) -> None:
         # Each step with its number, the constants among its arguments, and the values that nobody here needs after it:
-        self.steps: list[tuple[int, Step, list[Any], list[RecordedValue]]] = []
+        self.steps: list[tuple[int, Instruction, list[Any], list[RecordedValue]]] = []
         self.takes: dict[int, list[RecordedValue]] = {}  # by the stage at the other end
         self.gives: dict[int, list[RecordedValue]] = {}
         self.held: list[RecordedValue] = []  # the model's tensors and constants that it reads
@@ -178,7 +178,7 @@ class Program:
         self.used = 0  # a number that is larger the later it was chosen
         self.anchors: Sequence[Any] = ()
         self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)
-        self.parts = [Part() for _ in devices]
+        self.parts = [StageProgram() for _ in devices]
         self._device = list(devices) if len(set(devices)) > 1 else [None] * len(devices)
         steps = recording.steps
         starts = [0, *(recording.cuts[name] for name in self.order)]
@@ -220,7 +220,7 @@ class Program:
                     f"{readers[value]} uses; use it in one submodule, or split elsewhere"
                 )
 
-    def _prelude(self, members: Sequence[set[int]]) -> list[Step]:
+    def _prelude(self, members: Sequence[set[int]]) -> list[Instruction]:
         """The guards that inputs alone answer, with what they need. Those that also need parameters or buffers, which a
         step may change, are asked again in their stage; or there alone, if the first stage's process lacks them."""
         ahead: set[int] = set()
@@ -282,7 +282,7 @@ class Program:
         return self._stage_at[value.step] if value.kind == "made" else 0
 
     def _fill(
-        self, stage: int, part: Part, members: Sequence[int], crossing: Mapping[RecordedValue, Sequence[int]]
+        self, stage: int, part: StageProgram, members: Sequence[int], crossing: Mapping[RecordedValue, Sequence[int]]
     ) -> None:
         """What a stage runs, takes, gives, clones and drops."""
         for value, readers in crossing.items():
@@ -334,7 +334,7 @@ class Program:
         return False
 
     def given(
-        self, leaves: Sequence[Any], owned: Owned, steps: Iterable[Step], more: Iterable[RecordedValue] = ()
+        self, leaves: Sequence[Any], owned: Owned, steps: Iterable[Instruction], more: Iterable[RecordedValue] = ()
     ) -> Values:
         """What is there before the first of these steps runs: inputs, and what they and `more` hold."""
         values: Values = dict(zip(self.recording.inputs, leaves, strict=True))
@@ -378,7 +378,7 @@ class Program:
 
 
 def perform(
-    step: Step,
+    step: Instruction,
     constants: Sequence[Any],
     values: Values,
     device: torch.device | None = None,
@@ -408,7 +408,7 @@ def perform(
             values[value] = x
 
 
-def _held(steps: Iterable[Step], *more: RecordedValue) -> list[RecordedValue]:
+def _held(steps: Iterable[Instruction], *more: RecordedValue) -> list[RecordedValue]:
     """The model's tensors and the constants among what steps read, and `more`."""
     reads = chain(*(step.reads.values() for step in steps), more)
     return list(dict.fromkeys(value for value in reads if value.kind in ("own", "const")))
@@ -432,7 +432,7 @@ def moved(leaf: Any, device: torch.device) -> Any:
     return leaf.to(device) if isinstance(leaf, Tensor) and leaf.dim() and leaf.device != device else leaf
 
 
-def _agree(step: Step, before: Any, now: Any) -> None:
+def _agree(step: Instruction, before: Any, now: Any) -> None:
     """Raise GuardError if Python would see something else than when the step was recorded."""
     if type(now) is not type(before) or now != before:
         raise GuardError(
@@ -445,7 +445,7 @@ Copies = dict[int, Tensor]
 """By the id() of a parameter that an earlier stage has on another device: its copy on this stage's, for one step."""
 
 
-class Choice:
+class StepPrograms:
     """What one step runs: a program per micro-batch, and copies of parameters for each stage.
 
     It goes from stage to stage beside the values, so a recomputation finds what its forward found. `lent` are the
@@ -462,7 +462,7 @@ class Choice:
 class SplitCall(NamedTuple):
     """The main value of the first stage."""
 
-    choice: Choice
+    choice: StepPrograms
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -475,7 +475,7 @@ class SplitStage(Stage):
         self,
         index: int,
         blocks: dict[nn.Module, str],
-        code: OpenCode,
+        code: InterBlockParameters,
         device: torch.device,
         pairs: set[tuple[int, int]],
         turns: AbstractContextManager[object],
@@ -510,7 +510,7 @@ class SplitStage(Stage):
 
     def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Any]:
         """The program of a micro-batch, the copies of parameters that it runs with, and what the next stage gets."""
-        choice: Choice = main if self.index else main.choice
+        choice: StepPrograms = main if self.index else main.choice
         return choice.programs[micro_batch], choice.copies[self.index], choice
 
     def scan(self) -> ModuleScan:

@@ -44,12 +44,12 @@ from weft.pipeline.split.modules import check_names, named_modules
 from weft.pipeline.split.open_state import PLAIN, OpenState
 from weft.pipeline.split.program import (
     HERE,
+    Instruction,
     Owned,
     Program,
     Reads,
     RecordedValue,
     Recording,
-    Step,
     Values,
     moved,
     perform,
@@ -127,7 +127,7 @@ class ForwardRecorder(TorchFunctionMode):
     def replay(self, program: Program, leaves: Sequence[Any], owned: Owned) -> Any:
         return program.replay(leaves, owned)
 
-    def perform(self, step: Step, constants: Sequence[Any], values: Values) -> None:
+    def perform(self, step: Instruction, constants: Sequence[Any], values: Values) -> None:
         """Run one step of a program: see `program.perform`."""
         perform(step, constants, values)
 
@@ -203,7 +203,7 @@ class ForwardRecorder(TorchFunctionMode):
         # Blocks run uncompiled: code that is compiled now would hold the patches, and modules with another
         # __getattribute__ cannot be compiled.
         eager = torch.compiler.set_stance("force_eager")
-        with self._patched(), self._noting_reads(), eager, _Births(self), self:
+        with self._patched(), self._noting_reads(), eager, ValueProvenanceMode(self), self:
             self._inside = False
             try:
                 return self.model(*args, **kwargs)
@@ -269,7 +269,7 @@ class ForwardRecorder(TorchFunctionMode):
             finally:
                 self._running.pop()
         mine = _get_current_function_mode() is self
-        hides = not self._watches_blocks and isinstance(_get_current_dispatch_mode(), _Births)
+        hides = not self._watches_blocks and isinstance(_get_current_dispatch_mode(), ValueProvenanceMode)
         with (
             self._unwatched(),
             _pop_mode_temporarily() if mine else nullcontext(),
@@ -304,7 +304,7 @@ class ForwardRecorder(TorchFunctionMode):
             raise self._refusal(f"{name} runs under vmap or grad")
         return self._recorded(step, func)
 
-    def _recorded(self, step: Step, run: Callable[..., Any]) -> Any:
+    def _recorded(self, step: Instruction, run: Callable[..., Any]) -> Any:
         """Run a step, and record it."""
         leaves = step.leaves
         step.reads, step.advice = self._reads(leaves), self._advice(step.advice)
@@ -337,7 +337,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._steps.append(step)
         return result
 
-    def _note_results(self, step: Step, made: Sequence[Any]) -> None:
+    def _note_results(self, step: Instruction, made: Sequence[Any]) -> None:
         ours = step.module is not None or step.name.endswith(".apply")
         for k, x in enumerate(made):
             value, known = None, self._known.get(id(x))
@@ -350,7 +350,7 @@ class ForwardRecorder(TorchFunctionMode):
                 self._nodes[id(x.grad_fn)] = x.grad_fn
             step.makes.append(value)
 
-    def _note_writes(self, step: Step, leaves: Sequence[Any], wrote: Iterable[int]) -> None:
+    def _note_writes(self, step: Instruction, leaves: Sequence[Any], wrote: Iterable[int]) -> None:
         for k, x in {id(leaves[k]): (k, leaves[k]) for k in wrote}.values():
             step.writes.append(k)
             step.stored.add(storage_id(x))
@@ -414,7 +414,7 @@ class ForwardRecorder(TorchFunctionMode):
             raise self._refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
         self._know(leaf, RecordedValue("const", leaf if leaf.is_leaf else leaf.detach()))
 
-    def _refuse_random_decision(self, step: Step) -> None:
+    def _refuse_random_decision(self, step: Instruction) -> None:
         """Raise SplitError if Python decides by a random number that was drawn between blocks.
 
         Each outcome would need a program of its own: 2^n for n blocks that are left out at random.
@@ -493,7 +493,7 @@ class ForwardRecorder(TorchFunctionMode):
                 kind.__call__ = plain
 
 
-class _Births(TorchDispatchMode):
+class ValueProvenanceMode(TorchDispatchMode):
     """Notes of every tensor in which block it was made, and whether operators draw random numbers."""
 
     supports_higher_order_operators = True
@@ -520,16 +520,16 @@ def _tags(func: Any) -> tuple[bool, bool]:
     return torch.Tag.nondeterministic_seeded in tags, any(tag in tags for tag in _DYNAMIC)
 
 
-def _step(name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], **more: Any) -> Step:
+def _step(name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], **more: Any) -> Instruction:
     """A step with arguments one after the other where that will do, since nesting them costs time at every call."""
     given = [*args, *kwargs.values()]
     if all(type(x) in _LEAVES for x in given):  # the usual case; flattening would take most of the time here
-        return Step(name, call, given, tuple(kwargs), **more)
+        return Instruction(name, call, given, tuple(kwargs), **more)
     leaves, structure = flatten((args, kwargs))
     flat = len(given) == len(leaves) and all(map(is_, given, leaves))
     if flat or not ("module" in more or any(isinstance(x, _CONTAINERS) and _holds_values(x) for x in given)):
-        return Step(name, call, given, tuple(kwargs), **more)
-    return Step(name, call, leaves, structure=structure, **more)
+        return Instruction(name, call, given, tuple(kwargs), **more)
+    return Instruction(name, call, leaves, structure=structure, **more)
 
 
 def _size(x: Any) -> tuple[int, int | None]:
@@ -537,7 +537,7 @@ def _size(x: Any) -> tuple[int, int | None]:
     return (x.nbytes, storage_id(x)) if isinstance(x, Tensor) else (0, None)
 
 
-def _placeless(step: Step) -> list[Any]:
+def _placeless(step: Instruction) -> list[Any]:
     """The constants of a step, where a device stands for that of whatever stage runs it."""
     names = [""] * (len(step.leaves) - len(step.names)) + list(step.names)
     devices = [

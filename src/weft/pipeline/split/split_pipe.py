@@ -27,10 +27,10 @@ from weft.core.pytree import Structure, flatten, register_dataclasses, spread, u
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, cuda_devices, forbid_lazy, forbid_other_axes, places_of
-from weft.pipeline.engine import PipeCall, PipeRuntime
 from weft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
 from weft.pipeline.pipe import NO_LOSS, Pipe, frozen
-from weft.pipeline.plan import Crossing
+from weft.pipeline.pipe_runtime import PipeCall, PipeRuntime
+from weft.pipeline.pipeline_plan import Crossing
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import Arguments, automatic_split
 from weft.pipeline.split.axes import check_axes
@@ -39,14 +39,14 @@ from weft.pipeline.split.modules import check_names, named_modules
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.output_join import OutputJoin, Quiet, Reduction, run_quietly
 from weft.pipeline.split.program import (
-    Choice,
     Copies,
     CrossingValue,
-    OpenCode,
+    InterBlockParameters,
     Program,
     ProgramGroup,
     SplitCall,
     SplitStage,
+    StepPrograms,
     bundle,
     tensor_of,
 )
@@ -315,7 +315,7 @@ class SplitModel:
                 join.add_marks(program.recording)
             scalars = join.reduction(plan, leaves, numbers=chosen[0].recording.has_scalars)
         copies = [_copied(away, device, graph) for away, device in zip(self._away, self.devices, strict=True)]
-        return SplitCall(Choice(chosen, copies, chain(*self._away)), args, kwargs), scalars
+        return SplitCall(StepPrograms(chosen, copies, chain(*self._away)), args, kwargs), scalars
 
     def _found(self, key: Hashable, piece: Sequence[Any]) -> Program | None:
         found = next((each for each in self._programs.get(key, ()) if each.fits(piece, self._owner)), None)
@@ -434,7 +434,7 @@ class SplitModel:
         """The stages, and the bundles that cross between them, as `PipeRuntime` takes them."""
         callers = Counter(module for blocks in self.blocks for module in {m for each in blocks for m in each.modules()})
         lock = RLock()  # modules that several stages call have the parameters of one device at a time
-        codes = [OpenCode(self.model, names) for names in self._owned]
+        codes = [InterBlockParameters(self.model, names) for names in self._owned]
         made: list[Stage] = []
         for s, (blocks, code, device) in enumerate(zip(self.blocks, codes, self.devices, strict=True)):
             shared = any(callers[module] > 1 for each in blocks for module in each.modules())
@@ -478,7 +478,7 @@ class SplitModel:
             away = {id(p): p for p in used if is_elsewhere(p, self.devices[s], homes[id(p)], s)}
             self._away[s] = list(away.values())
 
-    def lend(self, stages: Iterable[Stage], choice: Choice) -> dict[int, Tensor]:
+    def lend(self, stages: Iterable[Stage], choice: StepPrograms) -> dict[int, Tensor]:
         """Let the stages work with the copies of this step. By the id() of a copy, whose it is."""
         owners: dict[int, Tensor] = {}
         for stage, away, copies in zip(stages, self._away, choice.copies, strict=True):

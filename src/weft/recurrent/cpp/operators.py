@@ -38,7 +38,7 @@ from weft.recurrent.cpp.ir import (
     whole_view,
 )
 from weft.recurrent.graph import StepGraph
-from weft.recurrent.plan import leading_to
+from weft.recurrent.step_plan import leading_to
 
 aten = cast(Any, torch.ops.aten)
 

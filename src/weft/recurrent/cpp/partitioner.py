@@ -54,7 +54,7 @@ from weft.recurrent.cpp.ir import (
 )
 from weft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, refusal
 from weft.recurrent.graph import StepGraph, alike
-from weft.recurrent.plan import CARRIED, INPUT, STATE, ZEROS, dependences, leading_to
+from weft.recurrent.step_plan import CARRIED, INPUT, STATE, ZEROS, dependences, leading_to
 
 _TURNED: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
     aten.t.default: lambda at, args: at.t(),

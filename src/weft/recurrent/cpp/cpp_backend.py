@@ -25,7 +25,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.backends import Chunk, Gradients, chunk_length
 from weft.recurrent.cpp import compiler
 from weft.recurrent.cpp.codegen import Emitter
 from weft.recurrent.cpp.gemm import ALIGN, aligned
@@ -34,7 +33,8 @@ from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
 from weft.recurrent.cpp.scheduling import explain_function, rows_apart
 from weft.recurrent.graph import StepGraph, is_check
-from weft.recurrent.plan import BulkEvaluator, explain, leading_to, summed_at_once
+from weft.recurrent.plan_backends import Chunk, Gradients, chunk_length
+from weft.recurrent.step_plan import BulkEvaluator, explain, leading_to, summed_at_once
 
 _HERE = Path(__file__).parent
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -222,7 +222,7 @@ class TorchStages:
 
 
 class CppBackend:
-    """See `weft.recurrent.backends.Backend`. Raises Unsupported and CompileError when it is made."""
+    """See `weft.recurrent.plan_backends.Backend`. Raises Unsupported and CompileError when it is made."""
 
     missing = 0
 

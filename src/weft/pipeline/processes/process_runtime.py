@@ -22,9 +22,9 @@ from weft.core.context import ExecutionContext
 from weft.core.errors import DeviceError, UsageError, listed
 from weft.core.rng import draw_seed, generators
 from weft.core.segment import Gradients
-from weft.pipeline.engine import MISPLACED, PipeCall, PipeRuntime
 from weft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
-from weft.pipeline.plan import PipelinePlan
+from weft.pipeline.pipe_runtime import MISPLACED, PipeCall, PipeRuntime
+from weft.pipeline.pipeline_plan import PipelinePlan
 from weft.pipeline.processes.loans import BorrowingStage, Loans
 from weft.pipeline.processes.rank_executor import Channel, ProcessExecutor, ResultRoute
 from weft.pipeline.stage import ModuleScan, Stage

@@ -31,10 +31,10 @@ from weft.core.context import ExecutionContext, on_device
 from weft.core.errors import SpecError, WeftError, listed
 from weft.core.segment import MicroBatchContext, Segment
 from weft.experts.errors import CommitError, DeviceLostError, ExpertError, GradientError, ModuleExitError, WireError
-from weft.experts.gradients import Guards, OpenMiniBatches, Owner
+from weft.experts.gradients import GradientAccumulators, Guards, Owner
 from weft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
 from weft.experts.idempotency import IdempotencyTable, RequestKind
-from weft.experts.optimizer_step import Stepper
+from weft.experts.optimizer_step import OptimizerStep
 from weft.experts.schema import FlatSchema, NestedSchema, infer_outputs
 from weft.experts.side_effects import SideEffects
 from weft.experts.task import Answer, Results, Task, split_rows
@@ -194,10 +194,10 @@ class BatchExecutor:
     effects: SideEffects
     call: NestedSchema
     given: InitVar[Any]
-    stepper: Stepper
+    stepper: OptimizerStep
     records: IdempotencyTable
     guards: Guards
-    mini_batches: OpenMiniBatches
+    mini_batches: GradientAccumulators
     graphs: GraphCache
 
     def __post_init__(self, given: Any) -> None:

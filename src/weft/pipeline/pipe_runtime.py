@@ -18,7 +18,7 @@ from weft.core.errors import DeviceError, UsageError, listed
 from weft.core.rng import DrawnSeed, RandomUse, RngProbe, RngStreams, generators
 from weft.core.segment import Function, Keep
 from weft.core.timing import time_after
-from weft.pipeline.autotune import Layouts, TimedCall, guarded, needs_cuts, run_silent, run_visible
+from weft.pipeline.autotune import LayoutTuner, TimedCall, needs_cuts, run_uncut, run_uncut_unobserved, timed_result
 from weft.pipeline.checks import (
     ForeignParameterCheck,
     collective_layers,
@@ -30,11 +30,11 @@ from weft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, ne
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights, WeightedLoss
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch
-from weft.pipeline.plan import Crossing, PipelinePlan, staged_plan
+from weft.pipeline.pipeline_plan import Crossing, PipelinePlan, staged_plan
 from weft.pipeline.schedule import Schedule, build
 from weft.pipeline.stage import ModuleScan, Stage, serialize_shared
 from weft.pipeline.step import ALONE, Agreement, PipeStep
-from weft.pipeline.tracing import Watcher
+from weft.pipeline.tracing import Observer
 
 _numbers = count()
 _NO_OWNERS: Mapping[int, torch.Tensor] = {}
@@ -98,7 +98,7 @@ class PipeRuntime:
         one_device = len(set(devices)) == 1
         self._never = never_recomputes(checkpoint)
         uncut = one_device and splits and self._never
-        self.layouts = Layouts(executor, len(devices), one_device=one_device, uncut=uncut)
+        self.layouts = LayoutTuner(executor, len(devices), one_device=one_device, uncut=uncut)
 
     def plan(self, layout: str, loss: bool) -> PipelinePlan:
         """The plan for a layout; made when it is first needed."""
@@ -141,7 +141,7 @@ class PipeRuntime:
         self._forbid(mini_batch, layout)
         begun = 0.0 if report is None else self._clock()
         if layout == "uncut" and kind in self._silent and (found := self._silently(call, mini_batch, kind)):
-            return guarded(found[0], report, begun, self._clock)
+            return timed_result(found[0], report, begun, self._clock)
         scans = {stage.index: stage.scan() for stage in self._scanned(call)}
         if any(scan.misplaced for scan in scans.values()):
             raise DeviceError(listed(MISPLACED, [fault for scan in scans.values() for fault in scan.misplaced]))
@@ -155,13 +155,13 @@ class PipeRuntime:
             self._surroundings = replace(ambient, context=_NO_VARIABLES)
             # It is neither moved to another thread nor repeated later, so it runs in the surroundings of the call; but
             # the cache of autocast would make sums of gradients in a lower precision.
-            result = guarded(run_visible(step, enter=casts), report, begun, self._clock)
+            result = timed_result(run_uncut(step, enter=casts), report, begun, self._clock)
             drew = [self.uses[number].draws.get(scan.configuration) for number, scan in scans.items()]
             if not step.deferred and all(each is False for each in drew):
                 self._silent.add(kind)
             return result
         if layout == "graph":
-            return run_visible(step)
+            return run_uncut(step)
         function: CutFunction = step
         if report is not None:
             function = TimedCall(step, report, self._clock, with_backward=step.tracked)
@@ -192,7 +192,7 @@ class PipeRuntime:
         for stage in self.stages:
             stage.find_hooks()
         plan, output = self.plan("uncut", bool(call.targets)), self._output(call, mini_batch)
-        found = run_silent(plan, mini_batch, output, self._surroundings, RngProbe(self.uses))
+        found = run_uncut_unobserved(plan, mini_batch, output, self._surroundings, RngProbe(self.uses))
         if found is None:
             self._silent.discard(kind)
             for use in self.uses:
@@ -312,7 +312,7 @@ class PipeCall(NamedTuple):
     axis: Any
     chunks: int
     schedule: str | Schedule
-    watcher: Watcher | None
+    watcher: Observer | None
     scale: LossScale
     scalars: str | None = None
     owners: Mapping[int, torch.Tensor] = _NO_OWNERS

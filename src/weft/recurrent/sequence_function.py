@@ -28,7 +28,9 @@ from weft.core.autograd import apply, quiet_hooks, without_gradient
 from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, listed
 from weft.core.pytree import flatten, unflatten
-from weft.recurrent.backends import (
+from weft.recurrent.capture import Cell, gradients_of, present
+from weft.recurrent.graph import StepGraph
+from weft.recurrent.plan_backends import (
     Backend,
     Chunk,
     Gradients,
@@ -38,8 +40,6 @@ from weft.recurrent.backends import (
     chunk_bounds,
     size_of,
 )
-from weft.recurrent.capture import Cell, gradients_of, present
-from weft.recurrent.graph import StepGraph
 
 Value = TypeVar("Value")
 

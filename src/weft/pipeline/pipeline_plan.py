@@ -17,7 +17,7 @@ from weft.core.segment import Function, MicroBatchContext
 from weft.pipeline.checks import ForeignParameterCheck
 from weft.pipeline.executor import SerialExecutor
 from weft.pipeline.loss import LossStage
-from weft.pipeline.routing import OUTSIDE, CudaPlace, EntryPoint, EntryPoints, Place, Route, Wiring
+from weft.pipeline.routing import OUTSIDE, CudaPlace, EntryPoint, EntryPoints, Route, StageDevice, Wiring
 from weft.pipeline.skip import inspect_skip_layout
 from weft.pipeline.stage import Skip, Stage
 
@@ -34,7 +34,7 @@ class PipelinePlan:
     functions: tuple[Function, ...]
     searched: tuple[ForeignParameterCheck, ...]
     wiring: Wiring
-    places: tuple[Place | None, ...]
+    places: tuple[StageDevice | None, ...]
     executor: SerialExecutor
     entry_points: EntryPoints
     stages: tuple[Stage, ...]
@@ -107,8 +107,9 @@ def staged_plan(
         ForeignParameterCheck(each, layers, number, loss.function if loss and number == last else None)
         for number, each in enumerate(functions if cut else ())
     ]
-    places: list[Place | None] = [
-        CudaPlace(stage.device) if streams and stage.device.type == "cuda" else Place(stage.device) for stage in stages
+    places: list[StageDevice | None] = [
+        CudaPlace(stage.device) if streams and stage.device.type == "cuda" else StageDevice(stage.device)
+        for stage in stages
     ]
     if all(stage.device.type == "cpu" for stage in stages):  # nothing has to be moved
         places = [None] * len(stages)
