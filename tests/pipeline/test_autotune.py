@@ -88,9 +88,8 @@ def test_recomputation_or_several_devices_are_never_merged() -> None:
 
 def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
     choice = auto()
-    choice.with_cuts.add("step")
     for _ in range(TURNS):
-        assert choice.pick("step")[0] == "serial"
+        assert choice.pick("step", must_cut=True)[0] == "serial"
         choice.report("step", "serial", 1.0)
     assert choice.chosen() == {"step": "serial"}
 

@@ -435,8 +435,9 @@ def several() -> tuple[Any, Layer, Several]:
     layer = Layer(3, 3)
     pipe = weft.Pipe(torch.nn.Sequential(layer, torch.nn.Linear(3, 2)), chunks=2, executor="serial")
     pipe(torch.ones(4, 3))
-    executor = pipe._runtime._serial = Several()
-    pipe._runtime._plans.clear()
+    plans = pipe._runtime.plans
+    executor = plans._serial = Several()
+    plans._plans.clear()
     return pipe, layer, executor
 
 

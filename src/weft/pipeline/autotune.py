@@ -139,11 +139,11 @@ class LayoutTuner:
         rows = {"serial": one_device, "uncut": uncut, "threads": stages > 1}
         self.candidates = [row for row, can in rows.items() if can]  # the simplest comes first
         self.fixed: str | None = None
-        self.with_cuts: set[Hashable] = set()
-        """Kinds of steps that are never run uncut."""
         self._trials: dict[Hashable, _Trial] = {}
 
-    def pick(self, kind: Hashable, *, watched: bool = False, local: bool = False) -> tuple[str, Report | None]:
+    def pick(
+        self, kind: Hashable, *, must_cut: bool = False, watched: bool = False, local: bool = False
+    ) -> tuple[str, Report | None]:
         """The layout for the next step of this kind (that which is `fixed`, if any), and what is told its time, if it
         is measured: every step until the decision, then one of eight.
 
@@ -160,7 +160,7 @@ class LayoutTuner:
         if trial.best is not None:
             trial.steps += 1
             return trial.best, partial(self.report, kind, trial.best) if trial.steps % _EVERY == 0 else None
-        if kind in self.with_cuts and "uncut" in trial.seconds:
+        if must_cut and "uncut" in trial.seconds:
             trial.seconds["uncut"] = [math.inf] * (_WARM_UP + _SAMPLES)
         layout = min(trial.seconds, key=lambda each: len(trial.seconds[each]))
         return layout, partial(self.report, kind, layout)

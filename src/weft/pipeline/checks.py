@@ -52,27 +52,21 @@ class ForeignParameterCheck:
         self._layers = layers
         self._number = number
         self._more = more
-        self.steps = 0
-        """How many steps there were; the pipe counts them."""
-        self.next = 1
-        """The step from which on graphs are to be searched again."""
         self._fresh: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._told: set[int] = set()
         self.has_python_functions = False
         """Whether a graph that was searched has autograd functions written in Python."""
 
     def __call__(self, context: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
-        """Run the function. See the class for what may be raised."""
+        """Run the function, and search its graph. Raises what the class says."""
         outputs = self._function(context, *values)
         if torch.is_grad_enabled():
-            self.next = 0  # the next step, unless nothing is found to refuse
             given = flatten(values)[0]
             given += [copy for x in given for copy in getattr(x, "lent", ())]
             given += context.borrowed.values()
             nodes, leaves = _behind(outputs)
             self.has_python_functions |= any(isinstance(node, BackwardCFunction) for node in nodes)
             self._check(leaves, {id(x) for x in given})
-            self.next = 2 * self.steps
         return outputs
 
     def _check(self, found: Sequence[Tensor], given: set[int]) -> None:

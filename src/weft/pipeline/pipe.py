@@ -427,7 +427,7 @@ class Pipe(nn.Module):
         return {
             "balance": list(self.balance),
             "devices": [str(device) for device in self.devices],
-            "threads": 0 if runtime is None else runtime.threads,
+            "threads": 0 if runtime is None else runtime.plans.threads,
             "chosen": {} if runtime is None else runtime.layouts.chosen(),
         }
 
@@ -497,10 +497,7 @@ class Pipe(nn.Module):
 
     def _built_stages(self) -> tuple[list[Stage], Crossing]:
         """The stages, and what crosses between them."""
-        stages, crossing = build_stages(self._layers(), self.balance, self.devices, self._stage_type)
-        for stage, partition in zip(stages, self.partitions, strict=True):
-            stage.partition = partition
-        return stages, crossing
+        return build_stages(self._layers(), self.balance, self.devices, self._stage_type, self.partitions)
 
 
 def _forbid_pipes(module: Any, split: Any) -> None:

@@ -49,8 +49,10 @@ def build_stages(
     balance: Sequence[int],
     devices: Sequence[torch.device],
     kind: type[Stage] = Stage,
+    partitions: Sequence[nn.Module] | None = None,
 ) -> tuple[list[Stage], Crossing]:
-    """The stages, each of this `kind`, and every skip that crosses between two of them as (skip, source, readers)."""
+    """The stages, each of this `kind` and with its partition. Also every skip that crosses between two of them, as
+    (skip, source, readers)."""
     ends = list(accumulate(balance))
     blocks = [list(layers[end - count : end]) for end, count in zip(ends, balance, strict=True)]
     layout = inspect_skip_layout([[layer for _, layer in block] for block in blocks])
@@ -67,6 +69,7 @@ def build_stages(
             popped=[skip for skip, _, readers in crossing if index in readers],
             stashed=[skip for skip, source, _ in crossing if index == source],
             first=end - len(block),
+            partition=None if partitions is None else partitions[index],
         )
         for index, (block, device, end) in enumerate(zip(blocks, devices, ends, strict=True))
     ]

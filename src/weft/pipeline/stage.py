@@ -78,8 +78,10 @@ class Stage:
         popped: Sequence[Skip],
         stashed: Sequence[Skip],
         first: int = 0,
+        partition: nn.Module | None = None,
     ) -> None:
-        """`first` is the number of the first layer in the whole model."""
+        """`first` is the number of the first layer in the whole model. `partition` holds the same layers for the user,
+        who can attach hooks to it."""
         self.index = index
         self.first = first
         self.layers = list(layers)
@@ -90,8 +92,7 @@ class Stage:
         self._skips = any(isinstance(module, Skippable) for module in modules)
         self._copies_input = _writes_early(modules)
         self._deferred = False
-        self.partition: nn.Module | None = None
-        """The same layers as a user sees them, who may have hung hooks on it."""
+        self._partition = partition
         self._hooked = False
         self.replay = StageReplay(index, self.layers, device)
 
@@ -158,7 +159,7 @@ class Stage:
 
     def find_hooks(self) -> None:
         """Note whether somebody has hung hooks on the partition: once per step, not per micro-batch."""
-        self._hooked = self.partition is not None and any(getattr(self.partition, table) for table in _HOOKS)
+        self._hooked = self._partition is not None and any(getattr(self._partition, table) for table in _HOOKS)
 
     def _misplaced(self) -> list[str]:
         """Every parameter and buffer that is not where the stage runs."""
@@ -184,10 +185,10 @@ class Stage:
             return self._layers(main, next_layer), tracker.values
 
     def _layers(self, value: Any, next_layer: NextLayer) -> Any:
-        if self._hooked and self.partition is not None:
+        if self._hooked and self._partition is not None:
             if next_layer is not None:
                 next_layer(self.first)  # and no layer after it: the partition calls them by itself
-            return self._by_partition(self.partition, value)
+            return self._by_partition(self._partition, value)
         name, layer = self.layers[0]
         try:
             for number, (name, layer) in enumerate(self.layers, self.first):  # noqa: B007 - the note below reads name

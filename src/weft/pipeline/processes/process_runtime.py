@@ -19,11 +19,11 @@ from torch import Tensor
 
 from weft.core.autograd import apply
 from weft.core.context import ExecutionContext
-from weft.core.errors import DeviceError, UsageError, listed
+from weft.core.errors import UsageError, listed
 from weft.core.rng import draw_seed, generators
 from weft.core.segment import Gradients
 from weft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
-from weft.pipeline.pipe_runtime import MISPLACED, PipeCall, PipeRuntime
+from weft.pipeline.pipe_runtime import PipeCall, PipeRuntime
 from weft.pipeline.pipeline_plan import PipelinePlan
 from weft.pipeline.processes.loans import BorrowingStage, Loans
 from weft.pipeline.processes.rank_executor import Channel, ProcessExecutor, ResultRoute
@@ -74,17 +74,17 @@ class ProcessRuntime(PipeRuntime):
         # Without an input that requires a gradient, a rank without parameters would have no node, and no backward.
         self._anchor = torch.zeros((), requires_grad=True)
         self._steps = count(1)
+        self._rank_plans: dict[bool, PipelinePlan] = {}  # by whether the loss is inside; all are serial
 
-    def plan(self, layout: str, loss: bool) -> PipelinePlan:
+    def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
         """The plan for steps with or without a loss; made when it is first needed."""
-        known = (layout, loss) in self._plans
-        plan = super().plan(layout, loss)
-        if not known:
-            points, placement = plan.entry_points, self._placement
-            route = ResultRoute(points.result, points.source, shared=loss or placement.shares_output)
+        if with_loss not in self._rank_plans:
+            plan, placement = super().plan(layout, with_loss), self._placement
+            points = plan.entry_points
+            route = ResultRoute(points.result, points.source, shared=with_loss or placement.shares_output)
             executor = ProcessExecutor(placement.channel, plan.wiring, route, placement.loans)
-            plan = self._plans[layout, loss] = replace(plan, executor=executor)
-        return plan
+            self._rank_plans[with_loss] = replace(plan, executor=executor)
+        return self._rank_plans[with_loss]
 
     def serve(self, call: PipeCall, *, training: bool) -> Any:
         """One step, on all ranks together. Raises what `PipeRuntime.serve` raises, UsageError for calls that differ
@@ -94,20 +94,22 @@ class ProcessRuntime(PipeRuntime):
         plan.executor.open(f"the forward{name}")
         try:
             mini_batch, agreed = self._agree(call, name)
-            self._forbid(mini_batch, "serial")
+            self._checks.check(mini_batch, "serial")
             for stage in self._mine:
                 if isinstance(stage, BorrowingStage):
                     stage.borrow(agreed.borrowed)
-            scans = {stage.index: stage.scan() for stage in self._scanned(call)}
-            if faults := [fault for scan in scans.values() for fault in scan.misplaced]:
-                raise DeviceError(listed(MISPLACED, faults))
+            scans = self._scan(call)
             agreed = agreed._replace(anchors=[*agreed.anchors, *self._only_lent(scans.values())])
             ambient = ExecutionContext.capture(self.device_types)
             step = self._step(call, plan, mini_batch, scans, ambient, agreed)
         except BaseException as error:
             plan.executor.abort(error)
             raise
-        return step.output.filled(apply(step, step.tensors) if step.tracked else step.forward()[0])
+        if not step.tracked:
+            return step.output.filled(step.forward()[0])
+        results = apply(step, step.tensors)
+        self.plans.end_step(plan)
+        return step.output.filled(results)
 
     def _only_lent(self, scans: Iterable[ModuleScan]) -> list[Tensor]:
         """Parameters that live here but that no stage of this rank uses: the node of autograd must have them as inputs,
