@@ -62,7 +62,7 @@ def test_a_file_that_is_no_text_holds_no_table(tmp_path: Path, capsys: pytest.Ca
         (["plan", "--stages", "4"], "--chunks"),
         (["plan", "--stages", "0", "--chunks", "1"], "'0' is not a whole number from 1 up"),
         (["plan", "--stages", "1", "--chunks", "1", "--forward", "nan"], "'nan' is not a number from 0 up"),
-        (["plan", "--stages", "1", "--chunks", "1", "--schedule", "zigzag"], "no schedule is named 'zigzag'"),
+        (["plan", "--stages", "1", "--chunks", "1", "--schedule", "zigzag"], "there is no schedule 'zigzag'"),
         (["plan", "--stages", "3", "--chunks", "1", "--schedule", "zbv"], "two stages per worker, but got 3 stages"),
         (["plan", "--stages", "3", "--chunks", "1", "--schedule", "0F0,0B0"], "the schedule cannot be used"),
     ],

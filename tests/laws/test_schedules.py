@@ -50,7 +50,7 @@ def too_early(rows: Rows, worker: int, place: int) -> str:
 def unknown(rows: Rows, worker: int, place: int) -> str:
     """Spoil the letter of an action."""
     rows[worker][place] = rows[worker][place]._replace(kind="X")
-    return f"{rows[worker][place]} is no action"
+    return f"{rows[worker][place]} is not an action"
 
 
 @pytest.mark.parametrize("spoil", [lost, repeated, elsewhere, too_early, unknown])

@@ -220,7 +220,7 @@ def test_only_a_schedule_that_splits_goes_without_a_loss() -> None:
 
 
 def test_a_table_of_another_size_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"2 stages, but 3 are wanted(.|\n)*2 micro-batches, but 4 are wanted"):
+    with pytest.raises(ScheduleError, match=r"2 stages, but 3 are needed(.|\n)*2 micro-batches, but 4 are needed"):
         check_schedule(gpipe(2, 2), 3, 4, None)
 
 

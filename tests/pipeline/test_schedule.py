@@ -176,8 +176,8 @@ def test_a_table_in_which_two_workers_wait_for_each_other_names_both() -> None:
 
 def test_every_fault_of_a_table_is_listed_at_once() -> None:
     assert faults("0F0,0B0,0B0,2F1,2I1\n1B0,1F0,0B2,1I0,1I1\n,", stages=4, micro_batches=2) == [
-        "the table has 3 stages, but 4 are wanted",
-        "the table has 3 micro-batches, but 2 are wanted",
+        "the table has 3 stages, but 4 are needed",
+        "the table has 3 micro-batches, but 2 are needed",
         "worker 2 has nothing to do; leave it out",
         "stage 0 is on workers 0 and 1; a stage lives on one worker",
         "0B0 occurs 2 times",
@@ -213,7 +213,7 @@ def test_a_faulty_table_is_refused_with_this_one_reason(table: str, fault: str) 
 def test_actions_that_do_not_exist_are_named() -> None:
     with pytest.raises(ScheduleError) as caught:
         Schedule(((Action(0, "F", 0), Action(0, "X", 0), Action(-1, "F", 0), Action(0, "F", -2)),)).check()
-    assert [name for name in ("0F0", "0X0", "-1F0", "0F-2") if f"{name} is no action" in str(caught.value)] == [
+    assert [name for name in ("0F0", "0X0", "-1F0", "0F-2") if f"{name} is not an action" in str(caught.value)] == [
         "0X0",
         "-1F0",
         "0F-2",
@@ -225,7 +225,7 @@ def test_rows_may_be_lists_and_what_is_no_action_is_named() -> None:
     with without_type_checks():
         lists = Schedule([list(row) for row in table.workers])
         assert lists == table and hash(lists) == hash(table)
-        with pytest.raises(ScheduleError, match=r"'0F0' is no action.*\n.*0F1\.0 is no action"):
+        with pytest.raises(ScheduleError, match=r"'0F0' is not an action.*\n.*0F1\.0 is not an action"):
             Schedule([["0F0", Action(0, "F", 1.0)]]).check()
 
 
@@ -233,11 +233,11 @@ def test_cells_that_cannot_be_read_are_listed_with_their_place() -> None:
     with pytest.raises(ScheduleError) as caught:
         Schedule.parse("0F0,0F\n,x, 1F0 1B0,(1F0;y)OVERLAP_F_B,1F0z")
     assert [line.strip(" -") for line in str(caught.value).splitlines()[1:]] == [
-        "worker 0, cell 1: '0F' is no action",
-        "worker 1, cell 1: 'x' is no action",
-        "worker 1, cell 2: '1F0 1B0' is no action",
-        "worker 1, cell 3: 'y' is no action",
-        "worker 1, cell 4: '1F0z' is no action",
+        "worker 0, cell 1: '0F' is not an action",
+        "worker 1, cell 1: 'x' is not an action",
+        "worker 1, cell 2: '1F0 1B0' is not an action",
+        "worker 1, cell 3: 'y' is not an action",
+        "worker 1, cell 4: '1F0z' is not an action",
     ]
 
 

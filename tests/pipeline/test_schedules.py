@@ -157,7 +157,7 @@ def test_a_function_makes_the_schedule_of_each_batch_size() -> None:
 def test_a_function_must_return_a_schedule_that_fits() -> None:
     with without_type_checks(), pytest.raises(ScheduleError, match=r"returned '1f1b' for 4 stages and 2 micro-batches"):
         build(lambda stages, micro_batches: "1f1b", 4, 2)
-    with pytest.raises(ScheduleError, match="the table has 3 stages, but 4 are wanted"):
+    with pytest.raises(ScheduleError, match="the table has 3 stages, but 4 are needed"):
         build(lambda stages, micro_batches: gpipe(3, micro_batches), 4, 2)
 
 

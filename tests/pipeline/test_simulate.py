@@ -148,7 +148,7 @@ def test_stages_that_cost_nothing_have_no_bubble() -> None:
 
 
 def test_costs_for_other_stages_and_tables_that_cannot_run_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="the table has 2 stages, but 3 are wanted"):
+    with pytest.raises(ScheduleError, match="the table has 2 stages, but 3 are needed"):
         forecast(gpipe(2, 2), [StageCost(1.0, 1.0)] * 3)
     with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):
         forecast(Schedule.parse("0B0,0F0"), [StageCost(1.0, 1.0)])

@@ -1,4 +1,4 @@
-"""Actions of a schedule: which must wait for which, a serial order of them, and the faults of a table of them.
+"""Actions of a schedule: their dependencies, a serial order of a table of them, and its faults.
 
 The stages form a chain, and no micro-batch waits for another:
 
@@ -7,7 +7,7 @@ The stages form a chain, and no micro-batch waits for another:
      v       v       v           I     the gradients of the stage's inputs
     0B0 <-- 1B0 <-- 2B0          W     the gradients of its weights: after I, and no other action waits for it
 
-Skips add no arrow, since the chain between their source and their destination implies it.
+Skips add no dependency, because the chain between their source and their destination implies it.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ KINDS = ("F", "B", "I", "W")
 
 
 class Action(NamedTuple):
-    """One unit of work: `kind` (F, B, I or W) of one micro-batch on one stage. ``str()`` gives ``2F0``."""
+    """One unit of work: `kind` (F, B, I or W) of one micro-batch on one stage. ``str()`` returns e.g. ``2F0``."""
 
     stage: int
     kind: str
@@ -36,8 +36,8 @@ Table = tuple[tuple[Action, ...], ...]
 
 
 def needs(action: Action) -> tuple[Action, ...]:
-    """The actions that must be done first. Those which a table does not hold are to be ignored: a neighbour beyond the
-    chain's end, or B where the neighbour's backward is split into I and W."""
+    """The actions that must be done first. Ignore those that a table does not hold: a neighbour beyond the end of the
+    chain, or B if the neighbour's backward is split into I and W."""
     stage, kind, micro_batch = action
     if kind == "F":
         return (Action(stage - 1, "F", micro_batch),)
@@ -47,7 +47,7 @@ def needs(action: Action) -> tuple[Action, ...]:
 
 
 def waits(table: Table) -> dict[Action, tuple[Action, ...]]:
-    """For every action of the table, those of its needs that the table holds."""
+    """The dependencies of every action of the table, as far as the table holds them."""
     present = {action for row in table for action in row}
     return {action: tuple(need for need in needs(action) if need in present) for action in present}
 
@@ -55,11 +55,11 @@ def waits(table: Table) -> dict[Action, tuple[Action, ...]]:
 def walk_table(
     table: Table, waiting: Mapping[Action, tuple[Action, ...]]
 ) -> tuple[list[tuple[int, Action]], list[str]]:
-    """Walk all lists at once, one action after the other, as far as they go.
+    """Walk all lists at once, one action after the other, until every list ends or is stuck.
 
-    Of the workers' next actions, the one whose micro-batch has come furthest goes first, while its tensors are still in
-    the cache, and so that what is kept for backward is freed early. Returns the order as (worker, action) pairs; and,
-    for each worker that is stuck, where it stands and what it waits for. Costs O(actions * workers).
+    Of the workers' next actions, the one whose micro-batch has come furthest goes first. Its tensors are still in the
+    cache, and tensors kept for backward are freed early. Returns the order as (worker, action) pairs. Also returns, for
+    each worker that is stuck, its position and the actions that it waits for. Costs O(actions * workers).
     """
     depth = 1 + max((action.stage for row in table for action in row), default=0)
 
@@ -90,13 +90,16 @@ def walk_table(
 
 
 def find_faults(table: Table, stages: int | None = None, micro_batches: int | None = None) -> Iterator[str]:
-    """Every fault of a table; none if it is valid. Later checks forgive what earlier ones reported, so that every cause
-    is named once: an action that is missing holds no other up, and one that stands too early on its own worker is not
-    called a deadlock as well. What remains stuck is a cycle between workers."""
+    """Every fault of a table, empty if it is valid.
+
+    Each cause is reported once, because later checks ignore the faults that earlier ones reported. A missing action
+    does not make others wait, and an action that comes too early on its own worker is not reported as a deadlock as
+    well. Actions that remain stuck are in a cycle between workers.
+    """
     for worker, action in ((worker, action) for worker, row in enumerate(table) for action in row):
         if not _is_known(action):
             shown = str(action) if isinstance(cast(Any, action), Action) else repr(action)
-            yield f"worker {worker}: {shown} is no action: a stage, F, B, I or W, and a micro-batch"
+            yield f"worker {worker}: {shown} is not an action: a stage, F, B, I or W, and a micro-batch"
     table = tuple(tuple(action for action in row if _is_known(action)) for row in table)
     counts = Counter(action for row in table for action in row)
     has_stages = 1 + max((action.stage for action in counts), default=-1)
@@ -104,7 +107,7 @@ def find_faults(table: Table, stages: int | None = None, micro_batches: int | No
     sizes = (has_stages, stages, "stages"), (has_micro_batches, micro_batches, "micro-batches")
     for has, wanted, what in sizes:
         if wanted is not None and has != wanted:
-            yield f"the table has {has} {what}, but {wanted} are wanted"
+            yield f"the table has {has} {what}, but {wanted} are needed"
     if not table:
         yield "the table has no workers"
     owners: defaultdict[int, list[int]] = defaultdict(list)
@@ -127,7 +130,8 @@ def _is_known(action: Any) -> bool:
 
 
 def _incomplete(actions: Iterable[Action], stages: int, micro_batches: int) -> Iterator[str]:
-    """Every micro-batch needs F on every stage and, unless there is forward alone, B or I and W."""
+    """Actions that are missing. Every micro-batch needs F on every stage, and B or I and W unless the table has only
+    forwards."""
     has: dict[int, dict[str, set[int]]] = {}
     for stage, kind, micro_batch in actions:
         has.setdefault(stage, {kind: set() for kind in KINDS})[kind].add(micro_batch)
@@ -148,7 +152,7 @@ def _incomplete(actions: Iterable[Action], stages: int, micro_batches: int) -> I
 
 
 def _stuck(table: Table) -> Iterator[str]:
-    """Actions that stand before what they need: first within each worker, then in circles between workers."""
+    """Actions that come before their dependencies: first within each worker, then in cycles between workers."""
     waiting = waits(table)
     for worker, row in enumerate(table):
         place = {action: column for column, action in reversed(list(enumerate(row)))}
@@ -161,6 +165,6 @@ def _stuck(table: Table) -> Iterator[str]:
 
 
 def _gaps(present: Iterable[int], end: int) -> str:
-    """The numbers below `end` that are absent, as ranges: ``0-3, 5``. Its cost does not grow with `end`."""
+    """The numbers below `end` that are absent, as ranges: ``0-3, 5``. The cost does not grow with `end`."""
     pairs = pairwise([-1, *sorted(present), end])
     return ", ".join(f"{a + 1}-{b - 1}" if b - a > 2 else str(a + 1) for a, b in pairs if b - a > 1)

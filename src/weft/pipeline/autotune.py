@@ -52,20 +52,21 @@ from weft.pipeline.step import PipeStep
 _WARM_UP = 1
 _SAMPLES = 5
 _WORTH = 0.95
-"""A candidate must be that much faster than one before it: a wrong choice for threads costs more than one against
-them."""
+"""A candidate must take less than this share of the time of an earlier one, because a wrong choice for threads costs
+more than a wrong choice against them."""
 _EVERY = 8
 _SLOWER = 1.5
 
 
 Report = Callable[[float], None]
-"""What is told the seconds of a step that measures a candidate."""
+"""Callback for the duration, in seconds, of a step that measures a candidate layout."""
 Clock = Callable[[], float]
-"""Seconds at which the devices of all stages have done what they were given."""
+"""Waits until the devices of all stages have finished their work, and returns the time in seconds."""
 
 
 class TimedCall:
-    """A `CutFunction` that reports what its forward and first backward took together, or its forward if that is all."""
+    """A `CutFunction` that reports the time of its forward and first backward, or of its forward if it has no
+    backward."""
 
     def __init__(self, function: CutFunction, report: Report, clock: Clock, *, with_backward: bool) -> None:
         self._function = function
@@ -92,15 +93,16 @@ class TimedCall:
         return result
 
     def _done(self) -> None:
-        if self._report is not None:  # a retained graph may go back again
+        if self._report is not None:  # only once: a retained graph can run backward again
             self._report(self._seconds)
         self._report = None
 
 
 def time_graph(outputs: Sequence[Tensor], begun: float, report: Report, clock: Clock) -> None:
-    """Report a step whose backward is left to autograd: its forward has `begun` then, its first backward is timed here.
+    """Report the time of a step whose backward is left to autograd. Its forward started at `begun`.
 
-    That goes from the first of its outputs to the end of all that autograd does then, which may be more than the step.
+    The time of the backward goes from the first of the outputs to the end of the whole backward call. If the caller's
+    graph has more than this step, it is included.
     """
     nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
     seconds = clock() - begun
@@ -122,33 +124,33 @@ def time_graph(outputs: Sequence[Tensor], begun: float, report: Report, clock: C
 
 @dataclass
 class _Trial:
-    """What is known of one kind of step."""
+    """Measurements of one kind of step."""
 
-    seconds: dict[str, list[float]]  # by candidate, of whole steps (forward, and backward if any)
+    seconds: dict[str, list[float]]  # by candidate, of whole steps (forward, and backward if there is one)
     best: str | None = None
-    expected: float = 0.0  # seconds of the best one when it was chosen
-    steps: int = 0  # since then
-    slow: int = 0  # of those that were timed, how many in a row took clearly longer
+    expected: float = 0.0  # seconds of the best candidate when it was chosen
+    steps: int = 0  # steps since the choice
+    slow: int = 0  # timed steps in a row that took clearly longer than expected
 
 
 class LayoutTuner:
-    """The layout of each step. `kind` stands for steps that take about the same time."""
+    """Chooses the layout of each step by measuring. Steps of one `kind` take about the same time."""
 
     def __init__(self, executor: str, stages: int, *, one_device: bool, uncut: bool) -> None:
         self._executor = executor
         rows = {"serial": one_device, "uncut": uncut, "threads": stages > 1}
-        self.candidates = [row for row, can in rows.items() if can]  # the simplest comes first
+        self.candidates = [layout for layout, possible in rows.items() if possible]  # the simplest comes first
         self.fixed: str | None = None
         self._trials: dict[Hashable, _Trial] = {}
 
     def pick(
         self, kind: Hashable, *, must_cut: bool = False, watched: bool = False, local: bool = False
     ) -> tuple[str, Report | None]:
-        """The layout for the next step of this kind (that which is `fixed`, if any), and what is told its time, if it
-        is measured: every step until the decision, then one of eight.
+        """The layout for the next step of this kind, and the callback for its time if it is measured.
 
-        Who watches wants to see the stages, each in its thread. Modes and hooks of the calling thread (`local`) would
-        see other operators in each layout. So both always get the same one.
+        Every step is measured until the decision, then one of eight. With `must_cut` no step runs uncut. An observer
+        (`watched`) shows each stage in its own thread, and modes and hooks of the calling thread (`local`) would see
+        other operators in each layout. So both of them always get the same layout. `fixed` overrides the choice.
         """
         if self._executor != "auto":
             return self._executor, None
@@ -162,17 +164,17 @@ class LayoutTuner:
             return trial.best, partial(self.report, kind, trial.best) if trial.steps % _EVERY == 0 else None
         if must_cut and "uncut" in trial.seconds:
             trial.seconds["uncut"] = [math.inf] * (_WARM_UP + _SAMPLES)
-        layout = min(trial.seconds, key=lambda each: len(trial.seconds[each]))
+        layout = min(trial.seconds, key=lambda candidate: len(trial.seconds[candidate]))
         return layout, partial(self.report, kind, layout)
 
     def report(self, kind: Hashable, layout: str, seconds: float) -> None:
-        """A step of this kind took so long with that layout."""
+        """Note the duration of a step of this kind in a layout."""
         trial = self._trial(kind)
         if trial.best is None:
             trial.seconds[layout].append(seconds)
             if all(len(times) >= _WARM_UP + _SAMPLES for times in trial.seconds.values()):
-                # The least time of each: what else the machine does can only add to it.
-                least = {each: min(times[_WARM_UP:]) for each, times in trial.seconds.items()}
+                # The minimum, because other programs on the machine can only add to a time.
+                least = {candidate: min(times[_WARM_UP:]) for candidate, times in trial.seconds.items()}
                 trial.best = self.candidates[0]
                 for other in self.candidates[1:]:
                     if least[other] < _WORTH * least[trial.best]:
@@ -184,28 +186,28 @@ class LayoutTuner:
                 del self._trials[kind]
 
     def chosen(self) -> dict[str, str]:
-        """For every kind of step that was measured to the end, how it is run."""
+        """The chosen layout for every kind of step whose measurement is complete."""
         return {str(kind): trial.best for kind, trial in self._trials.items() if trial.best is not None}
 
     def _trial(self, kind: Hashable) -> _Trial:
-        return self._trials.setdefault(kind, _Trial({each: [] for each in self.candidates}))
+        return self._trials.setdefault(kind, _Trial({candidate: [] for candidate in self.candidates}))
 
 
 def needs_cuts() -> bool:
-    """Whether what surrounds this call wants every stage cut out."""
+    """Whether anomaly detection or DDP surrounds this call. Both need every stage cut out of autograd."""
     return torch.is_anomaly_enabled() or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
 
 Keeps = Sequence[Sequence[Keep]] | None
-"""What every forward keeps, by stage and micro-batch; None: all their graphs."""
+"""What every forward keeps, by stage and micro-batch. None: all forwards keep their graph."""
 
 
 def run_uncut(step: PipeStep, *, enter: bool = True) -> Any:
-    """The output, or where the loss is inside the loss, of a mini-batch, with its graph.
+    """The output of a mini-batch with its graph, or its loss if the loss is inside.
 
-    Without `enter` it runs in the surroundings that it is called in.
+    With `enter` it runs in the surroundings of the step, otherwise in those of the caller.
     """
 
     def forward(rng: RngStreams) -> list[Any]:
@@ -221,7 +223,7 @@ def run_uncut(step: PipeStep, *, enter: bool = True) -> Any:
 def run_uncut_unobserved(
     plan: PipelinePlan, mini_batch: MiniBatch, output: JoinedOutput, ambient: ExecutionContext, probe: RngProbe
 ) -> tuple[Any] | None:
-    """As `run_uncut` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
+    """As `run_uncut` with all graphs kept, without a `PipeStep`. None if the step drew random numbers."""
     results = _micro_batches(plan, mini_batch, None, ambient, probe)
     return None if probe.broken() else (output.visible(results),)
 
@@ -237,7 +239,7 @@ def _micro_batches(
 
 
 def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, parts: Sequence[Any]) -> Any:
-    """One micro-batch through all stages; what crosses from one to another keeps its graph."""
+    """Run one micro-batch through all stages. Values that cross between stages keep their graph."""
     values: dict[int, Any] = {entry.route: part for entry, part in zip(plan.entry_points.entries, parts, strict=True)}
     for stage, function in enumerate(plan.functions):
         inputs = [values[route] for route in plan.wiring.inputs[stage]]
@@ -257,7 +259,7 @@ def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, p
 
 
 def _checkpointed(function: Function, context: MicroBatchContext, inputs: list[Any]) -> tuple[Any, ...]:
-    """One segment, with only its inputs kept."""
+    """Run one segment that keeps only its inputs, and is recomputed in backward."""
     leaves, structure = flatten(inputs)
     repeated = _Repeated(function, context, structure)
     outputs = _checkpoint(repeated, *leaves, use_reentrant=False, preserve_rng_state=False)
@@ -267,11 +269,11 @@ def _checkpointed(function: Function, context: MicroBatchContext, inputs: list[A
 
 
 class _Repeated:
-    """The function over leaves, told that its first call will be repeated, and that the later ones repeat it.
+    """A function over leaves that sets the phase: its first call will be recomputed, and later calls recompute it.
 
-    Each call gets lists and dicts of its own: a layer may change them. An error of the first call is put into
-    ``failed``. Raised through `torch.utils.checkpoint`, it would leave hooks in place for all graphs of the thread
-    until nobody holds the error any more (PyTorch 2.11), or become another one if it is a ``StopIteration``.
+    Each call gets its own lists and dicts, because a layer can change them. An error of the first call is put into
+    ``failed``. If it were raised through `torch.utils.checkpoint`, hooks would stay in place for all graphs of the
+    thread as long as the error is referenced (PyTorch 2.11), and a ``StopIteration`` would become another error.
     """
 
     def __init__(self, function: Callable[..., Any], context: MicroBatchContext, structure: Structure) -> None:
@@ -295,9 +297,9 @@ class _Repeated:
 
 
 def timed_result(result: Any, report: Report | None, begun: float, clock: Clock) -> Any:
-    """The result of an uncut step that has `begun` then, whose backward keeps to the rules of one that was cut out.
+    """The result of an uncut step that started at `begun`. Its backward obeys the rules of a step that is cut.
 
-    Else the same program would be refused or not, by what was measured to be faster.
+    Without these rules the same program would be rejected or accepted depending on which layout measured faster.
     """
     outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
     freed_by: list[int] = []

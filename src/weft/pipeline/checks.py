@@ -1,21 +1,22 @@
-"""Refusals of what a cut model would get wrong in silence: foreign parameters, collectives, cached weights.
+"""Rejection of models that would train wrongly without notice: foreign parameters, collectives, cached weights.
 
-A segment asks autograd for the gradients of its own parameters, those of its layers and of a loss module. What else its
-code uses, as a penalty on weights in a loss function does, is in the graph all the same:
+A segment asks autograd for the gradients of the parameters of its layers and of a loss module. Its code can use other
+parameters as well, such as a loss function with a penalty on weights. These are in the graph, too:
 
     own parameter ------> [ graph of the segment ] ---> output
-    another stage's ----> [                      ]             never asked for: its gradient would be lost in silence
+    another stage's ----> [                      ]             autograd is not asked for its gradient: it is lost
 
-So the graphs of every segment are searched for them in steps 1, 2, 4, 8 and so on.
+A list of allowed layers would not show this, because any code can hold a parameter. So the graphs of every segment are
+searched in steps 1, 2, 4, 8 and so on.
 
-Layers with tensor-parallel weights and `nn.SyncBatchNorm` communicate with other processes. All processes must ask for
-the collectives of a group in one order; else they hang, or get the numbers of another layer. In the caller's thread the
-schedule says that order. With a worker per stage the clock does:
+Layers with tensor-parallel weights and `nn.SyncBatchNorm` communicate with other processes. All processes must call the
+collectives of a group in one order. Otherwise they hang, or get the numbers of another layer. In the caller's thread
+the schedule fixes the order. With a worker per stage it depends on timing:
 
     process 0    stage 0 for micro-batch 1, then stage 1 for micro-batch 0  --+
     process 1    stage 1 for micro-batch 0, then stage 0 for micro-batch 1  --+--> each gets a sum of both
 
-So "auto", which goes by the clock as well, runs such layers in the caller's thread.
+The choice of "auto" depends on timing as well, so "auto" runs such layers in the caller's thread.
 """
 
 import warnings
@@ -38,11 +39,13 @@ from weft.pipeline.stage import Stage
 
 
 class ForeignParameterCheck:
-    """A segment's function, with a search for what does not belong to it; in its place at the steps that are due.
+    """The function of a segment with a search of its graph for foreign parameters. It replaces the function in the
+    steps that are searched.
 
-    `layers` are those of all segments by name, in the order of the segments; `number` is this one, and `more` what
-    it has besides them. Raises UsageError for a parameter of another segment, and for a layer that shards its own
-    parameters; warns of a trainable tensor that nobody has, since it may not have to learn.
+    `layers` are the layers of all segments by name, in the order of the segments. `number` is the number of this
+    segment. `more` is a loss function that the segment runs after its layers, or None. Raises UsageError for a
+    parameter of another segment, and for a layer that shards its own parameters. Warns about a trainable tensor that
+    belongs to no segment, because it can be intentional.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class ForeignParameterCheck:
         self._number = number
         self._more = more
         self._fresh: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self.has_python_functions = False
         """Whether a graph that was searched has autograd functions written in Python."""
 
@@ -61,15 +64,15 @@ class ForeignParameterCheck:
         """Run the function, and search its graph. Raises what the class says."""
         outputs = self._function(context, *values)
         if torch.is_grad_enabled():
-            given = flatten(values)[0]
-            given += [copy for x in given for copy in getattr(x, "lent", ())]
-            given += context.borrowed.values()
-            nodes, leaves = _behind(outputs)
+            inputs = flatten(values)[0]
+            inputs += [copy for x in inputs for copy in getattr(x, "lent", ())]
+            inputs += context.borrowed.values()
+            nodes, leaves = _search_graph(outputs)
             self.has_python_functions |= any(isinstance(node, BackwardCFunction) for node in nodes)
-            self._check(leaves, {id(x) for x in given})
+            self._check(leaves, {id(x) for x in inputs})
         return outputs
 
-    def _check(self, found: Sequence[Tensor], given: set[int]) -> None:
+    def _check(self, leaves: Sequence[Tensor], inputs: set[int]) -> None:
         modules = [module for _, layer in self._layers[self._number] for module in layer.modules()]
         if sharded := [type(module).__name__ for module in modules if shards(module)]:
             # FSDP swaps parameters around the layer's call, and waits for gradients where no stage's graph ends.
@@ -77,40 +80,39 @@ class ForeignParameterCheck:
                 f"a layer of stage {self._number} shards its own parameters ({sharded[0]}), and their gradients would "
                 "be lost; shard the pipe as a whole, fully_shard(pipe), or use executor='graph'"
             )
-        own = {id(each) for module in modules for each in module._parameters.values()}
+        own = {id(parameter) for module in modules for parameter in module._parameters.values()}
         if isinstance(self._more, nn.Module):
-            own.update(id(each) for each in self._more.parameters())
-        foreign = [each for each in found if id(each) not in own and id(each) not in given]
+            own.update(id(parameter) for parameter in self._more.parameters())
+        foreign = [leaf for leaf in leaves if id(leaf) not in own and id(leaf) not in inputs]
         names = {
-            id(each): f"{name}.{key} of stage {stage}"
+            id(parameter): f"{name}.{key} of stage {stage}"
             for stage, layers in enumerate(self._layers)
             for name, layer in layers
-            for key, each in (layer.named_parameters() if foreign else ())
+            for key, parameter in (layer.named_parameters() if foreign else ())
         }
-        if borrowed := [names[id(each)] for each in foreign if id(each) in names]:
+        if of_others := [names[id(leaf)] for leaf in foreign if id(leaf) in names]:
             raise UsageError(
                 listed(
                     f"stage {self._number} computes with parameters of other stages, and their gradients would be "
                     "lost; put such layers into one stage (balance=), take a penalty on weights out of the loss "
                     "function and add it to the pipe's loss, or use executor='graph':",
-                    borrowed,
+                    of_others,
                 )
             )
-        news = [each for each in foreign if self._stays(each) and id(each) not in self._told]
-        self._told.update(id(each) for each in news)
-        if news:
-            shapes = ", ".join(str(tuple(each.shape)) for each in news)
+        unreported = [leaf for leaf in foreign if self._outlives_call(leaf) and id(leaf) not in self._reported]
+        self._reported.update(id(leaf) for leaf in unreported)
+        if unreported:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in unreported)
             warnings.warn(
-                f"stage {self._number} computes with trainable tensors that neither its layers nor the loss module "
-                f"have as parameters (shapes {shapes}), and they get no gradient; register them as nn.Parameter in a "
-                "layer, or give the loss as an nn.Module that has them. If they are not to learn, "
-                "requires_grad_(False) says so",
+                f"stage {self._number} computes with trainable tensors that are parameters neither of its layers nor "
+                f"of the loss module (shapes {shapes}), so they get no gradient. Register them as nn.Parameter in a "
+                "layer, or give a loss that is an nn.Module with these parameters. If they are not to be trained, call "
+                "requires_grad_(False) on them",
                 stacklevel=2,
             )
 
-    def _stays(self, tensor: Tensor) -> bool:
-        """Whether it outlives a call. A tensor that is no parameter may have been made by a layer for itself, to
-        differentiate by; that one does not come again."""
+    def _outlives_call(self, tensor: Tensor) -> bool:
+        # A layer can make a tensor in every call in order to differentiate by it. Such a tensor is new each time.
         if isinstance(tensor, nn.Parameter) or self._fresh.get(id(tensor)) is tensor:
             return True
         self._fresh[id(tensor)] = tensor
@@ -118,27 +120,28 @@ class ForeignParameterCheck:
 
 
 def shards(module: nn.Module) -> bool:
-    """Whether it is an FSDP module, of either version; known by name, so that nothing has to be imported."""
+    """Whether the module is an FSDP module of either version. Compares names, so that nothing has to be imported."""
     return any(
-        each.__name__ in ("FSDPModule", "FullyShardedDataParallel") and each.__module__.startswith("torch.distributed.")
-        for each in type(module).__mro__
+        kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") and kind.__module__.startswith("torch.distributed.")
+        for kind in type(module).__mro__
     )
 
 
-def _behind(outputs: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
-    """The nodes of the graph of these values, and its leaves that want a gradient."""
+def _search_graph(outputs: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
+    """The nodes of the graph of these values, and its leaves that require a gradient."""
     leaves = [x for value in outputs for x in flatten(value)[0] if isinstance(x, Tensor)]
     nodes = children_first([x.grad_fn for x in leaves if x.grad_fn is not None])
     reached = [*(getattr(node, "variable", None) for node in nodes), *leaves]
-    found = {id(x): x for x in reached if isinstance(x, Tensor) and x.is_leaf and x.requires_grad}
-    return nodes, list(found.values())
+    by_id = {id(x): x for x in reached if isinstance(x, Tensor) and x.is_leaf and x.requires_grad}
+    return nodes, list(by_id.values())
 
 
 def refuse_cached_weights(stages: Iterable[Stage]) -> None:
-    """Raise UsageError for a layer that is parametrized; called inside of ``parametrize.cached()``.
+    """Raise UsageError for a layer that is parametrized. Called only inside of ``parametrize.cached()``.
 
-    The cache is the process's. A weight that it kept without a graph, from a forward that will be recomputed, would be
-    handed to one that needs its gradient; and a graph that it kept would be walked once per micro-batch.
+    The whole process shares that cache. A forward that will be recomputed puts weights without a graph into it, and
+    another forward would use them although it needs their gradient. A graph in the cache would be walked once per
+    micro-batch.
     """
     for stage in stages:
         for name, layer in stage.layers:
@@ -150,10 +153,12 @@ def refuse_cached_weights(stages: Iterable[Stage]) -> None:
                 )
 
 
-def forbid_steps(found: Iterable[tuple[str, StepsInBackward]]) -> None:
-    """Raise UsageError that lists every module which would take an optimizer step in the backward of a micro-batch."""
+def forbid_steps(modules: Iterable[tuple[str, StepsInBackward]]) -> None:
+    """Raise UsageError that lists every module that would take an optimizer step in the backward of a micro-batch."""
     faults = [
-        f"{where} ({type(each).__name__}): {each.steps_in_backward}" for where, each in found if each.steps_in_backward
+        f"{where} ({type(module).__name__}): {module.steps_in_backward}"
+        for where, module in modules
+        if module.steps_in_backward
     ]
     if faults:
         raise UsageError(
@@ -162,7 +167,7 @@ def forbid_steps(found: Iterable[tuple[str, StepsInBackward]]) -> None:
 
 
 class CollectiveLayer(NamedTuple):
-    """A module of a stage that talks within a group of several processes."""
+    """A module of a stage that communicates within a group of several processes."""
 
     stage: int
     layer: str
@@ -171,45 +176,46 @@ class CollectiveLayer(NamedTuple):
 
 
 def collective_layers(stages: Iterable[Sequence[tuple[str, nn.Module]]]) -> list[CollectiveLayer]:
-    """The modules that talk, as far as one can see; a layer that calls `torch.distributed` itself cannot be seen."""
+    """The modules that communicate. Layers that call `torch.distributed` in their own code are not recognised."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     return [
         CollectiveLayer(stage, name, module, group)
         for stage, layers in enumerate(stages)
         for name, layer in layers
-        if not any(map(shards, layer.modules()))  # which is refused in other words
+        if not any(map(shards, layer.modules()))  # these are rejected with an error of their own
         for module in layer.modules()
-        for group in dict.fromkeys(_groups(module))
+        for group in dict.fromkeys(_group_names(module))
     ]
 
 
-def forbid_workers(found: Iterable[CollectiveLayer]) -> None:
-    """Raise UsageError if stages that are to run in threads of their own talk within one group."""
+def forbid_workers(layers: Iterable[CollectiveLayer]) -> None:
+    """Raise UsageError if stages with threads of their own would communicate within one group."""
     by_group: dict[str, list[CollectiveLayer]] = {}
-    for each in found:
-        if each.module.training or not isinstance(each.module, nn.SyncBatchNorm):  # which is quiet in evaluation
-            by_group.setdefault(each.group, []).append(each)
+    for layer in layers:
+        # SyncBatchNorm does not communicate in evaluation.
+        if layer.module.training or not isinstance(layer.module, nn.SyncBatchNorm):
+            by_group.setdefault(layer.group, []).append(layer)
     for group in by_group.values():
-        if len({each.stage for each in group}) > 1:
-            names = [f"layer {each.layer!r} of stage {each.stage} ({type(each.module).__name__})" for each in group]
+        if len({layer.stage for layer in group}) > 1:
+            names = [f"layer {layer.layer!r} of stage {layer.stage} ({type(layer.module).__name__})" for layer in group]
             raise UsageError(
                 listed(
-                    "layers of several stages talk to other processes in one process group, and with a worker per "
-                    "stage (executor='threads') each process would do so in another order, so that they hang or get "
-                    "each other's numbers; use executor='serial' or 'auto', put such layers into one stage "
-                    "(balance=), or give those of each stage a process group of their own:",
+                    "layers of several stages communicate in one process group. With a worker per stage "
+                    "(executor='threads') each process would do so in another order, so that they hang or get each "
+                    "other's numbers. Use executor='serial' or 'auto', put such layers into one stage (balance=), or "
+                    "give the layers of each stage a process group of their own:",
                     names,
                 )
             )
 
 
-def _groups(module: nn.Module) -> Iterator[str]:
-    """The names of the groups of several processes in which a module talks by itself."""
+def _group_names(module: nn.Module) -> Iterator[str]:
+    """The names of the groups of several processes in which the module communicates."""
     groups: list[Any] = []
-    for each in chain(module._parameters.values(), module._buffers.values()):
-        mesh = getattr(each, "device_mesh", None)  # of a DTensor, which is not imported for this
+    for tensor in chain(module._parameters.values(), module._buffers.values()):
+        mesh = getattr(tensor, "device_mesh", None)  # only a DTensor has one, and its module need not be imported
         groups += mesh.get_all_groups() if mesh is not None else ()
     if isinstance(module, nn.SyncBatchNorm):
         groups.append(cast(Any, module).process_group or dist.group.WORLD)
-    return (each.group_name for each in groups if each.size() > 1)
+    return (group.group_name for group in groups if group.size() > 1)

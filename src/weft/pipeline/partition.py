@@ -8,8 +8,8 @@ A skip connection between two stages costs both of them (one sends or holds, the
 depends only on where it begins and ends, which makes dynamic programming over blocks exact, with skips as without.
 
 Costs are measured time, measured bytes, or counted parameters. Layers are measured one at a time, each on a copy that
-is thrown away: gradients, BatchNorm statistics, random numbers and flags of the user's model stay as they are, and the
-device needs room for one layer, not for the model. Profiling layer by layer for balance is torchgpipe's idea.
+is thrown away. So gradients, BatchNorm statistics, random numbers and flags of the user's model do not change, and the
+device needs memory for one layer instead of the model. Profiling layer by layer for balance is torchgpipe's idea.
 """
 
 import copy
@@ -42,9 +42,9 @@ def profile_times(
     """Seconds of forward plus backward of each layer: the median over rounds, after one to warm up.
 
     ``sample``, nested or not, is an input of the first layer. Every layer gets an equal share of ``timeout`` seconds,
-    and at least three rounds. ``device`` is where to measure; where ``sample`` is if ``None``. Layers keep their
-    training flag; weights on the meta device count as zeros. Errors of layers get a note that names the layer. Raises
-    ``UsageError`` for arguments of another kind.
+    and at least three rounds. ``device`` is the device to measure on, by default that of ``sample``. Layers keep their
+    training flag. Weights on the meta device are replaced by zeros. Errors of layers get a note that names the layer.
+    Raises ``UsageError`` for invalid arguments.
     """
     with _checked(module) as check:
         check.seconds("timeout", timeout, zero=True)
@@ -65,12 +65,12 @@ def profile_times(
 def profile_sizes(
     module: nn.Sequential, input: Any, *, chunks: int = 1, param_scale: int | float = 2.0, device: Device = None
 ) -> list[float]:
-    """Bytes that each layer needs in training: parameters, buffers, what one micro-batch saves for backward.
+    """Bytes that each layer needs in training: parameters, buffers, and the tensors saved for backward.
 
-    ``input`` is a mini-batch; the first of its ``chunks`` micro-batches is run. Parameters count ``param_scale`` times
-    (with their gradient and the optimizer's state), buffers once. Of the tensors that autograd saves, storages are
-    counted once each; what a custom function keeps besides is not seen. ``device`` as in `profile_times`. Raises
-    ``BatchError`` if ``input`` cannot be cut, ``UsageError`` for arguments of another kind.
+    ``input`` is a mini-batch. The first of its ``chunks`` micro-batches is run. Parameters count ``param_scale`` times
+    (with their gradient and the optimizer's state), buffers once. Each storage that autograd saves counts once. Tensors
+    that a custom function keeps elsewhere are not counted. ``device`` as in `profile_times`. Raises ``BatchError`` if
+    ``input`` cannot be cut, ``UsageError`` for invalid arguments.
     """
     with _checked(module) as check:
         check.count("chunks", chunks)
@@ -89,14 +89,14 @@ def profile_sizes(
 
 
 def _checked(module: Any) -> Validator:
-    """A validator for the arguments of a measurement, with what is wrong with the model noted."""
+    """A validator for the arguments of a measurement, with the faults of the model."""
     check = Validator("layers cannot be measured so")
     check.instance("module", module, nn.Sequential, "an nn.Sequential")
     return check
 
 
 class _CutSkips(SkipTracker):
-    """Skip tensors between layers that are measured one at a time; keeps every one until the end."""
+    """Skip tensors between layers that are measured one at a time. It keeps all of them until the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,13 +110,13 @@ class _CutSkips(SkipTracker):
 
     def load(self, ns: Namespace | None, name: str) -> Tensor | None:
         if (ns, name) not in self.values:
-            return super().load(ns, name)  # says what is wrong
+            return super().load(ns, name)  # raises an error that names the missing skip
         return _fresh(self.values[ns, name])
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """One layer, ready to run on its own as often as wanted."""
+    """One layer that can be run alone, any number of times."""
 
     layer: nn.Module
     input: Any
@@ -145,13 +145,13 @@ class _Trial:
 def _layer_by_layer(
     module: nn.Sequential, sample: Any, device: torch.device, measure: Callable[[_Trial], tuple[Any, float]]
 ) -> list[float]:
-    """Hand each layer to ``measure``, copied to ``device``, with the input that the layers before made."""
+    """Call ``measure`` with a copy of each layer on ``device`` and the output of the layers before it."""
     costs: list[float] = []
     skips = _CutSkips()
     accelerators = [] if device.type == "cpu" else [device]
     with (
         torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"),
-        torch.inference_mode(False),  # turns gradients on, too, whatever the caller's mode
+        torch.inference_mode(False),  # also turns gradients on, regardless of the caller's mode
         use_skip_tracker(skips),
     ):
         value = map_leaves(partial(_cut_off, device=device), sample)
@@ -167,7 +167,6 @@ def _layer_by_layer(
 
 
 def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
-    """A copy on ``device`` without gradients."""
     copied = copy.deepcopy(layer)
     tensors = [*copied.parameters(), *copied.buffers()]
     if not any(tensor.is_meta for tensor in tensors):
@@ -175,24 +174,25 @@ def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
     copied.to_empty(device=device)
     with torch.no_grad():
         for tensor in [*copied.parameters(), *copied.buffers()]:
-            tensor.zero_()  # and not garbage, which may be no valid index, or slow to compute with
+            # Uninitialised memory can hold invalid indices, or denormal numbers, which are slow to compute with.
+            tensor.zero_()
     return copied
 
 
 def _bare(leaf: Any) -> Any:
-    """As a layer sees it, without what wraps it for a call of the pipe."""
+    """The leaf without `NoChunk`, as a layer receives it."""
     return leaf.value if isinstance(leaf, NoChunk) else leaf
 
 
 def _cut_off(leaf: Any, device: torch.device | None = None) -> Any:
-    """The same data as a leaf of autograd; anything but a tensor as it is."""
+    """The same data as a leaf of autograd. Other objects are returned unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().to(device or leaf.device).requires_grad_(leaf.requires_grad)
 
 
 def _fresh(leaf: Any) -> Any:
-    """A copy that a layer may write into, which autograd forbids for a leaf."""
+    """A copy that a layer can write to in place, which autograd forbids for a leaf."""
     return _cut_off(leaf).clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -208,7 +208,7 @@ def _device(sample: Any, device: Device) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work of an accelerator; on the CPU there is none to wait for."""
+    """Wait for all work of an accelerator. Returns at once for the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -218,14 +218,14 @@ Skip = tuple[int, int, int | float]
 
 
 def partition(costs: Sequence[int | float], parts: int, *, skips: Sequence[Skip] = ()) -> list[int]:
-    """Cut layers into ``parts`` consecutive blocks; returns the number of layers of each, at least one.
+    """Cut layers into ``parts`` consecutive blocks. Returns the number of layers of each block, at least one.
 
     A block costs the sum of its layers' costs, plus the cost of every skip that has exactly one of its ends in the
     block. Each skip is (source layer, destination layer, cost), in the unit of ``costs``.
 
-    The largest block is as small as possible, exactly. Among such cuts, the one with the smallest sum of squared block
-    costs is taken; among those, the one whose numbers of layers are most even. Time and memory grow with the square of
-    the number of layers. Raises ``PartitionError`` that lists all faults.
+    The cost of the largest block is the exact minimum. Among such cuts, the result has the smallest sum of squared
+    block costs, and among those the most even numbers of layers. Time and memory grow with the square of the number of
+    layers. Raises ``PartitionError`` that lists all faults.
     """
     _check(costs, parts, skips)
     blocks = _block_costs(costs, skips)
@@ -237,9 +237,9 @@ def balance_by_time(
 ) -> list[int]:
     """Layers per stage, balanced by the measured time of forward and backward of each layer.
 
-    ``sample`` is an input of the model, best of the size of a micro-batch; ``timeout`` the seconds that measuring may
-    take beyond one run of every layer. See :func:`weft.pipeline.partition.profile_times`.
-    Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for arguments of another kind.
+    ``sample`` is an input of the model, preferably of the size of a micro-batch. ``timeout`` is the time in seconds for
+    measuring, in addition to one run of every layer. See :func:`weft.pipeline.partition.profile_times`.
+    Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for invalid arguments.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -261,8 +261,8 @@ def balance_by_size(
 ) -> list[int]:
     """Layers per stage, balanced by the measured bytes that each layer needs in training.
 
-    ``input`` is a mini-batch, which ``chunks`` micro-batches will share; the activations of one are counted.
-    ``param_scale`` is how many times a parameter is held: itself and its gradient make 2, SGD with momentum 3, Adam 4.
+    ``input`` is a mini-batch that will be cut into ``chunks`` micro-batches. The activations of one are counted.
+    ``param_scale`` is the number of copies of a parameter: with its gradient 2, with SGD's momentum 3, with Adam 4.
     See :func:`weft.pipeline.partition.profile_sizes`. Raises as `balance_by_time`.
 
     Example:
@@ -278,8 +278,8 @@ def balance_by_size(
 def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
     """Layers per stage, balanced by the bytes of parameters and buffers alone, when there is no sample.
 
-    What several layers share counts in the first. Raises ``PartitionError`` if there are fewer layers than
-    ``partitions``.
+    A tensor that several layers share counts for the first of them. Raises ``PartitionError`` if there are fewer layers
+    than ``partitions``.
 
     Example:
         >>> weft.balance_by_parameters(2, nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
@@ -289,7 +289,7 @@ def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
 
 
 def own_bytes(layers: Iterable[Iterable[Tensor]]) -> list[float]:
-    """The bytes of each layer's tensors, without those that a layer before it has as well."""
+    """The bytes of each layer's tensors. A tensor that several layers have counts for the first of them."""
     seen: set[Tensor] = set()
     sizes: list[float] = []
     for tensors in layers:
@@ -300,7 +300,7 @@ def own_bytes(layers: Iterable[Iterable[Tensor]]) -> list[float]:
 
 
 def _check_parts(partitions: Any, module: nn.Sequential) -> None:
-    """Before anything is measured: whether there can be so many parts. Raises UsageError, PartitionError."""
+    """Check the number of parts before anything is measured. Raises UsageError or PartitionError."""
     with _checked(module):
         pass
     _check([0] * len(module), partitions, ())
@@ -344,7 +344,7 @@ def _block_costs(costs: Sequence[int | float], skips: Sequence[Skip]) -> list[li
         for layer in range(start, layers):
             total += costs[layer]
             for other, cost in ends[layer]:
-                # A skip whose other end is already inside stops crossing the border; any other starts to.
+                # A skip whose other end is inside no longer crosses the border. Any other skip starts to cross it.
                 total += -cost if start <= other < layer else cost
             row[layer + 1] = total
         blocks.append(row)
@@ -364,7 +364,7 @@ def _smallest_ceiling(blocks: list[list[float]], parts: int) -> float:
 
 
 def _most_even(blocks: list[list[float]], parts: int, ceiling: float) -> list[int]:
-    """Layers per part, no block above ``ceiling``; least sum of squared costs, then of squared lengths."""
+    """Layers per part with the least sum of squared costs, then of squared lengths. No block costs over ``ceiling``."""
     never: tuple[float, float, list[int]] = (math.inf, math.inf, [])
     best = [(0.0, 0.0, list[int]()), *[never] * len(blocks)]  # best[j]: of the first j layers in the parts so far
     for _ in range(parts):

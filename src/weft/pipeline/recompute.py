@@ -1,24 +1,25 @@
-"""What a recomputation in backward must find as its forward did: buffers, generators, weights, modes.
+"""State that a recomputation in backward must find as its forward found it: buffers, generators, weights, modes.
 
     forward of micro-batch 0    note buffers and generators     run: the modules write into them
     forward of micro-batch 1    note ...                        run
-    recomputation of 0          take what was noted for 0       run       put all back as it was
+    recomputation of 0          take the notes of micro-batch 0    run    put all back as it was
 
-Restoring values afterwards would not do: autograd would find that a tensor which it saved has been written to. So the
-modules get copies for the while.
+Restoring the values afterwards would not work: autograd would detect that a saved tensor was modified in place. The
+modules therefore run on copies of their buffers during recomputation.
 
-What writes is observed, not declared. PyTorch's norm layers, in training, write their running statistics and do not
-read them: any copy does. Every other module with buffers is watched in its first forward, in training and in evaluation
-each; if it wrote, all its buffers are copied before every forward, else only their versions are noted. A module that
-begins to write later is an error at the recomputation that would read something else, and is copied from then on.
+Modules do not declare whether they write to buffers, so this is observed. PyTorch's norm layers write their running
+statistics in training and do not read them, so any copy serves. Every other module with buffers is observed in its
+first forward, once in training and once in evaluation. If it wrote, its buffers are copied before every forward. If
+not, only their versions are noted. A module that starts to write later causes an error at its recomputation, which
+would read other values. Its buffers are copied from then on.
 
 Weights and training modes must not change between the forward of a step and its recomputations (`ModuleVersions`):
 
-    forward ... seal()     the caller's code: optimizers, eval(), the end of a functional_call     check() ... backward
+    forward ... snapshot()     the caller's code: optimizers, eval(), end of a functional_call     verify() ... backward
 
-They are compared twice per step, between the walks, not around every micro-batch. So what a layer does to its own
-weights while it runs, as ``Embedding(max_norm=...)`` does, goes unnoticed. Other attributes are left out, since a layer
-may keep there what it likes, such as its last loss.
+They are compared twice per step, between the walks, and not around every micro-batch. A layer that writes to its own
+weights while it runs, as ``Embedding(max_norm=...)`` does, is therefore not reported. Other attributes are not
+compared, because a layer can keep its own notes there, such as its last loss.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -42,12 +43,12 @@ _WRITE_ONLY = frozenset((_BatchNorm.forward, _InstanceNorm.forward, SyncBatchNor
 
 
 def only_writes(module: nn.Module) -> bool:
-    """Whether the module's buffers have no part in what it computes now: a norm of PyTorch's in training."""
+    """Whether the module's output does not depend on its buffers, as for a norm layer of PyTorch in training."""
     return module.training and type(module).forward in _WRITE_ONLY
 
 
 class BufferSnapshot:
-    """The buffers of one module at one time, and how often each had been written to."""
+    """The buffers of one module at one time, and their tensor versions."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -56,16 +57,16 @@ class BufferSnapshot:
         self._held = self._now()
 
     def changed(self) -> bool:
-        """Whether a buffer was written to or replaced since."""
+        """Whether a buffer was written to or replaced since then."""
         return self._now() != self._held
 
     def _now(self) -> list[tuple[str, int, int]]:
         buffers = self.module._buffers.items()
-        return [(key, id(each), 0 if each is None else version(each)) for key, each in buffers]
+        return [(key, id(buffer), 0 if buffer is None else version(buffer)) for key, buffer in buffers]
 
 
 class Observations(NamedTuple):
-    """What one forward of a stage found: copies of what is written to, and the versions of what is not."""
+    """State that one forward of a stage started from: copies of buffers that are written to, snapshots of the rest."""
 
     norms: Sequence[nn.Module]
     copies: Sequence[tuple[nn.Module, Buffers]]
@@ -74,7 +75,7 @@ class Observations(NamedTuple):
 
 
 class StageReplay:
-    """What the modules of one stage hold besides weights: see the file's head."""
+    """Buffers and generators of the modules of one stage, and how to recompute with them. See the module docstring."""
 
     def __init__(self, index: int, layers: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
         self.index = index
@@ -89,26 +90,26 @@ class StageReplay:
         self._lock = StreamLock()
         self._passed: list[nn.Module] = []
         self.idle = self._alone = True
-        """Idle: the modules hold nothing but weights, so nothing has to surround a run of the stage."""
+        """Idle: the modules hold only weights, so a run of the stage needs no surroundings."""
 
     def serialize(self, shared: Iterable[object], lock: StreamLock) -> None:
-        """These modules and generators are those of other stages too: one stage at a time may write to them."""
+        """Hold `lock` while a module or generator of `shared` can be written to, because other stages have it too."""
         self._shared, self._lock = frozenset(shared), lock
 
     def scan(self, norms: list[nn.Module], holders: list[nn.Module], sources: Iterable[torch.Generator]) -> None:
-        """Before every step: norms that only write, other modules with buffers, generators that modules hold.
+        """Take over the scan of a step: norms that only write, other modules with buffers, generators of modules.
 
-        PyTorch's default generators are not for here, but for `weft.core.rng`.
+        PyTorch's default generators are left to `weft.core.rng`.
         """
         self._norms, self._holders = norms, holders
-        self._sources = [each for each in dict.fromkeys(sources) if each not in self._defaults]
+        self._sources = [source for source in dict.fromkeys(sources) if source not in self._defaults]
         self.idle = not (norms or holders or self._sources)
-        writers = [each for each in holders if self._may_write(each)] if self._shared else []
-        self._passed = [each for each in (*norms, *writers) if each in self._shared]
+        writers = [module for module in holders if self._can_write(module)] if self._shared else []
+        self._passed = [module for module in (*norms, *writers) if module in self._shared]
         self._alone = not self._passed and self._shared.isdisjoint(self._sources)
 
     def around(self, context: MicroBatchContext) -> AbstractContextManager[None] | None:
-        """What has to surround a run of the stage, if anything."""
+        """The context manager for a run of the stage. None if the run needs none."""
         if self.idle or (self._alone and not is_checkpointing() and not is_recomputing()):
             return None
         return self._surrounded(context)
@@ -123,104 +124,117 @@ class StageReplay:
             else:
                 yield
 
-    def _may_write(self, module: nn.Module) -> bool:
-        """Whether the module is known to write to its buffers, or not known yet."""
+    def _can_write(self, module: nn.Module) -> bool:
+        """Whether the module writes to its buffers. A module that was not observed yet counts as one that does."""
         return self._writes.get((module, module.training), True)
 
     def _noted(self, context: MicroBatchContext) -> Generator[None]:
-        seen = [BufferSnapshot(each) for each in self._holders]
-        made: dict[int, Tensor] = {}
-        copies = {each.module: _copied(each.buffers, made) for each in seen if self._may_write(each.module)}
+        snapshots = [BufferSnapshot(module) for module in self._holders]
+        clones: dict[int, Tensor] = {}
+        # Copies are made before the run, also of modules that may turn out not to write. After the run it is too late.
+        copies = {
+            snapshot.module: _copy_buffers(snapshot.buffers, clones)
+            for snapshot in snapshots
+            if self._can_write(snapshot.module)
+        }
         states = [(source, source.get_state()) for source in self._sources]
         yield
-        for each in seen:
-            if each.module in copies and not self._writes.get(each.key):
-                self._writes[each.key] = each.changed()
-        written = [(each, copy) for each, copy in copies.items() if self._may_write(each)]
-        still = [each for each in seen if not self._may_write(each.module)]
+        for snapshot in snapshots:
+            if snapshot.module in copies and not self._writes.get(snapshot.key):
+                self._writes[snapshot.key] = snapshot.changed()
+        written = [(module, copy) for module, copy in copies.items() if self._can_write(module)]
+        still = [snapshot for snapshot in snapshots if not self._can_write(snapshot.module)]
         context.notes[self.index] = Observations(self._norms, written, still, states)
 
     def _repeated(self, notes: Observations) -> Generator[None]:
-        for each in notes.still:
-            if each.changed():
-                self._writes[each.key] = True
+        for snapshot in notes.still:
+            if snapshot.changed():
+                self._writes[snapshot.key] = True
                 raise ModuleChangedError(
-                    f"a buffer of layer {self._name_of(each.module)!r} ({type(each.module).__name__}) of stage "
+                    f"a buffer of layer {self._name_of(snapshot.module)!r} ({type(snapshot.module).__name__}) of stage "
                     f"{self.index} was written to since the forward, and its recomputation in backward would compute "
-                    "something else. If the layer does so itself, it had not done so when it first ran: its buffers "
-                    "are kept from now on, so run the step again. If your code does, let it write after backward. Or "
-                    "use checkpoint='never' for this stage"
+                    "something else. If the layer writes it, it did not do so when it first ran: its buffers are "
+                    "copied from now on, so run the step again. If your code writes it, do so after backward. Or use "
+                    "checkpoint='never' for this stage"
                 )
-        before = [(each, dict(each._buffers)) for each in (*notes.norms, *(module for module, _ in notes.copies))]
+        modules = (*notes.norms, *(module for module, _ in notes.copies))
+        before = [(module, dict(module._buffers)) for module in modules]
         states = [(source, source.get_state()) for source, _ in notes.states]
-        made: dict[int, Tensor] = {}
+        clones: dict[int, Tensor] = {}
         for norm in notes.norms:
-            _put(norm, _copied(norm._buffers, made))
+            _set_buffers(norm, _copy_buffers(norm._buffers, clones))
         for module, copy in notes.copies:
-            _put(module, _copied(copy, made))  # where the graph is retained, there is another recomputation
+            # The copy is copied again, because a retained graph can be recomputed again.
+            _set_buffers(module, _copy_buffers(copy, clones))
         for source, state in notes.states:
             source.set_state(state)
         try:
             yield
         finally:
             for module, buffers in before:
-                _put(module, buffers)
+                _set_buffers(module, buffers)
             for source, state in states:
                 source.set_state(state)
 
     def _name_of(self, module: nn.Module) -> str:
         for name, layer in self.layers:
-            for path, each in cast("Iterable[tuple[str, nn.Module]]", layer.named_modules(prefix=name)):
-                if each is module:
+            for path, inner in cast("Iterable[tuple[str, nn.Module]]", layer.named_modules(prefix=name)):
+                if inner is module:
                     return path
         return "?"
 
 
-def _copied(buffers: Buffers, made: dict[int, Tensor]) -> Buffers:
-    """Copies; those in `made`, by the id of their original, are used again: modules may share a buffer."""
-    for each in buffers.values():
-        if each is not None and id(each) not in made:
-            made[id(each)] = each.detach().clone()
-    return {key: None if each is None else made[id(each)] for key, each in buffers.items()}
+def _copy_buffers(buffers: Buffers, clones: dict[int, Tensor]) -> Buffers:
+    """Copies of buffers. `clones` holds earlier copies by the id() of the original: modules can share a buffer."""
+    for buffer in buffers.values():
+        if buffer is not None and id(buffer) not in clones:
+            clones[id(buffer)] = buffer.detach().clone()
+    return {key: None if buffer is None else clones[id(buffer)] for key, buffer in buffers.items()}
 
 
-def _put(module: nn.Module, buffers: Buffers) -> None:
-    """Let the module have these buffers, in the very dict that it has."""
+def _set_buffers(module: nn.Module, buffers: Buffers) -> None:
+    # The dict stays the same object, because a split pipe shares it with the model.
     table = module._buffers
     for key in table.keys() - buffers.keys():
         del table[key]
     table.update(buffers)
 
 
-Held = tuple[list[bool], list[Tensor | None], list[int]]
-"""Of all modules of a stage, in order: training or not, weights, and how often those were written to."""
+class _Versions(NamedTuple):
+    """All modules of a stage, in order: their training modes, their weights, and the tensor versions of those."""
+
+    training: list[bool]
+    weights: list[Tensor | None]
+    versions: list[int]
 
 
 class ModuleVersions:
-    """The stages that will recompute, as they are now."""
+    """Weights and training modes of the stages that will recompute, at the time of the last `snapshot`."""
 
     def __init__(self, stages: Sequence[StageReplay]) -> None:
         self._stages = stages
-        self.seal()
+        self.snapshot()
 
-    def seal(self) -> None:
-        """From here on nothing may change."""
-        self._held = [_held(stage) for stage in self._stages]
+    def snapshot(self) -> None:
+        """Keep the present versions."""
+        self._versions = [_versions_of(stage) for stage in self._stages]
 
-    def check(self) -> None:
-        """Raise ModuleChangedError, which names what changed since `seal`."""
-        for stage, before in zip(self._stages, self._held, strict=True):
-            now = _held(stage)
-            same = before[0] == now[0] and before[2] == now[2] and len(before[1]) == len(now[1])
-            if not same or any(one is not other for one, other in zip(before[1], now[1], strict=True)):
+    def verify(self) -> None:
+        """Raise ModuleChangedError if anything changed since the last `snapshot`. The error names it."""
+        for stage, before in zip(self._stages, self._versions, strict=True):
+            now = _versions_of(stage)
+            same = (before.training, before.versions) == (now.training, now.versions)
+            same = same and len(before.weights) == len(now.weights)
+            # By identity: == of tensors compares their values.
+            if not same or any(old is not new for old, new in zip(before.weights, now.weights, strict=True)):
                 raise ModuleChangedError(
-                    f"{_difference(stage, before, now)} between the forward of stage {stage.index} and its "
+                    f"{_describe_difference(stage, before, now)} between the forward of stage {stage.index} and its "
                     "recomputation in backward, which would compute something else now; change it after backward, or "
                     "use checkpoint='never' for this stage"
                 )
 
 
-def _held(stage: StageReplay) -> Held:
+def _versions_of(stage: StageReplay) -> _Versions:
     training: list[bool] = []
     weights: list[Tensor | None] = []
     stack: list[nn.Module | None] = [layer for _, layer in reversed(stage.layers)]
@@ -230,25 +244,26 @@ def _held(stage: StageReplay) -> Held:
             training.append(module.training)
             weights += module._parameters.values()
             stack += reversed(module._modules.values())
-    return training, weights, versions(each for each in weights if each is not None)
+    return _Versions(training, weights, versions(weight for weight in weights if weight is not None))
 
 
-def _difference(stage: StageReplay, before: Held, now: Held) -> str:
-    """The first thing that changed, in words."""
+def _describe_difference(stage: StageReplay, before: _Versions, now: _Versions) -> str:
+    """The first difference, in words."""
     modules = [
         pair
         for name, layer in stage.layers
         for pair in cast("Iterable[tuple[str, nn.Module]]", layer.named_modules(prefix=name, remove_duplicate=False))
     ]
-    if len(modules) != len(before[0]) or len(before[1]) != len(now[1]):
+    if len(modules) != len(before.training) or len(before.weights) != len(now.weights):
         return "layers were added or removed"
     names = [f"{path}.{key}" for path, module in modules for key in module._parameters]
-    for name, one, other in zip(names, before[1], now[1], strict=True):
-        if one is not other:
+    for name, old, new in zip(names, before.weights, now.weights, strict=True):
+        if old is not new:
             return f"parameter {name!r} was replaced (by torch.func.functional_call, say, which ends with the call)"
-    present = [name for name, each in zip(names, now[1], strict=True) if each is not None]
-    for name, one, other in zip(present, before[2], now[2], strict=True):
-        if one != other:
+    present = [name for name, weight in zip(names, now.weights, strict=True) if weight is not None]
+    for name, old, new in zip(present, before.versions, now.versions, strict=True):
+        if old != new:
             return f"parameter {name!r} was written to (by an optimizer's step or load_state_dict, say)"
-    path = next(path for (path, _), was, is_now in zip(modules, before[0], now[0], strict=True) if was != is_now)
+    modes = zip(modules, before.training, now.training, strict=True)
+    path = next(path for (path, _), was, is_now in modes if was != is_now)
     return f"layer {path!r} went from training to evaluation or back"

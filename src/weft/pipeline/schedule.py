@@ -1,15 +1,15 @@
-"""Schedules: for every worker, the ordered list of its actions. Their text form, and those that have a name.
+"""Schedules: for every worker, the ordered list of its actions. Their text form, and the named schedules.
 
     worker 0   0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3        1F1B, two stages, four micro-batches
     worker 1   1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
-The schedule alone decides the order: executors walk it, the simulation predicts it. A worker holds one stage or
-several. As text a schedule has one line per worker, its actions separated by commas; empty cells are bubbles. This is
-the format of PyTorch's CSV tables, both "compute_only" and "compute_comms". ``(0F0;1B0)OVERLAP_F_B`` becomes its parts,
-one after the other; sends, receives, (un)sharding, reduction of gradients, and waits for them are dropped, because weft
-derives transfers from the routes.
+The schedule alone determines the order: executors walk it, and the simulation predicts its time. A worker holds one or
+more stages. As text a schedule has one line per worker with its actions separated by commas. Empty cells are bubbles.
+This is the format of PyTorch's CSV tables, both "compute_only" and "compute_comms". ``(0F0;1B0)OVERLAP_F_B`` becomes
+its parts, one after the other. Sends, receives, (un)sharding, reduction of gradients, and waits for them are dropped,
+because weft derives transfers from the routes.
 
-Three stages and four micro-batches under two schedules that take the same time, and hold different numbers alive:
+Three stages and four micro-batches under two schedules that take the same time, but hold different numbers alive:
 
     gpipe   F0 F1 F2 F3             B3 B2 B1 B0
                F0 F1 F2 F3       B3 B2 B1 B0           every stage holds all four
@@ -19,7 +19,7 @@ Three stages and four micro-batches under two schedules that take the same time,
                F0 F1    B0 F2 B1 F3 B2    B3           at most 2
                   F0 B0 F1 B1 F2 B2 F3 B3              at most 1
 
-Only gpipe and looped_bfs can be cut between forward and backward, so that the loss may be computed outside.
+Only gpipe and looped_bfs can be cut between forward and backward, so that the loss can be computed outside.
 """
 
 import re
@@ -41,8 +41,8 @@ _COLORS = {"F": "#2f6fb0", "B": "#b86e00", "I": "#3d7d46", "W": "#b75d69"}
 
 @dataclass(frozen=True)
 class Schedule:
-    """For every worker, the ordered list of its actions. Immutable and hashable. All but `check` expect a table that
-    passed it, or a part of one.
+    """For every worker, the ordered list of its actions. Immutable and hashable. All methods except `check` expect a
+    table that passed it, or a part of one.
 
     Example:
         >>> table = weft.Schedule.parse("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1")
@@ -57,8 +57,8 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read a table: a line per worker, actions separated by commas, empty cells are bubbles; also the CSV tables of
-        ``torch.distributed.pipelining``. Raises ScheduleError, which lists every cell that is no action."""
+        """Read a table with one line per worker and actions separated by commas. Empty cells are bubbles. Also reads
+        the CSV tables of ``torch.distributed.pipelining``. Raises ScheduleError, which lists every invalid cell."""
         table: list[list[Action]] = []
         faults: list[str] = []
         for worker, line in enumerate(line for line in text.splitlines() if line.strip()):
@@ -69,19 +69,19 @@ class Schedule:
                     if match := _ACTION.fullmatch(part):
                         table[-1].append(Action(int(match[1]), match[2], int(match[3])))
                     elif part and not _DROPPED.fullmatch(part):
-                        faults.append(f"worker {worker}, cell {column}: {part!r} is no action")
+                        faults.append(f"worker {worker}, cell {column}: {part!r} is not an action")
         if faults:
             headline = "the table cannot be read; an action is a stage, F, B, I or W, and a micro-batch: 2F0"
             raise ScheduleError(listed(headline, faults))
         return cls(tuple(map(tuple, table)))
 
     def text(self) -> str:
-        """The table as text, without bubbles, which `parse` and ``torch.distributed.pipelining`` read."""
+        """The table as text without bubbles, for `parse` and ``torch.distributed.pipelining``."""
         return "".join(",".join(map(str, row)) + "\n" for row in self.workers)
 
     def _repr_html_(self) -> str:
-        """A table for notebooks: a row per worker, a column per time, if all actions took equally long. A schedule that
-        cannot run shows its rows as they are, without bubbles."""
+        """A table for notebooks with a row per worker and a column per unit of time, as if all actions took equally
+        long. A schedule that cannot run is shown without bubbles."""
         rows = [dict(enumerate(row)) for row in self.workers]
         if not any(find_faults(self.workers)):
             rows = [dict[int, Action]() for _ in self.workers]
@@ -98,12 +98,12 @@ class Schedule:
 
     @cached_property
     def stages(self) -> int:
-        """How many stages there are; they are numbered from 0."""
+        """The number of stages. They are numbered from 0."""
         return 1 + max((action.stage for row in self.workers for action in row), default=-1)
 
     @cached_property
     def micro_batches(self) -> int:
-        """How many micro-batches there are; they are numbered from 0."""
+        """The number of micro-batches. They are numbered from 0."""
         return 1 + max((action.micro_batch for row in self.workers for action in row), default=-1)
 
     @cached_property
@@ -113,19 +113,19 @@ class Schedule:
         return tuple(owner[stage] for stage in range(self.stages))
 
     def check(self, *, stages: int | None = None, micro_batches: int | None = None) -> None:
-        """Prove that the table can run, and that it does all the work once. Forward alone is fine as well.
+        """Check that the table can run, and that it does all the work once. A table of forwards alone is valid.
 
-        `stages` and `micro_batches`, where given, must be those of the table. Raises one ScheduleError that lists every
-        fault: unknown actions; idle workers; a stage on two workers; missing or repeated actions; both B and I or W for
-        one micro-batch on one stage; actions that stand before what they need; deadlocks.
+        `stages` and `micro_batches`, if given, must be those of the table. Raises one ScheduleError that lists every
+        fault: unknown actions, idle workers, a stage on two workers, missing or repeated actions, both B and I or W for
+        one micro-batch on one stage, actions that come before their dependencies, deadlocks.
         """
-        if found := list(find_faults(self.workers, stages, micro_batches)):
-            raise ScheduleError(listed("the schedule cannot be used", found))
+        if faults := list(find_faults(self.workers, stages, micro_batches)):
+            raise ScheduleError(listed("the schedule cannot be used", faults))
 
     @cached_property
     def order(self) -> tuple[tuple[int, Action], ...]:
-        """One serial order as (worker, action) pairs, in which every list keeps its own order, and the micro-batch that
-        has come furthest goes first. Raises ScheduleError on a deadlock."""
+        """One serial order as (worker, action) pairs. Every list keeps its own order, and the micro-batch that has come
+        furthest goes first. Raises ScheduleError on a deadlock."""
         order, stuck = walk_table(self.workers, waits(self.workers))
         if stuck:
             raise ScheduleError(listed("the schedule has no valid order", stuck))
@@ -133,14 +133,14 @@ class Schedule:
 
     @cached_property
     def splits(self) -> bool:
-        """True when on every worker all F come before all else, as a loss outside of the pipeline needs."""
+        """Whether all F come before all other actions on every worker, as a loss outside of the pipeline needs."""
         rows = [[action.kind != "F" for action in row] for row in self.workers]
         return all(row == sorted(row) for row in rows)
 
     @cached_property
     def backward_at_once(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) pairs whose backward is the next action of their worker after their forward, so that
-        recomputation would save nothing. A table that `splits` has none: the caller's code may run in between."""
+        """The (stage, micro-batch) pairs whose backward is the next action of their worker after their forward.
+        Recomputation would save no memory there. Empty if the caller's code runs between forward and backward."""
         return frozenset(
             (one.stage, one.micro_batch)
             for row in self.workers
@@ -149,8 +149,8 @@ class Schedule:
         )
 
     def live(self) -> tuple[int, ...]:
-        """For every stage the largest number of micro-batches that it holds for backward at one time: F has begun, and
-        the last of B, I, W has not ended."""
+        """For every stage, the largest number of micro-batches that it holds for backward at one time. A micro-batch is
+        held from the start of F to the end of the last of B, I and W."""
         now, most = [0] * self.stages, [0] * self.stages
         for action in (action for row in self.workers for action in row):
             # I keeps the graph, because W still reads it.
@@ -160,16 +160,17 @@ class Schedule:
 
     @cached_property
     def forward_only(self) -> "Schedule":
-        """The F actions, in order; a valid schedule by itself."""
+        """The F actions, in order. A valid schedule."""
         return self._where(lambda action: action.kind == "F")
 
     @cached_property
     def backward_only(self) -> "Schedule":
-        """All but the F actions, in order. `order` works on it; `check` would miss the forward."""
+        """All actions except F, in order. `order` accepts it, but `check` does not, because F is missing."""
         return self._where(lambda action: action.kind != "F")
 
     def restricted(self, micro_batches: int) -> "Schedule":
-        """The schedule of the first micro-batches; valid when this one is, as none waits for another."""
+        """The schedule of the first micro-batches. Valid if this one is, because micro-batches do not depend on each
+        other."""
         return self._where(lambda action: action.micro_batch < micro_batches)
 
     def _where(self, keep: Callable[[Action], bool]) -> "Schedule":
@@ -199,8 +200,8 @@ def looped_bfs(stages: int, micro_batches: int, workers: int | None = None) -> S
     """All forward, stage by stage, then all backward in reverse order (breadth-first; Lamy-Poirier, arXiv 2211.05953).
     In torch: ``ScheduleLoopedBFS``.
 
-    Worker w holds the stages w, w + workers, ...; by default there is a worker for every two stages. Every stage holds
-    all micro-batches. Raises ScheduleError when a size is below 1, or the stages do not fit the workers.
+    Worker w holds the stages w, w + workers, and so on. By default there is a worker for every two stages. Every stage
+    holds all micro-batches. Raises ScheduleError when a size is below 1, or the stages do not fit the workers.
 
     Example:
         >>> print(weft.pipeline.looped_bfs(2, 2).text())
@@ -231,7 +232,7 @@ def interleaved(stages: int, micro_batches: int, workers: int | None = None) -> 
     """1F1B with several stages per worker, which shortens the bubble (Megatron-LM; Narayanan et al., arXiv 2104.04473).
     In torch: ``ScheduleInterleaved1F1B``, which is defined for fewer numbers of micro-batches.
 
-    Worker w holds the stages w, w + workers, ...; by default there is a worker for every two stages. Raises
+    Worker w holds the stages w, w + workers, and so on. By default there is a worker for every two stages. Raises
     ScheduleError when a size is below 1, or the stages do not fit the workers.
 
     Example:
@@ -264,8 +265,8 @@ def zero_bubble(stages: int, micro_batches: int, workers: int | None = None) -> 
 def _alternate(stages: int, micro_batches: int, workers: int, *, hop: int, split: bool = False) -> Schedule:
     """One forward, one backward, over rounds of micro-batches. A worker takes a round through one of its stages after
     the other. Before its first backward it runs `hop` forwards more than the worker after it."""
-    # A round has at least as many micro-batches as there are workers, else a worker idles before its next stage. The
-    # first round is the largest. If a later one were larger, its forwards would come too late, and workers deadlock.
+    # A round has at least as many micro-batches as there are workers. Otherwise a worker idles before its next stage.
+    # The first round is the largest. If a later one were larger, its forwards would be late, and workers deadlock.
     rounds = max(1, micro_batches // workers)
     largest = -(-micro_batches // rounds)
     rows: list[tuple[Action, ...]] = []
@@ -334,8 +335,8 @@ def dualpipev(stages: int, micro_batches: int) -> Schedule:
 
 
 def _in_v(rows: Sequence[str], micro_batches: int) -> Schedule:
-    """The first micro-batches of a table with two stages per worker. A letter is the kind of an action, small for the
-    worker's second stage. Each kind takes the micro-batches of a stage in order."""
+    """The first micro-batches of a table with two stages per worker. Each letter is the kind of an action, in lower
+    case for the worker's second stage. Each kind takes the micro-batches of a stage in order."""
     table: list[tuple[Action, ...]] = []
     for worker, row in enumerate(rows):
         done: Counter[tuple[int, str]] = Counter()
@@ -350,7 +351,7 @@ def _in_v(rows: Sequence[str], micro_batches: int) -> Schedule:
 
 
 ScheduleFunction = Callable[[int, int], Schedule]
-"""Makes the schedule for so many stages and micro-batches."""
+"""``function(stages, micro_batches)`` returns the schedule."""
 
 SCHEDULES: dict[str, ScheduleFunction] = {
     "gpipe": gpipe,
@@ -361,34 +362,36 @@ SCHEDULES: dict[str, ScheduleFunction] = {
     "zbv": zbv,
     "dualpipev": dualpipev,
 }
-"""The schedules that go by a name; a table of them is in docs/pipeline.md."""
+"""The named schedules. docs/pipeline.md has a table of them."""
 
 
 @lru_cache
 def build(schedule: str | Schedule | ScheduleFunction, stages: int, micro_batches: int) -> Schedule:
-    """The schedule for so many stages and micro-batches, checked: of a name from `SCHEDULES`, a table as text, a
-    `Schedule`, or a function of both numbers, which is called once for each pair of them. A table must have just the
-    wanted stages and at least the wanted micro-batches; further micro-batches are dropped. Raises ScheduleError for
-    an unknown name, and with all faults for a table that cannot be used."""
+    """The checked schedule for these numbers of stages and micro-batches.
+
+    `schedule` is a name from `SCHEDULES`, a table as text, a `Schedule`, or a function of both numbers. The function is
+    called once for each pair of numbers. A table must have exactly these stages and at least these micro-batches.
+    Further micro-batches are dropped. Raises ScheduleError for an unknown name, and with all faults of a table.
+    """
     if isinstance(schedule, str):
         if schedule in SCHEDULES:
             return SCHEDULES[schedule](stages, micro_batches)
         text = schedule.strip()
         if not ("," in text or "\n" in text or _ACTION.fullmatch(text)):
             raise ScheduleError(
-                f"no schedule is named {schedule!r}; there are {', '.join(SCHEDULES)}, and tables as text: a line per "
-                "worker of comma separated actions: 0F0,0F1,0B1,0B0"
+                f"there is no schedule {schedule!r}. Give one of {', '.join(SCHEDULES)}, or a table as text, with a "
+                "line per worker of actions separated by commas: 0F0,0F1,0B1,0B0"
             )
         schedule = Schedule.parse(schedule)
     _check_sizes(stages, micro_batches)
     if not isinstance(schedule, Schedule):
-        made: Any = schedule(stages, micro_batches)
-        if not isinstance(made, Schedule):
+        result: Any = schedule(stages, micro_batches)
+        if not isinstance(result, Schedule):
             raise ScheduleError(
-                f"the schedule function {schedule!r} returned {made!r} for {stages} stages and {micro_batches} "
-                "micro-batches, wanted a weft.Schedule"
+                f"the schedule function {schedule!r} returned {result!r} for {stages} stages and {micro_batches} "
+                "micro-batches, but it must return a weft.Schedule"
             )
-        schedule = made
+        schedule = result
     schedule.check(stages=stages, micro_batches=max(micro_batches, schedule.micro_batches))
     return schedule.restricted(micro_batches)
 
@@ -398,9 +401,9 @@ def _count_workers(stages: int, micro_batches: int, workers: int | None = None) 
     _check_sizes(stages, micro_batches)
     count: Any = stages / 2 if workers is None else workers
     if not (count >= 1 and count == int(count) and stages % count == 0):
-        wanted = "two stages per worker" if workers is None else f"equally many stages on each of {workers} workers"
+        need = "two stages per worker" if workers is None else f"equally many stages on each of {workers} workers"
         raise ScheduleError(
-            f"this schedule needs {wanted}, but got {stages} stages; give the pipe another number of stages (balance=, "
+            f"this schedule needs {need}, but got {stages} stages; give the pipe another number of stages (balance=, "
             "devices= or split=), or use another schedule, such as '1f1b', which needs one stage per worker"
         )
     return int(count)

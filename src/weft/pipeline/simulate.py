@@ -1,13 +1,13 @@
 """Simulation of a schedule: its time and its bytes before it runs, from measured costs.
 
-Time. A worker runs its list in order, and an action starts as soon as its worker is free and what it needs is done. A
-stage that recomputes does so (R) before its backward; that needs only its own worker, so it may start while the
-gradient is still on its way:
+Time. A worker runs its list in order. An action starts as soon as its worker is free and its dependencies are done. A
+stage that recomputes does so (R) before its backward. R needs only its own worker, so it can start while the gradient
+is still on its way:
 
     worker 0   ├─ 0F0 ─┤├─ 0F1 ─┤├─ 0R1 ─┤          ├── 0B1 ──┤├─ 0R0 ─┤├── 0B0 ──┤
     worker 1            ├─ 1F0 ─┤├─ 1F1 ─┤├── 1B1 ──┤├── 1B0 ──┤
 
-Memory. It is a pure function of lifetimes, one per micro-batch:
+Memory is a pure function of lifetimes, one per micro-batch:
 
     stage 0     ├─ F ─┤                            ├─ B ─┤
     stage 1            ├─ F ─┤      ├─ R ─┤├─ B ──┤
@@ -17,13 +17,14 @@ Memory. It is a pure function of lifetimes, one per micro-batch:
     value              ├──────────────────────────┤           made by stage 0: end of its F to end of the
                                                               last reader's B, and of its own if kept there
 
-Where B is split into I and W, read W for the end of B. Graphs are charged to their stage, and a value once, to the
-stage that made it; one from outside is the caller's. In a forward-only schedule no graph is kept, and a value lives to
-the end of its last reader's F. What ends when another begins does not overlap it; workers of a real run decide such a
-tie by a hair, and the peak may then be off by one value. Gradients on their way are not counted.
+Where B is split into I and W, the end of W replaces the end of B. A graph counts for its stage. A value counts once,
+for the stage that made it. Values from outside belong to the caller and do not count. In a forward-only schedule no
+graph is kept, and a value lives until the end of its last reader's F. Intervals that merely touch do not overlap. A
+real run resolves such ties nondeterministically, and its peak can then differ by one value. Gradients on their way are
+not counted.
 
-Costs come from recordings of a few steps, times by a `Recorder` and bytes by `MemoryRecorder`. These want steps of
-their own: looking at every tensor that autograd saves would slow down the clock.
+Costs come from recordings of a few steps: times from a `Recorder`, and bytes from a `MemoryRecorder`. Record them in
+different steps, because inspecting every tensor that autograd saves takes time.
 """
 
 import math
@@ -49,23 +50,23 @@ from weft.pipeline.tracing import Recorder, seeing_saved, storages
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one micro-batch costs on one stage. Times are in seconds (or any one unit), all at least 0."""
+    """Cost of one micro-batch on one stage. Times are in seconds (or any one unit), all at least 0."""
 
     forward: float
     backward: float
-    """Of B, without recomputation; I and W take half of it each."""
+    """Time of B without recomputation. I and W take half of it each."""
     recompute: float = 0.0
-    """Of the second forward; 0 when the graph is kept."""
+    """Time of the second forward. 0 if the graph is kept."""
     saved_bytes: int = 0
-    """What the graph of one micro-batch keeps beyond the values that the stage reads and makes."""
+    """Bytes that the graph of one micro-batch keeps, without the values that the stage reads and makes."""
     recomputed_bytes: int | None = None
-    """The same of a graph that is made again. By default `saved_bytes`, and the values that the first graph would
-    keep (`ValueCost.kept_by_source`): the second one has copies of its own."""
+    """The same for a recomputed graph. By default `saved_bytes` plus the values that the first graph would keep
+    (`ValueCost.kept_by_source`), because the second graph has its own copies."""
 
 
 @dataclass(frozen=True)
 class ValueCost:
-    """A value of every micro-batch that crosses a cut: the main path or a skip."""
+    """A value that crosses a cut in every micro-batch: the main path or a skip."""
 
     source: int
     """The stage that makes it, or -1 when it comes from outside."""
@@ -73,7 +74,7 @@ class ValueCost:
     """The stages that read it."""
     bytes: int
     kept_by_source: bool = False
-    """True when the source's own graph holds it too, up to the end of its backward (unless the source recomputes)."""
+    """Whether the source's own graph holds it too, until the end of its backward (unless the source recomputes)."""
 
 
 class Span(NamedTuple):
@@ -86,12 +87,12 @@ class Span(NamedTuple):
 
 
 Curve = tuple[tuple[float, int], ...]
-"""Steps (time, bytes from that time on), in order of time; nothing is alive before the first."""
+"""Steps (time, bytes from that time on), in order of time. No bytes are alive before the first."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `forecast` found; `spans` are in order of their start.
+    """The result of `forecast`. `spans` are in order of their start.
 
     Example:
         >>> from weft.pipeline.simulate import StageCost, forecast
@@ -107,24 +108,24 @@ class Forecast:
 
     @cached_property
     def total(self) -> float:
-        """When the last action ends; the first starts at 0."""
+        """The end of the last action. The first starts at 0."""
         return max((span.end for span in self.spans), default=0.0)
 
     @cached_property
     def bubble(self) -> float:
-        """The idle share of the time of all workers: 0 when all work all the time. Recomputation is work."""
+        """The idle share of the time of all workers, 0 if no worker is ever idle. Recomputation counts as work."""
         workers = 1 + max((span.worker for span in self.spans), default=-1)
         busy = sum(span.end - span.start for span in self.spans)
         return max(0.0, 1 - busy / (self.total * workers)) if self.total > 0 else 0.0
 
     @cached_property
     def stage_peaks(self) -> tuple[int, ...]:
-        """Per stage the most bytes at one time."""
+        """The largest number of bytes alive at one time, for each stage."""
         return tuple(max((level for _, level in curve), default=0) for curve in self.stage_bytes)
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes at one time, over all stages together."""
+        """The largest number of bytes alive at one time, over all stages together."""
         return max((level for _, level in self.live_bytes), default=0)
 
 
@@ -135,23 +136,23 @@ def forecast(
     *,
     checkpointed: Callable[[int, int], bool] | None = None,
 ) -> Forecast:
-    """Predict when every action runs, and which bytes live when.
+    """Predict when every action runs, and the bytes alive at each time.
 
-    `stages` gives each stage's costs, `values` what crosses the cuts. `checkpointed(stage, micro_batch)` says which
-    graphs are recomputed, but for `Schedule.backward_at_once`; by default those of stages whose `recompute` is not 0.
-    Raises ScheduleError with all faults, of the schedule or of the costs.
+    `stages` holds the costs of each stage, `values` the values that cross the cuts. `checkpointed(stage, micro_batch)`
+    returns whether a graph is recomputed, by default whether the `recompute` of the stage is not 0. Graphs of
+    `Schedule.backward_at_once` are never recomputed. Raises ScheduleError with all faults of the schedule or costs.
     """
     schedule.check(stages=len(stages))
     with Validator("nothing can be forecast from these costs", ScheduleError) as check:
         for stage, cost in enumerate(stages):
             numbers = cost.forward, cost.backward, cost.recompute, cost.saved_bytes, cost.recomputed_bytes or 0
             valid = all(0 <= x < math.inf for x in numbers)
-            check.that(valid, f"stage {stage}: {cost} has a cost that is no number from 0 up")
+            check.that(valid, f"stage {stage}: {cost} has a cost that is negative or not a finite number")
         for value in values:
             valid = -1 <= value.source < len(stages) and value.bytes >= 0
             check.that(valid, f"{value} needs a source from -1 to {len(stages) - 1} and bytes from 0 up")
             valid = all(value.source < reader < len(stages) for reader in value.readers)
-            check.that(valid, f"{value} has a reader that is no stage behind its source")
+            check.that(valid, f"{value} has a reader that is not a stage after its source")
     spans = _spans(schedule, stages, checkpointed or (lambda stage, _: stages[stage].recompute > 0))
     lifetimes = list(_lifetimes(schedule, spans, stages, values))
     return Forecast(
@@ -171,7 +172,7 @@ class _Lifetime(NamedTuple):
 def _spans(
     schedule: Schedule, costs: Sequence[StageCost], recomputes: Callable[[int, int], bool]
 ) -> dict[Action, Span]:
-    """List scheduling: any valid serial order gives the same times."""
+    """The spans by list scheduling. Any valid serial order gives the same times."""
     waiting = waits(schedule.workers)
     free = [0.0] * len(schedule.workers)
     spans: dict[Action, Span] = {}
@@ -194,11 +195,11 @@ def _spans(
 def _lifetimes(
     schedule: Schedule, spans: dict[Action, Span], costs: Sequence[StageCost], values: Sequence[ValueCost]
 ) -> Iterator[_Lifetime]:
-    """Of graphs, from F, or from the recomputation, to the end of the backward (without backward there are none); and
-    of values."""
+    """Lifetimes of graphs and values. A graph lives from F, or from its recomputation, to the end of its backward.
+    Without a backward there are no graphs."""
 
     def last(stage: int, micro_batch: int) -> Span:
-        """The last thing that a stage does with a micro-batch."""
+        """The last action of a stage on a micro-batch."""
         return next(spans[a] for k in "WBF" if (a := Action(stage, k, micro_batch)) in spans)
 
     for (stage, kind, i), span in spans.items():
@@ -222,7 +223,7 @@ def _lifetimes(
 
 
 def _curve(lifetimes: Iterable[_Lifetime]) -> Curve:
-    """Add up lifetimes. All that happens at one time makes one step."""
+    """Add up lifetimes. All changes at one time make one step."""
     changes: Counter[float] = Counter()
     for life in lifetimes:
         changes[life.start] += life.bytes
@@ -232,12 +233,12 @@ def _curve(lifetimes: Iterable[_Lifetime]) -> Curve:
 
 
 Storages = dict[int, int]
-"""Bytes by address, which means one storage as long as it is alive."""
+"""Bytes by address. An address identifies a storage only while it is alive."""
 
 
 @dataclass
 class _Sent:
-    """One storage on its way: who reads it, and whether the graph of its source holds it too."""
+    """One storage on its way: the stages that read it, and whether the graph of its source holds it too."""
 
     bytes: int
     kept: bool
@@ -245,9 +246,9 @@ class _Sent:
 
 
 class MemoryRecorder:
-    """Watches one step and notes what every micro-batch keeps and sends; give it to `Pipe.observed_by`.
+    """Observer of one step that records the bytes that every micro-batch keeps and sends. For `Pipe.observed_by`.
 
-    `ignore` are tensors that live anyway: parameters, buffers, the mini-batch and its target.
+    `ignore` are tensors that are alive anyway: parameters, buffers, the mini-batch and its target.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
@@ -283,49 +284,53 @@ class MemoryRecorder:
             graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
-        """See `Observer`. The graph that the value came out of is made, and still there."""
+        """See `Observer`. The graph that made the value is complete and still alive."""
         if address.reader < 0:
             return
-        found = self._storages(value)
+        sizes = self._storages(value)
         with self._lock:
             graph, sent = self._graphs[source, address.micro_batch], self._sent[source, address.micro_batch]
-            for key, size in found.items():
+            for key, size in sizes.items():
                 kept = graph.pop(key, None) is not None  # from now on it counts as a value
                 sent.setdefault(key, _Sent(size, kept)).readers.add(address.reader)
-            self._received[address.reader, micro_batch].update(found)
+            self._received[address.reader, micro_batch].update(sizes)
 
     def released(self, action: Action) -> None:
-        """See `Observer`. Sizes are no matter of time."""
+        """See `Observer`. Does nothing, because sizes do not depend on the time."""
 
     def saved_bytes(self, stage: int) -> int:
-        """What a graph that is kept from F on holds beyond the values that the stage reads and sends, on average."""
-        found = [sum(graph.values()) for at, graph in self._graphs.items() if at[0] == stage and at not in self._again]
-        return round(mean(found)) if found else 0
+        """Mean bytes of a graph kept from F on, without the values that the stage reads and sends."""
+        sizes = [sum(graph.values()) for at, graph in self._graphs.items() if at[0] == stage and at not in self._again]
+        return round(mean(sizes)) if sizes else 0
 
     def recomputed_bytes(self, stage: int) -> int | None:
-        """What a graph that is made again holds beyond the values that the stage reads, on average, if any is."""
-        found = [sum(graph.values()) for at, graph in self._again.items() if at[0] == stage]
-        return round(mean(found)) if found else None
+        """Mean bytes of a recomputed graph, without the values that the stage reads. None if no graph is recomputed."""
+        sizes = [sum(graph.values()) for at, graph in self._again.items() if at[0] == stage]
+        return round(mean(sizes)) if sizes else None
 
     def values(self) -> list[ValueCost]:
-        """What crosses the cuts, by source and readers, with the bytes of a micro-batch on average. What the graph of
-        its source keeps is learned from the micro-batches that are not recomputed; where all are, nothing is kept."""
+        """The values that cross the cuts, by source and readers, with the mean bytes of a micro-batch.
+
+        The share that the graph of the source keeps is taken from the micro-batches that are not recomputed. If all are
+        recomputed, it is 0.
+        """
         total: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         held: dict[tuple[int, tuple[int, ...], bool], int] = defaultdict(int)
         for at, sent in self._sent.items():
-            for each in sent.values():
-                place = at[0], tuple(sorted(each.readers))
-                total[place] += each.bytes
+            for storage in sent.values():
+                route = at[0], tuple(sorted(storage.readers))
+                total[route] += storage.bytes
                 if at not in self._again:
-                    held[*place, each.kept] += each.bytes
+                    held[*route, storage.kept] += storage.bytes
         counts = Counter(source for source, _ in self._sent)
-        found: list[ValueCost] = []
-        for place, whole in sorted(total.items()):
-            one, other = (held[*place, kept] for kept in (False, True))
-            kept = whole / counts[place[0]] * (other / (one + other) if one + other else 0.0)
-            sizes = {False: round(whole / counts[place[0]] - kept), True: round(kept)}
-            found += [ValueCost(*place, size, kept) for kept, size in sizes.items() if size]
-        return found
+        values: list[ValueCost] = []
+        for route, size_of_all in sorted(total.items()):
+            loose, kept = (held[*route, by_source] for by_source in (False, True))
+            size = size_of_all / counts[route[0]]
+            size_kept = size * (kept / (loose + kept) if loose + kept else 0.0)
+            parts = {False: round(size - size_kept), True: round(size_kept)}
+            values += [ValueCost(*route, part, by_source) for by_source, part in parts.items() if part]
+        return values
 
     def _storages(self, value: Any) -> Storages:
         return {key: size for key, size in storages(flatten(value)[0]) if key not in self._ignored}
@@ -333,7 +338,7 @@ class MemoryRecorder:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one micro-batch costs on each stage, and what crosses the cuts.
+    """Cost of one micro-batch on each stage, and the values that cross the cuts.
 
     Example:
         >>> from weft.pipeline.simulate import StageCost
@@ -345,7 +350,7 @@ class Costs:
     stages: list[StageCost]
     values: list[ValueCost] = field(default_factory=list[ValueCost])
     recomputed: frozenset[tuple[int, int]] = frozenset()
-    """Which (stage, micro-batch) ran their forward twice."""
+    """The (stage, micro-batch) pairs that ran their forward twice."""
 
     def forecast(self, schedule: Schedule) -> Forecast:
         """The forecast of a schedule at these costs, with the same recomputations."""
@@ -354,10 +359,10 @@ class Costs:
 
 
 def costs_from(recorders: Sequence[Recorder], sizes: MemoryRecorder | None = None) -> Costs:
-    """The costs behind some recorded steps of one pipe: the median time of each kind per stage.
+    """The costs in recorded steps of one pipe: the median time of each kind per stage.
 
-    Give a recorder per step, after some to warm up. I and W together count as B. Without `sizes` bytes are 0.
-    Raises UsageError when nothing was recorded.
+    Give one recorder per step, after some steps to warm up. I and W together count as B. Without `sizes` bytes are 0.
+    Raises UsageError if no event was recorded.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
@@ -369,11 +374,11 @@ def costs_from(recorders: Sequence[Recorder], sizes: MemoryRecorder | None = Non
     """
     events = [event for recorder in recorders for event in recorder.events]
     if not events:
-        raise UsageError("costs come from recorded steps, but these recorders saw no event; run steps under them")
+        raise UsageError("costs come from recorded steps, but these recorders have no event; run steps under them")
     times: dict[tuple[int, str], list[float]] = defaultdict(list)
     for event in events:
         times[event.action.stage, event.kind].append(event.end - event.start)
-    typical = {at: median(found) for at, found in times.items()}
+    typical = {at: median(seconds) for at, seconds in times.items()}
     stages = [
         StageCost(
             forward=typical.get((stage, "F"), 0.0),

@@ -3,7 +3,7 @@
     values in:   main, then one per skip that is popped here and was stashed in another stage
     values out:  main, then one per skip that is stashed here and popped in another stage
 
-Skips that begin and end in the stage never leave it. Layers of no skips never see a tracker.
+Skips that begin and end in the stage never leave it. A stage without skips runs without a tracker.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class CallArguments(NamedTuple):
 
 
 class ModuleScan(NamedTuple):
-    """What a stage consists of right now; layers may have been frozen, moved or replaced since the last step."""
+    """The present state of a stage. Layers can be frozen, moved or replaced between two steps."""
 
     parameters: list[nn.Parameter]
     configuration: Hashable
@@ -46,13 +46,14 @@ class ModuleScan(NamedTuple):
 
 _SETTINGS = frozenset((bool, float))
 TABLES = len(vars(nn.Module()))
-"""How many attributes every module begins with. They are passed over unseen: after a step they are in no cache."""
+"""The number of attributes that every new module has. A scan skips them, because reading them would take memory
+accesses that miss every cache after a step."""
 _NO_SKIPS: dict[Skip, Any] = {}
 _hooks_of_all_modules = cast("dict[int, Any]", cast(Any, modules.module)._global_forward_pre_hooks)
 
 
 class StageTracker(SkipTracker):
-    """The skips of one stage and one micro-batch: those that came in, and those stashed here."""
+    """The skips of one stage and one micro-batch: those that arrived, and those stashed here."""
 
     def __init__(self, arrived: Mapping[Skip, Tensor | None]) -> None:
         super().__init__()
@@ -63,12 +64,12 @@ class StageTracker(SkipTracker):
 
     def load(self, ns: Namespace | None, name: str) -> Tensor | None:
         if (ns, name) not in self.values:
-            return super().load(ns, name)  # which raises, and says what is missing
+            return super().load(ns, name)  # raises an error that names the missing skip
         return self.values[ns, name]
 
 
 class Stage:
-    """Layers with their names in the whole model, and the skips that cross the stage's borders."""
+    """Consecutive layers with their names in the whole model, and the skips that enter or leave the stage."""
 
     def __init__(
         self,
@@ -102,11 +103,12 @@ class Stage:
         return (result, *(stashed[skip] for skip in self.stashed))
 
     def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
-        """As `__call__`, with the skips by name; the result holds also those that stay inside."""
+        """As `__call__`, with the skips by name. The result also holds the skips that stay inside."""
         if self._copies_input:
             main = map_leaves(_copied, main)
         if _hooks_of_all_modules:
-            main, skips = map_leaves(_no_leaf, main), {skip: map_leaves(_no_leaf, each) for skip, each in skips.items()}
+            main = map_leaves(_no_leaf, main)
+            skips = {skip: map_leaves(_no_leaf, value) for skip, value in skips.items()}
         rng: RngStreams = context.random
         around = None if self.replay.idle else self.replay.around(context)
         if rng.quiet and around is None and not self._deferred:
@@ -116,8 +118,11 @@ class Stage:
             return self._tracked(context, main, skips, next_layer)
 
     def scan(self) -> ModuleScan:  # noqa: PLR0912 - one walk over the modules, at every step
-        """Walk over all modules once, and note what a step needs to know of them. It runs at every step, so it reads
-        the modules' tables itself: `named_modules` takes three times as long."""
+        """Walk over all modules once, and collect everything that a step needs to know about them.
+
+        It reads the modules' tables itself, because it runs at every step and `named_modules` takes three times as
+        long.
+        """
         parameters: dict[int, nn.Parameter] = {}
         settings: list[bool | float] = []
         deferred: list[DeferredBatchNorm] = []
@@ -131,25 +136,26 @@ class Stage:
             if module is None:
                 continue
             settings.append(module.training)
-            for each in islice(vars(module).values(), TABLES, None):
-                if type(each) in _SETTINGS:
-                    settings.append(each)
-                elif type(each) is torch.Generator:
-                    sources.append(each)
+            for attribute in islice(vars(module).values(), TABLES, None):
+                if type(attribute) in _SETTINGS:
+                    settings.append(attribute)
+                elif type(attribute) is torch.Generator:
+                    sources.append(attribute)
             stack += reversed(module._modules.values())
-            for each in module._parameters.values():
-                if each is not None:
-                    at_home = at_home and each.device == home
-                    if each.requires_grad:
-                        parameters[id(each)] = each
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    at_home = at_home and parameter.device == home
+                    if parameter.requires_grad:
+                        parameters[id(parameter)] = parameter
             if isinstance(module, DeferredBatchNorm):
                 deferred.append(module)
-            buffers = [each for each in module._buffers.values() if each is not None] if module._buffers else ()
+            buffers = [buffer for buffer in module._buffers.values() if buffer is not None] if module._buffers else ()
             if buffers:
-                at_home = at_home and all(each.device == home for each in buffers)
+                at_home = at_home and all(buffer.device == home for buffer in buffers)
                 if only_writes(module):
                     norms.append(module)
-                elif not module.training or not isinstance(module, DeferredBatchNorm):  # which sees to itself
+                # A deferred norm in training keeps its buffers itself.
+                elif not module.training or not isinstance(module, DeferredBatchNorm):
                     holders.append(module)
         self._deferred = bool(deferred)
         self.find_hooks()
@@ -158,26 +164,21 @@ class Stage:
         return ModuleScan(list(parameters.values()), tuple(settings), deferred, [] if at_home else self._misplaced())
 
     def find_hooks(self) -> None:
-        """Note whether somebody has hung hooks on the partition: once per step, not per micro-batch."""
+        """Check for module hooks on the partition, once per step rather than per micro-batch."""
         self._hooked = self._partition is not None and any(getattr(self._partition, table) for table in _HOOKS)
 
     def _misplaced(self) -> list[str]:
-        """Every parameter and buffer that is not where the stage runs."""
-        named = [
-            (f"{name}.{key}", each)
-            for name, layer in self.layers
-            for key, each in chain(layer.named_parameters(), layer.named_buffers())
-        ]
+        """Every parameter and buffer on another device than the stage, in words."""
         return [
-            f"{name} is on {each.device}, stage {self.index} on {self.device}"
-            for name, each in named
-            if each.device != self.device
+            f"{name}.{key} is on {tensor.device}, stage {self.index} on {self.device}"
+            for name, layer in self.layers
+            for key, tensor in chain(layer.named_parameters(), layer.named_buffers())
+            if tensor.device != self.device
         ]
 
     def _tracked(
         self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any], next_layer: NextLayer
     ) -> tuple[Any, dict[Skip, Any]]:
-        """Run the layers with a tracker for their skips, if they have any."""
         if not self._skips:
             return self._layers(main, next_layer), _NO_SKIPS
         tracker = StageTracker(skips)
@@ -187,7 +188,7 @@ class Stage:
     def _layers(self, value: Any, next_layer: NextLayer) -> Any:
         if self._hooked and self._partition is not None:
             if next_layer is not None:
-                next_layer(self.first)  # and no layer after it: the partition calls them by itself
+                next_layer(self.first)  # once for all layers, because the partition calls them itself
             return self._by_partition(self._partition, value)
         name, layer = self.layers[0]
         try:
@@ -201,11 +202,11 @@ class Stage:
         return value
 
     def _by_partition(self, partition: nn.Module, value: Any) -> Any:
-        """The layers by way of the module that has hooks, which takes one argument."""
+        """Run the layers through the module that has hooks."""
         if type(value) is CallArguments:
             raise UsageError(
-                "pipe.partitions[0] has hooks, and is called with one argument as any nn.Sequential; give the pipe one "
-                "(a tuple, say), or hang the hooks on its first layer"
+                "pipe.partitions[0] has hooks, so it is called as an nn.Sequential with one argument, but the pipe got "
+                "several. Give the pipe one argument (a tuple, for example), or attach the hooks to its first layer"
             )
         try:
             return partition(value)
@@ -222,15 +223,15 @@ def _copied(leaf: Any) -> Any:
 
 
 def _no_leaf(value: Any) -> Any:
-    """Hooks of all modules, such as a `FlopCounterMode`'s, hang others on the gradients of what a layer gets. Those
-    cannot stand on a leaf, where the stage's backward ends."""
+    # Global module hooks, such as those of FlopCounterMode, attach tensor hooks to the inputs of a layer. On a leaf,
+    # where the backward of the stage ends, these would not run.
     if not isinstance(value, Tensor) or not value.requires_grad:
         return value
     return torch.ops.aten.alias(value) if torch.is_grad_enabled() else value.detach()
 
 
 def _writes_early(modules: Sequence[nn.Module]) -> bool:
-    """Whether an in-place module may get the stage's input itself: no module with weights stands before it."""
+    """Whether an in-place module can receive the stage's input itself, because no module with weights precedes it."""
     for module in modules:
         if getattr(module, "inplace", False) is True:
             return True
@@ -240,13 +241,13 @@ def _writes_early(modules: Sequence[nn.Module]) -> bool:
 
 
 def serialize_shared(stages: Sequence[Stage]) -> None:
-    """Let stages that have modules or generators in common write to their buffers one after another."""
+    """Make stages that have modules or generators in common write to their buffers one after another."""
     owners: Counter[object] = Counter()
     for stage in stages:
         modules = {module for _, layer in stage.layers for module in layer.modules()}
         owners.update(modules)
         owners.update({x for module in modules for x in vars(module).values() if type(x) is torch.Generator})
-    shared = [each for each, count in owners.items() if count > 1]
+    shared = [owner for owner, count in owners.items() if count > 1]
     lock = StreamLock()
     for stage in stages:
         stage.replay.serialize(shared, lock)

@@ -397,7 +397,7 @@ class PipeStep:
     owners: Mapping[int, Tensor]
     agreed: Agreement = ALONE
     _run: StepState | None = None
-    _unchanged: ModuleVersions | None = None
+    _versions: ModuleVersions | None = None
     _made: list[Tensor | None] | None = None
     _seed: Tensor | None = None
     _caller: CallerStreams = field(default_factory=lambda: CallerStreams(()))
@@ -460,7 +460,7 @@ class PipeStep:
         if self._seed is None:
             self._run = run
             again = run.recomputing()
-            self._unchanged = ModuleVersions([self.plan.stages[stage].replay for stage in again]) if again else None
+            self._versions = ModuleVersions([self.plan.stages[stage].replay for stage in again]) if again else None
         return self.output.gather(results)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
@@ -489,15 +489,15 @@ class PipeStep:
         run, made = self._run, self._made
         if run is None and made is None:
             raise BackwardTwiceError(TWICE)
-        if self._unchanged is not None:
-            self._unchanged.check()
+        if self._versions is not None:
+            self._versions.verify()
         if not retain:
             self._run = self._made = None
         if run is None:
             return self._rescaled(made or [], gradients[0])
         found = self._walk_backward(run, self.output.spread(gradients), retain=retain)
-        if retain and self._unchanged is not None:
-            self._unchanged.seal()  # what layers note of themselves while they run is their own
+        if retain and self._versions is not None:
+            self._versions.snapshot()  # what layers note of themselves while they run is their own
         return found
 
     def _loss_gradient(self, gradients: Sequence[Tensor | None]) -> str | None:

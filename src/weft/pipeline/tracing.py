@@ -1,12 +1,14 @@
-"""A recorder of what ran when, and of the bytes that were alive for it. It changes nothing of a run.
+"""A recorder of the actions of a run, with their times and the bytes alive. It does not change the run.
 
-Its memory curve counts bytes of *storages*, each once, however many tensors look into it: values on their way between
-stages, inputs and saved tensors of every tape. A storage belongs to the stage that made it. Parameters, and what the
-caller holds anyway, do not count.
+PyTorch's profiler shows operators and allocations, but not which stage and micro-batch they belong to.
+
+The memory curve counts bytes of *storages*, each once, even if several tensors share it. It includes values on their
+way between stages, and the inputs and saved tensors of every tape. A storage belongs to the stage that made it.
+Parameters, and tensors that the caller holds anyway, do not count.
 
     bytes |        ____            F of micro-batch i on stage s: + what its graph saves
           |   ____|    |____       B of the same:                 - the same
-          |__|              |__    a value sent: + its bytes, until its readers (and its source) need it no more
+          |__|              |__    a value sent: + its bytes, until its readers (and its source) no longer need it
 """
 
 import copy
@@ -30,18 +32,18 @@ from weft.pipeline.schedule import Action
 
 @runtime_checkable
 class Observer(Protocol):
-    """What a pipe tells of a run to: what runs when, and what stays alive for it; see `Recorder`."""
+    """Observer of a run: it receives the start and end of each action, and the tensors that stay alive for it."""
 
     def doing(self, kind: str, action: Action) -> AbstractContextManager[None]:
-        """Surrounds the work of an action, without its waiting; kind "R" is a recomputation."""
+        """Context manager around the work of an action, without its waiting. Kind "R" is a recomputation."""
         ...
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
-        """A value of stage `source` is on its way to a reader, who reads it with that micro-batch."""
+        """Called when a value of stage `source` is sent to a reader, which reads it with that micro-batch."""
         ...
 
     def released(self, action: Action) -> None:
-        """The tape of the action's stage and micro-batch is gone."""
+        """Called when the tape of the action's stage and micro-batch is freed."""
         ...
 
 
@@ -73,15 +75,16 @@ def storages(leaves: Iterable[Any]) -> Iterator[tuple[int, int]]:
 
 
 def seeing_saved(note: Callable[[Tensor], None]) -> saved_tensors_hooks:
-    """A context in which `note` is told of every tensor that autograd saves for backward.
+    """A context in which `note` is called with every tensor that autograd saves for backward.
 
-    Where hooks are in place, autograd does not look whether a saved tensor was written to since. So it is done here, or
-    a watched run would get a wrong gradient in silence: backward raises InPlaceError.
+    With such hooks, autograd no longer checks whether a saved tensor was written to. An observed run would then compute
+    a wrong gradient without notice. So the check is made here, and backward raises InPlaceError.
     """
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
         note(tensor)
-        return tensor.detach(), tensor._version  # packing an output itself would make a cycle with its graph
+        # The detached tensor shares memory and version. An output itself would make a cycle with its graph.
+        return tensor.detach(), tensor._version
 
     def unpack(packed: tuple[Tensor, int]) -> Tensor:
         tensor, version = packed
@@ -101,10 +104,10 @@ _Tapes = dict[tuple[int, int], list[int]]
 
 
 class Recorder:
-    """Records the events of the runs that it watches, and, with `memory`, the bytes that stay alive for backward, for
-    some microseconds per tensor that autograd saves.
+    """Records the events of the runs that it observes. With `memory`, also the bytes that stay alive for backward.
 
-    Times are the host's: on a GPU, the time to launch, not to run.
+    Recording memory costs some microseconds per tensor that autograd saves. Times are those of the host: for a GPU they
+    show when kernels are launched, and not when they run.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), chunks=2, devices=["cpu", "cpu"])
@@ -128,27 +131,27 @@ class Recorder:
         self._gone: SimpleQueue[_Tapes] = SimpleQueue()
 
     def _repr_html_(self) -> str:
-        """The timeline, and the memory where it was recorded, for notebooks."""
+        """The timeline for notebooks, with the memory if it was recorded."""
         from weft.report.timeline import notebook_frame  # noqa: PLC0415  (a layer above: only pictures need it)
 
         return notebook_frame(self)
 
     def one_step(self) -> "Recorder":
-        """A watcher of one step alone, that records here. What the step still holds when it is dropped, because it
-        failed or nobody wanted its backward, is released then."""
-        watcher = copy.copy(self)
-        watcher._tapes = {}
-        # The end may come at any moment, also while this thread has the lock: so it is only noted.
-        weakref.finalize(watcher, self._gone.put, watcher._tapes).atexit = False
-        return watcher
+        """An observer for one step, which records into this one. When the step is dropped without a backward, e.g.
+        because it failed, the storages that it still holds are released."""
+        observer = copy.copy(self)
+        observer._tapes = {}
+        # The garbage collector can run this at any moment, also while this thread has the lock. So it only queues.
+        weakref.finalize(observer, self._gone.put, observer._tapes).atexit = False
+        return observer
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count the storages of these, which live anyway: parameters, the mini-batch."""
+        """Do not count the storages of `tensors`, such as parameters and the mini-batch, which are alive anyway."""
         self._ignored.update(address for address, _ in storages(tensors))
 
     @contextmanager
     def doing(self, kind: str, action: Action) -> Generator[None]:
-        """Surrounds the work of one action; called by the run."""
+        """Context manager around the work of one action. See `Observer`."""
         held: list[int] = []
         counts = self._memory and kind in "FR"
         start = time.perf_counter()
@@ -163,7 +166,7 @@ class Recorder:
             self._sample(end)
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
-        """A value of `source` waits for its reader's `micro_batch`, and is an input of that tape from then on."""
+        """Record that a value waits for its reader. It becomes an input of the tape of the reader's `micro_batch`."""
         if self._memory and address.reader >= 0:
             held: list[int] = []
             self._hold(source, flatten(value)[0], held)
@@ -171,14 +174,14 @@ class Recorder:
                 self._tapes.setdefault((address.reader, micro_batch), []).extend(held)
 
     def released(self, action: Action) -> None:
-        """The tape of this stage and micro-batch, with its graph and inputs, is gone."""
+        """Record that the tape of this stage and micro-batch is freed, with its graph and inputs."""
         with self._lock:
             self._release(self._tapes.pop((action.stage, action.micro_batch), []))
         self._sample(time.perf_counter())
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were alive at one time."""
+        """The largest number of bytes alive at one time."""
         return max((count for _, count in self.bytes), default=0)
 
     def _release(self, held: Iterable[int]) -> None:
@@ -199,7 +202,7 @@ class Recorder:
             for address, size in storages(leaves):
                 if address in self._ignored:
                     continue
-                if address not in self._alive:  # a reader that saves its input does not own it
+                if address not in self._alive:  # the stage that holds it first owns it, and not a reader that saves it
                     self._alive[address] = _Storage(size, stage)
                     self._totals[stage] = self._totals.get(stage, 0) + size
                 self._alive[address].holders += 1
@@ -211,5 +214,5 @@ class Recorder:
         with self._lock:
             self._forget_dropped()
             self.bytes.append((now, sum(self._totals.values())))
-            for each, total in self._totals.items():
-                self.stage_bytes.setdefault(each, []).append((now, total))
+            for stage, total in self._totals.items():
+                self.stage_bytes.setdefault(stage, []).append((now, total))
