@@ -68,10 +68,10 @@ class Reversed(nn.Sequential):
 @pytest.mark.parametrize(
     ("module", "word"),
     [
-        (nn.Linear(2, 2), "this is Linear"),
+        (nn.Linear(2, 2), "this is a Linear"),
         (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList"),
-        (Reversed(nn.Tanh()), "forward of its own"),
-        (shadowed(), "forward of its own"),
+        (Reversed(nn.Tanh()), "its own forward"),
+        (shadowed(), "its own forward"),
         (nn.Sequential(), "empty"),
         (nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), r"run the model once(.|\n)*  - 1\.weight\n  - 1\.bias$"),
         (nn.Sequential(nn.LazyBatchNorm1d(affine=False)), r"  - 0\.running_mean"),
@@ -197,10 +197,10 @@ def test_the_reduction_is_as_said_else_that_of_the_loss_else_mean(reduction: str
 
 def test_a_weight_is_for_means_only() -> None:
     assert reduction_of(nn.MSELoss(), None, len) == "mean"
-    with pytest.raises(UsageError, match=r"loss_weight is 3, wanted a function target -> number: .* divides by$"):
+    with pytest.raises(UsageError, match=r"loss_weight is 3; give a function target -> number, the denominator"):
         reduction_of(nn.MSELoss(), None, 3)
     for loss, said in ((nn.MSELoss(), "sum"), (nn.MSELoss(reduction="sum"), None)):
-        with pytest.raises(UsageError, match=r"no weights for losses that are added up"):
+        with pytest.raises(UsageError, match=r"leave it out for losses that are added up"):
             reduction_of(loss, said, len)
     with pytest.raises(UsageError, match=r"loss_weight is .* there is no loss"):
         reduction_of(None, None, len)
@@ -213,7 +213,7 @@ def test_only_a_schedule_that_splits_goes_without_a_loss() -> None:
     check_schedule("gpipe", 3, 4, None)
     check_schedule(gpipe(3, 4), 3, 4, None)
     check_schedule("1f1b", 3, 4, nn.MSELoss())
-    with pytest.raises(UsageError, match="'1f1b' begins backward"):
+    with pytest.raises(UsageError, match="'1f1b' starts backward"):
         check_schedule("1f1b", 3, 4, None)
     with pytest.raises(UsageError, match="'this table'"):
         check_schedule(Schedule.parse("0F0,0B0,0F1,0B1"), 1, 2, None)
@@ -274,7 +274,7 @@ def test_gpus_without_peer_access_are_rejected(devices: Any, options: Any, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one.index, other.index) == (0, 1))
-    with pytest.raises(UsageError, match="cuda:0 and cuda:1 have no peer access, and nothing was tested"):
+    with pytest.raises(UsageError, match="cuda:0 and cuda:1 have no peer access, which weft is not tested without"):
         Pipe(linears(1, 2), chunks=1, devices=devices, **options)
     assert places_of(["cuda:1", "cuda:1", "cpu"]) == [torch.device("cuda:1"), torch.device("cuda:1"), CPU]
 

@@ -77,7 +77,7 @@ def test_what_recomputed_once_is_forecast_to_do_so_again() -> None:
 
 
 def test_recorders_that_saw_nothing_are_refused() -> None:
-    with pytest.raises(UsageError, match="saw no event"):
+    with pytest.raises(UsageError, match="have no event"):
         costs_from([Recorder()])
 
 

@@ -84,7 +84,7 @@ SCALES = st.none() | st.floats(1e-12, 1e12) | st.integers(1, 9)
 
 
 @given(factors=st.lists(GRADIENTS, min_size=1, max_size=4), scale=SCALES, callable_scale=st.booleans())
-@pytest.mark.filterwarnings("ignore:backward began before")
+@pytest.mark.filterwarnings("ignore:backward started before")
 def test_gradients_are_exact_whatever_the_losses_were_multiplied_by(
     factors: list[float], scale: Any, callable_scale: bool
 ) -> None:
@@ -104,7 +104,7 @@ def test_gradients_are_exact_whatever_the_losses_were_multiplied_by(
 
 
 @given(exponents=st.lists(st.integers(-20, 60), min_size=1, max_size=3))
-@pytest.mark.filterwarnings("ignore:backward began before")
+@pytest.mark.filterwarnings("ignore:backward started before")
 def test_powers_of_two_are_rescaled_to_the_last_bit(exponents: list[int]) -> None:
     pipe, _ = piped(chain(3, 4, 2), executor="serial", schedule="1f1b", loss=nn.MSELoss())
     unscaled, _ = piped(chain(3, 4, 2), executor="serial", schedule="1f1b", loss=nn.MSELoss())
@@ -131,10 +131,10 @@ def test_a_graph_that_is_kept_is_rescaled_for_every_backward() -> None:
 @pytest.mark.parametrize("wrong", [0, -1.0, float("inf"), float("nan"), True, torch.ones(2)])
 def test_what_is_no_scale_is_refused(wrong: Any) -> None:
     if isinstance(wrong, int | float):
-        with pytest.raises(UsageError, match=r"loss_scale is .*, wanted a finite number above 0"):
+        with pytest.raises(UsageError, match=r"loss_scale is .*; give a finite number above 0"):
             half(loss_scale=wrong)
     pipe = half(loss_scale=lambda: wrong, schedule="1f1b", executor="serial")
-    with pytest.raises(UsageError, match=r"loss_scale is .*, wanted a finite number above 0"):
+    with pytest.raises(UsageError, match=r"loss_scale is .*; give a finite number above 0"):
         pipe(torch.ones(6, 1), target=torch.zeros(6, 1))
     with pytest.raises(UsageError, match=r"loss_scale is 2\.0, but there is no loss"):
         Pipe(chain(2, 2), chunks=2, loss_scale=2.0)

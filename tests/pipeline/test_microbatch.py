@@ -208,7 +208,7 @@ def test_all_that_cannot_be_joined_is_named() -> None:
         join([piece(0), piece(1)])
     lines = str(caught.value).splitlines()
     assert len(lines) == 6
-    assert "output['n'] is no tensor and differs between micro-batches (0, 1)" in lines[1]
+    assert "output['n'] is not a tensor and differs between micro-batches (0, 1)" in lines[1]
     assert "output['scalar'] is a single number per micro-batch" in lines[2]
     assert "loss=" in lines[2]
     assert "output['shape'] differs" in lines[3]

@@ -225,7 +225,7 @@ def test_a_schedule_that_there_is_not_is_named() -> None:
 
 
 def test_1f1b_without_a_loss_is_refused_with_the_reason() -> None:
-    with pytest.raises(UsageError, match=r"'1f1b' begins backward before forward has ended.*loss=fn"):
+    with pytest.raises(UsageError, match=r"'1f1b' starts backward before all forwards have ended.*loss=fn"):
         Pipe(chain(4, 3, 2), chunks=2, schedule="1f1b", devices=["cpu", "cpu"])
 
 

@@ -184,7 +184,7 @@ def test_a_table_of_more_micro_batches_serves_fewer(schedule: Schedule, wanted: 
 
 @pytest.mark.parametrize("name", ["1F1B", "zero bubble", "", "0F0 0B0"])
 def test_an_unknown_name_is_refused_with_those_that_exist(name: str) -> None:
-    with pytest.raises(ScheduleError, match="there are gpipe, 1f1b, interleaved"):
+    with pytest.raises(ScheduleError, match="Give one of gpipe, 1f1b, interleaved"):
         build(name, 2, 2)
 
 

@@ -1,16 +1,16 @@
 """Batch normalisation whose running statistics do not notice that the mini-batch was cut.
 
-A plain BatchNorm inside a pipeline would update its running statistics once per micro-batch, with the
-variance of a few rows. A deferred one normalises with the statistics of the micro-batch at hand (the others
-are not there yet), but only gathers them, and updates once per mini-batch with those of all rows:
+A plain BatchNorm inside a pipeline would update its running statistics once per micro-batch, with the variance of a few
+rows. A deferred one normalises with the statistics of the present micro-batch, because the others do not exist yet. It
+gathers these statistics, and updates once per mini-batch with those of all rows:
 
     begin()   micro-batch 0      micro-batch 1      micro-batch 2    commit()
               count, mean, var   count, mean, var   count, mean, var     |
                       \\________________|__________________/             v
                         merged over all rows:  running_mean, running_var, num_batches_tracked + 1
 
-Normalising so, and deferring the statistics, is torchgpipe's way (arXiv 2004.09910, section 2.3); moments are
-merged pairwise-exactly as by Chan, Golub and LeVeque (1983), not as sums of squares, which cancel.
+The method is torchgpipe's (arXiv 2004.09910, section 2.3). Moments are merged pairwise (Chan, Golub and LeVeque, 1983).
+Sums of squares would be simpler, but lose digits by cancellation.
 """
 
 import threading
@@ -28,7 +28,7 @@ from weft.core.context import is_recomputing
 
 
 class Moments(NamedTuple):
-    """Of one micro-batch: how many values a channel has, and per channel their mean and unbiased variance."""
+    """Statistics of one micro-batch: values per channel, and the mean and unbiased variance of each channel."""
 
     values: int
     mean: Tensor
@@ -45,7 +45,7 @@ _committing = threading.Lock()
 
 @contextmanager
 def gathering(step: object) -> Generator[None]:
-    """What deferred norms see inside, in this thread, belongs to this step: several may run at once."""
+    """Inside, deferred norms in this thread gather for this step. Several steps can run at once."""
     before, _current.step = _current.step, step
     try:
         yield
@@ -56,11 +56,11 @@ def gathering(step: object) -> Generator[None]:
 class DeferredBatchNorm(_BatchNorm):
     """A BatchNorm that can update its running statistics once per mini-batch, from all micro-batches.
 
-    Between ``begin()`` and ``commit()`` or ``abandon()`` it gathers; otherwise it is a plain BatchNorm. Its
-    ``state_dict`` is that of the plain one. An instance that a model calls several times per micro-batch
-    counts as one: its statistics are those of all rows of all its calls.
+    Between ``begin()`` and ``commit()`` or ``abandon()`` it gathers statistics. Otherwise it is a plain BatchNorm. Its
+    ``state_dict`` is that of the plain one. If a model calls an instance several times per micro-batch, its statistics
+    are those of all rows of all calls.
 
-    Raises ``ValueError``, as PyTorch's own does, if a micro-batch has only one value per channel.
+    Raises ``ValueError``, as PyTorch's BatchNorm does, if a micro-batch has only one value per channel.
 
     Example:
         >>> norm = weft.DeferredBatchNorm(3)
@@ -72,23 +72,23 @@ class DeferredBatchNorm(_BatchNorm):
     """
 
     gathered: Mapping[object, list[Moments]] = MappingProxyType({})
-    """The micro-batches seen since ``begin()``, by the step that they belong to (None: whoever is in no step)."""
+    """Moments of the micro-batches since ``begin()``, by step. The key None is for calls outside of any step."""
 
     def begin(self, step: object = None) -> None:
-        """Start a mini-batch. What an earlier one left unfinished is dropped."""
+        """Start a mini-batch. Drops an unfinished earlier one of this step."""
         self.__dict__.setdefault("gathered", {})[step] = []
 
     def abandon(self, step: object = None) -> None:
-        """End the mini-batch without a trace in the running statistics."""
-        self._taken(step)
+        """End the mini-batch and leave the running statistics unchanged."""
+        self._pop_gathered(step)
 
     @torch.no_grad()
     def commit(self, step: object = None) -> None:
         """End the mini-batch and update the running statistics as the undivided batch would have.
 
-        Nothing changes if no micro-batch was seen in training mode.
+        Nothing changes if no micro-batch ran in training mode.
         """
-        gathered = self._taken(step)
+        gathered = self._pop_gathered(step)
         if not gathered or self.running_mean is None or self.running_var is None:
             return
         merged, factor = merge(gathered), self.momentum
@@ -97,18 +97,20 @@ class DeferredBatchNorm(_BatchNorm):
                 self.num_batches_tracked.add_(1)
                 if factor is None:  # cumulative average
                     factor = 1.0 / float(self.num_batches_tracked)
-            for running, seen in ((self.running_mean, merged.mean), (self.running_var, merged.variance)):
-                # Computed in the wider of both dtypes.
-                running.copy_(running.to(seen.dtype).lerp(seen, factor or 0.0))
+            for running, moment in ((self.running_mean, merged.mean), (self.running_var, merged.variance)):
+                # Computed in the wider of both dtypes, so that a half-precision buffer is rounded only once.
+                running.copy_(running.to(moment.dtype).lerp(moment, factor or 0.0))
 
-    def _taken(self, step: object) -> list[Moments] | None:
+    def _pop_gathered(self, step: object) -> list[Moments] | None:
         return self.__dict__.get("gathered", {}).pop(step, None)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``, N x C or N x C x ..., per channel. Same shape and dtype as ``input``."""
         if not self.training or self.running_mean is None:
             return super().forward(input)
-        if is_recomputing():  # the first forward has been counted; the same operators, so that the same is saved
+        if is_recomputing():
+            # The first forward has gathered already, so the result is thrown away. The operators must be the same,
+            # because autograd saves the same tensors only then.
             return self._gather(input, [], self.running_mean)
         gathered = self.gathered.get(_current.step)
         if gathered is None:
@@ -122,7 +124,7 @@ class DeferredBatchNorm(_BatchNorm):
         wide = torch.promote_types(running.dtype, torch.float32)
         mean = variance = None
         if values and wide == running.dtype:
-            # Fresh buffers and momentum 1: PyTorch's kernel hands out the statistics that it computes anyway.
+            # With new buffers and momentum 1, PyTorch's kernel returns the statistics that it computes anyway.
             mean, variance = torch.zeros_like(running), torch.zeros_like(running)
         output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if not values:
@@ -146,15 +148,15 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 class DeferredBatchNorm1d(DeferredBatchNorm, nn.BatchNorm1d):
-    """The deferred form of ``nn.BatchNorm1d``, and still one of them."""
+    """The deferred form of ``nn.BatchNorm1d``, and a subclass of it."""
 
 
 class DeferredBatchNorm2d(DeferredBatchNorm, nn.BatchNorm2d):
-    """The deferred form of ``nn.BatchNorm2d``, and still one of them."""
+    """The deferred form of ``nn.BatchNorm2d``, and a subclass of it."""
 
 
 class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
-    """The deferred form of ``nn.BatchNorm3d``, and still one of them."""
+    """The deferred form of ``nn.BatchNorm3d``, and a subclass of it."""
 
 
 _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
@@ -167,9 +169,9 @@ _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     """Replace every ``BatchNorm1d``, ``2d`` and ``3d`` in ``module``, in place, by its deferred form.
 
-    Returns ``module``, or its replacement if it is a BatchNorm itself. Parameters, buffers, hooks and flags
-    are kept, not copied; an instance that occurs several times stays one. What tracks no running statistics,
-    ``SyncBatchNorm``, lazy ones and the user's own subclasses are left alone.
+    Returns ``module``, or its replacement if it is a BatchNorm itself. Parameters, buffers, hooks and flags are kept,
+    and not copied. An instance that occurs several times remains one instance. Norms without running statistics,
+    ``SyncBatchNorm``, lazy norms and subclasses of the user are not replaced.
 
     Example:
         >>> weft.pipeline.convert_deferred_batch_norm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))[1]
@@ -183,7 +185,8 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
             continue
         deferred = replaced.get(child)
         if deferred is None:
-            deferred = replaced[child] = kind.__new__(kind)  # with the very same parameters, buffers, hooks and flags
+            # Not constructed, because it takes over the parameters, buffers, hooks and flags of the original.
+            deferred = replaced[child] = kind.__new__(kind)
             deferred.__dict__.update(child.__dict__)
         if not name:
             return deferred
@@ -193,11 +196,11 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
 
 
 def merge(moments: list[Moments]) -> Moments:
-    """The statistics of all rows out of those of each part. The list must not be empty."""
-    means = torch.stack([each.mean for each in moments])
-    variances = torch.stack([each.variance for each in moments])
-    counts = means.new_tensor([each.values for each in moments]).unsqueeze(1)
-    total = sum(each.values for each in moments)
+    """The statistics of all rows, from the statistics of each part. The list must not be empty."""
+    means = torch.stack([part.mean for part in moments])
+    variances = torch.stack([part.variance for part in moments])
+    counts = means.new_tensor([part.values for part in moments]).unsqueeze(1)
+    total = sum(part.values for part in moments)
     mean = (counts * means).sum(0) / total
     squares = ((counts - 1) * variances + counts * (means - mean).square()).sum(0)
     return Moments(total, mean, squares / (total - 1))

@@ -8,7 +8,7 @@
                        y0      y1    y2        one result each
               join   [ 0 1 2 3 4 5 6 ]         the gradient of y is split again into views, one per micro-batch
 
-What cannot be joined exactly is refused: one number per micro-batch may be meant as a sum or as a mean.
+Results that cannot be joined exactly are rejected: one number per micro-batch can be meant as a sum or as a mean.
 
     MiniBatch       mini-batch (input, target) -> leaves per micro-batch;  their gradients -> one per tensor
     JoinedOutput    one output per micro-batch -> the whole output;        its gradients   -> one per micro-batch
@@ -31,7 +31,7 @@ from weft.core.segment import Gradients, forbid_hidden, hidden_tensors, leaf_of
 
 
 def common_structure(structures: Sequence[Structure], *, where: str = "output") -> Structure:
-    """The one structure of all micro-batches' results. Raises ``BatchError`` naming each that differs."""
+    """The structure that the results of all micro-batches share. Raises ``BatchError`` that lists those that differ."""
     first = structures[0]
     faults = [
         f"micro-batch {index}: {fault}"
@@ -45,26 +45,26 @@ def common_structure(structures: Sequence[Structure], *, where: str = "output") 
 
 
 def cut(tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
-    """One view per size, which autograd lets a layer write into, unlike those of ``torch.split``; a single piece is the
-    tensor itself."""
+    """One view per size. A single piece is the tensor itself."""
+    # Not torch.split: autograd forbids in-place writes to its views.
     if len(sizes) == 1:
         return [tensor]
     return [tensor.narrow(axis, end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def has_axis(tensor: Tensor, axis: int) -> bool:
-    """Whether ``axis``, which may count from the end, is one of the tensor's."""
+    """Whether the tensor has ``axis``, which can count from the end."""
     return -tensor.dim() <= axis < tensor.dim()
 
 
 def _lengths(
     column: Sequence[Any], axis: int, rows: Sequence[int] | None, flattened: bool
 ) -> tuple[int, ...] | str | None:
-    """The rows of each piece of one leaf, ``None`` if it is no tensor; or why it cannot be joined.
+    """The rows of each piece of one leaf, ``None`` if it is not a tensor, or the reason why it cannot be joined.
 
-    What is no tensor must be equal in all pieces; tensors must agree in dtype and in every axis but ``axis``, and must
-    have that one: of several pieces, each with the rows that ``rows`` says, where it is given, or with as many for each
-    of them along axis 0, where they may be ``flattened`` (a row per token, say).
+    Objects that are not tensors must be equal in all pieces. Tensors must have ``axis``, and agree in dtype and in
+    every other axis. If ``rows`` is given, several pieces must have that many rows. With ``flattened`` they can also
+    have the same multiple of it along axis 0, such as a row per token.
     """
     if not any(isinstance(piece, Tensor) for piece in column):
         return _object_fault(column)
@@ -86,7 +86,7 @@ def _lengths(
 
 
 def _tensor_fault(column: Sequence[Any], axis: int) -> str | None:
-    """Why pieces, of which one at least is a tensor, cannot be joined; ``None`` if they can."""
+    """The reason why pieces cannot be joined, ``None`` if they can. At least one piece is a tensor."""
     if not all(isinstance(piece, Tensor) for piece in column):
         return f"is a tensor only in some micro-batches ({', '.join(type(piece).__name__ for piece in column)})"
     shapes = [tuple(piece.shape) for piece in column]
@@ -103,17 +103,17 @@ def _tensor_fault(column: Sequence[Any], axis: int) -> str | None:
 
 
 def _object_fault(column: Sequence[Any]) -> str | None:
-    """Why pieces that are no tensors cannot be joined; ``None`` if they are equal."""
+    """The reason why pieces that are not tensors cannot be joined, ``None`` if they are equal."""
     if all(_same(column[0], piece) for piece in column):
         return None
     if any(hidden_tensors(piece) for piece in column):
         return f"is a {type(column[0]).__name__} with tensors inside, which cannot be joined; {OPEN}"
     values = ", ".join(map(reprlib.repr, column))
-    return f"is no tensor and differs between micro-batches ({values}); return one value for all, or a tensor"
+    return f"is not a tensor and differs between micro-batches ({values}); return one value for all, or a tensor"
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two objects are equal. Comparing may fail, or give no plain truth value (arrays)."""
+    """Whether two objects are equal. A comparison that raises, or has no truth value (arrays), counts as unequal."""
     try:
         return a is b or bool(a == b)
     except Exception:
@@ -121,7 +121,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class NoChunk:
-    """Wraps a value, nested or not, that every micro-batch gets whole, such as one mask for all rows.
+    """Wraps a value, nested or not, that every micro-batch gets whole. E.g. one mask for all rows.
 
     Example:
         >>> class Masked(nn.Module):
@@ -142,9 +142,9 @@ class NoChunk:
 
 
 def micro_sizes(rows: int, chunks: int) -> tuple[int, ...]:
-    """How many rows each micro-batch gets: at most one apart, larger ones first, none empty.
+    """The rows of each micro-batch. They differ by at most one, and the larger ones come first.
 
-    Fewer rows than chunks give one micro-batch per row. No rows at all give one empty micro-batch.
+    Fewer rows than chunks make one micro-batch per row. Zero rows make one empty micro-batch.
     Raises ``BatchError`` if ``chunks`` is below one.
     """
     if chunks < 1:
@@ -156,10 +156,10 @@ def micro_sizes(rows: int, chunks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How one mini-batch is cut, and how the gradients of its micro-batches are joined.
+    """A plan for cutting one mini-batch, and for joining the gradients of its micro-batches.
 
-    ``structure`` is the nesting of the value without ``NoChunk``; ``sizes`` the rows of each micro-batch;
-    ``axes`` the axis along which each leaf is cut, ``None`` for one that goes whole to every micro-batch.
+    ``structure`` is the nesting of the value without ``NoChunk``. ``sizes`` are the rows of each micro-batch. ``axes``
+    is the axis along which each leaf is cut, ``None`` for a leaf that every micro-batch gets whole.
     """
 
     structure: Structure
@@ -167,7 +167,7 @@ class SplitPlan:
     axes: tuple[int | None, ...]
 
     def split(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """For each micro-batch its flat leaves. Slices are views; a single one is the tensor itself."""
+        """The flat leaves of each micro-batch. Slices are views. A single slice is the tensor itself."""
         count = len(self.sizes)
         columns = [
             [leaf] * count if axis is None else cut(leaf, self.sizes, axis)
@@ -176,17 +176,18 @@ class SplitPlan:
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in self.sizes]
 
     def join_gradients(self, index: int, pieces: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
-        """The gradient of leaf ``index`` out of one gradient (or ``None``) per micro-batch.
+        """The gradient of leaf ``index``, made of one gradient (or ``None``) per micro-batch.
 
-        A leaf that was cut gets their concatenation, with zeros for a missing piece; one that went whole gets
-        their sum, in the order of the micro-batches. ``like`` is the leaf. ``None`` if no piece is there.
+        For a leaf that was cut it is their concatenation, with zeros for missing pieces. For a leaf that every
+        micro-batch got whole it is their sum, in the order of the micro-batches. ``like`` is the leaf. ``None`` if all
+        pieces are missing.
         """
         present = [piece for piece in pieces if piece is not None]
         if not present:
             return None
         axis = self.axes[index]
         if axis is None:
-            # Neither an in-place sum nor sum(): a piece may be shared, and sum() would add a zero first.
+            # Not an in-place sum, because a piece can be shared. Not sum(), because it would add a zero first.
             return list(accumulate(present, torch.add))[-1]
         if len(self.sizes) == 1:
             return present[0]
@@ -195,21 +196,22 @@ class SplitPlan:
 
 
 def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") -> tuple[SplitPlan, list[Any]]:
-    """Plan how to cut ``value`` into at most ``chunks`` micro-batches; also its leaves, without ``NoChunk``.
+    """A plan for cutting ``value`` into at most ``chunks`` micro-batches. Also its leaves, without ``NoChunk``.
 
     Tensors with at least one dimension are cut along ``axis``: an int for all of them, or nested as ``value`` is
-    (see :func:`weft.core.pytree.spread`). All else, and what stands in ``NoChunk``, goes whole to every micro-batch.
+    (see :func:`weft.core.pytree.spread`). Every micro-batch gets all other objects, and the contents of ``NoChunk``.
     ``where`` is the value's name in messages.
 
-    Raises ``BatchError`` that names all tensors that have no such axis, another length along it, or are sparse or
-    nested, or if there is none to cut; ``SpecError`` if ``axis`` is not nested as ``value`` is.
+    Raises ``BatchError`` that names all tensors without that axis, with another length along it, and all sparse or
+    nested ones, or if there is no tensor to cut. Raises ``SpecError`` if ``axis`` is not nested as ``value`` is.
     """
     leaves, structure = flatten(value)
-    wanted: list[int | None] = [axis] * len(leaves) if isinstance(axis, int) else spread(axis, structure, where)
+    leaf_axes: list[int | None] = [axis] * len(leaves) if isinstance(axis, int) else spread(axis, structure, where)
     if any(isinstance(leaf, NoChunk) for leaf in leaves):
-        leaves, structure, wanted = _unwrap(leaves, structure, wanted)
+        leaves, structure, leaf_axes = _unwrap(leaves, structure, leaf_axes)
     axes = tuple(
-        each if isinstance(leaf, Tensor) and leaf.dim() > 0 else None for leaf, each in zip(leaves, wanted, strict=True)
+        leaf_axis if isinstance(leaf, Tensor) and leaf.dim() > 0 else None
+        for leaf, leaf_axis in zip(leaves, leaf_axes, strict=True)
     )
     if chunks > 1:
         _check_dense(leaves, structure, axes, where)
@@ -230,14 +232,14 @@ def split(value: Any, chunks: int, *, axis: int = 0) -> list[Any]:
 
 
 def _open(leaf: Any) -> Any:
-    """What stands in a ``NoChunk``, which may be nested, or be another one."""
+    """The contents of a ``NoChunk``, with every nested ``NoChunk`` opened too."""
     return map_leaves(_open, leaf.value) if isinstance(leaf, NoChunk) else leaf
 
 
 def _unwrap(
     leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None]
 ) -> tuple[list[Any], Structure, list[int | None]]:
-    """Open every ``NoChunk``; also the new structure, and the axis of each new leaf: None for what stood in one."""
+    """Open every ``NoChunk``. Returns the leaves, their structure, and their axes: None for leaves of a ``NoChunk``."""
     opened = [_open(leaf) for leaf in leaves]
     of_opened: list[int | None] = []
     for leaf, inner, axis in zip(leaves, opened, axes, strict=True):
@@ -246,40 +248,40 @@ def _unwrap(
 
 
 def _check_dense(leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None], where: str) -> None:
-    """Sparse and nested tensors have no views of some of their rows."""
+    """Raise ``BatchError`` for sparse and nested tensors, because they have no views of some of their rows."""
     pairs = zip(leaves, axes, strict=True)
     odd = [axis is not None and (x.is_nested or x.layout is not torch.strided) for x, axis in pairs]
     if not any(odd):
         return
     named = zip(structure_paths(structure, where), leaves, odd, strict=True)
-    faults = [f"{name} is {'nested' if leaf.is_nested else leaf.layout}" for name, leaf, found in named if found]
+    faults = [f"{name} is {'nested' if leaf.is_nested else leaf.layout}" for name, leaf, is_odd in named if is_odd]
     headline = (
-        f"{where}: only dense tensors can be cut into micro-batches; give them dense or padded, use chunks=1, or wrap "
-        "what every micro-batch needs whole in NoChunk(...):"
+        f"{where}: only dense tensors can be cut into micro-batches; make these dense or padded, use chunks=1, or wrap "
+        "a tensor that every micro-batch needs whole in NoChunk(...):"
     )
     raise BatchError(listed(headline, faults))
 
 
 def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None], where: str) -> int | None:
-    """The one length of all tensors that are cut; ``None`` if there is none."""
-    taken = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
-    if not taken:
+    """The length that all tensors to be cut have in common, ``None`` if there are no such tensors."""
+    pairs = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+    if not pairs:
         return None
-    lengths = {leaf.shape[axis] if has_axis(leaf, axis) else None for leaf, axis in taken}
+    lengths = {leaf.shape[axis] if has_axis(leaf, axis) else None for leaf, axis in pairs}
     if len(lengths) == 1 and None not in lengths:
         return lengths.pop()
-    several = len({axis for _, axis in taken}) > 1
+    several = len({axis for _, axis in pairs}) > 1
     faults = [
         f"{name}: {f'{leaf.shape[axis]} rows' if has_axis(leaf, axis) else 'no such axis'}"
         f"{f' (axis {axis})' * several}, shape {tuple(leaf.shape)}"
         for name, leaf, axis in zip(structure_paths(structure, where), leaves, axes, strict=True)
         if axis is not None
     ]
-    along = "their batch axes" if several else f"axis {taken[0][1]}"
+    along = "their batch axes" if several else f"axis {pairs[0][1]}"
     headline = (
-        f"{where}: all tensors of a mini-batch must have the same length along {along}. Make them equal, wrap what "
-        "every micro-batch needs whole in NoChunk(...), or say which axis holds the rows (batch_dim= of a Pipe). A "
-        "tensor with several rows for one sample, such as patches of images, needs them in an axis of their own:"
+        f"{where}: all tensors of a mini-batch must have the same length along {along}. Make them equal, wrap a tensor "
+        "that every micro-batch needs whole in NoChunk(...), or give the axis of the rows (batch_dim= of a Pipe). A "
+        "tensor with several rows for one sample, such as patches of images, needs a separate axis for them:"
     )
     raise BatchError(listed(headline, faults))
 
@@ -289,26 +291,27 @@ ELSEWHERE = object()
 
 
 class MiniBatch:
-    """A mini-batch, cut into micro-batches. `tensors` are those that want a gradient, in order.
+    """A mini-batch, cut into micro-batches. `tensors` are those that require a gradient, in order.
 
-    `shared` are those that more than one micro-batch gets whole. `present` numbers the parts that this process has.
+    `shared` are the tensors that several micro-batches get whole. `present` holds the numbers of the parts that this
+    process has.
     """
 
     def __init__(self, parts: Sequence[Any], chunks: int, axis: Any = 0, rows: Sequence[int] | None = None) -> None:
-        """`parts` are the input, and the target where there is one; `axis` holds the rows: an int, or nested as the
-        parts are. A part can be `ELSEWHERE`. Then `rows`, the sizes of the micro-batches, come from the process that
-        has the input. Raises BatchError and SpecError as `plan_split` does, and BatchError for other `rows`."""
+        """`parts` are the input, and the target if there is one. `axis` is the axis of the rows: an int, or nested as
+        the parts are. A part can be `ELSEWHERE`. Then `rows`, the sizes of the micro-batches, come from the process
+        that has the input. Raises BatchError and SpecError as `plan_split` does, and BatchError for other `rows`."""
         self._parts = len(parts)
         self.present = [k for k, part in enumerate(parts) if part is not ELSEWHERE]
         self.split, self._leaves, self._structures = self._plan(parts, chunks, axis, rows)
-        self._wanted = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
-        self.tensors: list[Tensor] = [x for x, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
+        self._tracked = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
+        self.tensors: list[Tensor] = [x for x, tracked in zip(self._leaves, self._tracked, strict=True) if tracked]
         self.rows = self.split.sizes
-        """How many rows each micro-batch has."""
+        """The number of rows of each micro-batch."""
         self.micro_batches = len(self.rows)
-        """How many micro-batches the mini-batch was cut into: at most `chunks`, fewer when rows are few."""
+        """The number of micro-batches: at most `chunks`, fewer if there are fewer rows."""
         self.given = [x for x in self._leaves if isinstance(x, Tensor)]
-        """All tensors of the mini-batch, as the caller gave them."""
+        """All tensors of the mini-batch, as the caller passed them."""
         pairs = zip(self._leaves, self.split.axes, strict=True)
         several = self.micro_batches > 1
         self.shared = [x for x, axis in pairs if several and axis is None and isinstance(x, Tensor)]
@@ -316,7 +319,7 @@ class MiniBatch:
     def _plan(
         self, parts: Sequence[Any], chunks: int, axis: Any, rows: Sequence[int] | None
     ) -> tuple[SplitPlan, list[Any], list[Structure]]:
-        """One plan for all parts that are present, since their rows must agree; their leaves, and their structures."""
+        """One plan for all parts that are present, because their rows must agree. Also their leaves and structures."""
         if not self.present:
             return SplitPlan(flatten(())[1], tuple(rows or ()), ()), [], []
         axes = [axis if isinstance(axis, int) or len(parts) == 1 else axis[k] for k in self.present]
@@ -331,37 +334,37 @@ class MiniBatch:
             structures = plan.structure.children()
         if rows is not None and tuple(rows) != plan.sizes:
             raise BatchError(
-                f"{where}: it makes micro-batches of {list(plan.sizes)} rows, but the input, which the rank of the "
-                f"first stage has, makes {list(rows)}; give every rank the same mini-batch"
+                f"{where}: it makes micro-batches of {list(plan.sizes)} rows, but the input on the rank of the first "
+                f"stage makes {list(rows)}; give every rank the same mini-batch"
             )
         return plan, leaves, structures
 
     def leaves(self) -> list[list[Any]]:
-        """For every micro-batch its parts, as leaves that want a gradient where the caller's tensors do.
+        """The parts of every micro-batch, as leaves of autograd that require a gradient if the caller's tensors do.
 
-        Raises SpecError for what hides a tensor that wants one.
+        Raises SpecError for an object that hides a tensor which requires a gradient.
         """
         for leaf in self._leaves:
             if not isinstance(leaf, Tensor):
                 forbid_hidden(leaf, "an argument")
-        wanted = self._wanted
+        tracked = self._tracked
         return [
-            self._nested([leaf_of(x, w) if isinstance(x, Tensor) else x for x, w in zip(piece, wanted, strict=True)])
+            self._nested([leaf_of(x, t) if isinstance(x, Tensor) else x for x, t in zip(piece, tracked, strict=True)])
             for piece in self.split.split(self._leaves)
         ]
 
     def pieces(self) -> list[list[Any]]:
-        """For every micro-batch its parts, still connected with the caller's tensors."""
+        """The parts of every micro-batch, still connected with the caller's tensors."""
         return [self._nested(piece) for piece in self.split.split(self._leaves)]
 
     def gradients(self, pieces: Sequence[Gradients]) -> list[Tensor | None]:
-        """The gradients of `tensors`, out of those of the leaves that are present, for every micro-batch."""
-        found: list[Tensor | None] = []
+        """The gradients of `tensors`, joined from the gradients of the leaves that are present in every micro-batch."""
+        gradients: list[Tensor | None] = []
         for k, column in enumerate(zip(*pieces, strict=True)):
-            if self._wanted[k]:
-                whole = self.split.join_gradients(k, column, self._leaves[k])
-                found.append(None if whole is None else whole.to(self._leaves[k].device))
-        return found
+            if self._tracked[k]:
+                joined = self.split.join_gradients(k, column, self._leaves[k])
+                gradients.append(None if joined is None else joined.to(self._leaves[k].device))
+        return gradients
 
     def _nested(self, leaves: Sequence[Any]) -> list[Any]:
         parts: list[Any] = [ELSEWHERE] * self._parts
@@ -372,7 +375,7 @@ class MiniBatch:
 
 
 class JoinedOutput:
-    """The outputs of the micro-batches, joined along their batch axis; what is no tensor is passed through."""
+    """The outputs of the micro-batches, joined along their batch axis. Other objects than tensors pass through."""
 
     _where = "output"
     _flattens = True
@@ -384,9 +387,9 @@ class JoinedOutput:
         rows: Sequence[int] | None = None,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """No output is to share memory with the tensors of `given`. `axis` holds the rows: an int, or nested as the
-        output is; `rows` are those of the micro-batches, which outputs must have as well. With `weights`, numbers that
-        are one per micro-batch, such as a loss of the model, are added up by them."""
+        """Outputs must not share memory with the tensors of `given`. `axis` is the axis of the rows: an int, or nested
+        as the output is. `rows` are the rows of the micro-batches, which the outputs must have as well. `weights` are
+        factors for outputs that are one number per micro-batch, such as a loss of the model. These are added up."""
         self._given = given
         self._axis = axis
         self._rows = rows
@@ -394,17 +397,17 @@ class JoinedOutput:
         self._pieces = 0
         self._structure = LEAF
         self._axes: Sequence[int] = ()
-        self._lengths: list[tuple[int, ...] | None] = []  # of the pieces of each leaf that is a tensor
+        self._lengths: list[tuple[int, ...] | None] = []  # rows of the pieces of each leaf that is a tensor
         self._numbers: dict[int, Any] = {}
         self._rest: list[Any] = []
         self._at: list[int] = []
 
     def set_weights(self, weights: Sequence[float]) -> None:
-        """The weights, where another process knows them. Before `gather`."""
+        """Set the weights that another process knows. Call it before `gather`."""
         self.weights = weights
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
-        """The tensors that leave the step, and which of them have a gradient. Raises BatchError when the results of the
+        """The tensors that leave the step, and whether each has a gradient. Raises BatchError when the results of the
         last segment cannot be joined."""
         pieces, joined = self._join(results)
         self._at = [k for k, leaf in enumerate(joined) if isinstance(leaf, Tensor)]
@@ -413,7 +416,7 @@ class JoinedOutput:
         return [joined[k].detach() for k in self._at], tracked
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """For every micro-batch the gradients of its result."""
+        """The gradients of the result of every micro-batch."""
         columns: list[Sequence[Tensor | None]] = [[None] * self._pieces] * len(self._rest)
         for k, gradient in zip(self._at, gradients, strict=True):
             if gradient is not None and k in self._numbers:
@@ -423,33 +426,33 @@ class JoinedOutput:
         return [[column[i] for column in columns] for i in range(self._pieces)]
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The result as the caller sees it, with these tensors."""
+        """The result for the caller, with these tensors."""
         leaves = list(self._rest)
         for k, tensor in zip(self._at, tensors, strict=True):
             leaves[k] = tensor
         return unflatten(self._structure, leaves)
 
     def visible(self, results: Sequence[Any]) -> Any:
-        """The result as the caller sees it, still connected with the graphs of the micro-batches."""
+        """The result for the caller, still connected with the graphs of the micro-batches."""
         joined = self._join(results)[1]
         return unflatten(self._structure, joined)
 
     def _join(self, results: Sequence[Any]) -> tuple[list[list[Any]], list[Any]]:
-        """The flat leaves of every result, and of all of them joined. A single result is not copied."""
+        """The flat leaves of every result, and of the joined result. A single result is not copied."""
         flat = [flatten(result) for result in results]
         pieces, self._pieces = [leaves for leaves, _ in flat], len(flat)
-        structure = self._structure = common_structure([each for _, each in flat], where=self._where)
+        structure = self._structure = common_structure([nesting for _, nesting in flat], where=self._where)
         one_axis = isinstance(self._axis, int)
         self._axes = [self._axis] * len(pieces[0]) if one_axis else spread(self._axis, structure, self._where)
         columns = list(zip(*pieces, strict=True))
-        found = {k: self._number(k, column) for k, column in enumerate(columns)}
-        self._numbers = {k: number for k, number in found.items() if number is not None}
+        numbers = {k: self._number(k, column) for k, column in enumerate(columns)}
+        self._numbers = {k: number for k, number in numbers.items() if number is not None}
         flattened = self._flattens and bool(self.weights)
         lengths = [
             None if k in self._numbers else _lengths(column, axis, self._rows, flattened)
             for k, (column, axis) in enumerate(zip(columns, self._axes, strict=True))
         ]
-        self._lengths = [each for each in lengths if not isinstance(each, str)]
+        self._lengths = [length for length in lengths if not isinstance(length, str)]
         if len(self._lengths) < len(lengths):
             named = zip(structure_paths(structure, self._where), lengths, strict=True)
             faults = [f"{name} {fault}" for name, fault in named if isinstance(fault, str)]
@@ -457,30 +460,31 @@ class JoinedOutput:
         joined = list(pieces[0])
         if len(pieces) > 1:
             parts = zip(columns, self._lengths, self._axes, strict=True)
-            joined = [column[0] if each is None else torch.cat(column, axis) for column, each, axis in parts]
+            joined = [column[0] if length is None else torch.cat(column, axis) for column, length, axis in parts]
         for k, number in self._numbers.items():
             joined[k] = number
-        return pieces, joined if len(pieces) > 1 else self._apart(joined)
+        return pieces, joined if len(pieces) > 1 else self._copy_shared(joined)
 
     def _number(self, leaf: int, column: Sequence[Any]) -> Any:
-        """One number made of numbers that are one per micro-batch; None for leaves that are joined otherwise."""
+        """The weighted sum of a leaf that is one number per micro-batch. None for other leaves."""
         first = column[0]
         if not self.weights or not isinstance(first, Tensor) or first.dim() or not first.is_floating_point():
             return None
         return torch.stack([leaf * weight for leaf, weight in zip(column, self.weights, strict=True)]).sum(0)
 
-    def _apart(self, leaves: list[Any]) -> list[Any]:
-        """The leaves of a single result, none of which shares memory with another one or with what was given: behind a
-        cut they are no views of each other for autograd, which would not see what the caller writes into one."""
-        taken = {storage_id(x) for x in self._given}
+    def _copy_shared(self, leaves: list[Any]) -> list[Any]:
+        """The leaves of a single result, with copies of those that share memory with another leaf or an argument."""
+        # After a cut, autograd does not know that they are views of each other. It would not notice that a write of the
+        # caller into one leaf changes another.
+        seen = {storage_id(x) for x in self._given}
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                if (memory := storage_id(leaf)) in taken:
+                if (memory := storage_id(leaf)) in seen:
                     leaves[k] = leaf.clone()
-                taken.add(memory)
+                seen.add(memory)
         return leaves
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that tensors have in common if they share memory."""
+    """A number that is equal for tensors that share memory."""
     return cast(Any, tensor.untyped_storage())._cdata if tensor.layout is torch.strided else id(tensor)

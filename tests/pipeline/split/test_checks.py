@@ -148,11 +148,11 @@ def test_a_remote_expert_is_not_trained_by_comparing_or_measuring(monkeypatch: p
 def test_a_fault_of_split_is_told_with_all_others() -> None:
     with pytest.raises(UsageError) as seen:
         cut(Chain(), "layer.2", loss_weight=len, schedule="1f1b", checkpoint=["never"] * 3)
-    for words in ("'layer.2'; near it", "loss_weight", "'1f1b' begins backward", "3 entries for 2 stages"):
+    for words in ("'layer.2'; near it", "loss_weight", "'1f1b' starts backward", "3 entries for 2 stages"):
         assert words in str(seen.value)
     with pytest.raises(UsageError) as seen:
         weft.Pipe(Chain(), chunks=2, split=["layers.1", "layers.2"], devices=["cpu"], schedule="1f1b")
-    assert all(words in str(seen.value) for words in ("make 3 stages", "'1f1b' begins backward"))
+    assert all(words in str(seen.value) for words in ("make 3 stages", "'1f1b' starts backward"))
 
 
 class Tokens(nn.Module):

@@ -13,9 +13,9 @@ from weft.pipeline.config import (
     BatchDims,
     axis_in_words,
     batch_axis,
+    flatten_sequential,
     forbid_several_axes,
     keeps_axes,
-    opened,
 )
 from weft.pipeline.split.program import Instruction, RecordedValue, Recording
 
@@ -59,7 +59,7 @@ def _of_result(step: Instruction, rows: dict[RecordedValue, _Rows | None], fault
         read = {rows.get(value) for value in step.reads.values() if value.kind in ("in", "made")}
         return read.pop() if len({each and each.axis for each in read}) == 1 and step.name in _KEEP_AXES else None
     found = rows.get(step.reads[0]) if 0 in step.reads else None
-    for name, layer in opened(step.name, step.module):
+    for name, layer in flatten_sequential(step.name, step.module):
         own = batch_axis(layer)
         words = axis_in_words(name, layer, own)
         if own is not None and found and found.axis != own:
