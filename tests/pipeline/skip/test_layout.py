@@ -42,7 +42,7 @@ def test_wiring_that_does_not_fit_is_refused_with_every_fault() -> None:
     with pytest.raises(SkipWiringError) as caught:
         inspect_skip_layout([layer(pop="a"), [nn.Identity(), layer("b")]])
     assert "layer 'partition 0' (Nothing) pops 'a' before any stash" in str(caught.value)
-    assert "layer 'partition 1.1' (Nothing) stashes 'b', which nobody pops" in str(caught.value)
+    assert "layer 'partition 1.1' (Nothing) stashes 'b', which no layer pops" in str(caught.value)
 
 
 @given(

@@ -114,13 +114,13 @@ def test_one_class_and_one_declaration_give_one_class() -> None:
 
 @pytest.mark.parametrize("words", [{"stash": "early"}, {"pop": "early"}])
 def test_a_bare_string_is_no_list_of_names(words) -> None:
-    with pytest.raises(SkipWiringError, match=r"'early' is one string, wanted .*\['early'\]"):
+    with pytest.raises(SkipWiringError, match=r"'early' is one string; give .*\['early'\]"):
         skippable(**words)
 
 
 @pytest.mark.parametrize("thing", [Plain(), torch.relu, int], ids=["instance", "function", "int"])
 def test_only_module_classes_can_be_skippable(thing) -> None:
-    with pytest.raises(TypeError, match="wanted a class derived from nn"):
+    with pytest.raises(TypeError, match="apply it to a subclass of nn"):
         skippable(stash=["early"])(thing)
 
 
@@ -233,9 +233,9 @@ FAULTS = {
     undeclared_stash: ("stash", SkipError, "stashed 'other', which it does not declare: its stash= has 'early'"),
     undeclared_pop: ("pop", SkipError, "popped 'other', which it does not declare: its pop= has 'early'"),
     stash_twice: ("stash", SkipError, "stashed 'early' twice"),
-    output_yielded: ("stash", TypeError, r"yielded Tensor, wanted stash\(name, tensor\) or pop\(name\)"),
+    output_yielded: ("stash", TypeError, r"yielded Tensor; yield stash\(name, tensor\) or pop\(name\)"),
     pop_of_nothing: ("pop", SkipError, "Layer: 'early' was popped but never stashed"),
-    stash_of_a_list: ("stash", SkipError, "stashed a list as 'early', wanted a tensor or None"),
+    stash_of_a_list: ("stash", SkipError, "stashed a list as 'early'; stash a tensor or None"),
 }
 
 

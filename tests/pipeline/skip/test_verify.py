@@ -42,23 +42,26 @@ def deep() -> list[nn.Module]:
     [
         (
             [layer("ab", "ba")],
-            [f"layer '0' (Nothing) declares '{name}' both as stash and as pop, wanted one of them" for name in "ab"],
+            [
+                f"layer '0' (Nothing) declares '{name}' both as stash and as pop, but it can only be one of them"
+                for name in "ab"
+            ],
         ),
         (
             [layer("a"), layer("a"), layer(pop="a")],
-            ["layer '1' (Nothing) stashes 'a' again after layer '0' (Nothing), wanted one stash"],
+            ["layer '1' (Nothing) stashes 'a' again after layer '0' (Nothing), but one stash is allowed"],
         ),
         (
             [layer(pop="ab"), layer("a"), layer(pop="a")],
             [
                 "layer '0' (Nothing) pops 'a' before any stash: layer '1' (Nothing) stashes it only later",
-                "layer '0' (Nothing) pops 'b' before any stash: nobody stashes it",
+                "layer '0' (Nothing) pops 'b' before any stash: no layer stashes it",
             ],
         ),
         (
             deep(),
             [
-                f"layer '{at}' (Nothing) stashes '{name}', which nobody pops"
+                f"layer '{at}' (Nothing) stashes '{name}', which no layer pops"
                 for at, name in (("0.head", "a"), ("1.parts.1", "b"), ("2.module.inner", "c"))
             ],
         ),
@@ -73,14 +76,14 @@ def test_namespaces_keep_equal_names_apart() -> None:
     assert not faults(layer("a"), layer("a").isolate(ns), layer(pop="a"), layer(pop="a").isolate(ns))
     [early, unread] = faults(layer("a"), layer(pop="a").isolate(ns))
     assert f"'a' in {ns!r} before any stash" in early
-    assert "stashes 'a', which nobody pops" in unread
+    assert "stashes 'a', which no layer pops" in unread
 
 
 def test_a_layer_that_stands_twice_counts_twice() -> None:
     reader, writer = layer(pop="a"), layer("a")
     assert not faults(writer, reader, reader)
     assert faults(writer, reader, layer(pop="a"), one_to_one=True) == [
-        "layer '2' (Nothing) pops 'a' again after layer '1' (Nothing), wanted one pop"
+        "layer '2' (Nothing) pops 'a' again after layer '1' (Nothing), but one pop is allowed"
     ]
     assert len(faults(writer, reader, reader, one_to_one=True)) == 1
     assert "stashes 'a' again" in faults(writer, writer, reader)[0]

@@ -1,7 +1,8 @@
 """Skippable layers: modules that stash tensors for later layers, and pop those of earlier ones.
 
-The class becomes a class of shells around the user's module, so a model reads as before. Outside of such a ``forward``
-the two commands do nothing. A shell is an ordinary `nn.Module`: hooks, ``.train()``, `copy.deepcopy` and pickling work.
+The decorator replaces the class by a class of shells around the user's module, so the code of a model does not change.
+Outside of such a ``forward`` the two commands do nothing. A shell is an ordinary `nn.Module`, for which hooks,
+``.train()``, `copy.deepcopy` and pickling work.
 
     Sequential --calls--> Skippable --calls--> the user's module      a generator
                               | <--yields commands--+
@@ -10,8 +11,8 @@ the two commands do nothing. A shell is an ordinary `nn.Module`: hooks, ``.train
 Every command is checked against the declarations. A fault is thrown into the generator at its ``yield``, so that the
 traceback ends in the line of the user's layer.
 
-The user's module hangs below the shell as ``.module``. Two hooks take that out of state-dict keys on saving and put it
-in on loading, so the wrapped and the bare model load into each other; `named_parameters` has the real names
+The user's module is the attribute ``.module`` of the shell. Two hooks remove that from state-dict keys on saving and
+add it on loading, so the wrapped and the bare model can load each other's state. `named_parameters` has the real names
 (``0.module.weight``).
 """
 
@@ -31,20 +32,20 @@ INNER = "module."
 
 
 def shorten(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
-    """After saving: ``<prefix>module.weight`` becomes ``<prefix>weight``, in place and in order."""
+    """Hook after saving: ``<prefix>module.weight`` becomes ``<prefix>weight``, in place and in order."""
     long = prefix + INNER
     for key in [key for key in state if key.startswith(long)]:
         state[prefix + key.removeprefix(long)] = state.pop(key)
     versions: dict[str, dict[str, Any]] = getattr(state, "_metadata", None) or {}
-    # Layers read their format version under their own name. A bare model looks for the short one, a wrapped
-    # model for the long one, so both are written.
+    # Layers read their format version under their own name. A bare model looks up the short name, and a wrapped model
+    # the long one, so both are written.
     for name in [name for name in versions if f"{name}.".startswith(long)]:
         short = prefix + f"{name}.".removeprefix(long)
         versions[short.removesuffix(".")] = dict(versions[name])
 
 
 def lengthen(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, *lists: Any) -> None:
-    """Before loading: ``<prefix>weight`` becomes ``<prefix>module.weight``, in place; long keys stay."""
+    """Hook before loading: ``<prefix>weight`` becomes ``<prefix>module.weight``, in place. Long keys stay."""
     layer.__dict__["_loading"] = (prefix, lists[-1])
     inner = layer.get_submodule("module")
     owns_module = any(name == "module" for name, _ in inner.named_children())
@@ -55,19 +56,19 @@ def lengthen(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, *li
 
 
 def shorten_faults(layer: nn.Module, faults: Any) -> None:
-    """After loading: what is wrong is told of ``<prefix>weight``, as `state_dict` names it. `faults` has neither the
-    prefix nor the messages: `lengthen` has noted both."""
+    """Hook after loading: faults name ``<prefix>weight``, as `state_dict` does."""
+    # `faults` has neither the prefix nor the messages, so `lengthen` has noted both.
     prefix, messages = layer.__dict__.pop("_loading")
     long = prefix + INNER
     for keys in (faults.missing_keys, faults.unexpected_keys):
         keys[:] = [prefix + key.removeprefix(long) if key.startswith(long) else key for key in keys]
     for quote in (" ", '"'):
-        messages[:] = [each.replace(quote + long, quote + prefix) for each in messages]
+        messages[:] = [message.replace(quote + long, quote + prefix) for message in messages]
 
 
 @dataclass(frozen=True, slots=True)
 class stash:
-    """Put a tensor, or None, where the layers that declare ``pop=[name]`` will find it.
+    """Store a tensor, or None, for the layers that declare ``pop=[name]``.
 
     Example:
         >>> weft.stash("early", torch.ones(1))  # to be yielded: see `skippable`
@@ -80,7 +81,7 @@ class stash:
 
 @dataclass(frozen=True, slots=True)
 class pop:
-    """Ask for the tensor that was stashed under this name.
+    """Request the tensor that was stashed under this name.
 
     Example:
         >>> weft.pop("early")  # to be yielded: see `skippable`
@@ -91,7 +92,7 @@ class pop:
 
 
 class CommandHandler:
-    """Answers the commands of one forward and remembers them."""
+    """Executes the commands of one forward, and records them."""
 
     def __init__(self, layer: "Skippable[..., Any]", tracker: SkipTracker) -> None:
         self._layer, self._tracker = layer, tracker
@@ -100,7 +101,7 @@ class CommandHandler:
         self._popped: dict[str, Tensor | None] = {}
 
     def drive(self, commands: Generator[Any, Any, Any]) -> Any:
-        """Run the user's generator to its end and give its return value."""
+        """Run the user's generator to its end, and return its return value."""
         advance: Callable[[], object] = partial(next, commands)
         while True:
             try:
@@ -113,11 +114,11 @@ class CommandHandler:
                 advance = partial(commands.throw, fault)
 
     def _answer(self, command: object) -> Tensor | None:
-        """Do what the command says. Raises SkipError or, for what is no command, SkipWiringError."""
+        """Execute a command. Raises SkipError for an undeclared name, and SkipWiringError for any other object."""
         if not isinstance(command, (stash, pop)):
             raise SkipWiringError(
-                f"{self._name} yielded {type(command).__name__}, wanted stash(name, tensor) or pop(name); "
-                "the output of a layer is returned, not yielded"
+                f"{self._name} yielded {type(command).__name__}; yield stash(name, tensor) or pop(name), and return "
+                "the output of the layer instead of yielding it"
             )
         name, layer = command.name, self._layer
         declared = layer.stashable_names if isinstance(command, stash) else layer.poppable_names
@@ -140,19 +141,18 @@ class CommandHandler:
     def _stash(self, key: Key, value: object) -> None:
         if key[1] in self.stashed:
             raise SkipError(
-                f"{self._name} stashed {describe(key)} twice in one forward, wanted once; "
-                "stash the second tensor under a name of its own"
+                f"{self._name} stashed {describe(key)} twice in one forward; stash the second tensor under another name"
             )
         if not (value is None or isinstance(value, Tensor)):
             raise SkipError(
-                f"{self._name} stashed a {type(value).__name__} as {describe(key)}, wanted a "
-                "tensor or None; stash several tensors under several names"
+                f"{self._name} stashed a {type(value).__name__} as {describe(key)}; stash a tensor or None, and "
+                "several tensors under several names"
             )
         self._tracker.save(*key, value)
         self.stashed.add(key[1])
 
     def finish(self) -> None:
-        """The forward is over. Raises one SkipError that lists every declaration that was not kept."""
+        """End the forward. Raises one SkipError that lists every declared stash or pop that did not happen."""
         layer = self._layer
         missing = [("stashable but not stashed", name) for name in sorted(layer.stashable_names - self.stashed)]
         missing += [("poppable but not popped", name) for name in sorted(layer.poppable_names - self._popped.keys())]
@@ -160,8 +160,8 @@ class CommandHandler:
             faults = [f"{describe(layer.key(name))} was declared as {what}" for what, name in missing]
             raise SkipError(
                 listed(f"{self._name} broke its skip declaration by the end of its forward:", faults)
-                + "\nstash and pop on every path through forward (None may be stashed), "
-                "or take the names out of @skippable"
+                + "\nstash and pop on every path through forward (None can be stashed), "
+                "or remove the names from @skippable"
             )
 
 
@@ -173,7 +173,7 @@ class Skippable(nn.Module, Generic[P, M]):
     """Base of all classes made by `skippable`: a shell around ``module``, an instance of ``module_cls``.
 
     Calling it raises SkipError if the layer breaks its declaration, and SkipWiringError (a TypeError) if it yields
-    anything but `stash` and `pop`. The user's ``forward`` may be a plain function if nothing is declared.
+    anything except `stash` and `pop`. Without declarations, the user's ``forward`` can be a plain function.
     """
 
     module_cls: ClassVar[type[nn.Module]]
@@ -194,7 +194,7 @@ class Skippable(nn.Module, Generic[P, M]):
         return self._keys[name]
 
     def isolate(self, ns: Namespace | None, only: Iterable[str] | None = None) -> "Skippable[P, M]":
-        """Put all skip tensors of this layer, or those in `only`, into a namespace; gives the layer back. Raises
+        """Put all skip tensors of this layer, or those in `only`, into a namespace. Returns the layer. Raises
         SkipWiringError if `only` has names that the layer does not declare."""
         names = self._keys.keys() if only is None else _distinct_names("only", only)
         unknown = sorted(set(names) - self._keys.keys())
@@ -215,7 +215,7 @@ class Skippable(nn.Module, Generic[P, M]):
         return map(self.key, sorted(self.poppable_names))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module, answer the commands that it yields, and return what it returns."""
+        """Call the user's module, execute the commands that it yields, and return its output."""
         tracker = current_skip_tracker()
         handler = CommandHandler(self, tracker)
         output: Any = self.module(*args, **kwargs)
@@ -228,24 +228,25 @@ class Skippable(nn.Module, Generic[P, M]):
         return output
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As for any module, but a tensor is refused: it belongs to the user's module. Otherwise `functional_call` with
-        the keys of a state dict would set an attribute that nobody reads; it wants those of `named_parameters`."""
+        """As for any module, but raises SkipWiringError for a tensor, which belongs to the user's module."""
+        # functional_call needs the names of named_parameters(). With the keys of a state dict it would set an attribute
+        # of the shell, which no code reads.
         if isinstance(value, Tensor):
             raise SkipWiringError(
-                f"tensor {name!r} was set on a skippable layer around {self.module_cls.__name__}, which "
-                f"holds none of its own: set it on .module, or name it 'module.{name}'"
+                f"tensor {name!r} was set on the shell of a skippable {self.module_cls.__name__}, which has no "
+                f"tensors: set it on .module, or name it 'module.{name}'"
             )
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the layer though its class and the user's class have one name between them."""
+        """Pickle the layer, although its class and the user's class have the same name."""
         owner = next(cls for cls in type(self).__mro__ if "module_cls" in vars(cls))
         place: object = sys.modules.get(owner.__module__)
         for part in owner.__qualname__.split("."):
             place = getattr(place, part, None)
-        if place is owner:  # @skippable: the name is ours, the user's class hangs below it
+        if place is owner:  # @skippable: the name refers to the shell, so pickle finds the user's class through it
             owner.module_cls.__qualname__ = f"{owner.__qualname__}.module_cls"
-        elif type(self) is owner:  # skippable(...)(Class): the name is the user's class, ours is made again
+        elif type(self) is owner:  # skippable(...)(Class): the name refers to the user's class, so the shell is rebuilt
             return _blank, (owner.module_cls, owner.stashable_names, owner.poppable_names), self.__dict__
         return super().__reduce_ex__(protocol)
 
@@ -254,9 +255,9 @@ class Skippable(nn.Module, Generic[P, M]):
 
 
 def _distinct_names(what: str, names: Iterable[str]) -> frozenset[str]:
-    """The names as a set. Raises SkipWiringError for a bare string, whose letters would each be a name."""
+    """The names as a set. Raises SkipWiringError for a bare string, because each of its letters would be a name."""
     if isinstance(names, str):
-        raise SkipWiringError(f"{what}={names!r} is one string, wanted a list of names: [{names!r}]")
+        raise SkipWiringError(f"{what}={names!r} is one string; give a list of names: [{names!r}]")
     return frozenset(names)
 
 
@@ -266,31 +267,31 @@ _classes: weakref.WeakValueDictionary[Any, type[Skippable[..., Any]]] = weakref.
 def _class_around(
     module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]
 ) -> type[Skippable[..., Any]]:
-    """The subclass of `Skippable` for these declarations: one and the same while it lives."""
+    """The subclass of `Skippable` for these declarations. Equal declarations share one class while it is alive."""
     known = _classes.get((module_cls, stashed, popped))
     if known is not None:
         return known
     attributes = {"module_cls": module_cls, "stashable_names": stashed, "poppable_names": popped}
     attributes |= {name: getattr(module_cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = type(module_cls.__name__, (Skippable,), attributes)
-    return _classes.setdefault((module_cls, stashed, popped), made)
+    shell = type(module_cls.__name__, (Skippable,), attributes)
+    return _classes.setdefault((module_cls, stashed, popped), shell)
 
 
 def _blank(module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]) -> Skippable[..., Any]:
-    """A layer without its state, which unpickling and deepcopy fill in."""
+    """A layer without state. Unpickling and deepcopy fill it in."""
     cls = _class_around(module_cls, stashed, popped)
     return cls.__new__(cls)
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Callable[P, M]], type[Skippable[P, M]]]:
-    """Declare which skip tensors a module class stashes and pops.
+    """Declare the skip tensors that a module class stashes and pops.
 
-    Use it as a decorator, ``@skippable(stash=["early"])``, or as a call, ``skippable(stash=["early"])(Class)``; both
-    give a subclass of `Skippable` with the constructor of the class, whose ``forward`` is then a generator.
+    Use it as a decorator, ``@skippable(stash=["early"])``, or as a call, ``skippable(stash=["early"])(Class)``. Both
+    return a subclass of `Skippable` with the constructor of the class. The ``forward`` of the class is a generator.
 
-    A name is stashed by one layer and may be popped by any number of later layers. Raises SkipWiringError (a TypeError)
-    if `stash` or `pop` is a bare string, or if what is decorated is no module class. Declared skips with a yielding
-    forward are torchgpipe's idea (Kim et al., 2020, arXiv:2004.09910).
+    One layer stashes a name, and any number of later layers can pop it. Raises SkipWiringError (a TypeError) if `stash`
+    or `pop` is a bare string, or if the decorated object is not a module class. Declared skips with a yielding forward
+    are torchgpipe's idea (Kim et al., 2020, arXiv:2004.09910).
 
     Example:
         >>> @weft.skippable(stash=["early"])
@@ -309,7 +310,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[C
 
     def decorate(module_cls: Callable[P, M]) -> type[Skippable[P, M]]:
         if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
-            raise SkipWiringError(f"skippable was applied to {module_cls!r}, wanted a class derived from nn.Module")
+            raise SkipWiringError(f"skippable was applied to {module_cls!r}; apply it to a subclass of nn.Module")
         return cast(type[Skippable[P, M]], _class_around(module_cls, stashed, popped))
 
     return decorate

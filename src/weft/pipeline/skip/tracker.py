@@ -1,8 +1,8 @@
-"""Where skip tensors wait between their stash and their pops, and how they are addressed.
+"""Storage of skip tensors between their stash and their pops, and their addresses.
 
-A skippable layer knows nothing of stages: it hands its stashes to the current tracker of its thread, and asks the same
-tracker for its pops. The plain `SkipTracker` is a dictionary and serves a bare `nn.Sequential`. A pipeline puts its own
-tracker in place while it runs a stage, and that one routes the tensors between stages.
+A skippable layer does not know about stages. It passes its stashes to the current tracker of its thread, and gets its
+pops from the same tracker. The plain `SkipTracker` is a dictionary and serves a bare `nn.Sequential`. A pipeline
+installs its own tracker while it runs a stage, and routes the tensors between stages.
 
     stash layer ──save──> tracker of the thread ──load──> pop layer (any number of them)
 """
@@ -28,10 +28,10 @@ _serials = count()
 @total_ordering
 @dataclass(frozen=True, slots=True, repr=False)
 class Namespace:
-    """A place for skip names where they meet no others, such as those of a second copy of a block.
+    """A namespace for skip names, so that equal names do not collide, e.g. those of two copies of a block.
 
     Two namespaces are equal only if one is a copy of the other: by `copy`, `copy.deepcopy` or pickling, also across
-    processes. They are ordered by creation; ``None``, of everyone who asked for none, comes before all of them.
+    processes. They are ordered by creation. ``None``, the default namespace, comes before all others.
 
     Example:
         >>> inner = weft.Namespace()
@@ -55,14 +55,14 @@ Key: TypeAlias = tuple[Namespace | None, str]
 
 
 def describe(key: Key) -> str:
-    """A key as it stands in error messages."""
+    """A key for error messages."""
     ns, name = key
     return repr(name) if ns is None else f"{name!r} in {ns!r}"
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Kept:
-    """One stashed value. It has an identity, so that the end of its layer takes no later value along."""
+    """One stashed value. It is compared by identity, so that the end of its layer does not remove a later value."""
 
     value: Tensor | None
     stasher: weakref.ref[nn.Module] | None = None
@@ -71,41 +71,42 @@ class _Kept:
 class SkipTracker:
     """Keeps skip tensors of the layers that run in one thread, outside of a pipeline.
 
-    A tensor stays until the next stash of its key, or until the layer that stashed it or the tracker is gone. It is not
-    freed at a pop, since nobody here can know which pop is the last: a layer may stand at two places of the model, or
-    run again in backward under `torch.utils.checkpoint` (it then reads the latest stash of the key). Subclasses may
-    route tensors elsewhere: override `save`, `load` and `copy`.
+    A tensor stays until the next stash of its key, or until its layer or the tracker is freed. It is not freed at a
+    pop, because the tracker cannot know which pop is the last. A layer can occur twice in the model, or run again in
+    backward under `torch.utils.checkpoint` (it then reads the latest stash of the key). Subclasses can route tensors
+    elsewhere by overriding `save`, `load` and `copy`.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Key, _Kept] = {}
-        self._lock = threading.RLock()  # a layer may end in any thread, also while this one holds the lock
+        # Reentrant: a layer can be freed in any thread and at any moment, also while this thread holds the lock.
+        self._lock = threading.RLock()
 
     def save(self, ns: Namespace | None, name: str, value: Tensor | None) -> None:
-        """Keep a value (a tensor or None) under this key; a former one is dropped."""
+        """Keep a value (a tensor or None) under this key. Replaces an earlier one."""
         with self._lock:
             self._kept[ns, name] = _Kept(value)
 
     def load(self, ns: Namespace | None, name: str) -> Tensor | None:
-        """The value under this key, as often as it is asked for. Raises SkipError if there is none."""
+        """The value under this key, which stays there. Raises SkipError if the key has no value."""
         kept = self._kept.get((ns, name))
         if kept is None:
             raise SkipError(
                 f"{describe((ns, name))} was popped but never stashed: a layer that stashes it must run before, "
-                "in the same thread and namespace. (A layer that pops cannot stand inside torch.utils.checkpoint in "
-                "a Pipe: use the Pipe's checkpoint=, or call it inside the layer's forward)"
+                "in the same thread and namespace. (In a Pipe, a layer that pops cannot be inside of "
+                "torch.utils.checkpoint: use the Pipe's checkpoint=, or call it inside the layer's forward)"
             )
         return kept.value
 
     def copy(self, ns: Namespace | None, name: str, device: torch.device | str) -> None:
-        """Send a value to another device. For subclasses that can; this one raises SkipWiringError."""
+        """Send a value to another device. Raises SkipWiringError unless a subclass overrides it."""
         raise SkipWiringError(
-            f"cannot copy {describe((ns, name))} to {device}: this tracker keeps skip tensors where they were "
-            "stashed; wrap the model in a Pipe, which brings them to their readers, or keep all layers on one device"
+            f"cannot copy {describe((ns, name))} to {device}: this tracker does not move skip tensors; wrap the "
+            "model in a Pipe, which moves them to their readers, or keep all layers on one device"
         )
 
     def stashed_by(self, layer: nn.Module, keys: Iterable[Key]) -> None:
-        """The values that are kept under these keys now go when this layer goes."""
+        """Free the values that these keys have now when the layer is freed."""
         for key in keys:
             kept = self._kept.get(key)
             if kept is not None:
@@ -114,17 +115,17 @@ class SkipTracker:
 
     @staticmethod
     def _forget(tracker: "weakref.ref[SkipTracker]", key: Key, kept: weakref.ref[_Kept], _: object) -> None:
-        """The layer that stashed is gone, and its model with it: nobody will read the tensor."""
-        alive, gone = tracker(), kept()
-        if alive is None or gone is None:
+        # The layer that stashed is freed, and its model with it, so no layer will read the tensor.
+        alive, value = tracker(), kept()
+        if alive is None or value is None:
             return
         with alive._lock:
-            if alive._kept.get(key) is gone:
+            if alive._kept.get(key) is value:
                 del alive._kept[key]
 
 
 class _TrackerOfThread(threading.local):
-    """A thread-local runs its `__init__` once per thread, on first use."""
+    """Tracker of each thread. `threading.local` runs `__init__` once per thread, on first use."""
 
     def __init__(self) -> None:
         self.tracker = SkipTracker()
@@ -134,15 +135,15 @@ _current = _TrackerOfThread()
 
 
 def current_skip_tracker() -> SkipTracker:
-    """The tracker of this thread: a plain one, unless `use_skip_tracker` put another in its place."""
+    """The tracker of this thread: a plain one, unless `use_skip_tracker` replaced it."""
     return _current.tracker
 
 
 @contextmanager
 def use_skip_tracker(tracker: SkipTracker) -> Generator[SkipTracker]:
-    """Make `tracker` the current one of this thread; the former one comes back, also on error."""
-    former, _current.tracker = _current.tracker, tracker
+    """Make `tracker` the current one of this thread. The previous one is restored at the end, also after an error."""
+    previous, _current.tracker = _current.tracker, tracker
     try:
         yield tracker
     finally:
-        _current.tracker = former
+        _current.tracker = previous
