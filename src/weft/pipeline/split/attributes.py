@@ -1,4 +1,4 @@
-"""Tensors that forward() stores in attributes, which no stage can hand to another."""
+"""Rejection of activations that forward() stores in attributes, because stages cannot exchange them."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -14,15 +14,15 @@ OPENED = (
 )
 SHARED = (
     "blocks share tensors through it, which stages cannot see; let blocks take and return them in a tuple, list or "
-    "dict, or cut where nothing is shared (Gemma-3n's layers share keys and values)"
+    "dict, or cut at a point where no tensors are shared (Gemma-3n's layers share keys and values)"
 )
 
 
 def path_of(block: nn.Module, name: str, tensor: Tensor) -> str:
-    """Describe how the code around a block got a tensor that the block made and did not return."""
+    """The way in which code around a block got a tensor that the block made and did not return, in words."""
     modules = cast("Iterable[tuple[str, nn.Module]]", cast(Any, block).named_modules(prefix=name))
-    found = [f"{path}.{key}" for path, module in modules for key, x in vars(module).items() if x is tensor]
-    return found[0] if found else f"a tensor that a hook or a global took out of {name}"
+    paths = [f"{path}.{key}" for path, module in modules for key, x in vars(module).items() if x is tensor]
+    return paths[0] if paths else f"a tensor that a hook or a global took out of {name}"
 
 
 def forbid_stored_activations(
@@ -31,9 +31,11 @@ def forbid_stored_activations(
     recording: Recording,
     values: dict[int, RecordedValue],
 ) -> None:
-    """Raise SplitError if the code between blocks has stored an activation in an attribute of a module, which had other
-    attributes `before`. `values` are those of the run, by the id() of a tensor."""
-    # A tensor that depends on inputs, buffers and constants alone, such as a cached mask, is not an activation.
+    """Raise SplitError if the code between blocks has stored an activation in an attribute of a module.
+
+    `before` holds the attributes before the run. `values` are the values of the run, by the id() of a tensor.
+    """
+    # A tensor that depends only on inputs, buffers and constants, such as a cached mask, is not an activation.
     active: set[RecordedValue | None] = set()
     for step in recording.steps:
         reads = any(x in active or (x.kind == "own" and x.key in parameters) for x in step.reads.values())
@@ -44,6 +46,6 @@ def forbid_stored_activations(
             if isinstance(x, Tensor) and held.get(key) is not x and values.get(id(x)) in active - {None}:
                 raise SplitError(
                     f"forward of {name or 'the model'} ({type(module).__name__}) stores a tensor in its attribute "
-                    f"{key!r}, which would be that of one micro-batch and of no later step; return it, or store it in "
-                    "a submodule that is not cut"
+                    f"{key!r}; that tensor would be from one micro-batch of one step, and later steps would not set "
+                    "it; return it, or store it in a submodule that is not cut"
                 )

@@ -1,9 +1,10 @@
-r"""Where to cut a model: opened down to the items of its ModuleLists, each measured, and cut where `partition` says.
+r"""Automatic choice of split points: the model is divided into units, these are measured, and `partition` cuts them.
 
     units      embed | h.0 | h.1 | h.2 | h.3 | ln_f, lm_head      seconds of forward and backward of each
     crossing     \____/     \___________________/      values from one unit to a later one: seconds to copy them
 
-The units are measured as stages of a pipe that is cut before each of them.
+Units are the modules down to the items of ModuleLists. They are measured as stages of a pipe that is cut before each of
+them. Timing each unit alone would need its inputs, which only the model's own code makes.
 """
 
 import time
@@ -28,8 +29,8 @@ from weft.pipeline.split.modules import named_modules
 from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.tracing import Recorder
 
-ROUNDS = 6  # the least time of some counts, since others may have the machine meanwhile
-_PROBE = 1 << 22  # bytes that are copied to see how long that takes
+ROUNDS = 6  # the minimum over the rounds counts, because other programs can only add to a time
+_PROBE = 1 << 22  # bytes of the copy that measures the speed of a link
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -39,23 +40,23 @@ def automatic_split(
 ) -> list[str]:
     """Split points that make one stage per device. Without a `call` to measure, by parameters, with a warning.
 
-    Raises PartitionError where there are fewer places to cut at than devices need, UsageError where measuring would
-    train a remote expert.
+    Raises PartitionError if the model has fewer units than devices, UsageError if measuring would train a remote
+    expert.
     """
     if len(devices) == 1:
         return []
     names = list(_candidates(model))
-    if call is None or any(each.is_meta for each in model.parameters()):
+    if call is None or any(parameter.is_meta for parameter in model.parameters()):
         warnings.warn(
-            "split='auto' went by the sizes of parameters, in the order in which modules were registered; with sample= "
-            "(a micro-batch) it goes by measured time",
+            "split='auto' used the sizes of parameters, in the order in which modules were registered; with sample= "
+            "(a micro-batch) it uses measured time",
             stacklevel=3,
         )
         return _cut(names, own_bytes(model.get_submodule(name).parameters() for name in names), devices)
-    if found := [f"{k} ({type(m).__name__})" for k, m in named_modules(model) if isinstance(m, StepsInBackward)]:
+    if faults := [f"{k} ({type(m).__name__})" for k, m in named_modules(model) if isinstance(m, StepsInBackward)]:
         headline = "split='auto' with sample= measures backward, which would train these; leave sample out, or name"
-        raise UsageError(listed(f"{headline} split points:", found))
-    here = next((each.device for each in model.parameters()), devices[0])
+        raise UsageError(listed(f"{headline} split points:", faults))
+    here = next((parameter.device for parameter in model.parameters()), devices[0])
     leaves, structure = flatten(call)
     args, kwargs = unflatten(structure, [x.to(here) if isinstance(x, Tensor) else x for x in leaves])
     cuts = ForwardRecorder(model, names, [here]).record(args, kwargs, optional=True).cuts
@@ -64,11 +65,12 @@ def automatic_split(
         return _cut(units, [], devices)
     steps = _measured(model, units[1:], here, (args, kwargs), dims)
     measured = zip(*(step.stages for step in steps), strict=True)
-    times = [min(each.forward for each in unit) + min(each.backward for each in unit) for unit in measured]
+    times = [min(cost.forward for cost in unit) + min(cost.backward for cost in unit) for unit in measured]
     per_byte = _copy_seconds(here, devices[-1]) / _PROBE
     skips = [(value.source, max(value.readers), value.bytes * per_byte) for value in steps[0].values]
     cut = _cut(units, times, devices, skips)
-    # Parameters with gradients, and what one micro-batch keeps: what is fastest and does not fit is cut by memory.
+    # Memory is that of parameters with gradients, and of one micro-batch. If the fastest cut does not fit into a
+    # device, the model is cut by memory instead.
     parameters = own_bytes(model.get_submodule(name).parameters() for name in units)
     memory = [stage.saved_bytes + 2 * size for stage, size in zip(steps[0].stages, parameters, strict=True)]
     for device, start, stop in zip(devices, [0, *map(units.index, cut)], [*map(units.index, cut), None], strict=True):
@@ -78,7 +80,7 @@ def automatic_split(
 
 
 def _candidates(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Names of the modules that a model may be cut before, down to the items of its lists."""
+    """Names of the modules before which the model can be cut, down to the items of its lists."""
     items = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     for name, child in module.named_children():
         at = f"{path}.{name}" if path else name
@@ -105,7 +107,7 @@ def _cut(
 
 
 class _Timer(Recorder):
-    """A recorder that waits for the device, so that a span holds all the work that it began."""
+    """A recorder that waits for the device, so that a span includes all the work started in it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -122,7 +124,7 @@ class _Timer(Recorder):
 def _measured(
     model: nn.Module, split: list[str], device: torch.device, call: Arguments, dims: BatchDims
 ) -> list[Costs]:
-    """What the units between these split points cost, in each of some steps."""
+    """The costs of the units between these split points, measured in several steps."""
     args, kwargs = call
     timers = [_Timer(device) for _ in range(ROUNDS)]
     with undisturbed(model, [device]), torch.inference_mode(False), torch.enable_grad():
@@ -130,13 +132,13 @@ def _measured(
         axes: dict[str, Any] = {"batch_dim": dims.arguments, "output_batch_dim": dims.outputs}
         pipe = Pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False, **axes)
         sizes = MemoryRecorder([*model.parameters(), *model.buffers()])
-        wanted = [each for each in model.parameters() if each.requires_grad]
-        for watcher in (Recorder(), sizes, *timers):  # the first one warms up
-            with pipe.observed_by(watcher), quiet_hooks(wanted):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for observer in (Recorder(), sizes, *timers):  # the first step warms up
+            with pipe.observed_by(observer), quiet_hooks(trained):
                 roots = [x for x in flatten(pipe(*args, **kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
-                if roots and wanted:
-                    torch.autograd.grad(roots, wanted, [torch.ones_like(x) for x in roots], allow_unused=True)
-    return [costs_from([each], sizes) for each in timers]
+                if roots and trained:
+                    torch.autograd.grad(roots, trained, [torch.ones_like(x) for x in roots], allow_unused=True)
+    return [costs_from([timer], sizes) for timer in timers]
 
 
 def _copy_seconds(source: torch.device, target: torch.device) -> float:

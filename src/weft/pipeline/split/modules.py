@@ -10,13 +10,13 @@ from weft.core.errors import SplitError, listed
 
 
 def check_names(model: nn.Module, split: Sequence[str]) -> None:
-    """Raise SplitError that lists the split points which are no modules of the model."""
+    """Raise SplitError that lists the split points that are not modules of the model."""
     known = [name for name, _ in named_modules(model, again=True) if name]
     if wrong := [name for name in split if name not in known]:
         near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
-        raise SplitError(listed(f"split names what is no module of {type(model).__name__}:", near))
+        raise SplitError(listed(f"these entries of split are not modules of {type(model).__name__}:", near))
 
 
 def named_modules(model: nn.Module, *, again: bool = False) -> "Iterable[tuple[str, nn.Module]]":
-    """All modules with their names, and with all their names `again`, if they have several."""
+    """All modules with their names. With `again`, a module that has several names is listed under each of them."""
     return cast(Any, model).named_modules(remove_duplicate=not again)

@@ -4,10 +4,10 @@
     ALPHA, settings.alpha        globals that functions of this code name, and variables that they close over
     self.args.inner["alpha"]     values in lists, dicts and plain objects, down to `DEPTH` levels and `ENTRIES` values
 
-Comparing all attributes of all modules at every step would take longer than the step of a small model, and would record
-a program again whenever a block counts its own calls. So a recording notes which attributes are read, and each step
-looks up these. State that Python cannot see (a C extension, a file, the environment) or that lies deeper, and globals
-of installed packages, are left to `verify.py`.
+Comparing all attributes of all modules at every step would take longer than the step of a small model. It would also
+record a new program whenever a block counts its own calls. So a recording notes the attributes that are read, and each
+step compares only these. Other state is left to `verify.py`: state outside of Python (a C extension, a file, the
+environment), deeper levels, and globals of installed packages.
 """
 
 import dis
@@ -34,7 +34,7 @@ PLAIN: tuple[type[Any], ...] = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size, slice, range),
 )
-"""Types that keys compare by value, and that a block may return beside tensors."""
+"""Types that keys compare by value, and that a block can return together with tensors."""
 
 _PLAIN = frozenset({*PLAIN} - {slice})  # a slice cannot be hashed before Python 3.12
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
@@ -42,14 +42,14 @@ _ABSENT = object()
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _WRAPPERS = (types.MethodType, staticmethod, classmethod, property, partial)
 _WRAPPED = ("__func__", "fget", "func")
-"""Where these hold their function."""
+"""The attributes in which these wrappers hold their function."""
 
 
 class OpenState:
-    """The places that were read between blocks so far, and their present values."""
+    """The attributes and globals that were read between blocks so far, and their present values."""
 
     def __init__(self) -> None:
-        # By the id of a table of attributes or globals, and a name in it: the table, the name, and words for people.
+        # By the id() of a table of attributes or globals, and a name in it: the table, the name, and a description.
         self._places: dict[tuple[int, str], tuple[Mapping[str, Any], str, str]] = {}
         self._codes: set[types.CodeType] = set()
 
@@ -71,7 +71,8 @@ class OpenState:
 
         kinds = cast("set[Any]", {type(module) for module in model.modules()})
         own: dict[Any, Any] = {kind: vars(kind).get("__getattribute__") for kind in kinds}
-        readers = {kind: reader(kind.__getattribute__) for kind in kinds}  # all of them before one is replaced
+        # All readers are made before any class changes. Otherwise a subclass would wrap the reader of its base class.
+        readers = {kind: reader(kind.__getattribute__) for kind in kinds}
         try:
             for kind, read in readers.items():
                 kind.__getattribute__ = read
@@ -84,49 +85,49 @@ class OpenState:
                     kind.__getattribute__ = read
 
     def key(self) -> tuple[Hashable, ...]:
-        """The present values, equal to an earlier key if nothing has changed."""
-        seen: dict[int, Hashable] = {}  # modules often share one object, such as a config
-        found: list[Hashable] = []
+        """The present values. Two keys are equal if no value has changed in between."""
+        by_id: dict[int, Hashable] = {}  # modules often share one object, such as a config
+        states: list[Hashable] = []
         for table, name, _ in self._places.values():
             value = table.get(name, _ABSENT)
-            state = seen.get(id(value))
+            state = by_id.get(id(value))
             if state is None:
-                state = seen[id(value)] = _state_of(value)
-            found.append(state)
-        return tuple(found)
+                state = by_id[id(value)] = _state_of(value)
+            states.append(state)
+        return tuple(states)
 
     def described(self, modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Hashable]:
-        """The present values but tensors, by name: of all that was read, and of all attributes of these modules."""
-        found = {words: table.get(name, _ABSENT) for table, name, words in self._places.values()}
+        """The present values by name, without tensors: of all that was read, and of all attributes of `modules`."""
+        values = {words: table.get(name, _ABSENT) for table, name, words in self._places.values()}
         for path, module in modules:
-            found |= {f"{path or 'self'}.{key}": x for key, x in vars(module).items() if key not in _OF_MODULES}
-        return {words: _state_of(value) for words, value in found.items() if not isinstance(value, Tensor)}
+            values |= {f"{path or 'self'}.{key}": x for key, x in vars(module).items() if key not in _OF_MODULES}
+        return {words: _state_of(value) for words, value in values.items() if not isinstance(value, Tensor)}
 
     def line_of(self, name: str) -> str:
-        """File and line where the code between blocks sets an attribute, or uses it; "" if it does not name it."""
+        """File and line where the code between blocks sets or uses an attribute. Empty if it does not name it."""
         lines: dict[str, str] = {}
         for code in self._codes:
-            for each in dis.get_instructions(code):
-                if each.argval == name and each.positions is not None:
-                    lines.setdefault(each.opname, f"{code.co_filename}:{each.positions.lineno}")
+            for instruction in dis.get_instructions(code):
+                if instruction.argval == name and instruction.positions is not None:
+                    lines.setdefault(instruction.opname, f"{code.co_filename}:{instruction.positions.lineno}")
         return lines.get("STORE_ATTR") or next(iter(lines.values()), "")
 
     def _note_attribute(self, module: nn.Module, name: str, words: str) -> None:
-        # By the table and not by the module: the entry keeps the table alive, so that no other one gets its id.
+        # By the id() of the table, and not of the module: the entry keeps the table alive, so the id is not reused.
         table = vars(module)
         if (id(table), name) in self._places:
             return
         self._places[id(table), name] = table, name, f"{words}.{name}"
         self._note_function(table.get(name), DEPTH)
-        kind = next((each for each in type(module).__mro__ if name in vars(each)), None)
+        kind = next((base for base in type(module).__mro__ if name in vars(base)), None)
         if kind is not None and not _is_constant(kind.__module__) and not self._note_function(vars(kind)[name], DEPTH):
             self._places[id(kind), name] = vars(kind), name, f"{kind.__name__}.{name}"
 
     def _note_function(self, function: Any, depth: int) -> bool:
-        """Note the globals and closure of a function; False if `function` is not one."""
+        """Note the globals and the closure of a function. Returns False if `function` is not a function."""
         while isinstance(function, _WRAPPERS):
             wrapper = cast(Any, function)
-            function = next(getattr(wrapper, each) for each in _WRAPPED if hasattr(wrapper, each))
+            function = next(getattr(wrapper, attribute) for attribute in _WRAPPED if hasattr(wrapper, attribute))
         if not isinstance(function, types.FunctionType):
             return False
         if depth and not _is_constant(function.__module__):
@@ -136,7 +137,7 @@ class OpenState:
         return True
 
     def _note_code(self, code: types.CodeType, held: dict[str, Any], depth: int) -> None:
-        """Note the globals that code names, also by way of functions and of modules of the user's."""
+        """Note the globals that code uses, also through functions and modules of the user."""
         if code in self._codes or _is_constant(held.get("__name__")):
             return
         self._codes.add(code)
@@ -151,19 +152,19 @@ class OpenState:
 
     def _note_global(self, held: Mapping[str, Any], name: str, words: str, depth: int) -> None:
         value = held[name]
-        # A logger caches its levels, so it changes with any message.
+        # A logger is left out, because it caches its levels and so changes with any message.
         if not self._note_function(value, depth - 1) and not isinstance(value, logging.Logger):
             self._places.setdefault((id(held), name), (held, name, words))
 
 
 def _state_of(value: Any) -> Hashable:
-    """A hashable image of a value, equal to an earlier one if the value has not changed."""
+    """A hashable image of a value. Two images are equal if the value has not changed."""
     kind = cast("type[Any]", type(value))
     return (kind, value) if kind in _PLAIN else _inner_state(value, DEPTH, [ENTRIES])
 
 
 def _inner_state(value: Any, depth: int, left: list[int]) -> Hashable:
-    """The same, down to `depth` levels. `left[0]` counts down the values that may still be compared."""
+    """The same, down to `depth` levels. `left[0]` is the number of values that can still be compared."""
     kind = cast("type[Any]", type(value))
     left[0] -= 1
     if kind in _PLAIN or isinstance(value, enum.Enum):
@@ -175,23 +176,23 @@ def _inner_state(value: Any, depth: int, left: list[int]) -> Hashable:
     inside = _inside(value) if depth and left[0] > 0 else None
     if inside is None:
         return id(value)
-    found: list[Hashable] = [kind]
-    for each in inside:
+    states: list[Hashable] = [kind]
+    for inner in inside:
         if left[0] <= 0:
             break
-        found.append(_inner_state(each, depth - 1, left))
-    return tuple(found)
+        states.append(_inner_state(inner, depth - 1, left))
+    return tuple(states)
 
 
 def _inside(value: Any) -> Iterable[Any] | None:
-    """Values in a container, plain object or function; None for objects that are compared by identity."""
+    """Values in a container, plain object or function. None for objects that are compared by identity."""
     if isinstance(value, list | tuple | set | frozenset | deque):
         return (len(cast("list[Any]", value)), *cast("list[Any]", value))
     if isinstance(value, dict):
         return chain.from_iterable(cast("dict[Any, Any]", value).items())
     if isinstance(value, types.FunctionType):
-        cells = [each for each in value.__closure__ or () if each != types.CellType()]  # a cell may be empty
-        return (value.__code__, value.__defaults__, *(each.cell_contents for each in cells))
+        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]  # without empty cells
+        return (value.__code__, value.__defaults__, *(cell.cell_contents for cell in cells))
     if isinstance(value, Tensor | nn.Module | type | types.ModuleType):
         return None
     slots = _slots(cast("type[Any]", type(value)))
@@ -213,7 +214,7 @@ def _home(value: Any) -> str | None:
 
 @cache
 def _is_constant(module: str | None) -> bool:
-    """Whether a module belongs to Python or an installed package, whose globals no user is expected to change."""
+    """Whether a module belongs to Python or an installed package, whose globals users are not expected to change."""
     home = (module or "").partition(".")[0]
     if home in ("torch", "numpy", "weft") or home in sys.stdlib_module_names:
         return True
