@@ -226,10 +226,11 @@ class WeightFiles:
     def fill(self, model: nn.Module, chosen: Mapping[str, str]) -> None:
         """Read tensors into those of the model, which keep dtype and device."""
         state = model.state_dict()
-        for path, names in self._by_file(chosen).items():
-            with self._open(path, "pt") as file:
-                for name in names:
-                    state[name].copy_(file.get_tensor(chosen[name]))
+        for name, key in chosen.items():
+            # Opened for each tensor, because the pages of a mapped file stay resident until it is closed. With one
+            # opening per file a rank would hold its share twice.
+            with self._open(self._files[key], "pt") as file:
+                state[name].copy_(file.get_tensor(key))
 
     def _shapes_of(self, keys: set[str]) -> dict[str, list[int]]:
         shapes: dict[str, list[int]] = {}
