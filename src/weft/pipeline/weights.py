@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
@@ -55,6 +54,11 @@ def build_on_meta() -> Generator[None]:
         yield
     finally:
         handle.remove()
+
+
+def typed_like(tensor: Tensor, storage: Tensor) -> Tensor:
+    """The storage as a parameter if `tensor` is one."""
+    return nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage
 
 
 def map_tensors(root: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -118,8 +122,7 @@ def allocate(roots: Sequence[nn.Module], device_of: Mapping[int, torch.device]) 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        storage = torch.empty_like(tensor, device=device_of[id(tensor)])
-        made.append(nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage)
+        made.append(typed_like(tensor, torch.empty_like(tensor, device=device_of[id(tensor)])))
         return made[-1]
 
     map_tensors(nn.ModuleList(roots), change)
@@ -157,13 +160,10 @@ def initialize_modules(
 
 def _scratch(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
     """Storage inside for those of the module's own tensors that another rank has."""
-
-    def storage_for(tensor: Tensor) -> Tensor:
-        storage = torch.empty_like(tensor, device=device)
-        return nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage
-
     items = [((table, key), tensor) for table in tables_of(module) for key, tensor in table.items()]
-    return replaced_in((slot, storage_for(x)) for slot, x in items if x is not None and x.is_meta)
+    return replaced_in(
+        (slot, typed_like(x, torch.empty_like(x, device=device))) for slot, x in items if x is not None and x.is_meta
+    )
 
 
 def _reset_of(module: nn.Module) -> Initialize | None:
@@ -234,16 +234,11 @@ class WeightFiles:
 
     def _shapes_of(self, keys: set[str]) -> dict[str, list[int]]:
         shapes: dict[str, list[int]] = {}
-        for path, names in self._by_file({key: key for key in keys}).items():
+        for path in {self._files[key] for key in keys}:
             with self._open(path, "pt") as file:
-                shapes |= {name: list(file.get_slice(name).get_shape()) for name in names}
+                here = [key for key in keys if self._files[key] == path]
+                shapes |= {key: list(file.get_slice(key).get_shape()) for key in here}
         return shapes
-
-    def _by_file(self, chosen: Mapping[str, str]) -> dict[Path, list[str]]:
-        by_file: defaultdict[Path, list[str]] = defaultdict(list)
-        for name, key in chosen.items():
-            by_file[self._files[key]].append(name)
-        return by_file
 
 
 def _only_file(folder: Path) -> Path:
