@@ -123,7 +123,7 @@ def exchange_late() -> list[Any]:
     calls.set_channel(channel)
     channel.open("the exchange")
     time.sleep(0.0 if links.rank else 0.5)
-    contents = calls.exchange(links.rank)
+    contents = calls.exchange_contents(links.rank)
     channel.walk.agree(None)
     links.close()
     return contents

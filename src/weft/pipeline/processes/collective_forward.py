@@ -83,13 +83,13 @@ class CollectiveCalls:
                     f"{self.rank} at {step}; {EQUAL_EVERYWHERE}"
                 )
             effects = CallEffects(*content)
-            effects.repeat(known, modules)
+            effects.repeat_here(known, modules)
         else:
             slots = [((m._parameters, key), copies[id(x)]) for m in modules for key, x in m._parameters.items()
                      if id(x) in copies]  # fmt: skip
             with replaced_in(slots):
                 args, kwargs = unflatten(structure, [copies.get(id(x), x) for x in leaves])
-                effects = CallEffects.of(partial(run, *args, **kwargs), known, modules)
+                effects = CallEffects.run_observed(partial(run, *args, **kwargs), known, modules)
             try:
                 self._send(number, pack((step.name, *effects), known))
             except SpecError as error:
@@ -105,13 +105,13 @@ class CollectiveCalls:
         """The next announcement of a rank."""
         return self._receive(self._next_number(), source)
 
-    def exchange(self, content: Any) -> list[Any]:
+    def exchange_contents(self, content: Any) -> list[Any]:
         """The contents of all ranks, by rank."""
         number, size = self._next_number(), self._channel.links.size
         self._send(number, pack(content))
         return [content if rank == self.rank else self._receive(number, rank) for rank in range(size)]
 
-    def compare(self, report: Any, what: str) -> list[Any]:
+    def compare_reports(self, report: Any, what: str) -> list[Any]:
         """The plain reports of all ranks. The walk ends, so that all ranks have them or all raise; another begins."""
         reports = self._channel.walk.agree(report)
         self._channel.end()
@@ -160,7 +160,7 @@ class CallEffects(NamedTuple):
     """Arguments of forward hooks. Hooks can take tensors out of a block (Hugging Face's router logits)."""
 
     @staticmethod
-    def of(run: Callable[[], Observed], known: Sequence[Any], modules: Sequence[nn.Module]) -> "CallEffects":
+    def run_observed(run: Callable[[], Observed], known: Sequence[Any], modules: Sequence[nn.Module]) -> "CallEffects":
         """Run a call."""
         versions = [version(x) if isinstance(x, Tensor) else 0 for x in known]
         before = [dict(vars(module)) for module in modules]
@@ -178,7 +178,7 @@ class CallEffects(NamedTuple):
         ]
         return CallEffects(result, flags, contents, stored, hooked)
 
-    def repeat(self, known: Sequence[Any], modules: Sequence[nn.Module]) -> None:
+    def repeat_here(self, known: Sequence[Any], modules: Sequence[nn.Module]) -> None:
         """Repeat the effects of a call on another rank."""
         for k, content in self.contents:
             target = known[k]
@@ -253,4 +253,4 @@ class CollectiveRecorder(ForwardRecorder):
 
     def settle(self, finding: Finding | None) -> Finding | None:
         """See `ForwardRecorder.settle`."""
-        return next((each for each in self._calls.exchange(finding) if each is not None), None)
+        return next((each for each in self._calls.exchange_contents(finding) if each is not None), None)

@@ -72,18 +72,20 @@ class Loans:
         local = by_worker.get(self._rank, {})
         for loan in self._loans:
             if loan.borrower == self._rank:
+                # Removed, because the copy is not an input of this rank's node of autograd.
                 gradient = local.pop(id(borrowed[loan.number]), None)
                 walk.send(loan.owner, (_RETURNED, loan.borrower, loan.number), gradient)
         for loan in self._loans:
             if loan.parameter is not None:
                 gradient = walk.receive((_RETURNED, loan.borrower, loan.number), loan.borrower)
+                # Filed under the borrower: gradients are summed by worker in a fixed order, not by arrival.
                 if gradient is not None:
                     by_worker.setdefault(loan.borrower, {})[id(loan.parameter)] = gradient
         return by_worker
 
 
 class BorrowingStage(Stage):
-    """A stage some of whose parameters belong to another rank."""
+    """A stage that uses parameters of another rank."""
 
     _slots: Sequence[tuple[int, Slot]] = ()
     _next_copies: Mapping[int, Tensor] = MappingProxyType({})

@@ -55,7 +55,7 @@ class HiddenTensors:
     def __init__(
         self, uses: Iterable[Use], owners: Mapping[int, int], rank: int, replace: Callable[[Tensor], Tensor]
     ) -> None:
-        # By slot, because several stages can use one module. Tied tensors have one placeholder.
+        # Keyed by slot, because several stages can use one module. Tied tensors have one placeholder.
         self._slots: dict[tuple[int, str], tuple[Slot, Tensor]] = {}
         placeholders: dict[int, Tensor] = {}
         for use in uses:
@@ -72,6 +72,7 @@ class HiddenTensors:
     def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
         """Let these modules have their buffers from now on, because a stage of this rank runs them."""
         tables = {id(module._buffers) for module in modules}
+        # A list, because entries are removed in the loop.
         for slot_id in [slot_id for slot_id in self._slots if slot_id[0] in tables]:
             (table, key), buffer = self._slots.pop(slot_id)
             table[key] = buffer
@@ -99,7 +100,9 @@ def plan_loans(
     """The loans of all ranks, in an order that is the same on all of them, and the slots of this rank for copies.
     `model_slots` gives the slot of each parameter in the model, by its id()."""
     loans: list[Loan] = []
-    numbers: dict[tuple[int, int], int] = {}  # of loans, by the id() of the parameter and the borrower
+    # One loan per parameter and borrower, even if several modules or stages there use the parameter: the borrower sums
+    # their gradients into one, as a single process does.
+    numbers: dict[tuple[int, int], int] = {}
     slots: dict[int, list[tuple[int, Slot]]] = {}
     for use in uses:
         owner, borrower = owners[id(use.tensor)], workers[use.stage]
@@ -107,6 +110,7 @@ def plan_loans(
             continue
         number = numbers.setdefault((id(use.tensor), borrower), len(loans))
         if number == len(loans):
+            # The slot and not the parameter, because materialize() replaces parameters by new objects.
             lent = model_slots[id(use.tensor)] if owner == rank else None
             loans.append(Loan(number, owner, borrower, lent, use.tensor.requires_grad))
         if borrower == rank:

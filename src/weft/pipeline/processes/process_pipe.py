@@ -92,25 +92,25 @@ class GroupPipe(Pipe):
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group whose ranks run the stages."""
+        """The process group that runs the stages."""
         return self._handle.group
 
     def _fix_layout(self) -> tuple[int, ...]:
         """Return the rank of each stage, by which parameters are spread from now on."""
-        self._stage_ranks, self._fixed_cuts = self._workers(), list(getattr(self, self._cut_setting))
+        self._stage_ranks, self._fixed_cuts = self._ranks_of_stages(), list(getattr(self, self._cut_setting))
         return self._stage_ranks
 
     def _forbid_new_layout(self) -> None:
         """Raise UsageError if a stage is on another rank than when the pipe was made, or has other layers."""
         cuts = list(getattr(self, self._cut_setting))
-        if cuts != self._fixed_cuts or self._workers() != self._stage_ranks:
+        if cuts != self._fixed_cuts or self._ranks_of_stages() != self._stage_ranks:
             raise UsageError(
-                f"{self._cut_setting} is {cuts}, on the ranks {self._workers()}, but the parameters of this Pipe are "
-                f"spread over processes by {self._fixed_cuts}, on the ranks {self._stage_ranks}; make another Pipe, "
-                "and load a checkpoint into it"
+                f"the parameters of this Pipe are spread over processes by {self._cut_setting}={self._fixed_cuts}, "
+                f"with stages on the ranks {self._stage_ranks}; now {self._cut_setting} is {cuts}, or the schedule "
+                "puts stages on other ranks; make another Pipe, and load a checkpoint into it"
             )
 
-    def _workers(self) -> tuple[int, ...]:
+    def _ranks_of_stages(self) -> tuple[int, ...]:
         """The rank of each stage. Raises ScheduleError if the schedule is not for as many workers as the group has."""
         table, size = build(self.schedule, len(self.balance), self.chunks), self.group.size()
         if len(table.workers) != size:
@@ -138,7 +138,7 @@ class GroupPipe(Pipe):
                 walk.fail(error)
             raise
         finally:
-            channel.end()
+            channel.end()  # of a walk that went well; its messages are settled
 
     def _agree(self, what: str, report: Any) -> list[Any]:
         with self._in_walk(what) as walk:
@@ -146,6 +146,8 @@ class GroupPipe(Pipe):
 
     def _made_runtime(self) -> PipeRuntime:
         runtime = super()._made_runtime()
+        # Compared when a setting has changed, not at every step. If it changed on one rank only, the others are in
+        # another walk, which is an error that names both walks.
         if self._compared != self._checked:
             self._compare_settings()
             self._compared = self._checked
@@ -175,6 +177,7 @@ class GroupPipe(Pipe):
         with self._showing_hidden():
             hidden = set(self.state_dict())
         hidden -= set(self.state_dict())
+        # Not strict here: PyTorch would call the keys of other ranks unexpected. Strictness is checked below.
         result: Any = super().load_state_dict(state_dict, False, assign)
         unexpected: list[str] = [key for key in result.unexpected_keys if key not in hidden]
         missing: list[str] = result.missing_keys
@@ -241,6 +244,7 @@ class ProcessPipe(GroupPipe):
         workers, rank = self._fix_layout(), self.group.rank()
         stages = build_stages(self._layers(), self.balance, self.devices)[0]
         uses = list(find_uses([stage.layers for stage in stages]))
+        # A copy of the module on each rank would not see the buffers that the others write.
         headline = (
             "modules with buffers cannot be shared by stages of several ranks, each of which would have a copy; let "
             "the stages that share one be on one rank (balance=):"

@@ -35,7 +35,7 @@ _TERMS = (-2, 0, 0)
 
 
 class Placement(NamedTuple):
-    """Where stages run: the channel of this rank, the rank of each stage, and whether all ranks get the output."""
+    """The channel of this rank, the rank of each stage, the loans, and whether all ranks get the output."""
 
     channel: Channel
     workers: Sequence[int]
@@ -97,7 +97,7 @@ class ProcessRuntime(PipeRuntime):
         plan.executor.open(f"the forward{name}")
         # From here on a fault must reach the other ranks, because they wait for messages of this walk.
         try:
-            mini_batch, agreed = self._agree(call, name)
+            mini_batch, agreed = self._agree_on_terms(call, name)
             self._forbid(mini_batch, "serial")
             for stage in self._local_stages:
                 if isinstance(stage, BorrowingStage):
@@ -111,6 +111,7 @@ class ProcessRuntime(PipeRuntime):
         except BaseException as error:
             plan.executor.abort(error)
             raise
+        # Without a gradient on any rank there is no node: the terms make all ranks take the same of the two ways.
         return step.output.filled(apply(step, step.tensors) if step.tracked else step.forward()[0])
 
     def _only_lent(self, scans: Iterable[ModuleScan]) -> list[Tensor]:
@@ -123,7 +124,7 @@ class ProcessRuntime(PipeRuntime):
         loss = self._loss if call.targets and self._has_last else None
         return self._local_stages if loss is None else [*self._local_stages, loss]
 
-    def _agree(self, call: PipeCall, name: str) -> tuple[MiniBatch, Agreement]:
+    def _agree_on_terms(self, call: PipeCall, name: str) -> tuple[MiniBatch, Agreement]:
         """The part of the mini-batch that is here, and the terms of the step."""
         placement, walk = self._placement, self._placement.channel.walk
         parts = [call.main if self._has_first else ELSEWHERE]
@@ -145,7 +146,7 @@ class ProcessRuntime(PipeRuntime):
                     walk.send(rank, _TERMS, terms)
         else:
             terms = walk.receive(_TERMS, placement.workers[0])
-            self._compare(terms["equal"], equal)
+            self._compare_calls(terms["equal"], equal)
             mini_batch = MiniBatch(parts, call.chunks, call.axis, terms["rows"])
         return mini_batch, Agreement(
             name=name,
@@ -155,7 +156,7 @@ class ProcessRuntime(PipeRuntime):
             borrowed=placement.loans.exchange_copies(walk),
         )
 
-    def _compare(self, first: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    def _compare_calls(self, first: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         """Raise UsageError if this call differs from that of the first stage's rank."""
         links = self._placement.channel.links
         owner, me = links.name_of(self._placement.workers[0]), links.name_of(links.rank)

@@ -76,6 +76,7 @@ class ProcessSplitModel(SplitModel):
         self._dropped: list[int] = []
         self._written: set[str] = set()  # buffers that the code between blocks writes to
         super().__init__(*args)
+        # Guards on these run in their stage only, because the first rank cannot evaluate them before a step.
         self._foreign = {name for name, rank in placement.owners.items() if rank != self._first}
         self.latest = latest
 
@@ -90,15 +91,17 @@ class ProcessSplitModel(SplitModel):
     def choose(self, *args: Any, **how: Any) -> tuple[SplitCall, str | None]:
         """See `SplitModel.choose`. The arguments count on the rank of the first stage only."""
         if self._calls.rank != self._first:
-            return self._follow()
+            return self._follow_announcements()
+        # While programs are recorded, the others follow the announcements. An error ends the walk, so that no rank
+        # waits for a "go" that never comes.
         call, scalars = super().choose(*args, **how)
         numbers = [program.number for program in call.choice.programs]
         self._calls.announce("go", scalars, self._dropped, numbers)
-        self._forget(self._dropped, numbers)
+        self._forget_programs(self._dropped, numbers)
         self._dropped = []
         return call, scalars
 
-    def _follow(self) -> tuple[SplitCall, str | None]:
+    def _follow_announcements(self) -> tuple[SplitCall, str | None]:
         """Follow the announcements of the first stage's rank, until it has chosen."""
         while True:
             action, *content = self._calls.receive_announcement(self._first)
@@ -106,7 +109,8 @@ class ProcessSplitModel(SplitModel):
                 break
             self._perform(action, *content)
         scalars, dropped, numbers = content
-        self._forget(dropped, numbers)
+        # At the same point of the step as on the first rank, so that a number means one program on all ranks.
+        self._forget_programs(dropped, numbers)
         self.latest = self._by_number[numbers[0]]
         no_copies: list[Copies] = [{} for _ in self.devices]
         return SplitCall(StepPrograms([], no_copies, ()), (), {}), scalars
@@ -126,12 +130,13 @@ class ProcessSplitModel(SplitModel):
         return self._perform(action, *args)
 
     def _perform(self, action: str, first: Any, second: Any) -> Any:
+        # Only parameters of this rank: those of other ranks are None here, and placeholders on meta below.
         if waiting := [name for name, parameter in self.model.named_parameters() if parameter.is_meta]:
             raise DeviceError(
                 listed("parameters of this rank are still on the meta device; load them before a call:", waiting)
             )
         with self._placement.hidden.placeholders():
-            self._calls.set_owners(self._owners())
+            self._calls.set_owners(self._current_owners())
             self._exchange_buffers()
             if action == "record":
                 return super()._recorded(first, second)
@@ -142,14 +147,16 @@ class ProcessSplitModel(SplitModel):
     def _compare(self, program: Program) -> None:
         """Raise SplitError on all ranks if their programs differ. Else the program gets its number."""
         steps = program.recording.steps
-        reports = self._calls.compare(_digests(program), CHOICE)
+        # This ends the walk. If digests differ, all ranks raise here, and none is left with an open walk.
+        reports = self._calls.compare_reports(_digest_steps(program), CHOICE)
         if faults := [(rank, other) for rank, other in enumerate(reports) if other != reports[0]]:
             pairs = zip(reports[0], faults[0][1], strict=False)
             at = next((k for k, (one, other) in enumerate(pairs) if one != other), len(steps))
             raise SplitError(
                 f"the ranks {[0, *(rank for rank, _ in faults)]} of the group recorded different programs of the "
                 f"forward of {type(self.model).__name__}, which begin to differ at "
-                f"{steps[at] if at < len(steps) else 'the end'}; {EQUAL_EVERYWHERE}"
+                f"{steps[at] if at < len(steps) else 'the end (writes into memory that results of a block share)'}; "
+                f"{EQUAL_EVERYWHERE}"
             )
         self._written |= {x.key for step in steps for k in step.writes if (x := step.reads[k]).kind == "own"}
         program.number = next(self._numbers)
@@ -159,7 +166,7 @@ class ProcessSplitModel(SplitModel):
         super()._drop(program)
         self._dropped.append(program.number)
 
-    def _forget(self, dropped: Iterable[int], chosen: Iterable[int]) -> None:
+    def _forget_programs(self, dropped: Iterable[int], chosen: Iterable[int]) -> None:
         """Forget programs that were dropped, unless this step runs them."""
         for number in set(dropped).difference(chosen):
             self._by_number.pop(number, None)
@@ -175,18 +182,19 @@ class ProcessSplitModel(SplitModel):
             if name not in before or before[name][0] is not x or before[name][1] != count
         }
         self._sent_buffers = now
-        for contents in self._calls.exchange(changed):
+        # Every rank sends, even if nothing changed: the others do not know that, and receive from all.
+        for contents in self._calls.exchange_contents(changed):
             for name, content in contents.items():
                 if name not in now:
                     buffers[name].copy_(content)
 
-    def _owners(self) -> dict[int, int]:
+    def _current_owners(self) -> dict[int, int]:
         """The rank of each parameter and buffer that the model has just now, by its id()."""
         return {id(tensor): self._placement.owners[name] for name, tensor in named_tensors(self.model)}
 
     def homes(self) -> dict[int, int]:
         """See `SplitModel.homes`. Parameters of this rank stay where they were put when the pipe was made."""
-        return {key: self._placement.workers.index(rank) for key, rank in self._owners().items()}
+        return {key: self._placement.workers.index(rank) for key, rank in self._current_owners().items()}
 
     def place(self) -> None:
         """Nothing moves: see `homes`."""
@@ -217,7 +225,7 @@ class ProcessSplitModel(SplitModel):
             self._forbid_shared_buffers(uses)
             # Slots of the model, because the code between blocks has tables of its own, which are filled at each scan.
             model_slots = {id(use.tensor): use.slot for use in find_uses([[("", self.model)]])}
-            self.loans = plan_loans(uses, self._owners(), workers, rank, model_slots)
+            self.loans = plan_loans(uses, self._current_owners(), workers, rank, model_slots)
         for stage in cast("list[ProcessSplitStage]", stages):
             stage.set_programs(self._by_number)
         for slots in self.loans.slots.values():
@@ -231,33 +239,35 @@ def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
-def _digests(program: Program) -> list[str]:
+def _digest_steps(program: Program) -> list[str]:
     """One digest per step, and one of the stages. Equal on two ranks if the programs are."""
     recording = program.recording
     steps = [
         (
             *(step.name, step.where, step.names, str(step.structure), sorted(step.writes), step.draws, step.dynamic),
-            [*map(_describe, step.leaves)],
+            [*map(_describe_constant, step.leaves)],
             _describe_reads(step.reads),
             [value and (value.key, value.bytes) for value in step.makes],
-            [(k, _describe(leaf)) for k, leaf in step.plain],
+            [(k, _describe_constant(leaf)) for k, leaf in step.plain],
             sorted(step.shapes.items()),
-            step.expects and _describe(step.expects[0]),
+            step.expects and _describe_constant(step.expects[0]),
         )
         for step in recording.steps
     ]
     # Clones and members follow from shared memory, which the steps do not show.
     parts = [([number for number, *_ in part.steps], len(part.clones)) for part in program.parts]
-    leaves = [*map(_describe, recording.leaves)]
+    leaves = [*map(_describe_constant, recording.leaves)]
     result = program.routes, _describe_reads(recording.reads), leaves, str(recording.structure), recording.cuts
     return [hashlib.sha256(repr(each).encode()).hexdigest()[:12] for each in (*steps, (parts, result))]
 
 
 def _describe_reads(reads: Reads) -> list[tuple[int, str]]:
-    return [(k, f"{value.kind} {_describe(value.key)} {value.step} {value.bytes}") for k, value in reads.items()]
+    return [
+        (k, f"{value.kind} {_describe_constant(value.key)} {value.step} {value.bytes}") for k, value in reads.items()
+    ]
 
 
-def _describe(leaf: Any) -> str:
+def _describe_constant(leaf: Any) -> str:
     """A constant in words that are equal on all ranks."""
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} {tuple(leaf.shape)}"

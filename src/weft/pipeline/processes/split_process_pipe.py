@@ -49,12 +49,15 @@ class ProcessSplitPipe(GroupPipe, SplitPipe):
 
     def _first_stages(self, call: Arguments | None) -> tuple[dict[str, int], Program | None]:
         """The first stage that uses each parameter and buffer, by name; and the program of the sample."""
-        model = self._local_model(self.module)
-        if call is not None and any(parameter.is_meta for parameter in self.module.parameters()):
+        model, has_meta = self._local_model(self.module), any(x.is_meta for x in self.module.parameters())
+        if call is not None:
             try:
-                model = self._local_model(_with_fake_parameters(self.module))
+                if has_meta:
+                    model = self._local_model(_with_fake_parameters(self.module))
                 self._record_sample(model, call)
             except Exception as error:
+                if not has_meta:
+                    raise
                 warnings.warn(
                     "the sample was not used: forward() cannot run while parameters are on the meta device "
                     f"({type(error).__name__}: {error}), so they go to stages in the order in which modules were "
@@ -62,8 +65,7 @@ class ProcessSplitPipe(GroupPipe, SplitPipe):
                     stacklevel=2,
                 )
                 model = self._local_model(self.module)
-        elif call is not None:
-            self._record_sample(model, call)
+        # By name, because the model with fake parameters has other objects.
         stages = model.homes()
         return {name: stages[id(tensor)] for name, tensor in named_tensors(model.model)}, model.latest
 
