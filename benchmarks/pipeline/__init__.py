@@ -2,7 +2,18 @@
 
 from collections.abc import Callable
 
-from benchmarks.pipeline import dropout, memory, operators, overhead, processes, skips, sleep, split, transformer
+from benchmarks.pipeline import (
+    dropout,
+    loading,
+    memory,
+    operators,
+    overhead,
+    processes,
+    skips,
+    sleep,
+    split,
+    transformer,
+)
 from benchmarks.table import Table
 
 BENCHMARKS: dict[str, Callable[[bool], Table]] = {
@@ -15,4 +26,5 @@ BENCHMARKS: dict[str, Callable[[bool], Table]] = {
     "dropout": dropout.run,
     "split": split.run,
     "processes": processes.run,
+    "loading": loading.run,
 }

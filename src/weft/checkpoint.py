@@ -4,18 +4,19 @@
     extra = weft.checkpoint.load("run/latest", pipe, optimizer)
 
 The format is that of `torch.distributed.checkpoint`. Each tensor is stored once, under a key of the plain model. The
-optimizer's state is stored by parameter, in the words of its ``flatten_optimizer_state_dict``:
+optimizer's state is stored by parameter, under the keys of PyTorch's ``flatten_optimizer_state_dict``:
 
     model.<key>    optimizer.state.<key>.<name>    optimizer.param_groups.<key>.<option>    extra
 
-So a checkpoint does not depend on the cut, and a plain module can load that of a `Pipe`, and the other way round.
+A checkpoint therefore does not depend on the cut, and a plain module can load that of a `Pipe`, or the reverse.
+PyTorch's `get_optimizer_state_dict` is not used: it steps the optimizer to create state, and knows one name per tensor.
 Metadata and plain values are pickles: load only checkpoints that you trust.
 """
 
 import shutil
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -81,8 +82,8 @@ def save(
         state |= {} if optimizer is None else _optimizer_state(module, optimizer)
         return state if extra is None or not first else {**state, _EXTRA: extra}
 
-    state = _on_all(agree, "saved", prepare)
-    with _without_warnings():
+    state = _run_on_all(agree, "saved", prepare)
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns when it saves in one process
         _dcp.save(
             state,
             storage_writer=FileSystemWriter(_hidden_name(target, "tmp")),
@@ -90,7 +91,7 @@ def save(
             process_group=group,
             no_dist=not distributed,
         )
-    _on_all(agree, "saved", lambda: _publish(target) if first else None)
+    _run_on_all(agree, "saved", lambda: _publish(target) if first else None)
 
 
 def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | None = None) -> Any:
@@ -117,42 +118,39 @@ def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | 
     module = unwrap_module(module)
     agree = partial(module._agree, "weft.checkpoint.load") if isinstance(module, Pipe) else _alone
     reader = FileSystemReader(path)
-    keys: dict[str, str] = {}
-    groups: list[list[str]] = []
+    saved: Mapping[str, Any] = {}
     try:
-        saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        saved = reader.read_metadata().state_dict_metadata
     except OSError as error:
-        saved, faults = {}, [f"{type(error).__name__}: {error}"]
+        keys, faults = dict[str, str](), [f"{type(error).__name__}: {error}"]
     else:
         keys, faults = _match_model(module, saved)
-        if optimizer is not None:
-            groups, more = _match_optimizer(module, optimizer, keys, saved)
-            faults += more
+    states, options = _keys_by_name(saved, _STATE), _keys_by_name(saved, _GROUPS)
+    groups: list[list[str]] = []
+    if optimizer is not None and saved:
+        groups, more = _match_optimizer(module, optimizer, keys, options.keys())
+        faults += more
+    # All ranks raise together, before anything has changed. A rank that went on alone would wait for the others.
     if faults := list(dict.fromkeys(fault for report in agree(faults) for fault in report)):
         raise WeightsError(listed(f"the checkpoint in {path} does not fit:", faults))
 
     def read() -> Any:
         local = module.state_dict()
         state: dict[str, Any] = {saved_key: local[key] for key, saved_key in keys.items()}
-        mine = {name for group in groups for name in group}
-        states, options = (_entries_by_name(saved, kind, mine) for kind in (_STATE, _GROUPS))
-        optimizer_keys = [key for of_name in (*states.values(), *options.values()) for key in of_name.values()]
-        state |= {key: _empty_like(saved[key]) for key in [*optimizer_keys, _EXTRA] if key in saved}
-        # Each of the two would let the planner read plain values into a copy of `state`.
+        names = [name for group in groups for name in group]
+        entries = [key for name in names for key in (*states.get(name, {}).values(), *options[name].values())]
+        state |= {key: _empty_like(saved[key]) for key in [*entries, _EXTRA] if key in saved}
+        # Each of the two flags would let the planner read plain values into a copy of `state`.
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _without_warnings():
+        with warnings.catch_warnings(action="ignore"):  # PyTorch warns that its own TypedStorage is deprecated
             _dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
         local.update((key, state[saved_key]) for key, saved_key in keys.items())
         module.load_state_dict(local)  # for hooks and extra state; tensors are in place already
         if optimizer is not None:
-            values = [
-                {name: {entry: state[key] for entry, key in entries.items()} for name, entries in of_name.items()}
-                for of_name in (states, options)
-            ]
-            optimizer.load_state_dict(_optimizer_from(optimizer, groups, *values))
+            optimizer.load_state_dict(_optimizer_from(optimizer, groups, states, options, state))
         return state.get(_EXTRA)
 
-    return _on_all(agree, "loaded", read)
+    return _run_on_all(agree, "loaded", read)
 
 
 def _model_state(module: nn.Module) -> dict[str, Any]:
@@ -161,8 +159,8 @@ def _model_state(module: nn.Module) -> dict[str, Any]:
     return {key: x for key, x in module.state_dict().items() if not isinstance(x, Tensor) or key in once}
 
 
-def _names_of_parameters(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
-    """By group and parameter of the optimizer, the keys of the model. Raises UsageError for parameters of others."""
+def _parameter_names(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
+    """The keys of the model by group and parameter of the optimizer. Raises UsageError for parameters of others."""
     tensors = names_by_tensor(module)
     groups: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
     foreign = sum(id(parameter) not in tensors for group in groups for parameter in group)
@@ -177,7 +175,7 @@ def _names_of_parameters(module: nn.Module, optimizer: Optimizer) -> list[list[l
 def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state and options, by parameter."""
     state: dict[str, Any] = {}
-    for group, names in zip(optimizer.param_groups, _names_of_parameters(module, optimizer), strict=True):
+    for group, names in zip(optimizer.param_groups, _parameter_names(module, optimizer), strict=True):
         for parameter, (name, *_) in zip(group["params"], names, strict=True):
             values: Mapping[str, Any] = optimizer.state.get(parameter, {})
             state |= {f"{_STATE}{name}.{key}": value for key, value in values.items()}
@@ -186,7 +184,7 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _match_model(module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """By key of the model's state_dict the key in the checkpoint; and a list of faults."""
+    """The key in the checkpoint by key of the model's state_dict; and a list of faults."""
     local = module.state_dict()
     with module._showing_hidden() if isinstance(module, Pipe) else nullcontext():
         known = set(module.state_dict())
@@ -198,67 +196,73 @@ def _match_model(module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str,
     ]
     tied = [names for _, names in names_by_tensor(module).values()]
     for names in [*tied, *([key] for key, value in local.items() if not isinstance(value, Tensor))]:
-        found = next((_MODEL + name for name in names if _MODEL + name in saved), None)
+        saved_key = next((_MODEL + name for name in names if _MODEL + name in saved), None)
         value = local[names[0]]
-        size = list(getattr(saved.get(found or ""), "size", ()))
-        if found is None:
+        size = list(getattr(saved.get(saved_key or ""), "size", ()))
+        if saved_key is None:
             faults.append(f"{' or '.join(names)}: in the model, but not in the checkpoint")
         elif isinstance(value, Tensor) and value.is_meta:
             faults.append(f"{names[0]}: on the meta device; call materialize() first")
         elif isinstance(value, Tensor) and size != list(value.shape):
             faults.append(f"{names[0]}: {size} in the checkpoint, but {list(value.shape)} in the model")
         else:
-            keys |= dict.fromkeys(names, found)
+            keys |= dict.fromkeys(names, saved_key)
     return keys, faults
 
 
 def _match_optimizer(
-    module: nn.Module, optimizer: Optimizer, keys: Mapping[str, str], saved: Mapping[str, Any]
+    module: nn.Module, optimizer: Optimizer, keys: Mapping[str, str], saved: Collection[str]
 ) -> tuple[list[list[str]], list[str]]:
-    """By group and parameter of the optimizer the name in the checkpoint; and a list of faults."""
+    """The name in the checkpoint by group and parameter of the optimizer; and a list of faults. `saved` are the names
+    of parameters that the optimizer of the checkpoint had."""
     groups = [
         [keys[names[0]].removeprefix(_MODEL) for names in group if names[0] in keys]
-        for group in _names_of_parameters(module, optimizer)
+        for group in _parameter_names(module, optimizer)
     ]
-    mine = {name for group in groups for name in group}
+    current = {name for group in groups for name in group}
     local = {key.removeprefix(_MODEL) for key in keys.values()}
-    options = _entries_by_name(saved, _GROUPS, local)
-    faults = [f"{name}: in the optimizer, but not in that of the checkpoint" for name in mine - options.keys()]
     return groups, [
-        *sorted(faults),
-        *(f"{name}: in the optimizer of the checkpoint, but not here" for name in options if name not in mine),
+        *sorted(f"{name}: in the optimizer, but not in that of the checkpoint" for name in current.difference(saved)),
+        *(f"{name}: in the optimizer of the checkpoint, but not here" for name in saved if name in local - current),
     ]
 
 
-def _entries_by_name(saved: Mapping[str, Any], kind: str, names: set[str]) -> dict[str, dict[str, str]]:
+def _keys_by_name(saved: Iterable[str], kind: str) -> dict[str, dict[str, str]]:
     """The keys of one kind in the checkpoint, by parameter and by entry of its state or options."""
-    found: dict[str, dict[str, str]] = {}
+    keys: dict[str, dict[str, str]] = {}
     for key in saved:
-        name, _, entry = key.removeprefix(kind).rpartition(".")
-        if key.startswith(kind) and name in names:
-            found.setdefault(name, {})[entry] = key
-    return found
+        if key.startswith(kind):
+            name, _, entry = key.removeprefix(kind).rpartition(".")
+            keys.setdefault(name, {})[entry] = key
+    return keys
 
 
 def _optimizer_from(
-    optimizer: Optimizer, groups: list[list[str]], states: Mapping[str, Any], options: Mapping[str, Any]
+    optimizer: Optimizer,
+    groups: list[list[str]],
+    states: Mapping[str, Mapping[str, str]],
+    options: Mapping[str, Mapping[str, str]],
+    values: Mapping[str, Any],
 ) -> dict[str, Any]:
     """A state_dict for the optimizer. Raises WeightsError if options of one group differ in the checkpoint."""
     names = [name for group in groups for name in group]
     numbers = {name: number for number, name in enumerate(names)}
-    made: list[dict[str, Any]] = []
+    loaded: list[dict[str, Any]] = []
     for group, current in zip(groups, optimizer.param_groups, strict=True):
+        of_names = [{entry: values[key] for entry, key in options[name].items()} for name in group]
         # A rank can have no parameter of a group. Its options are then those that it has.
-        first = options[group[0]] if group else {key: value for key, value in current.items() if key != "params"}
-        words = str(sorted(first.items()))  # values can be tensors
-        different = [name for name in group if str(sorted(options[name].items())) != words]
-        if different:
-            raise WeightsError(
-                f"{group[0]} and {different[0]} are in one group of the optimizer, but have different options in the "
-                f"checkpoint: {first} and {options[different[0]]}; make the same groups as when it was saved"
-            )
-        made.append({**first, "params": [numbers[name] for name in group]})
-    return {"state": {numbers[name]: states[name] for name in names if name in states}, "param_groups": made}
+        first = of_names[0] if group else {key: value for key, value in current.items() if key != "params"}
+        for name, other in zip(group, of_names, strict=True):
+            if str(sorted(other.items())) != str(sorted(first.items())):  # as strings, because values can be tensors
+                raise WeightsError(
+                    f"{group[0]} and {name} are in one group of the optimizer, but have different options in the "
+                    f"checkpoint: {first} and {other}; make the same groups as when it was saved"
+                )
+        loaded.append({**first, "params": [numbers[name] for name in group]})
+    state = {
+        numbers[name]: {entry: values[key] for entry, key in states[name].items()} for name in names if name in states
+    }
+    return {"state": state, "param_groups": loaded}
 
 
 def _empty_like(saved: Any) -> Tensor | None:
@@ -285,7 +289,9 @@ def _clear_way(target: Path) -> None:
 
 
 def _publish(target: Path) -> None:
-    """Give the checkpoint its name. Between the two renames `load` finds the one before by its hidden name."""
+    """Give the checkpoint its name."""
+    # Two renames, because a folder cannot replace one that has files. After an interrupt between them, `load` finds the
+    # previous checkpoint by its hidden name.
     old = _hidden_name(target, "old")
     if target.exists():
         target.rename(old)
@@ -294,7 +300,7 @@ def _publish(target: Path) -> None:
         shutil.rmtree(old)
 
 
-def _on_all(agree: Callable[[str | None], list[str | None]], done: str, work: Callable[[], Any]) -> Any:
+def _run_on_all(agree: Callable[[str | None], list[str | None]], done: str, work: Callable[[], Any]) -> Any:
     """The result of the work. All processes wait for each other, and all raise if it failed on one of them."""
     result, error = None, None
     try:
@@ -317,11 +323,3 @@ def _gather(group: ProcessGroup | None, report: Any) -> list[Any]:
     reports: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)
     return reports
-
-
-@contextmanager
-def _without_warnings() -> Generator[None]:
-    """PyTorch warns when it saves in one process, and that its own TypedStorage is deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

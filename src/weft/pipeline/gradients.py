@@ -1,4 +1,7 @@
-"""Clipping of gradients by their norm over all stages, in one process or several."""
+"""Clipping of gradients by their norm over all stages, in one process or several.
+
+PyTorch's `clip_grad_norm_` on each rank would clip by the norm of that rank, so stages would be scaled differently.
+"""
 
 from collections.abc import Iterable
 from typing import cast
@@ -34,40 +37,35 @@ def clip_grad_norm_(
     if not isinstance(parameters, nn.Module):
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     module = unwrap_module(parameters)
-    mine = list(module.parameters())
-    if isinstance(module, Pipe) and module.group is not None:
-        return _clip_over_ranks(module, mine, max_norm, float(norm_type), error_if_nonfinite, foreach)
-    modules = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
-    inner = [name for name, each in modules if isinstance(each, Pipe) and each.group is not None]
-    if inner:
-        raise UsageError(
-            f"the Pipe {inner[0]!r} in this {type(module).__name__} has its parameters in several processes, but not "
-            "those around it; clip the Pipe and the other parameters in calls of their own"
-        )
-    return nn.utils.clip_grad_norm_(mine, max_norm, norm_type, error_if_nonfinite, foreach)
-
-
-def _clip_over_ranks(
-    pipe: Pipe,
-    mine: list[nn.Parameter],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> Tensor:
+    local = list(module.parameters())
+    if not (isinstance(module, Pipe) and module.group is not None):
+        modules = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
+        inner = [name for name, child in modules if isinstance(child, Pipe) and child.group is not None]
+        if inner:
+            raise UsageError(
+                f"the Pipe {inner[0]!r} in this {type(module).__name__} has its parameters in several processes, but "
+                "not those around it; clip the Pipe and the other parameters in calls of their own"
+            )
+        return nn.utils.clip_grad_norm_(local, max_norm, norm_type, error_if_nonfinite, foreach)
     if norm_type <= 0:
         raise UsageError(f"norm_type is {norm_type:g}, but norms of several ranks combine only if it is above 0")
-    gradients = [parameter.grad for parameter in mine if parameter.grad is not None]
-    local = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
-    # In float64 on all ranks, because their gradients can differ in type. A maximum by all_reduce could lose a NaN.
-    norm = local.to(pipe.devices[0], torch.float64)
-    norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(pipe.group))]
-    dist.all_gather(norms, norm, group=pipe.group)
-    total = cast(Tensor, torch.linalg.vector_norm(torch.stack(norms), norm_type)).to(local.dtype)
+    total = _norm_over_ranks(module, local, float(norm_type), foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type:g} over the gradients of all ranks is {float(total)}, so they cannot be "
             "clipped; set error_if_nonfinite=False to scale them by it anyway"
         )
-    nn.utils.clip_grads_with_norm_(mine, max_norm, total, foreach)
+    nn.utils.clip_grads_with_norm_(local, max_norm, total, foreach)
     return total
+
+
+def _norm_over_ranks(pipe: Pipe, local: list[nn.Parameter], norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of the gradients of all ranks, the same on each of them."""
+    gradients = [parameter.grad for parameter in local if parameter.grad is not None]
+    local_norm = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
+    # In float64, because gradients of ranks can differ in dtype. Norms are gathered, and not reduced by all_reduce,
+    # because a maximum could lose a NaN, and the ranks would then clip by different norms.
+    norm = local_norm.to(pipe.devices[0], torch.float64)
+    norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(pipe.group))]
+    dist.all_gather(norms, norm, group=pipe.group)
+    return cast(Tensor, torch.linalg.vector_norm(torch.stack(norms), norm_type)).to(local_norm.dtype)

@@ -1,8 +1,13 @@
-"""Weights of a model: built without storage, given storage, initialised, or read from files of safetensors."""
+"""Weights of a model: built without storage, given storage, initialised, or read from files of safetensors.
+
+    build_on_meta --> Pipe(group=) --> allocate --> WeightFiles.fill | initialize_modules
+
+A rank of a pipe never holds more than its share of the parameters and one layer. Loading the whole model before the cut
+would need the memory of the whole model on every rank.
+"""
 
 import json
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
@@ -27,8 +32,8 @@ def build_on_meta() -> Generator[None]:
     """Build modules with their parameters on the meta device, without memory. Ties between parameters stay.
 
     Buffers are real, unlike under ``torch.device("meta")``, because buffers that are not persistent, such as rotary
-    frequencies, are in no file. `Pipe.materialize` gives storage to the parameters afterwards. Concerns modules that
-    the calling thread builds.
+    frequencies, are in no file. `Pipe.materialize` gives storage to the parameters afterwards. Only modules that the
+    calling thread builds are affected.
 
     Example:
         >>> with weft.build_on_meta():
@@ -40,15 +45,15 @@ def build_on_meta() -> Generator[None]:
         device(type='cpu')
     """
     thread = threading.get_ident()
-    made: Any = WeakIdKeyDictionary()  # a parameter that is registered twice stays tied
+    replaced: Any = WeakIdKeyDictionary()  # a parameter that is registered twice stays tied
 
     def replace_by_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         # A parameter on meta can be a tie to one that was replaced before. Another object would untie it.
         if threading.get_ident() != thread or parameter.is_meta or nn.parameter.is_lazy(parameter):
             return None
-        if parameter not in made:
-            made[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        return made[parameter]
+        if parameter not in replaced:
+            replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return replaced[parameter]
 
     handle = register_module_parameter_registration_hook(cast(Any, replace_by_meta))
     try:
@@ -57,15 +62,21 @@ def build_on_meta() -> Generator[None]:
         handle.remove()
 
 
+def typed_like(tensor: Tensor, storage: Tensor) -> Tensor:
+    """The storage as a parameter if `tensor` is one."""
+    return nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage
+
+
 def map_tensors(root: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replace each parameter and buffer by the result of `change`. Tied ones stay tied."""
-    made: dict[int, Tensor] = {}
+    changed: dict[int, Tensor] = {}
     for module in root.modules():
         for table in tables_of(module):
-            for key, each in table.items():
-                if each is not None and id(each) not in made:
-                    made[id(each)] = change(each)
-                table[key] = each if each is None else made[id(each)]
+            for key, tensor in table.items():
+                if tensor is not None:
+                    if id(tensor) not in changed:
+                        changed[id(tensor)] = change(tensor)
+                    table[key] = changed[id(tensor)]
 
 
 Slot = tuple[dict[str, Any], str]
@@ -74,7 +85,7 @@ Slot = tuple[dict[str, Any], str]
 
 @contextmanager
 def replaced_in(slots: Iterable[tuple[Slot, Any]]) -> Generator[None]:
-    """Put a tensor into each slot; afterwards the slots are as before."""
+    """Put a tensor into each slot inside."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for (table, key), tensor in slots:
@@ -103,31 +114,30 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 def names_by_tensor(module: nn.Module) -> dict[int, tuple[Tensor, list[str]]]:
     """The tensors of the state_dict, each with its keys, by id(). A tied tensor has several keys."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
+    names: dict[int, tuple[Tensor, list[str]]] = {}
     for key, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
-            found.setdefault(id(value), (value, []))[1].append(key)
-    return found
+            names.setdefault(id(value), (value, []))[1].append(key)
+    return names
 
 
 def allocate(roots: Sequence[nn.Module], device_of: Mapping[int, torch.device]) -> set[int]:
-    """Give storage to all tensors on the meta device: the id() of the new ones. `device_of` is by the id() of the old
-    ones."""
-    made: list[Tensor] = []
+    """Give storage to all tensors on the meta device. Returns the id() of the new tensors. `device_of` gives the device
+    by the id() of the old ones."""
+    allocated: list[Tensor] = []
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        storage = torch.empty_like(tensor, device=device_of[id(tensor)])
-        made.append(nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage)
-        return made[-1]
+        allocated.append(typed_like(tensor, torch.empty_like(tensor, device=device_of[id(tensor)])))
+        return allocated[-1]
 
     map_tensors(nn.ModuleList(roots), change)
-    return {id(tensor) for tensor in made}
+    return {id(tensor) for tensor in allocated}
 
 
 def find_uninitializable(roots: Sequence[nn.Module]) -> list[str]:
-    """A fault for each module that has tensors on the meta device, and no method to initialise them."""
+    """A fault for each module that has tensors on the meta device, but no method to initialise them."""
     return [
         f"layer {number}, {name or 'itself'}: {type(module).__name__} has no reset_parameters()"
         for number, root in enumerate(roots)
@@ -141,11 +151,11 @@ def initialize_modules(
 ) -> None:
     """Initialise the modules that have a `fresh` tensor, inner modules first, each from a seed of its own.
 
-    The seed of a module depends on its place only, and all draws of a module are made even if another rank has some of
-    its tensors. So the ranks of a pipe together have the weights of a single process. Of modules that share a tensor
-    the first one initialises it last.
+    The seed of a module depends on its place only. All draws of a module are made even if another rank has some of its
+    tensors. The ranks of a pipe together therefore have the weights of a single process.
     """
     numbered = [(n, k, module) for n, root in enumerate(roots) for k, module in enumerate(root.modules())]
+    # Reversed: outer modules overwrite inner ones, and of modules that share a tensor the first one counts.
     for n, k, module in reversed(numbered):
         tensors = [tensor for inner in module.modules() for tensor in own_tensors(inner)]
         devices = {tensor.device for tensor in tensors if id(tensor) in fresh}
@@ -157,13 +167,10 @@ def initialize_modules(
 
 def _scratch(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
     """Storage inside for those of the module's own tensors that another rank has."""
-
-    def storage_for(tensor: Tensor) -> Tensor:
-        storage = torch.empty_like(tensor, device=device)
-        return nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage
-
     items = [((table, key), tensor) for table in tables_of(module) for key, tensor in table.items()]
-    return replaced_in((slot, storage_for(x)) for slot, x in items if x is not None and x.is_meta)
+    return replaced_in(
+        (slot, typed_like(x, torch.empty_like(x, device=device))) for slot, x in items if x is not None and x.is_meta
+    )
 
 
 def _reset_of(module: nn.Module) -> Initialize | None:
@@ -175,7 +182,7 @@ def _reset_of(module: nn.Module) -> Initialize | None:
 
 
 class WeightFiles:
-    """The tensors of a safetensors file, or of the files that an index lists. Nothing is read but headers until `fill`.
+    """The tensors of a safetensors file, or of the files that an index lists. Only headers are read before `fill`.
 
     `source` is the path of a file, of an index (``model.safetensors.index.json``), or of a folder with either. Raises
     ModuleNotFoundError without safetensors, OSError or WeightsError for a path that is neither.
@@ -194,14 +201,14 @@ class WeightFiles:
         if path.is_dir():
             path = _only_file(path)
         if path.suffix == ".json":
-            listed: dict[str, str] = json.loads(path.read_text("utf-8"))["weight_map"]
-            self._files = {key: path.parent / name for key, name in listed.items()}
+            names: dict[str, str] = json.loads(path.read_text("utf-8"))["weight_map"]
+            self._files = {key: path.parent / name for key, name in names.items()}
         else:
             with self._open(path, "pt") as file:
                 self._files = dict.fromkeys(file.keys(), path)
 
     def match(self, model: nn.Module, known: set[str]) -> tuple[dict[str, str], list[str]]:
-        """By key of the model, the key in the files, for each tensor once; and a list of faults.
+        """The key in the files by key of the model, once for each tensor; and a list of faults.
 
         `known` are the keys of the whole model."""
         faults = [f"{key}: in the files, but not in the model" for key in self._files if key not in known]
@@ -226,31 +233,27 @@ class WeightFiles:
     def fill(self, model: nn.Module, chosen: Mapping[str, str]) -> None:
         """Read tensors into those of the model, which keep dtype and device."""
         state = model.state_dict()
-        for path, names in self._by_file(chosen).items():
-            with self._open(path, "pt") as file:
-                for name in names:
-                    state[name].copy_(file.get_tensor(chosen[name]))
+        for name, key in chosen.items():
+            # Opened for each tensor, because the pages of a mapped file stay resident until it is closed. With one
+            # opening per file a rank would hold its share twice.
+            with self._open(self._files[key], "pt") as file:
+                state[name].copy_(file.get_tensor(key))
 
     def _shapes_of(self, keys: set[str]) -> dict[str, list[int]]:
         shapes: dict[str, list[int]] = {}
-        for path, names in self._by_file({key: key for key in keys}).items():
+        for path in {self._files[key] for key in keys}:
             with self._open(path, "pt") as file:
-                shapes |= {name: list(file.get_slice(name).get_shape()) for name in names}
+                here = [key for key in keys if self._files[key] == path]
+                shapes |= {key: list(file.get_slice(key).get_shape()) for key in here}
         return shapes
-
-    def _by_file(self, chosen: Mapping[str, str]) -> dict[Path, list[str]]:
-        by_file: defaultdict[Path, list[str]] = defaultdict(list)
-        for name, key in chosen.items():
-            by_file[self._files[key]].append(name)
-        return by_file
 
 
 def _only_file(folder: Path) -> Path:
     """The index in a folder, or the only file of weights. Raises WeightsError if that is not clear."""
-    found = sorted(folder.glob("*.safetensors.index.json")) or sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
+    paths = sorted(folder.glob("*.safetensors.index.json")) or sorted(folder.glob("*.safetensors"))
+    if len(paths) != 1:
         raise WeightsError(
-            f"{folder} has {[path.name for path in found]}, wanted one *.safetensors.index.json, or else one "
+            f"{folder} has {[path.name for path in paths]}, wanted one *.safetensors.index.json, or else one "
             "*.safetensors; give the path of the file itself"
         )
-    return found[0]
+    return paths[0]

@@ -37,7 +37,7 @@ def test_an_exception_of_the_loss_is_raised_on_every_rank(ranks) -> None:
         (failing.settings_differ, ["UsageError"] * 3, "chunks"),
         (failing.gradient_differs, ["UsageError"] * 3, "another gradient on each rank"),
         (failing.layer_changes, ["ModuleChangedError"] * 3, "training to evaluation"),
-        (failing.buffer_is_shared, ["SpecError"] * 3, "0, in stages of the ranks [0, 2]"),
+        (failing.buffer_is_shared, ["SpecError"] * 3, "0, on the ranks [0, 2]"),
         (failing.pipe_is_nested, ["SpecError"] * 3, "a stage runs on one rank"),
         (failing.backward_twice, ["BackwardTwiceError"] * 3, "retain_graph"),
         (failing.rank_is_interrupted, ["RankFailedError", "KeyboardInterrupt", "RankFailedError"], ""),

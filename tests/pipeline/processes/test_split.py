@@ -12,9 +12,9 @@ import torch.distributed as dist
 from tests.pipeline.processes import splitting
 from tests.pipeline.processes.launch import Ranks
 from tests.pipeline.split.test_zoo import needs_transformers
+from weft.pipeline.processes.collective_forward import CollectiveCalls
 from weft.pipeline.processes.links import Links
 from weft.pipeline.processes.rank_executor import Channel
-from weft.pipeline.processes.together import Together
 
 Find = Callable[[int], Ranks]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -73,7 +73,7 @@ def test_a_sample_that_needs_weights_is_left_out(ranks: Find) -> None:
     ("kind", "words"),
     [
         ("shift", "recorded different programs.*begin to differ at add"),
-        ("swap", "forward.. goes another way on each rank"),
+        ("swap", "forward.. takes another path on each rank"),
         ("hidden", "and its recorded program compute different values; the first value that differs"),
     ],
 )
@@ -119,10 +119,11 @@ def test_an_error_while_recording_reaches_all_ranks(ranks: Find) -> None:
 def exchange_late() -> list[Any]:
     """The contents of all ranks, of which that of the first one arrives last."""
     links = Links(dist.group.WORLD)
-    channel, together = Channel(links), Together(links.rank, torch.device("cpu"))
-    together.open(channel, "the exchange")
+    channel, calls = Channel(links), CollectiveCalls(links.rank, torch.device("cpu"))
+    calls.set_channel(channel)
+    channel.open("the exchange")
     time.sleep(0.0 if links.rank else 0.5)
-    contents = together.exchange(links.rank)
+    contents = calls.exchange_contents(links.rank)
     channel.walk.agree(None)
     links.close()
     return contents

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.pipeline import loading
 from tests.pipeline.processes import weights
 from weft.errors import UsageError, WeightsError
 
@@ -42,6 +43,18 @@ def test_ranks_read_their_own_keys(ranks, tied: str, tmp_path: Path) -> None:
     safetensors.save_file(state, tmp_path / "model.safetensors")
     wanted = serially_trained(lambda pipe: pipe.materialize(tmp_path))
     assert joined(ranks(2).run(weights.read, str(tmp_path))) == wanted
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory: needs the peak that Linux records")
+@pytest.mark.parametrize("cut", ["balance=", "split="])
+def test_loading_holds_the_share_and_one_layer(ranks, cut: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors.torch", reason="weights: needs safetensors")
+    file, layer = tmp_path / "model.safetensors", 1024 * 1024 * 4
+    loading.write_weights(file, 1024, cut)
+    ranks(2).run(loading.load, 64, cut, None)  # connections and imports take memory once
+    for share, peak in ranks(2).run(loading.load, 1024, cut, str(file)):
+        assert share == 6 * layer
+        assert peak - share < 3 * layer  # some slack, because malloc keeps small blocks
 
 
 def test_faults_of_any_rank_are_raised_on_all(ranks, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """A Pipe over processes: ``weft.Pipe(model, chunks=8, schedule="1f1b", loss=fn, group=process_group)``.
 
 Every rank of the group runs the same script, as under `torchrun`. Worker k of the schedule is rank k of the group.
+A launcher of our own, with a driver process and workers, would need the model and the data in a form that can be sent.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -19,25 +20,24 @@ from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import layers_of, places_of
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.pipe_runtime import PipeRuntime, on_meta
-from weft.pipeline.pipeline_plan import Crossing, build_stages
-from weft.pipeline.processes.links import Links
+from weft.pipeline.pipeline_plan import build_stages
+from weft.pipeline.processes.links import Links, Walk
 from weft.pipeline.processes.loans import BorrowingStage, Loans
 from weft.pipeline.processes.ownership import (
     HiddenTensors,
     find_uses,
-    first_homes,
-    forbid_shared_buffers,
+    first_users,
+    forbid_shared,
     placeholder_of,
     plan_loans,
 )
 from weft.pipeline.processes.process_runtime import Placement, ProcessRuntime
 from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.schedule import build
-from weft.pipeline.stage import Stage
 
 
 class GroupHandle:
-    """A process group as a part of a pipe: a copy of the pipe keeps the group, a pickle does not."""
+    """Holder of the process group of a pipe. A copy of the pipe keeps the group, a pickle does not."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
@@ -59,14 +59,18 @@ class GroupHandle:
         return GroupHandle, (None,)
 
 
-class OverProcesses(Pipe):
-    """What pipes over processes have in common: the group, the links to its ranks, equal settings on all of them."""
+class GroupPipe(Pipe):
+    """Base of pipes over processes: the group, the links between its ranks, equal settings on all of them."""
 
-    _workers_made: tuple[int, ...]
-    """The rank of each stage, when the pipe was made."""
+    _stage_ranks: tuple[int, ...]
+    """The rank of each stage, since the pipe was made."""
     _hidden: HiddenTensors
+    _cut_setting: str
+    """The attribute by which the model is cut."""
 
     def _lay_out(self, check: Validator, module: Any, dims: Any, **given: Any) -> int:
+        self._channel: Channel | None = None
+        self._compared: Any = None
         group = check.call(_checked_group, given["group"])
         check.that(
             given["executor"] in ("auto", "serial"),
@@ -86,19 +90,27 @@ class OverProcesses(Pipe):
             return 0
         return super()._lay_out(check, module, dims, **{**given, "devices": [device] * stages})
 
-    def _keep_workers(self) -> tuple[int, ...]:
-        """The rank of each stage, which stays from now on. Nothing is connected yet."""
-        self._workers_made = self._workers()
-        self.__dict__.setdefault("_channel", None)
-        self.__dict__["_compared"] = None
-        return self._workers_made
-
     @property
     def group(self) -> ProcessGroup:
-        """The process group whose ranks run the stages."""
+        """The process group that runs the stages."""
         return self._handle.group
 
-    def _workers(self) -> tuple[int, ...]:
+    def _fix_layout(self) -> tuple[int, ...]:
+        """Return the rank of each stage, by which parameters are spread from now on."""
+        self._stage_ranks, self._fixed_cuts = self._ranks_of_stages(), list(getattr(self, self._cut_setting))
+        return self._stage_ranks
+
+    def _forbid_new_layout(self) -> None:
+        """Raise UsageError if a stage is on another rank than when the pipe was made, or has other layers."""
+        cuts = list(getattr(self, self._cut_setting))
+        if cuts != self._fixed_cuts or self._ranks_of_stages() != self._stage_ranks:
+            raise UsageError(
+                f"the parameters of this Pipe are spread over processes by {self._cut_setting}={self._fixed_cuts}, "
+                f"with stages on the ranks {self._stage_ranks}; now {self._cut_setting} is {cuts}, or the schedule "
+                "puts stages on other ranks; make another Pipe, and load a checkpoint into it"
+            )
+
+    def _ranks_of_stages(self) -> tuple[int, ...]:
         """The rank of each stage. Raises ScheduleError if the schedule is not for as many workers as the group has."""
         table, size = build(self.schedule, len(self.balance), self.chunks), self.group.size()
         if len(table.workers) != size:
@@ -108,76 +120,79 @@ class OverProcesses(Pipe):
             )
         return table.worker_of
 
-    def _linked(self) -> Channel:
+    def _connect(self) -> Channel:
         """The channel to the other ranks; the first call connects them, on all ranks together."""
-        if self.__dict__["_channel"] is None:
-            self.__dict__["_channel"] = Channel(Links(self.group))
-        return cast(Channel, self.__dict__["_channel"])
+        if self._channel is None:
+            self._channel = Channel(Links(self.group))
+        return self._channel
+
+    @contextmanager
+    def _in_walk(self, what: str) -> Generator[Walk]:
+        """Open a walk, unless one is open. An exception inside ends it on all ranks."""
+        channel = self._connect()
+        channel.open(what)
+        try:
+            yield channel.walk
+        except BaseException as error:
+            if (walk := channel.end()) is not None:
+                walk.fail(error)
+            raise
+        finally:
+            channel.end()  # of a walk that went well; its messages are settled
+
+    def _agree(self, what: str, report: Any) -> list[Any]:
+        with self._in_walk(what) as walk:
+            return walk.agree(report)
 
     def _made_runtime(self) -> PipeRuntime:
         runtime = super()._made_runtime()
+        # Compared when a setting has changed, not at every step. If it changed on one rank only, the others are in
+        # another walk, which is an error that names both walks.
         if self._compared != self._checked:
             self._compare_settings()
             self._compared = self._checked
         return runtime
 
-    def _runtime_over(self, loans: Loans, stages: Sequence[Stage], crossing: Crossing, splits: bool) -> ProcessRuntime:
-        """A runtime for stages of all ranks. Raises UsageError if a stage is on another rank than before."""
-        workers = self._workers()
-        if workers != self._workers_made:
-            raise UsageError(
-                "the number of stages, or the rank of a stage, changed after this Pipe was made, but its parameters "
-                "are spread over processes already; make another Pipe, and load a checkpoint into it"
-            )
-        placement = Placement(self._linked(), workers, loans, self.output == "all")
-        loss, reduction = self._loss
-        return ProcessRuntime(
-            placement,
-            stages,
-            crossing,
-            self.checkpoint,
-            "serial",
-            loss,
-            reduction,
-            self._loss_weight,
-            self._dims,
-            splits=splits,
-        )
+    def _new_runtime(self, splits: bool) -> PipeRuntime:
+        self._forbid_new_layout()
+        stages, crossing = self._built_stages()
+        loans = self._planned_loans()
+        for number, slots in loans.slots.items():
+            cast(BorrowingStage, stages[number]).set_slots(slots)
+        placement = Placement(self._connect(), self._stage_ranks, loans, self.output == "all")
+        of_pipe = self.checkpoint, "serial", *self._loss, self._loss_weight, self._dims
+        return ProcessRuntime(placement, stages, crossing, *of_pipe, splits=splits)
+
+    def _planned_loans(self) -> Loans:
+        raise NotImplementedError
 
     def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
-        if self._dims.whole is not None or self._workers_made[0] == self.group.rank():
+        if self._dims.whole is not None or self._stage_ranks[0] == self.group.rank():
             return super()._axes_of(args, kwargs, target=target)
         # The arguments count on the rank of the first stage only, so others can leave them out.
         return (None, self._dims.of_call(0, ["target"], target=False)[1]["target"]) if target else None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module. Keys of tensors that other ranks have are ignored, so a rank can load the whole state."""
+        """Load like `nn.Module`, but ignore the keys of other ranks, so that a rank can load the whole state."""
         with self._showing_hidden():
             hidden = set(self.state_dict())
         hidden -= set(self.state_dict())
-        found: Any = super().load_state_dict(state_dict, False, assign)
-        unexpected: list[str] = [key for key in found.unexpected_keys if key not in hidden]
-        missing: list[str] = found.missing_keys
+        # Not strict here: PyTorch would call the keys of other ranks unexpected. Strictness is checked below.
+        result: Any = super().load_state_dict(state_dict, False, assign)
+        unexpected: list[str] = [key for key in result.unexpected_keys if key not in hidden]
+        missing: list[str] = result.missing_keys
         faults = [f"{key}: missing" for key in missing] + [f"{key}: unexpected" for key in unexpected]
         if strict and faults:
             raise WeightsError(listed("the state_dict does not fit the part of the model on this rank:", faults))
-        return type(found)(missing, unexpected)
+        return type(result)(missing, unexpected)
 
     def _showing_hidden(self) -> AbstractContextManager[None]:
-        return self._hidden.shown()
-
-    def _agree(self, what: str, report: Any) -> list[Any]:
-        channel = self._linked()
-        channel.open(what)
-        try:
-            return channel.walk.agree(report)
-        finally:
-            channel.end()
+        return self._hidden.placeholders()
 
     def _compare_settings(self) -> None:
         """Raise UsageError on all ranks if their settings differ."""
         what = "the comparison of settings, which a rank makes when it has changed some"
-        reports: list[dict[str, Any]] = self._agree(what, self._settings_in_words())
+        reports: list[dict[str, Any]] = self._agree(what, self._describe_settings())
         faults = [
             f"{key}: {reports[0].get(key)} on rank 0 of the group, {other.get(key)} on rank {rank}"
             for rank, other in enumerate(reports)
@@ -187,15 +202,11 @@ class OverProcesses(Pipe):
         if faults:
             raise UsageError(listed("all ranks must give the Pipe the same settings; but:", faults))
 
-    def _settings_in_words(self) -> dict[str, Any]:
-        """All that must be equal on all ranks, as plain values."""
+    def _describe_settings(self) -> dict[str, Any]:
+        """All settings that must be equal on all ranks, as plain values."""
         loss, reduction = self._loss
-        given: Any = self.checkpoint
-        modes: list[Any] = [*given] if isinstance(given, list | tuple) else [given]
-        layers = {
-            f"layer {name!r}": f"{type(layer).__name__} with {sum(1 for _ in layer.modules())} modules"
-            for name, layer in self._layers()
-        }
+        checkpoint: Any = self.checkpoint
+        modes: list[Any] = [*checkpoint] if isinstance(checkpoint, list | tuple) else [checkpoint]
         return {
             "chunks": self.chunks,
             "balance": list(self.balance),
@@ -205,51 +216,51 @@ class OverProcesses(Pipe):
             "loss_reduction": reduction,
             "output": self.output,
             "axes": repr((self._dims.arguments, self._dims.outputs)),
-            **layers,
+            **{
+                f"layer {name!r}": f"{type(layer).__name__} with {sum(1 for _ in layer.modules())} modules"
+                for name, layer in self._layers()
+            },
         }
 
     def statistics(self) -> dict[str, Any]:
-        """As of any pipe; also the bytes that this rank sent, by destination rank and route."""
-        channel = self.__dict__["_channel"]
-        return {**super().statistics(), "wire": {} if channel is None else channel.links.statistics()}
+        """See `Pipe.statistics`; also the bytes that this rank sent, by destination rank and route."""
+        wire = {} if self._channel is None else self._channel.links.statistics()
+        return {**super().statistics(), "wire": wire}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_channel": None, "_compared": None}
 
 
-class ProcessPipe(OverProcesses):
+class ProcessPipe(GroupPipe):
     """See `Pipe`, which makes one where `group` is given."""
 
     _stage_type = BorrowingStage
+    _cut_setting = "balance"
 
     def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
         self._partitions = (None, [])
         for name, layer in layers_of(module):
             self._modules[name] = convert_deferred_batch_norm(layer) if deferred_batch_norm else layer
-        workers, rank = self._keep_workers(), self.group.rank()
+        workers, rank = self._fix_layout(), self.group.rank()
         stages = build_stages(self._layers(), self.balance, self.devices)[0]
         uses = list(find_uses([stage.layers for stage in stages]))
-        forbid_shared_buffers(uses, workers)
-        homes = first_homes(uses, workers)
-        owned = {id(use.tensor): use.slot for use in reversed(uses)}
-        self._loans, self._slots = plan_loans(uses, homes, workers, rank, owned)
-        local = {id(use.module) for use in uses if workers[use.stage] == rank}
-        self._hidden = HiddenTensors(uses, homes, rank, lambda use: id(use.module) in local, placeholder_of)
+        # A copy of the module on each rank would not see the buffers that the others write.
+        headline = (
+            "modules with buffers cannot be shared by stages of several ranks, each of which would have a copy; let "
+            "the stages that share one be on one rank (balance=):"
+        )
+        buffers = (use for use in uses if not isinstance(use.tensor, nn.Parameter))
+        shared = ((id(use.tensor), use.name.rpartition(".")[0], use.stage) for use in buffers)
+        forbid_shared(shared, workers, headline)
+        owners = first_users(uses, workers)
+        self._loans = plan_loans(uses, owners, workers, rank, {id(use.tensor): use.slot for use in reversed(uses)})
+        self._hidden = HiddenTensors(uses, owners, rank, placeholder_of)
         for _, layer in self._layers():
             if not on_meta(layer):
                 layer.to(self.devices[0])
-        self._balance_made = list(self.balance)
 
-    def _new_runtime(self, splits: bool) -> PipeRuntime:
-        if list(self.balance) != self._balance_made:
-            raise UsageError(
-                f"balance is {list(self.balance)}, but the parameters of this Pipe are spread over processes by "
-                f"{self._balance_made}; make another Pipe, and load a checkpoint into it"
-            )
-        stages, crossing = self._built_stages()
-        for number, slots in self._slots.items():
-            cast(BorrowingStage, stages[number]).borrow_into(slots)
-        return self._runtime_over(Loans(self._loans, self.group.rank()), stages, crossing, splits)
+    def _planned_loans(self) -> Loans:
+        return self._loans
 
 
 def _checked_group(given: Any) -> ProcessGroup:
@@ -274,15 +285,13 @@ def _scales_alone(loss_scale: Any) -> bool:
 
 
 def _stages_of(group: ProcessGroup, given: dict[str, Any]) -> int:
-    """How many stages there are: as many as the split points make, or as the lists that were given have, or as the
-    schedule needs for a worker per rank."""
+    """The number of stages: by the split points, or the length of a list in `given`, or as the schedule needs for a
+    worker per rank."""
     if isinstance(given["split"], list | tuple):
         return len(cast("list[Any]", given["split"])) + 1
-    lists = [
-        len(cast("list[Any]", given[key])) for key in ("balance", "devices") if isinstance(given[key], list | tuple)
-    ]
-    if lists:
-        return lists[0]
+    for setting in (given["balance"], given["devices"]):
+        if isinstance(setting, list | tuple):
+            return len(cast("list[Any]", setting))
     size = group.size()
     for stages in (size, 2 * size):  # some schedules have two stages per worker
         with suppress(ScheduleError):
@@ -292,7 +301,7 @@ def _stages_of(group: ProcessGroup, given: dict[str, Any]) -> int:
 
 
 def _device_of(group: ProcessGroup, given: dict[str, Any], stages: int) -> torch.device:
-    """The device of this rank: the one that was given for its stages, or else that of the group's backend."""
+    """The device of this rank: by `given` for its stages, or else that of the group's backend."""
     devices = given["devices"]
     if devices is None:
         has_cuda = torch.cuda.is_available() and "cuda" in dist.get_backend_config(group)

@@ -1,12 +1,13 @@
 """Runtime of a pipe over processes: how the ranks agree on a step before it begins.
 
-    first stage's rank    cut the input --> the word of the step --> all ranks
-    every other rank      the word --> compare with the own call --> cut the own part, if there is one
-    every rank            lend parameters, scan the own stages, run the own row
+    first stage's rank    split the input --> the terms of the step --> all ranks
+    every other rank      the terms --> compare with its call --> split its target, if it has one
+    every rank            exchange copies of shared parameters, scan its stages, run its row
 
-The word holds what one rank knows and all need: the rows of the micro-batches, the seed of the random numbers, the loss
-gradient that backward begins with. It also holds what all ranks must do alike: whether gradients are on, whether there
-is a target, and the tag of the batch.
+The terms hold values that one rank knows and all need: the rows of the micro-batches, the seed of the random numbers,
+the loss gradient that backward begins with. They also hold the facts that must be equal on all ranks: whether gradients
+are on, whether there is a target, and the tag of the batch. Without the comparison, a rank that calls the pipe in
+another way would wait for messages that never come.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,11 +31,11 @@ from weft.pipeline.processes.rank_executor import Channel, ProcessExecutor, Resu
 from weft.pipeline.stage import ModuleScan, Stage
 from weft.pipeline.step import Agreement
 
-_WORD = (-2, 0, 0)
+_TERMS = (-2, 0, 0)
 
 
 class Placement(NamedTuple):
-    """Where stages run: the channel of this rank, the rank of each stage, and whether all ranks get the output."""
+    """The channel of this rank, the rank of each stage, the loans, and whether all ranks get the output."""
 
     channel: Channel
     workers: Sequence[int]
@@ -46,7 +47,7 @@ class Placement(NamedTuple):
         return self.channel.links.rank
 
 
-class StandIn(JoinedOutput):
+class RemoteOutput(JoinedOutput):
     """In the place of an output that only the last stage's rank has: a zero, so that backward can be called."""
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
@@ -55,22 +56,21 @@ class StandIn(JoinedOutput):
         return [torch.zeros(())], [True]
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """Nothing: the gradients of the output are on the last stage's rank."""
+        """No gradients: those of the output are on the last stage's rank."""
         return []
 
 
 class ProcessRuntime(PipeRuntime):
-    """The stages of this rank, and the plans by which they run beside those of other ranks."""
+    """The stages of this rank, and the plans by which they run together with those of other ranks."""
 
     def __init__(self, placement: Placement, stages: Sequence[Stage], *args: Any, **settings: Any) -> None:
         super().__init__(stages, *args, **settings)
         self._placement = placement
-        self._mine = [
-            stage for stage, worker in zip(stages, placement.workers, strict=True) if worker == placement.rank
-        ]
+        pairs = zip(stages, placement.workers, strict=True)
+        self._local_stages = [stage for stage, worker in pairs if worker == placement.rank]
         self._has_first = placement.workers[0] == placement.rank
         self._has_last = placement.workers[-1] == placement.rank
-        self._sources = generators({stage.device for stage in self._mine})
+        self._sources = generators({stage.device for stage in self._local_stages})
         # Without an input that requires a gradient, a rank without parameters would have no node, and no backward.
         self._anchor = torch.zeros((), requires_grad=True)
         self._steps = count(1)
@@ -87,17 +87,21 @@ class ProcessRuntime(PipeRuntime):
         return self._rank_plans[with_loss]
 
     def serve(self, call: PipeCall, *, training: bool) -> Any:
-        """One step, on all ranks together. Raises what `PipeRuntime.serve` raises, UsageError for calls that differ
-        between ranks, RankFailedError and RankLostError for what happened on others."""
+        """One step, on all ranks together.
+
+        Raises the errors of `PipeRuntime.serve`, UsageError for calls that differ between ranks, RankFailedError and
+        RankLostError for events on other ranks.
+        """
         plan = self.plan("serial", bool(call.targets))
         name = f" of step {next(self._steps)}"
         plan.executor.open(f"the forward{name}")
+        # From here on a fault must reach the other ranks, because they wait for messages of this walk.
         try:
-            mini_batch, agreed = self._agree(call, name)
+            mini_batch, agreed = self._agree_on_terms(call, name)
             self._checks.check(mini_batch, "serial")
-            for stage in self._mine:
+            for stage in self._local_stages:
                 if isinstance(stage, BorrowingStage):
-                    stage.borrow(agreed.borrowed)
+                    stage.set_copies(agreed.borrowed)
             scans = self._scan(call)
             agreed = agreed._replace(anchors=[*agreed.anchors, *self._only_lent(scans.values())])
             ambient = ExecutionContext.capture(self.device_types)
@@ -105,6 +109,7 @@ class ProcessRuntime(PipeRuntime):
         except BaseException as error:
             plan.executor.abort(error)
             raise
+        # Without a gradient on any rank there is no node. The terms make all ranks take the same of the two ways.
         if not step.tracked:
             return step.output.filled(step.forward()[0])
         results = apply(step, step.tensors)
@@ -112,63 +117,58 @@ class ProcessRuntime(PipeRuntime):
         return step.output.filled(results)
 
     def _only_lent(self, scans: Iterable[ModuleScan]) -> list[Tensor]:
-        """Parameters that live here but that no stage of this rank uses: the node of autograd must have them as inputs,
-        so that the gradients which borrowers return reach them."""
+        """Parameters of this rank that only other ranks use. The node of autograd must have them as inputs, so that the
+        gradients which borrowers return reach them."""
         used = {id(parameter) for scan in scans for parameter in scan.parameters}
-        return [each for each in self._placement.loans.lent if each.requires_grad and id(each) not in used]
+        return [x for x in self._placement.loans.lent_parameters if x.requires_grad and id(x) not in used]
 
     def _scanned(self, call: PipeCall) -> list[Stage]:
-        return [*self._mine, self._loss] if call.targets and self._loss is not None and self._has_last else self._mine
+        loss = self._loss if call.targets and self._has_last else None
+        return self._local_stages if loss is None else [*self._local_stages, loss]
 
-    def _agree(self, call: PipeCall, name: str) -> tuple[MiniBatch, Agreement]:
-        """What of the mini-batch is here, and what all ranks agree on."""
-        walk = self._placement.channel.walk
+    def _agree_on_terms(self, call: PipeCall, name: str) -> tuple[MiniBatch, Agreement]:
+        """The part of the mini-batch that is here, and the terms of the step."""
+        placement, walk = self._placement, self._placement.channel.walk
         parts = [call.main if self._has_first else ELSEWHERE]
-        parts += [each if self._has_last else ELSEWHERE for each in call.targets]
+        parts += [target if self._has_last else ELSEWHERE for target in call.targets]
+        # Every rank draws, so that its generator is where that of a single process would be.
         drawn = draw_seed(self._sources)
-        alike = {"gradients": torch.is_grad_enabled(), "target": bool(call.targets), "batch_tag": call.batch_tag}
+        equal = {
+            "gradients are on": torch.is_grad_enabled(),
+            "there is a target": bool(call.targets),
+            "pipe.batch_tag": call.batch_tag,
+        }
+        terms: dict[str, Any]
         if self._has_first:
             mini_batch = MiniBatch(parts, call.chunks, call.axis)
-            seed = float(call.scale.seed()) if call.targets else None
-            word: dict[str, Any] = {
-                "rows": list(mini_batch.rows),
-                "seed": drawn.seed,
-                "loss_seed": seed,
-                "alike": alike,
-            }
-            for rank in range(self._placement.channel.links.size):
-                if rank != self._placement.rank:
-                    walk.send(rank, _WORD, word)
+            loss_seed = float(call.scale.seed()) if call.targets else None
+            terms = {"rows": list(mini_batch.rows), "seed": drawn.seed, "loss_seed": loss_seed, "equal": equal}
+            for rank in range(placement.channel.links.size):
+                if rank != placement.rank:
+                    walk.send(rank, _TERMS, terms)
         else:
-            word = walk.receive(_WORD, self._placement.workers[0])
-            self._compare(word["alike"], alike)
-            mini_batch = MiniBatch(parts, call.chunks, call.axis, word["rows"])
+            terms = walk.receive(_TERMS, placement.workers[0])
+            self._compare_calls(terms["equal"], equal)
+            mini_batch = MiniBatch(parts, call.chunks, call.axis, terms["rows"])
         return mini_batch, Agreement(
             name=name,
             anchors=[self._anchor],
-            rng=drawn._replace(seed=word["seed"]),
-            loss_seed=word["loss_seed"],
-            borrowed=self._placement.loans.lend(walk),
+            rng=drawn._replace(seed=terms["seed"]),
+            loss_seed=terms["loss_seed"],
+            borrowed=placement.loans.exchange_copies(walk),
         )
 
-    def _compare(self, first: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-        """Raise UsageError for what this call does otherwise than that of the first stage's rank."""
-        words = {
-            "gradients": "gradients are on",
-            "target": "there is a target",
-            "batch_tag": "pipe.batch_tag",
-        }
-        names = self._placement.channel.links
-        owner, me = names.name_of(self._placement.workers[0]), names.name_of(names.rank)
+    def _compare_calls(self, first: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+        """Raise UsageError if this call differs from that of the first stage's rank."""
+        links = self._placement.channel.links
+        owner, me = links.name_of(self._placement.workers[0]), links.name_of(links.rank)
         faults = [
-            f"{words[key]}: {first[key]!r} on {owner}, {here[key]!r} on {me}"
-            for key in words
-            if first[key] != here[key]
+            f"{fact}: {first[fact]!r} on {owner}, {here[fact]!r} on {me}" for fact in here if first[fact] != here[fact]
         ]
         if faults:
             raise UsageError(listed("all ranks must call the Pipe alike, with the same batch; but:", faults))
 
     def _output(self, call: PipeCall, mini_batch: MiniBatch) -> JoinedOutput:
         if not (call.targets or self._placement.shares_output or self._has_last):
-            return StandIn()
+            return RemoteOutput()
         return super()._output(call, mini_batch)
