@@ -95,6 +95,8 @@ class BorrowingStage(Stage):
 
     def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """As of any stage. A recomputation finds the copies of its own step in the context."""
+        if not self._slots:
+            return super().run(context, main, skips)
         with self._with_copies(context.borrowed):
             return super().run(context, main, skips)
 
