@@ -84,6 +84,12 @@ def test_unsteady_times_are_left_out() -> None:
     assert processes.only_steady([row], {"wall": unsteady, "processor": unsteady})[0] == []
 
 
+def test_rounds_of_a_slow_machine_do_not_count() -> None:
+    """The speed is that of a fixed work, so that no candidate decides which rounds count."""
+    quiet, busy, slow = (processes.Round({}, {}, *load) for load in [(0.05, 1.1), (0.5, 1.0), (0.0, 1.5)])
+    assert quiet.disturbance(1.0) <= 1 < slow.disturbance(1.0) < busy.disturbance(1.0)
+
+
 def test_expected_bytes_count_a_value_once_per_rank() -> None:
     """Two ranks with two of four blocks each: a value with two readers on the other rank crosses once each way."""
     found = rank_checks.expected_bytes(rank_checks.Skips([[0], [], [], []], [[], [0], [0], [0]]), [0, 1, 0, 1])

@@ -51,11 +51,15 @@ KINDS = {
 
 
 class Sample(NamedTuple):
-    """Seconds and processor seconds of one step on one rank, and the mean loss where it is known."""
+    """Seconds and processor seconds of one step on one rank, and the mean loss where it is known.
+
+    `probe` has the seconds of a fixed work, before and after the steps. It does not depend on any candidate.
+    """
 
     wall: float
     processor: float
     loss: float | None
+    probe: float
 
 
 def table_of(kind: str, ranks: int, chunks: int) -> Schedule:
@@ -294,13 +298,25 @@ def prepare_transformer(sequence: int, rows: int, chunks: int, kinds: list[str])
     return _keep(candidates)
 
 
+def _probe() -> float:
+    """Seconds of a fixed work of small operators, as a measure of the speed that the machine gives at present."""
+    layers, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)]), torch.ones(2, 8)
+    begun = time.perf_counter()
+    for _ in range(12):
+        layers(x).sum().backward()
+    return time.perf_counter() - begun
+
+
 def sample(name: str, calls: int) -> Sample:
     """Run a step so many times on this rank, together with the others."""
     step, losses = _prepared[name], list[Tensor]()
+    dist.barrier()
+    probe = _probe()
     dist.barrier()
     begun, worked = time.perf_counter(), time.process_time()
     for _ in range(calls):
         losses = step()
     wall, processor = time.perf_counter() - begun, time.process_time() - worked
+    dist.barrier()
     loss = float(torch.stack(losses).mean()) if losses else None
-    return Sample(wall / calls, processor / calls, loss)
+    return Sample(wall / calls, processor / calls, loss, (probe + _probe()) / 2)

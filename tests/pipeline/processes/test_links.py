@@ -20,7 +20,7 @@ from weft.pipeline.processes.frames import SHAPES
 from weft.pipeline.processes.links import Links
 
 Find = Callable[[int], Ranks]
-LARGE = 100_000
+LARGE = 200_000
 """Elements of a tensor that travels on a lane."""
 
 
@@ -301,10 +301,10 @@ def part() -> Any:
     links = Links(dist.group.WORLD, 30.0)
     walk = links.open_walk("step 0")
     if links.rank == 0:
-        walk.send(1, (0, 0, 0), torch.ones(320 * LARGE))  # is still on its way when the end is announced
+        walk.send(1, (0, 0, 0), torch.ones(160 * LARGE))  # is still on its way when the end is announced
         links.close()
         return None
-    assert len(walk.receive((0, 0, 0), 0)) == 320 * LARGE
+    assert len(walk.receive((0, 0, 0), 0)) == 160 * LARGE
     walk.check()
     with pytest.raises(RankLostError) as caught:
         walk.receive((0, 0, 1), 0)

@@ -59,11 +59,12 @@ class ReceivedFrame(NamedTuple):
     def value(self, plain: Sequence[Any]) -> Any:
         """The value of a data frame, for the thread that uses it."""
         assert self.shape is not None
-        for leaf, tensor in zip(self.shape.tensors, self.tensors, strict=True):
-            if leaf.way == DEVICE_LANE:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        for work in self.device_works:  # the current stream waits, not the host
-            work.wait()
+        if self.device_works:
+            for leaf, tensor in zip(self.shape.tensors, self.tensors, strict=True):
+                if leaf.way == DEVICE_LANE:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            for work in self.device_works:  # the current stream waits, not the host
+                work.wait()
         return join_value(self.shape, plain, self.tensors)
 
 

@@ -100,6 +100,8 @@ class BorrowingStage(Stage):
 
     def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """See `Stage.run`."""
+        if not self._slots:
+            return super().run(context, main, skips)
         # From the context, because a recomputation needs the copies of its own step, not of the latest one.
         with self._with_copies(context.borrowed):
             return super().run(context, main, skips)
