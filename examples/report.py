@@ -107,8 +107,8 @@ def record(model: nn.Module, schedule: str, checkpoint: str, batch: tuple[Tensor
     """Time and bytes are recorded in steps of their own, since looking at every tensor takes time."""
     pipe = pipe_of(copy.deepcopy(model), schedule, checkpoint)
 
-    def run(watcher) -> None:
-        with pipe.observed_by(watcher):
+    def run(observer) -> None:
+        with pipe.observed_by(observer):
             pipe(batch[0], target=batch[1]).backward()
         pipe.zero_grad()
 

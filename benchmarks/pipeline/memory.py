@@ -106,7 +106,7 @@ def _walked(pipe: weft.Pipe) -> weft.Schedule:
     schedule = pipe.schedule_for(CHUNKS)
     if pipe.executor == "threads":
         return schedule
-    parts = [schedule.forward_only, schedule.backward_only] if schedule.splits else [schedule]
+    parts = [schedule.forward_only, schedule.backward_only] if schedule.allows_external_loss else [schedule]
     return weft.Schedule((tuple(action for part in parts for _, action in part.order),))
 
 

@@ -59,7 +59,7 @@ def ideal(schedule: weft.Schedule, forward: float, backward: float, checkpoint: 
 
     whole = StageCost(forward, backward, recompute=forward)
     ahead, back = StageCost(forward, 0.0), StageCost(0.0, backward, recompute=forward)
-    parts = [ahead, back] if schedule.splits else [whole]
+    parts = [ahead, back] if schedule.allows_external_loss else [whole]
     return sum(forecast(schedule, [part] * schedule.stages, checkpointed=recomputed).total for part in parts)
 
 

@@ -32,12 +32,12 @@ class Counting(Recorder):
         self.guard = threading.Lock()
 
     @contextmanager
-    def doing(self, kind: str, action: Action) -> Iterator[None]:
+    def action_scope(self, kind: str, action: Action) -> Iterator[None]:
         if kind == "F":
             with self.guard:
                 self.now[action.stage] += 1
                 self.most[action.stage] = max(self.most[action.stage], self.now[action.stage])
-        with super().doing(kind, action):
+        with super().action_scope(kind, action):
             yield
 
     def released(self, action: Action) -> None:

@@ -21,7 +21,7 @@ from weft.pipeline.loss import WeightedLoss
 from weft.pipeline.recompute import StageReplay
 from weft.pipeline.routing import (
     OUTSIDE,
-    CudaPlace,
+    CudaStageDevice,
     EntryPoint,
     EntryPoints,
     Route,
@@ -163,7 +163,7 @@ class OneOutput(WeightedLoss):
     def gather(self, results: Any) -> Any:
         return [self.machine.kernel("output", self.device, *results)], [True]
 
-    def spread(self, gradients: Any) -> Any:
+    def scatter_gradients(self, gradients: Any) -> Any:
         return [[self.machine.kernel("spread", self.device, *gradients)] for _ in range(self.count)]
 
 
@@ -222,7 +222,7 @@ class Pipeline:
         if last > 1:
             routes.append(Route("skip", 0, (last,)))
             self.stages[0].outputs = 2
-        place = StageDevice if type(executor) is SerialExecutor else CudaPlace
+        place = StageDevice if type(executor) is SerialExecutor else CudaStageDevice
         self.plan = SimpleNamespace(
             places=tuple(place(device) for device in devices),
             executor=executor,
@@ -244,7 +244,7 @@ class Pipeline:
             tracked=True,
             keeps=[[self.keep] * schedule.micro_batches] * len(self.devices),
             ambient=ExecutionContext.capture(["cpu"]),
-            watcher=None,
+            observer=None,
             scale=OneScale(machine, last),
             owners={},
         )

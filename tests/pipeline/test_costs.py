@@ -112,14 +112,14 @@ def test_the_forecast_of_live_bytes_is_what_a_recorder_counts(
     batch = torch.randn(rows, 8), torch.randn(rows, 8)
     known = [*pipe.parameters(), *batch]
 
-    def step(watcher: Observer) -> None:
-        with pipe.observed_by(watcher):
+    def step(observer: Observer) -> None:
+        with pipe.observed_by(observer):
             pipe(batch[0], target=batch[1]).backward()
 
     timed, sizes, memory = Recorder(), MemoryRecorder(known), Recorder(memory=True)
     memory.ignore(known)
-    for watcher in (timed, sizes, memory):
-        step(watcher)
+    for observer in (timed, sizes, memory):
+        step(observer)
     foretold = costs_from([timed], sizes).forecast(pipe.schedule_for(rows))
     assert foretold.peak_bytes == pytest.approx(memory.peak_bytes, rel=error)
 
@@ -134,10 +134,10 @@ class Rewrites(nn.Module):
         return y + z
 
 
-@pytest.mark.parametrize("watcher", [Recorder(), Recorder(memory=True), MemoryRecorder()])
-def test_a_tensor_that_backward_needs_and_a_layer_wrote_to_is_an_error_also_when_watched(watcher: Observer) -> None:
+@pytest.mark.parametrize("observer", [Recorder(), Recorder(memory=True), MemoryRecorder()])
+def test_a_tensor_that_backward_needs_and_a_layer_wrote_to_is_an_error_also_when_watched(observer: Observer) -> None:
     pipe = weft.Pipe(nn.Sequential(nn.Linear(4, 4), Rewrites()), chunks=2, devices=["cpu"] * 2, checkpoint="never")
-    with pipe.observed_by(watcher):
+    with pipe.observed_by(observer):
         loss = pipe(torch.ones(4, 4)).sum()
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
             loss.backward()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft import Pipe
 from weft.core.errors import UsageError
 from weft.core.segment import leaf_of
-from weft.pipeline.routing import CudaPlace, Message, StageDevice, join_walk, leave_walk, message_of
+from weft.pipeline.routing import CudaStageDevice, Message, StageDevice, join_walk, leave_walk, message_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -19,18 +19,18 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def test_what_is_there_already_arrives_as_it_is() -> None:
     x = torch.ones(2, requires_grad=True)
     value = {"x": x, "n": 3, "none": None}
-    arrived = StageDevice(CPU).arrive(Message(value))
+    arrived = StageDevice(CPU).receive(Message(value))
     assert arrived["x"] is x and arrived["n"] == 3 and arrived["none"] is None
 
 
 def test_only_what_is_on_a_gpu_waits_for_the_event_of_its_message() -> None:
     x, event = torch.ones(2), object()  # a CPU tensor that travels with one of a GPU, whose event this stands for
-    assert StageDevice(CPU).arrive(Message((x, 1), event))[0] is x
-    assert StageDevice(META).arrive(Message((x, 1), event))[0].device == META
+    assert StageDevice(CPU).receive(Message((x, 1), event))[0] is x
+    assert StageDevice(META).receive(Message((x, 1), event))[0].device == META
 
 
 def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted() -> None:
-    arrived = StageDevice(META).arrive(Message((torch.ones(2, requires_grad=True), torch.ones(2))))
+    arrived = StageDevice(META).receive(Message((torch.ones(2, requires_grad=True), torch.ones(2))))
     assert [x.device for x in arrived] == [META, META]
     assert [x.requires_grad for x in arrived] == [True, False]
     assert all(x.is_leaf for x in arrived)
@@ -38,7 +38,7 @@ def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted()
 
 def test_a_moved_leaf_lets_no_gradient_accumulate() -> None:
     """A layer that keeps its input, which a loss then reads, would lose the gradient of the stages before."""
-    kept = StageDevice(META).arrive(Message(leaf_of(torch.ones(2), True)))
+    kept = StageDevice(META).receive(Message(leaf_of(torch.ones(2), True)))
     with pytest.raises(UsageError, match="made inside a stage is used outside"):
         (kept * 2).sum().backward()
 
@@ -58,7 +58,7 @@ def test_graph_moves_values_between_devices(monkeypatch: pytest.MonkeyPatch, che
 
 def test_on_the_cpu_nothing_waits() -> None:
     place, x = StageDevice(CPU), torch.ones(2)
-    assert message_of(x).ready is None and place.depart(x).ready is None
+    assert message_of(x).ready is None and place.send(x).ready is None
     join_walk([place, None])
     leave_walk([place, None], [x, None])
 
@@ -148,27 +148,27 @@ def test_stages_on_one_gpu_run_in_streams_of_their_own() -> None:
 
 @pytest.mark.cuda
 def test_a_value_that_arrives_is_ready() -> None:
-    place, other = CudaPlace(torch.device(CUDA)), CudaPlace(torch.device(CUDA))
+    place, other = CudaStageDevice(torch.device(CUDA)), CudaStageDevice(torch.device(CUDA))
     x = torch.zeros(LARGE, device=CUDA)
     torch.cuda.synchronize()
-    with place.here():
+    with place.stream_context():
         torch.cuda._sleep(50_000_000)  # some tens of milliseconds of the device's clock
         x += 1
-        sent = place.depart(x)
-    with other.here():
-        seen = other.arrive(sent) * 2
+        sent = place.send(x)
+    with other.stream_context():
+        seen = other.receive(sent) * 2
     leave_walk([place, other], [seen])
     assert seen.min().item() == seen.max().item() == 2
 
 
 @pytest.mark.cuda
 def test_the_caller_and_the_places_wait_for_each_other() -> None:
-    place, x = CudaPlace(torch.device(CUDA)), torch.zeros(LARGE, device=CUDA)
+    place, x = CudaStageDevice(torch.device(CUDA)), torch.zeros(LARGE, device=CUDA)
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)
     x += 1  # late, on the caller's stream
     join_walk([place])
-    with place.here():
+    with place.stream_context():
         y = x * 2
         torch.cuda._sleep(50_000_000)
         y += 1  # late, on the place's
@@ -179,19 +179,19 @@ def test_the_caller_and_the_places_wait_for_each_other() -> None:
 @pytest.mark.cuda
 def test_memory_is_not_given_away_while_another_stream_reads_it() -> None:
     # The sender drops its tensor at once and asks for memory of that very size; the reader is late.
-    place, other = CudaPlace(torch.device(CUDA)), CudaPlace(torch.device(CUDA))
+    place, other = CudaStageDevice(torch.device(CUDA)), CudaStageDevice(torch.device(CUDA))
     results: list[Tensor] = []
     torch.cuda.synchronize()
     for number in range(20):
-        with place.here():
-            sent = place.depart(torch.full((LARGE,), float(number), device=CUDA))
-        with other.here():
-            value = other.arrive(sent)
+        with place.stream_context():
+            sent = place.send(torch.full((LARGE,), float(number), device=CUDA))
+        with other.stream_context():
+            value = other.receive(sent)
             torch.cuda._sleep(5_000_000)
             results.append(value + 0)
             del value
         del sent
-        with place.here():
+        with place.stream_context():
             torch.full((LARGE,), -1.0, device=CUDA)
     leave_walk([place, other], results)
     for number, result in enumerate(results):
@@ -223,11 +223,11 @@ def test_gradients_stay_right_while_the_allocator_hands_out_every_block_again(ch
 
 @pytest.mark.cuda
 def test_what_leaves_the_gpu_has_left_it_when_it_is_read() -> None:
-    place = CudaPlace(torch.device(CUDA))
-    with place.here():
+    place = CudaStageDevice(torch.device(CUDA))
+    with place.stream_context():
         torch.cuda._sleep(50_000_000)
-        sent = place.depart(torch.ones(LARGE, device=CUDA))
-    arrived = StageDevice(CPU).arrive(sent)
+        sent = place.send(torch.ones(LARGE, device=CUDA))
+    arrived = StageDevice(CPU).receive(sent)
     assert arrived.min() == arrived.max() == 1
 
 

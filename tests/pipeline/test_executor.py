@@ -48,7 +48,7 @@ class Chain:
 
     def __call__(self, action: Action, box: Any, post: Any) -> None:
         for need in self.waits[action]:
-            assert box.take(self.at(need, action)).value == need
+            assert box.receive(self.at(need, action)).value == need
         if action in self.fails:
             raise self.fails[action]
         self.threads.setdefault(threading.current_thread().name, set()).add(action.stage)
@@ -130,7 +130,7 @@ def test_all_who_wait_are_woken_when_one_fails(threads: ThreadExecutor, table: S
             raise Oops
         waiting.release()
         try:
-            box.take(Address(0, action.stage, 0))
+            box.receive(Address(0, action.stage, 0))
         except WalkAborted:
             woken.append(action.stage)
             raise
@@ -336,7 +336,7 @@ def test_what_an_action_finds_in_its_thread(threads: ThreadExecutor, threaded: b
     seen: dict[int, tuple[str, bool, bool]] = {}
 
     def perform(action: Action, box: Any, post: Any) -> None:
-        value, mode = box.take(Address(7, action.stage, 0)).value, torch.is_grad_enabled()
+        value, mode = box.receive(Address(7, action.stage, 0)).value, torch.is_grad_enabled()
         x = torch.ones(1, requires_grad=True)
         with torch.enable_grad():
             y = x * 2

@@ -192,9 +192,11 @@ def test_the_weighted_loss_is_the_loss_of_all_rows(sizes: list[int], factor: flo
     losses = [each.square().mean() for each in pieces]
     (loss,), tracked = output.gather(losses)
     assert tracked == [True]
-    assert_close(output.filled([loss]), x.square().mean())
+    assert_close(output.fill([loss]), x.square().mean())
     assert_close(output.visible(losses), x.square().mean())
-    for each, (gradient,) in zip(losses, output.spread([torch.tensor(factor, dtype=torch.float64)]), strict=True):
+    for each, (gradient,) in zip(
+        losses, output.scatter_gradients([torch.tensor(factor, dtype=torch.float64)]), strict=True
+    ):
         each.backward(gradient)
     assert_close(torch.cat([each.grad for each in pieces]), factor * 2 * x / total)
 

@@ -21,17 +21,17 @@ def test_a_value_is_found_by_its_address_in_whatever_order(box: Any, data: st.Da
         for address in sent:
             here.put(address, f"value {turn} of {address}")
         for address in data.draw(st.permutations(sent)):
-            assert here.take(address) == f"value {turn} of {address}"
+            assert here.receive(address) == f"value {turn} of {address}"
 
 
 def test_a_local_queue_never_waits() -> None:
     with pytest.raises(KeyError):
-        LocalQueue().take(Address(0, 0, 0))
+        LocalQueue().receive(Address(0, 0, 0))
 
 
 def test_a_mailbox_waits_for_the_sender() -> None:
     box, taken = Mailbox(), []
-    worker = threading.Thread(target=lambda: taken.append(box.take(Address(0, 0, 1))))
+    worker = threading.Thread(target=lambda: taken.append(box.receive(Address(0, 0, 1))))
     worker.start()
     box.put(Address(0, 0, 0), "another")
     box.put(Address(0, 0, 1), "mine")
@@ -45,7 +45,7 @@ def test_closing_a_mailbox_wakes_its_worker_and_it_stays_closed() -> None:
     def wait() -> None:
         for _ in range(2):
             try:
-                box.take(Address(0, 0, 0))
+                box.receive(Address(0, 0, 0))
             except WalkAborted:
                 ends.append("closed")
 
@@ -60,6 +60,6 @@ def test_what_arrived_before_the_end_can_still_be_taken() -> None:
     box = Mailbox()
     box.put(Address(0, 0, 0), "early")
     box.close()
-    assert box.take(Address(0, 0, 0)) == "early"
+    assert box.receive(Address(0, 0, 0)) == "early"
     with pytest.raises(WalkAborted):
-        box.take(Address(0, 0, 1))
+        box.receive(Address(0, 0, 1))

@@ -249,7 +249,7 @@ def test_one_piece_is_returned_as_it_is_even_if_it_has_no_rows_to_join() -> None
     output = JoinedOutput()
     output.gather([value])
     grads = [torch.tensor(2.0), torch.ones(3)]
-    assert all(seen is given for seen, given in zip(output.spread(grads)[0], grads, strict=True))
+    assert all(seen is given for seen, given in zip(output.scatter_gradients(grads)[0], grads, strict=True))
     joined = join([value])
     assert joined["loss"] is value["loss"]
     assert joined["x"] is value["x"]
@@ -297,11 +297,11 @@ def test_an_output_is_joined_and_its_gradient_cut_again(count: int, chunks: int,
     results = [{"y": each.requires_grad_(), "note": "same", "i": each.long()} for each in pieces]
     tensors, tracked = output.gather(results)
     assert tracked == [True, False] and not any(each.requires_grad for each in tensors)
-    filled = output.filled(tensors)
-    assert list(filled) == ["y", "note", "i"] and filled["note"] == "same"
-    assert torch.equal(filled["y"], x) and torch.equal(filled["i"], x.long())
+    fill = output.fill(tensors)
+    assert list(fill) == ["y", "note", "i"] and fill["note"] == "same"
+    assert torch.equal(fill["y"], x) and torch.equal(fill["i"], x.long())
     gradient = rows(*shape, seed=1)
-    spread = output.spread([gradient, None])
+    spread = output.scatter_gradients([gradient, None])
     cut = [each[0] for each in spread]
     assert all(each.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr() for each in cut)
     assert torch.equal(torch.cat(cut, axis), gradient)

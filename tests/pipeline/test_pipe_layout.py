@@ -115,10 +115,10 @@ def test_what_is_set_later_is_checked_as_in_the_constructor(name: str, value: An
     assert_gradients_equal(pipe, plain)
 
 
-@pytest.mark.parametrize("watcher", [None, 3, object(), Recorder])
-def test_a_watcher_that_is_none_is_refused_before_a_step(watcher: Any) -> None:
+@pytest.mark.parametrize("observer", [None, 3, object(), Recorder])
+def test_a_watcher_that_is_none_is_refused_before_a_step(observer: Any) -> None:
     pipe, _ = piped(chain(4, 4))
-    with without_type_checks(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.observed_by(watcher):
+    with without_type_checks(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.observed_by(observer):
         raise AssertionError("the block began")
 
 

@@ -104,7 +104,7 @@ def test_forward_and_backward_are_parts_that_can_run_alone(schedule: Schedule) -
     assert "F" not in {a.kind for _, a in backward.order}
     assert len(forward.order) + len(backward.order) == len(schedule.order)
     cut = tuple(f + b for f, b in zip(forward.workers, backward.workers, strict=True))
-    assert schedule.splits == (cut == schedule.workers)
+    assert schedule.allows_external_loss == (cut == schedule.workers)
 
 
 @given(any_schedules())
@@ -163,7 +163,7 @@ def chain_arrow(a: Action, b: Action) -> bool:
 def test_forward_alone_is_a_valid_schedule(stages: int, micro_batches: int, data: st.DataObject) -> None:
     schedule = data.draw(valid_schedules(stages, micro_batches, forward_only=True))
     schedule.check(stages=stages, micro_batches=micro_batches)
-    assert schedule.splits
+    assert schedule.allows_external_loss
     assert schedule.live() == (micro_batches,) * stages
 
 

@@ -27,7 +27,7 @@ from weft.pipeline.pipeline_plan import PipelinePlan
 from weft.pipeline.routing import (
     OUTSIDE,
     CallerStreams,
-    CudaPlace,
+    CudaStageDevice,
     EntryPoint,
     EntryPoints,
     Message,
@@ -127,7 +127,7 @@ def test_the_order_of_threads_makes_no_race(monkeypatch: pytest.MonkeyPatch) -> 
 def nothing(*_: Any) -> None: ...
 
 
-def only_the_target_waits(place: CudaPlace, tensor: Any, message: Message) -> Any:
+def only_the_target_waits(place: CudaStageDevice, tensor: Any, message: Message) -> Any:
     """Without peers PyTorch makes a strided source contiguous before its barrier, on the current stream of the source's
     device. If that is the worker's default stream, the value is not there yet."""
     if tensor.device == place.device:
@@ -155,7 +155,7 @@ def without_waits(streams: CallerStreams) -> Iterator[None]:
         yield
 
 
-ARRIVE, HELD = CudaPlace._arrive, StreamLock.held
+ARRIVE, HELD = CudaStageDevice._arrive, StreamLock.held
 TOO_EARLY, IN_USE, FREED = "read before it is written", "written while it is used", "freed while it is used"
 
 OWN = Case(schedule="1f1b", own=True)
@@ -178,9 +178,13 @@ MUTANTS = {
         routing, "record_stream", lambda x, stream: x.record_stream(stream), Case(options={"sparse": True}), "sparse"
     ),
     "streams do not wait": Mutant(Stream, "wait_event", nothing, Case("one"), TOO_EARLY),
-    "messages have no event": Mutant(CudaPlace, "depart", lambda _, value: Message(value), Case("one"), TOO_EARLY),
+    "messages have no event": Mutant(CudaStageDevice, "send", lambda _, value: Message(value), Case("one"), TOO_EARLY),
     "the source of a copy does not wait": Mutant(
-        CudaPlace, "_arrive", only_the_target_waits, Case(peers=False, options={"strided": True}), "contiguous() of a"
+        CudaStageDevice,
+        "_arrive",
+        only_the_target_waits,
+        Case(peers=False, options={"strided": True}),
+        "contiguous() of a",
     ),
     "a walk is not joined": Mutant(step, "join_walk", nothing, Case(), TOO_EARLY),
     "a walk is not left": Mutant(step, "leave_walk", nothing, Case("one"), TOO_EARLY),
@@ -203,7 +207,7 @@ MUTANTS = {
     ),
     "backward does not wait for its streams": Mutant(CallerStreams, "restored", without_waits, OWN, TOO_EARLY),
     "the device stays": Mutant(
-        StageDevice, "here", lambda _: nullcontext(), Case(executor=SerialExecutor), "on another device"
+        StageDevice, "stream_context", lambda _: nullcontext(), Case(executor=SerialExecutor), "on another device"
     ),
 }
 
@@ -219,7 +223,7 @@ def test_a_missing_wait_or_record_is_seen(monkeypatch: pytest.MonkeyPatch, mutan
 def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller's stream waits for all kernels that were launched: a layer may have written to a buffer."""
     machine = Machine(monkeypatch)
-    place, late = CudaPlace(A), list[OnGpu]()
+    place, late = CudaStageDevice(A), list[OnGpu]()
 
     def failing(*_: Any) -> Any:
         for stream in (place.compute, place.copy):
@@ -236,7 +240,7 @@ def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_streams_of_a_place_wait_for_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the one that copies."""
-    machine, place = Machine(monkeypatch), CudaPlace(A)
+    machine, place = Machine(monkeypatch), CudaStageDevice(A)
     tensor = machine.kernel("optimizer", A)
     join_walk([place])
     assert all(stream.covers(tensor.memory.written) for stream in cast("Any", [place.compute, place.copy]))
@@ -254,7 +258,7 @@ def test_a_lock_hands_over_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_readers_of_gradients_wait_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd lets them wait for the current stream of the output's device."""
-    machine, places = Machine(monkeypatch), [CudaPlace(A), CudaPlace(B)]
+    machine, places = Machine(monkeypatch), [CudaStageDevice(A), CudaStageDevice(B)]
     with torch.cuda.stream(Stream(B)):  # type: ignore[arg-type]
         caller, of_forward = CallerStreams(places), machine.current_stream(B)
 
@@ -262,7 +266,7 @@ def test_readers_of_gradients_wait_for_all_devices(monkeypatch: pytest.MonkeyPat
         with torch.cuda.stream(Stream(A)):  # type: ignore[arg-type]
             with caller.restored():
                 assert machine.current_stream(B) is of_forward and machine.current_device() == A.index
-                with places[1].here():
+                with places[1].stream_context():
                     gradient = machine.kernel("backward", B)
                 leave_walk(places, [gradient])
                 total = machine.kernel("sum", B, gradient)

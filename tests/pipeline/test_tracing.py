@@ -109,17 +109,17 @@ def test_bytes_are_counted_only_on_request_and_what_is_ignored_never() -> None:
     assert recorded(SerialExecutor(), "graph", 2, memory=False).bytes == []
     recorder, x = Recorder(memory=True), torch.ones(CELLS, requires_grad=True)
     recorder.ignore([x])
-    with recorder.doing("F", Action(0, "F", 0)):
+    with recorder.action_scope("F", Action(0, "F", 0)):
         y = x.sin()
     assert recorder.peak_bytes == 0
-    with recorder.doing("F", Action(0, "F", 1)):
+    with recorder.action_scope("F", Action(0, "F", 1)):
         y.sin()
     assert recorder.peak_bytes == 4 * CELLS
 
 
 def test_a_storage_counts_once_however_many_tensors_look_into_it() -> None:
     recorder, x = Recorder(memory=True), torch.ones(CELLS, requires_grad=True).double()
-    with recorder.doing("F", Action(0, "F", 0)):
+    with recorder.action_scope("F", Action(0, "F", 0)):
         for piece in (x, x[:10], x.view(10, -1)):
             piece.sin()
     assert recorder.peak_bytes == BYTES
@@ -129,6 +129,6 @@ def test_a_storage_counts_once_however_many_tensors_look_into_it() -> None:
 
 def test_an_event_is_recorded_also_when_the_work_fails() -> None:
     recorder = Recorder()
-    with pytest.raises(KeyError), recorder.doing("F", Action(0, "F", 0)):
+    with pytest.raises(KeyError), recorder.action_scope("F", Action(0, "F", 0)):
         raise KeyError
     assert [event.kind for event in recorder.events] == ["F"]

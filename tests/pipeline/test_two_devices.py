@@ -40,8 +40,8 @@ def two_gpus(request: pytest.FixtureRequest) -> Places:
 class CopyingPlace(StageDevice):
     """A place on the CPU that treats all tensors as those of another device."""
 
-    def arrive(self, message: Message) -> Any:
-        leaves, structure = flatten(super().arrive(message))
+    def receive(self, message: Message) -> Any:
+        leaves, structure = flatten(super().receive(message))
         copies = [leaf_of(x.detach().clone(), x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
         return unflatten(structure, copies)
 

@@ -307,7 +307,7 @@ def check_schedule(schedule: str | Schedule | ScheduleFunction, stages: int, chu
             "the schedule has no backward, so it cannot train a model; add B, or I and W, for every F (in evaluation "
             "they are left out automatically)"
         )
-    if loss is None and not table.splits:
+    if loss is None and not table.allows_external_loss:
         name = schedule if schedule in SCHEDULES else "this function" if callable(schedule) else "this table"
         raise UsageError(
             f"schedule {name!r} starts backward before all forwards have ended, but the loss is computed outside, "

@@ -42,7 +42,7 @@ class LocalQueue:
 
     def __init__(self) -> None:
         self.messages: dict[Address, Any] = {}
-        self.put, self.take, self.close = self.messages.__setitem__, self.messages.pop, self.messages.clear
+        self.put, self.receive, self.close = self.messages.__setitem__, self.messages.pop, self.messages.clear
 
 
 class Mailbox:
@@ -55,7 +55,7 @@ class Mailbox:
     def put(self, address: Address, value: Any, /) -> None:
         self._arriving.put((address, value))
 
-    def take(self, address: Address, /) -> Any:
+    def receive(self, address: Address, /) -> Any:
         """The value at `address`, as soon as it is there. Raises Closed when the walk is given up first."""
         arrived = self._arrived
         while address not in arrived:

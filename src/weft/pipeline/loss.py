@@ -323,7 +323,7 @@ class WeightedLoss(JoinedOutput):
         tensors, tracked = super().gather(results)
         return tensors, [*tracked[:1], *[False] * (len(tensors) - 1)]
 
-    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+    def scatter_gradients(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
         """As for any output, but also before there are results."""
         gradient = gradients[0]
         return [[gradient * weight if weight and gradient is not None else None] for weight in self.weights]

@@ -415,7 +415,7 @@ class JoinedOutput:
         tracked = [any(getattr(leaves[k], "requires_grad", False) for leaves in pieces) for k in self._at]
         return [joined[k].detach() for k in self._at], tracked
 
-    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+    def scatter_gradients(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
         """The gradients of the result of every micro-batch."""
         columns: list[Sequence[Tensor | None]] = [[None] * self._pieces] * len(self._rest)
         for k, gradient in zip(self._at, gradients, strict=True):
@@ -425,7 +425,7 @@ class JoinedOutput:
                 columns[k] = cut(gradient, self._lengths[k] or (), self._axes[k])
         return [[column[i] for column in columns] for i in range(self._pieces)]
 
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
         """The result for the caller, with these tensors."""
         leaves = list(self._rest)
         for k, tensor in zip(self._at, tensors, strict=True):

@@ -223,7 +223,7 @@ class Pipe(nn.Module):
         self._number_reduction: Literal["mean", "sum"] | None = (
             of_numbers  # of numbers in the output of a model that is split
         )
-        self._watcher: Observer | None = None
+        self._observer: Observer | None = None
         self._runtime: PipeRuntime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit
         self._recipe: Any = None  # what the runtime was made of
@@ -288,7 +288,7 @@ class Pipe(nn.Module):
             axis,
             self.chunks,
             self.schedule,
-            self._watcher,
+            self._observer,
             self._loss_scale,
             batch_tag=self.batch_tag,
         )
@@ -327,23 +327,23 @@ class Pipe(nn.Module):
         return build(self.schedule, len(self.balance), len(micro_sizes(rows, self.chunks)))
 
     @contextmanager
-    def observed_by(self, watcher: Observer) -> Generator[None]:
+    def observed_by(self, observer: Observer) -> Generator[None]:
         """Let a watcher, such as `weft.Recorder`, see what runs inside; stages run apart meanwhile.
 
         Raises UsageError for what is no watcher, and under ``executor="graph"``, which has no stages to see.
         """
-        if isinstance(watcher, type) or not isinstance(cast(Any, watcher), Observer):
-            raise UsageError(f"a pipe is watched by a weft.Recorder or the like, but this is {watcher!r}")
+        if isinstance(observer, type) or not isinstance(cast(Any, observer), Observer):
+            raise UsageError(f"an observer of a pipe is a weft.Recorder or the like, but this is {observer!r}")
         if self.executor == "graph":
             raise UsageError(
                 "executor='graph' leaves backward to autograd, where nobody can see stages and micro-batches; set "
                 "pipe.executor to 'serial' or 'threads' for the steps that are watched"
             )
-        before, self._watcher = self._watcher, watcher
+        before, self._observer = self._observer, observer
         try:
             yield
         finally:
-            self._watcher = before
+            self._observer = before
 
     def materialize(
         self, source: str | PathLike[str] | Initialize | None = None, initialize: Initialize | None = None
@@ -447,7 +447,7 @@ class Pipe(nn.Module):
         return layers[1] if isinstance(layers, tuple) else nn.Sequential(OrderedDict(layers))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runtime": None, "_checked": None, "_recipe": None, "_watcher": None}
+        return {**self.__dict__, "_runtime": None, "_checked": None, "_recipe": None, "_observer": None}
 
     def extra_repr(self) -> str:
         """What stands behind the class name when the pipe is printed."""
@@ -474,17 +474,23 @@ class Pipe(nn.Module):
             stages = self._check_layout(check)
             check_settings(check, stages, self.chunks, self.executor, *self._loss, self.schedule, self.checkpoint)
         settings = self._settings()
-        splits = build(self.schedule, stages, self.chunks).splits
-        recipe = (*settings[1:], splits)  # another number of chunks needs no other threads
+        allows_external_loss = build(self.schedule, stages, self.chunks).allows_external_loss
+        recipe = (*settings[1:], allows_external_loss)  # another number of chunks needs no other threads
         if self._runtime is None or self._recipe != recipe:  # such as another module in the place of a layer
-            self._runtime = self._new_runtime(splits)
+            self._runtime = self._new_runtime(allows_external_loss)
         self._checked, self._recipe = settings, recipe
         return self._runtime
 
-    def _new_runtime(self, splits: bool) -> PipeRuntime:
+    def _new_runtime(self, allows_external_loss: bool) -> PipeRuntime:
         built = self._built_stages()
         return PipeRuntime(
-            *built, self.checkpoint, self.executor, *self._loss, self._loss_weight, self._dims, splits=splits
+            *built,
+            self.checkpoint,
+            self.executor,
+            *self._loss,
+            self._loss_weight,
+            self._dims,
+            allows_external_loss=allows_external_loss,
         )
 
     def _check_layout(self, check: Validator) -> int:

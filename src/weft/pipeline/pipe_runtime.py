@@ -188,7 +188,7 @@ class PipeRuntime:
         loss_weight: LossWeight | None,
         dims: BatchDims,
         *,
-        splits: bool,
+        allows_external_loss: bool,
     ) -> None:
         self.stages = list(stages)
         serialize_shared(self.stages)
@@ -208,7 +208,7 @@ class PipeRuntime:
             executor = "serial"
         self._clock = partial(time_after, frozenset(devices))
         one_device = len(set(devices)) == 1
-        uncut = one_device and splits and self._keep_rules.never_recomputes
+        uncut = one_device and allows_external_loss and self._keep_rules.never_recomputes
         self.layouts = LayoutTuner(executor, len(devices), one_device=one_device, uncut=uncut)
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
@@ -228,7 +228,7 @@ class PipeRuntime:
         layout, report = self.layouts.pick(
             kind,
             must_cut=kind.cuts or self.plans.have_python_functions,
-            watched=call.watcher is not None,
+            watched=call.observer is not None,
             local=has_local_modes(),
         )
         self._checks.check(mini_batch, layout)
@@ -256,10 +256,10 @@ class PipeRuntime:
         if report is not None:
             function = TimedCall(step, report, self._clock, with_backward=tracked)
         if not tracked:
-            return step.output.filled(function.forward()[0])
+            return step.output.fill(function.forward()[0])
         results = apply(function, step.node_inputs())
         self.plans.end_step(step.plan)
-        return step.output.filled(results)
+        return step.output.fill(results)
 
     def _choose_route(
         self, layout: str, kind: "StepKind", call: "PipeCall", mini_batch: MiniBatch, *, casts: bool
@@ -338,7 +338,7 @@ class PipeRuntime:
             deferred=[norm for scan in scans.values() for norm in scan.deferred],
             new_rng=partial(self._streams, {number: scan.configuration for number, scan in scans.items()}, agreed.rng),
             ambient=ambient,
-            watcher=call.watcher,
+            observer=call.observer,
             scale=call.scale,
             owners=call.owners,
             agreed=agreed,
@@ -456,7 +456,7 @@ class PipeCall(NamedTuple):
     axis: Any
     chunks: int
     schedule: str | Schedule
-    watcher: Observer | None
+    observer: Observer | None
     scale: LossScale
     scalars: str | None = None
     owners: Mapping[int, torch.Tensor] = _NO_OWNERS

@@ -17,7 +17,7 @@ from weft.core.segment import Function, MicroBatchContext
 from weft.pipeline.checks import ForeignParameterCheck
 from weft.pipeline.executor import SerialExecutor
 from weft.pipeline.loss import LossStage
-from weft.pipeline.routing import OUTSIDE, CudaPlace, EntryPoint, EntryPoints, Route, StageDevice, Wiring
+from weft.pipeline.routing import OUTSIDE, CudaStageDevice, EntryPoint, EntryPoints, Route, StageDevice, Wiring
 from weft.pipeline.skip import inspect_skip_layout
 from weft.pipeline.stage import Skip, Stage
 
@@ -111,7 +111,7 @@ def staged_plan(
         for number, each in enumerate(functions if cut else ())
     ]
     places: list[StageDevice | None] = [
-        CudaPlace(stage.device) if streams and stage.device.type == "cuda" else StageDevice(stage.device)
+        CudaStageDevice(stage.device) if streams and stage.device.type == "cuda" else StageDevice(stage.device)
         for stage in stages
     ]
     if all(stage.device.type == "cpu" for stage in stages):  # nothing has to be moved

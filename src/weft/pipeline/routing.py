@@ -211,7 +211,7 @@ class StageDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def arrive(self, message: Message) -> Any:
+    def receive(self, message: Message) -> Any:
         """The value, on this device and ready to be read."""
         leaves, structure = flatten(message.value)
         return unflatten(structure, [self._arrive(x, message) if isinstance(x, Tensor) else x for x in leaves])
@@ -223,16 +223,16 @@ class StageDevice:
                 message.ready.synchronize()
         return _moved(tensor, self.device)
 
-    def depart(self, value: Any) -> Message:
+    def send(self, value: Any) -> Message:
         """The value, ready to be sent."""
         return Message(value)
 
-    def here(self) -> AbstractContextManager[object]:
+    def stream_context(self) -> AbstractContextManager[object]:
         """Work inside runs at this place."""
         return on_device(self.device)
 
 
-class CudaPlace(StageDevice):
+class CudaStageDevice(StageDevice):
     """A CUDA device with streams of this worker's own: to compute, to copy, and to read on devices that values left."""
 
     def __init__(self, device: torch.device) -> None:
@@ -262,11 +262,11 @@ class CudaPlace(StageDevice):
         record_stream(moved, self.compute)
         return moved
 
-    def depart(self, value: Any) -> Message:
+    def send(self, value: Any) -> Message:
         return Message(value, self.compute.record_event())
 
     @contextmanager
-    def here(self) -> Generator[None]:
+    def stream_context(self) -> Generator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
             yield
 
@@ -274,7 +274,7 @@ class CudaPlace(StageDevice):
 def join_walk(places: Iterable[StageDevice | None]) -> None:
     """Before a walk: let the places wait for what the caller's streams were given."""
     for place in places:
-        if isinstance(place, CudaPlace):
+        if isinstance(place, CudaStageDevice):
             for stream in (place.compute, place.copy):
                 stream.wait_stream(torch.cuda.current_stream(place.device))
 
@@ -282,7 +282,7 @@ def join_walk(places: Iterable[StageDevice | None]) -> None:
 def leave_walk(places: Iterable[StageDevice | None], results: Iterable[Tensor | None]) -> None:
     """After a walk: let the caller's streams wait for the places, and own the results from here on."""
     for place in places:
-        if isinstance(place, CudaPlace):
+        if isinstance(place, CudaStageDevice):
             torch.cuda.current_stream(place.device).wait_stream(place.compute)
             torch.cuda.current_stream(place.device).wait_stream(place.copy)
     for tensor in results:
@@ -362,11 +362,11 @@ def bind_parameters(
     # caller's stream, every weight gradient of a walk would wait for that stream, and it for all stages. The view gets
     # the step's gradient to the right stream first: PyTorch warns if AccumulateGrad gets one from another stream.
     views: dict[int, Tensor] = {}
-    if len(_cuda_devices(places)) > 1 or any(isinstance(place, CudaPlace) for place in places):
+    if len(_cuda_devices(places)) > 1 or any(isinstance(place, CudaStageDevice) for place in places):
         for stage, group in parameters.items():
             place = places[stage]
             if place is not None and place.device.type == "cuda":
-                with place.here():
+                with place.stream_context():
                     views |= {id(each): torch.ops.aten.alias(each) for each in group if id(each) not in views}
     return views
 

@@ -132,7 +132,7 @@ class Schedule:
         return tuple(order)
 
     @cached_property
-    def splits(self) -> bool:
+    def allows_external_loss(self) -> bool:
         """Whether all F come before all other actions on every worker, as a loss outside of the pipeline needs."""
         rows = [[action.kind != "F" for action in row] for row in self.workers]
         return all(row == sorted(row) for row in rows)
@@ -145,7 +145,7 @@ class Schedule:
             (one.stage, one.micro_batch)
             for row in self.workers
             for one, next_one in pairwise(row)
-            if not self.splits and one.kind == "F" and next_one.kind in "BI" and one[::2] == next_one[::2]
+            if not self.allows_external_loss and one.kind == "F" and next_one.kind in "BI" and one[::2] == next_one[::2]
         )
 
     def live(self) -> tuple[int, ...]:

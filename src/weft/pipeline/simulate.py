@@ -268,7 +268,7 @@ class MemoryRecorder:
         self._sent: dict[tuple[int, int], dict[int, _Sent]] = defaultdict(dict)
 
     @contextmanager
-    def doing(self, kind: str, action: Action) -> Generator[None]:
+    def action_scope(self, kind: str, action: Action) -> Generator[None]:
         """See `Observer`."""
         if kind not in "FR":
             yield

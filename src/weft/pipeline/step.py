@@ -81,7 +81,7 @@ class StepState:
         contexts: Sequence[MicroBatchContext],
         keeps: Sequence[Sequence[Keep]],
         places: Sequence[StageDevice | None],
-        watcher: Observer | None = None,
+        observer: Observer | None = None,
         rng: RngStreams | None = None,
         worker_of: tuple[int, ...] | None = None,
     ) -> None:
@@ -94,14 +94,14 @@ class StepState:
         self.retain = False
         self._keeps = keeps
         self._contexts = contexts
-        self._watcher = watcher.one_step() if isinstance(watcher, Recorder) else watcher
+        self._observer = observer.one_step() if isinstance(observer, Recorder) else observer
         self._rng = rng
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}
         # Only the worker that all readers of an address belong to touches its entry, so neither needs a lock.
         self._shared: dict[Address, tuple[Message, int]] = {}  # values that further readers will take, and their number
         self._returned: dict[Address, dict[int, Message]] = {}  # gradients of shared values, by reader
-        self._plain = watcher is None and not any(places)
+        self._plain = observer is None and not any(places)
         self._repeats = rng is not None and not rng.quiet
         self.sums: dict[int, GradientSum] = {}
 
@@ -183,8 +183,8 @@ class StepState:
         """Take a value. It stays here until the last stage of this worker that reads it has taken it."""
         readers = len(self._group(address))
         if readers == 1:
-            return inbox.take(address)
-        message, left = self._shared.pop(address, None) or (inbox.take(address), readers)
+            return inbox.receive(address)
+        message, left = self._shared.pop(address, None) or (inbox.receive(address), readers)
         if left > 1:
             self._shared[address] = message, left - 1
         return message
@@ -200,22 +200,22 @@ class StepState:
         """Run the segment, keep its tape, and cut one leaf for every worker that reads an output."""
         stage, index = action.stage, action.micro_batch
         place = self.places[stage]
-        values = [message.value if place is None else place.arrive(message) for message in messages]
+        values = [message.value if place is None else place.receive(message) for message in messages]
         outputs, tape = self.segments[stage].forward(self._contexts[index], values, self._keeps[stage][index])
         tracked = False
         if tape is not None:
             self._tapes[stage, index], tracked = tape, tape.tracks
-        elif self._watcher is not None:
-            self._watcher.released(action)
+        elif self._observer is not None:
+            self._observer.released(action)
         sent: list[tuple[Address, Message]] = []
         for route, output in zip(self.wiring.outputs[stage], outputs, strict=True):
             for address in self.writes(route, index):
                 leaf = cut(output, tracked)
-                if self._watcher is not None:
+                if self._observer is not None:
                     arrives = index + self.wiring.routes[route].delay
                     for reader in self._group(address):
-                        self._watcher.sent(stage, address._replace(reader=reader), arrives, leaf)
-                sent.append((address, Message(leaf) if place is None else place.depart(leaf)))
+                        self._observer.sent(stage, address._replace(reader=reader), arrives, leaf)
+                sent.append((address, Message(leaf) if place is None else place.send(leaf)))
         return sent
 
     def _backward(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
@@ -226,7 +226,7 @@ class StepState:
         if tape.recomputes:
             self._recompute(action, tape)
         messages = [
-            [inbox.take(address) for address in self.writes(route, index)] for route in self.wiring.outputs[stage]
+            [inbox.receive(address) for address in self.writes(route, index)] for route in self.wiring.outputs[stage]
         ]
         sent: list[tuple[Address, Message]] = self._do(
             action.kind, action, self._segment_backward, action, tape, messages
@@ -253,7 +253,7 @@ class StepState:
         stage, index = action.stage, action.micro_batch
         place = self.places[stage]
         gradients = [
-            _total([each.value if place is None else place.arrive(each) for each in of_readers], len(edges))
+            _total([each.value if place is None else place.receive(each) for each in of_readers], len(edges))
             for of_readers, edges in zip(messages, tape.edges or (), strict=True)
         ]
         with self._walking_back(stage, tape.roots):
@@ -267,7 +267,7 @@ class StepState:
         for address, gradients_in in zip(self.reads(stage, index), inputs, strict=True):
             total = self._returned_total(address, stage, gradients_in, place)
             if total is not None:
-                sent.append((address, Message(total) if place is None else place.depart(total)))
+                sent.append((address, Message(total) if place is None else place.send(total)))
         return sent
 
     def _returned_total(
@@ -278,13 +278,13 @@ class StepState:
         if len(readers) == 1:
             return gradients
         returned = self._returned.setdefault(address, {})
-        returned[stage] = Message(gradients) if place is None else place.depart(gradients)
+        returned[stage] = Message(gradients) if place is None else place.send(gradients)
         if len(returned) < len(readers):
             return None
         del self._returned[address]
         # Readers may end in any order. The sum follows the stages, so that it has the same bits under every table.
         in_order = [returned[reader] for reader in readers]
-        return _total([each.value if place is None else place.arrive(each) for each in in_order], len(gradients))
+        return _total([each.value if place is None else place.receive(each) for each in in_order], len(gradients))
 
     def _segment_weights(self, action: Action) -> None:
         """Add up the parameters' gradients that I has left. (Where the graph is retained, I has left none.)"""
@@ -300,8 +300,8 @@ class StepState:
             self.sums[action.stage].add(gradients)
         if not self.retain:
             self._tapes.pop((action.stage, action.micro_batch), None)
-            if self._watcher is not None:
-                self._watcher.released(action)
+            if self._observer is not None:
+                self._observer.released(action)
 
     def _walking_back(self, stage: int, roots: Callable[[], Sequence[Any]]) -> AbstractContextManager[Any]:
         """For a walk back through the graph of the stage: see `RngStreams.backward`."""
@@ -314,9 +314,9 @@ class StepState:
         place = self.places[action.stage]
         with ExitStack() as stack:
             if place is not None:
-                stack.enter_context(place.here())
-            if self._watcher is not None:
-                stack.enter_context(self._watcher.doing(kind, action))
+                stack.enter_context(place.stream_context())
+            if self._observer is not None:
+                stack.enter_context(self._observer.action_scope(kind, action))
             return call(*args)
 
 
@@ -392,7 +392,7 @@ class PipeStep:
     deferred: Sequence[DeferredBatchNorm]
     new_rng: Callable[[], RngStreams]
     ambient: ExecutionContext
-    watcher: Observer | None
+    observer: Observer | None
     scale: LossScale
     owners: Mapping[int, Tensor]
     agreed: Agreement = ALONE
@@ -451,7 +451,7 @@ class PipeStep:
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
         self._caller = CallerStreams(self.plan.places)
-        if self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.splits:
+        if self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.allows_external_loss:
             # Gradients are made while going forward.
             told = self.agreed.loss_seed
             self._seed = self.scale.seed() if told is None else torch.tensor(told, dtype=torch.float64)
@@ -495,7 +495,7 @@ class PipeStep:
             self._run = self._made = None
         if run is None:
             return self._rescaled(made or [], gradients[0])
-        found = self._walk_backward(run, self.output.spread(gradients), retain=retain)
+        found = self._walk_backward(run, self.output.scatter_gradients(gradients), retain=retain)
         if retain and self._versions is not None:
             self._versions.snapshot()  # what layers note of themselves while they run is their own
         return found
@@ -512,11 +512,11 @@ class PipeStep:
         borrowed = self.agreed.borrowed
         contexts = [MicroBatchContext(i, self.ambient, rng, {}, count, borrowed) for i in range(count)]
         workers = self.schedule.worker_of
-        run = StepState(plan.wiring, segments, contexts, self.keeps, plan.places, self.watcher, rng, workers)
+        run = StepState(plan.wiring, segments, contexts, self.keeps, plan.places, self.observer, rng, workers)
         given = plan.entry_points.enter(self.mini_batch.leaves(), streams=any(plan.places))
         if self._seed is None:
             return self._walk(run, self.schedule.forward_only, given), run, None
-        seeds = self.output.spread([self._seed.to(plan.stages[-1].device)])
+        seeds = self.output.scatter_gradients([self._seed.to(plan.stages[-1].device)])
         for segment, messages in plan.entry_points.seed(seeds, streams=any(plan.places)).items():
             given.setdefault(segment, {}).update(messages)
         with quiet_hooks(self._parameters):

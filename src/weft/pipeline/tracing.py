@@ -34,7 +34,7 @@ from weft.pipeline.schedule import Action
 class Observer(Protocol):
     """Observer of a run: it receives the start and end of each action, and the tensors that stay alive for it."""
 
-    def doing(self, kind: str, action: Action) -> AbstractContextManager[None]:
+    def action_scope(self, kind: str, action: Action) -> AbstractContextManager[None]:
         """Context manager around the work of an action, without its waiting. Kind "R" is a recomputation."""
         ...
 
@@ -150,7 +150,7 @@ class Recorder:
         self._ignored.update(address for address, _ in storages(tensors))
 
     @contextmanager
-    def doing(self, kind: str, action: Action) -> Generator[None]:
+    def action_scope(self, kind: str, action: Action) -> Generator[None]:
         """Context manager around the work of one action. See `Observer`."""
         held: list[int] = []
         counts = self._memory and kind in "FR"

@@ -75,8 +75,8 @@ def test_a_list_that_inputs_answer_may_be_empty_and_is_more_than_its_numbers() -
             self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: Tensor, table: Tensor) -> Tensor:
-            filled = table[table.sum(1) > 0][:, table.sum(0) > 0].tolist()
-            return self.second(self.first(x) * len(filled))
+            fill = table[table.sum(1) > 0][:, table.sum(0) > 0].tolist()
+            return self.second(self.first(x) * len(fill))
 
     model = Listed()
     pipe = cut(model, chunks=1)

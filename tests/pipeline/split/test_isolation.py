@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weft.pipeline.split.isolation import brought
+from weft.pipeline.split.isolation import moved_to_device
 
 
 def test_blocks_have_copies_on_the_device_of_their_stage() -> None:
@@ -11,7 +11,7 @@ def test_blocks_have_copies_on_the_device_of_their_stage() -> None:
     block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     block[1].weight = block[0].weight
     before = dict(block.named_parameters(remove_duplicate=False))
-    with brought([block], torch.device("meta")):
+    with moved_to_device([block], torch.device("meta")):
         assert all(each.is_meta for module in block for each in module._parameters.values() if each is not None)
     after = dict(block.named_parameters(remove_duplicate=False))
     assert all(after[name] is each for name, each in before.items())

@@ -84,7 +84,7 @@ class WalkInbox:
         """Note for which rank this one waits, so that peers can ask."""
         self.waiting = source
 
-    def take(self, key: Any, timeout: float, has_left: Callable[[], bool]) -> Any:
+    def receive(self, key: Any, timeout: float, has_left: Callable[[], bool]) -> Any:
         """The item of a key. Raises the failure of the walk; Empty after the timeout, or if the source has left."""
         deadline = time.monotonic() + timeout
         while key not in self._shelf:
@@ -171,11 +171,11 @@ class Links:
             with suppress(OSError):  # its reader reports it
                 connection.write(frame)
 
-    def take(self, number: int, inbox: WalkInbox, key: Any, source: int) -> Any:
+    def receive(self, number: int, inbox: WalkInbox, key: Any, source: int) -> Any:
         """Wait for an item. A rank that has left or hangs makes the walk fail, on all ranks."""
         inbox.wait_for(source)
         try:
-            return inbox.take(key, self.timeout, lambda: source in self._parted)
+            return inbox.receive(key, self.timeout, lambda: source in self._parted)
         except Empty:
             if source in self._parted:
                 text = f"{self.name_of(source)} has closed its connections: its script ended, or it dropped the Pipe"
@@ -326,7 +326,7 @@ class Walk:
 
     def receive(self, address: Address, source: int) -> Any:
         """The value that `source` sends to an address of this rank; its tensors are new leaves."""
-        frame, plain = self._links.take(self._number, self._inbox, address, source)
+        frame, plain = self._links.receive(self._number, self._inbox, address, source)
         return frame.value(plain)
 
     def agree(self, report: Any) -> list[Any]:
@@ -338,7 +338,7 @@ class Walk:
         reports: list[Any] = [json.loads(encode_plain(report))] * links.size
         for rank in range(links.size):
             if rank != links.rank:
-                _, (reports[rank],) = links.take(self._number, self._inbox, ("done", rank), rank)
+                _, (reports[rank],) = links.receive(self._number, self._inbox, ("done", rank), rank)
         self.close()
         return reports
 

@@ -153,7 +153,7 @@ class GroupPipe(Pipe):
             self._compared = self._checked
         return runtime
 
-    def _new_runtime(self, splits: bool) -> PipeRuntime:
+    def _new_runtime(self, allows_external_loss: bool) -> PipeRuntime:
         self._forbid_new_layout()
         stages, crossing = self._built_stages()
         loans = self._planned_loans()
@@ -161,7 +161,7 @@ class GroupPipe(Pipe):
             cast(BorrowingStage, stages[number]).set_slots(slots)
         placement = Placement(self._connect(), self._stage_ranks, loans, self.output == "all")
         of_pipe = self.checkpoint, "serial", *self._loss, self._loss_weight, self._dims
-        return ProcessRuntime(placement, stages, crossing, *of_pipe, splits=splits)
+        return ProcessRuntime(placement, stages, crossing, *of_pipe, allows_external_loss=allows_external_loss)
 
     def _planned_loans(self) -> Loans:
         raise NotImplementedError

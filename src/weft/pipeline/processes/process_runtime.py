@@ -55,7 +55,7 @@ class RemoteOutput(JoinedOutput):
         self._at, self._rest = [0], [None]
         return [torch.zeros(())], [True]
 
-    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+    def scatter_gradients(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
         """No gradients: those of the output are on the last stage's rank."""
         return []
 
@@ -111,10 +111,10 @@ class ProcessRuntime(PipeRuntime):
             raise
         # Without a gradient on any rank there is no node. The terms make all ranks take the same of the two ways.
         if not step.tracked:
-            return step.output.filled(step.forward()[0])
+            return step.output.fill(step.forward()[0])
         results = apply(step, step.tensors)
         self.plans.end_step(plan)
-        return step.output.filled(results)
+        return step.output.fill(results)
 
     def _only_lent(self, scans: Iterable[ModuleScan]) -> list[Tensor]:
         """Parameters of this rank that only other ranks use. The node of autograd must have them as inputs, so that the

@@ -141,9 +141,9 @@ class RankInbox(LocalQueue):
     def __init__(self, walk: Walk, wiring: Wiring, worker_of: Sequence[int], rank: int) -> None:
         super().__init__()
         self._walk, self._wiring, self._worker_of, self._rank = walk, wiring, worker_of, rank
-        self.take: Any = self._take
+        self.receive: Any = self._receive
 
-    def _take(self, address: Address, /) -> Message:
+    def _receive(self, address: Address, /) -> Message:
         found = self.messages.pop(address, None)
         if found is not None:
             return found

@@ -114,9 +114,9 @@ class _Timer(Recorder):
         self._device = device
 
     @contextmanager
-    def doing(self, kind: str, action: Action) -> Generator[None]:
+    def action_scope(self, kind: str, action: Action) -> Generator[None]:
         synchronize(self._device)
-        with super().doing(kind, action):
+        with super().action_scope(kind, action):
             yield
             synchronize(self._device)
 

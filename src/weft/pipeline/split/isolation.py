@@ -68,7 +68,7 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
             now.update({k: each for k, each in held.items() if k in stored or type(each) in (int, float)})
 
 
-def brought(modules: Iterable[nn.Module], device: torch.device | None) -> AbstractContextManager[None]:
+def moved_to_device(modules: Iterable[nn.Module], device: torch.device | None) -> AbstractContextManager[None]:
     """Let modules have copies, on this device, of parameters that a stage on another device owns (None: there are no
     others)."""
     inner = {each: None for module in modules for each in module.modules()} if device is not None else {}

@@ -23,7 +23,7 @@ from weft.core.pytree import LEAF, Structure, flatten, unflatten
 from weft.core.rng import NextLayer
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.routing import record_stream
-from weft.pipeline.split.isolation import brought
+from weft.pipeline.split.isolation import moved_to_device
 from weft.pipeline.stage import ModuleScan, Skip, Stage
 
 
@@ -366,7 +366,7 @@ class Program:
         sent: list[Values] = [{} for _ in self.parts]
         sent[0].update(zip(self.recording.inputs, leaves, strict=True))
         for s, part in enumerate(self.parts):
-            with brought(self.blocks(s), self._device[s]):
+            with moved_to_device(self.blocks(s), self._device[s]):
                 values = self.run(s, sent[s], owned)
             for reader, crossing in part.gives.items():
                 sent[reader].update({value: values[value] for value in crossing})

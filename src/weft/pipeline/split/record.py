@@ -39,7 +39,7 @@ from weft.core.pytree import flatten, register_dataclasses, structure_paths, unf
 from weft.core.segment import held_values, version
 from weft.pipeline.microbatch import storage_id
 from weft.pipeline.split.attributes import OPENED, SHARED, forbid_stored_activations, path_of
-from weft.pipeline.split.isolation import brought, copies, undisturbed
+from weft.pipeline.split.isolation import copies, moved_to_device, undisturbed
 from weft.pipeline.split.modules import check_names, named_modules
 from weft.pipeline.split.open_state import PLAIN, OpenState
 from weft.pipeline.split.program import (
@@ -292,7 +292,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._refuse_python_draws(f" before {step.name}")
         self.block = module
         try:
-            with brought([module], self._device if self.mixed else None):
+            with moved_to_device([module], self._device if self.mixed else None):
                 return self._recorded(step, partial(plain, module))
         finally:
             self.block = None

@@ -151,7 +151,7 @@ class SplitPipe(ModelFacade):
         owners = model.lend(runtime.stages, call.choice)
         scale, tag = self._loss_scale, self.batch_tag
         request = PipeCall(
-            call, targets, axis, self.chunks, self.schedule, self._watcher, scale, scalars, owners, batch_tag=tag
+            call, targets, axis, self.chunks, self.schedule, self._observer, scale, scalars, owners, batch_tag=tag
         )
         return runtime.serve(request, training=self.module.training)
 

@@ -60,8 +60,8 @@ def _forbid_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -
         lines = [recorder.state.line_of(name.rpartition(".")[2]) for name in changed]
         headline = (
             f"every forward of {type(recorder.model).__name__} changes these in the code between blocks, but a "
-            "recorded program would not. Count in a buffer, in place (self.steps += 1 where steps is a tensor buffer), return a "
-            "tensor instead of keeping it in an attribute, or do it in a submodule or outside of forward():"
+            "recorded program would not. Count in a buffer, in place (self.steps += 1 where steps is a tensor buffer), "
+            "return a tensor instead of keeping it in an attribute, or do it in a submodule or outside of forward():"
         )
         pairs = zip(changed, lines, strict=True)
         raise SplitError(listed(headline, [f"{name} ({line})" if line else name for name, line in pairs]))
