@@ -26,7 +26,7 @@ def taken() -> bool:
     found: list[bool] = []
 
     def look() -> None:
-        lock = turns._ProcessLock.here.lock
+        lock = turns._ProcessLock.current._lock
         found.append(not lock.acquire(blocking=False))
         if not found[0]:
             lock.release()

@@ -153,5 +153,5 @@ def test_what_plain_data_cannot_say_is_refused(value: Any, words: str) -> None:
 
 @pytest.mark.parametrize("name", ["os:system", "nowhere:Point", f"{__name__}:Gone", "builtins:tuple", "odd"])
 def test_plain_data_names_named_tuples_alone(name: str) -> None:
-    with pytest.raises(SpecError, match="is no named tuple of 1 fields"):
+    with pytest.raises(SpecError, match="is not a named tuple of 1 fields"):
         tree.from_plain([name, None, [None]])
