@@ -36,7 +36,7 @@ def crossed() -> tuple[Product, Tensor, Tensor, Tensor, Tensor]:
     return function, a, b, y, n
 
 
-def test_backward_is_asked_once_and_what_has_no_gradient_gets_none() -> None:
+def test_backward_runs_once_and_skips_integer_outputs() -> None:
     function, a, b, y, n = crossed()
     assert y.requires_grad and not n.requires_grad and not function.calls
     assert y.item() == 6 and n.item() == 3
@@ -48,7 +48,7 @@ def test_backward_is_asked_once_and_what_has_no_gradient_gets_none() -> None:
     assert not retain and not grad_mode and not more
 
 
-def test_the_function_is_told_whether_it_will_be_asked_again() -> None:
+def test_function_learns_whether_the_graph_is_retained() -> None:
     function, a, _, y, _ = crossed()
     torch.autograd.grad(y, a, retain_graph=True)
     y.backward(retain_graph=True)
@@ -65,7 +65,7 @@ class Stubborn(Product):
 @pytest.mark.parametrize(
     ("kind", "words"), [(Product, "executor='graph'"), (Stubborn, "but this product is stubborn$")]
 )
-def test_a_gradient_of_a_gradient_is_refused_with_the_reason(kind: type[Product], words: str) -> None:
+def test_gradient_of_a_gradient_is_rejected_with_the_reason(kind: type[Product], words: str) -> None:
     a = torch.tensor([2.0], requires_grad=True)
     y, _ = apply(kind(a, a), [a, a])
     with pytest.raises(DoubleBackwardError, match=words):

@@ -35,7 +35,7 @@ class Colour(Enum):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_tensors_are_found_inside_of_what_pytree_does_not_know(value: Any) -> None:
+def test_tensors_are_found_inside_unknown_containers(value: Any) -> None:
     assert any(each is INSIDE or torch.equal(each, INSIDE) for each in hidden_tensors(value))
 
 
@@ -46,7 +46,7 @@ def test_plain_values_and_modules_hide_nothing(value: Any) -> None:
     assert hidden_tensors(value) == []
 
 
-def test_a_leaf_gives_its_gradient_to_who_asks_and_accumulates_none() -> None:
+def test_leaf_has_a_gradient_but_rejects_accumulation() -> None:
     leaf = leaf_of(torch.ones(3, requires_grad=True), True)
     result = (2 * leaf).sum()
     assert torch.autograd.grad(result, leaf, retain_graph=True)[0].tolist() == [2, 2, 2]

@@ -24,7 +24,7 @@ def leaf(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-def test_cut_gives_leaves_of_the_same_storage_that_want_a_gradient_as_their_tensors_did() -> None:
+def test_cut_leaves_share_storage_and_requires_grad() -> None:
     y, plain, count = leaf(1, 2) * 2, torch.zeros(2), torch.tensor([1])
     value = {"y": y, "rest": (plain, None, count, 7)}
     piece = cut(value)
@@ -50,7 +50,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
-def test_backward_gives_the_gradients_of_every_leaf_and_parameter(keep: Keep) -> None:
+def test_backward_returns_gradients_of_leaves_and_parameters(keep: Keep) -> None:
     weight, x, z = leaf(3, 4), leaf(0.5, 0.25), leaf(1, 1)
     function = Calls(weight)
     segment = Segment(function, [weight])
@@ -72,7 +72,7 @@ def test_backward_gives_the_gradients_of_every_leaf_and_parameter(keep: Keep) ->
     assert function.seen == calls[keep]
 
 
-def test_to_keep_nothing_leaves_no_tape_and_no_graph() -> None:
+def test_keep_nothing_leaves_no_tape_and_no_graph() -> None:
     weight = leaf(3, 4)
     function = Calls(weight)
     outputs, tape = Segment(function, [weight]).forward(context(), [leaf(1, 2), (leaf(1, 1), None)], "nothing")
@@ -91,7 +91,7 @@ def test_no_gradient_in_gives_no_gradient_out(keep: Keep) -> None:
 
 
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
-def test_a_kept_graph_does_not_keep_the_outputs(keep: Keep) -> None:
+def test_kept_graph_does_not_keep_the_outputs(keep: Keep) -> None:
     segment = Segment(lambda context, x: (x + 1,))
     outputs, tape = segment.forward(context(), [leaf(1, 2)], keep)
     gone = weakref.ref(outputs[0].untyped_storage())
@@ -100,7 +100,7 @@ def test_a_kept_graph_does_not_keep_the_outputs(keep: Keep) -> None:
     assert tape is not None
 
 
-def test_a_write_into_an_input_that_recomputation_needs_is_refused() -> None:
+def test_write_into_an_input_of_a_recomputation_is_rejected() -> None:
     segment = Segment(lambda context, x: (x.mul_(2),))
     with pytest.raises(InPlaceError, match="out-of-place"):
         segment.forward(context(), [torch.ones(2)], "inputs")
@@ -108,7 +108,7 @@ def test_a_write_into_an_input_that_recomputation_needs_is_refused() -> None:
     segment.forward(context(), [torch.ones(2)], "nothing")
 
 
-def test_a_write_into_an_input_before_its_recomputation_is_refused() -> None:
+def test_write_before_the_recomputation_is_rejected() -> None:
     weight, buffer = leaf(3), torch.ones(1, dtype=torch.float64)
     segment = Segment(lambda context, x: (weight * x,), [weight])
     tapes = [segment.forward(context(), [buffer], "inputs")[1] for _ in range(2)]
@@ -119,7 +119,7 @@ def test_a_write_into_an_input_before_its_recomputation_is_refused() -> None:
         tapes[1].backward([[torch.ones_like(weight)]])
 
 
-def test_an_inference_tensor_may_go_into_a_recomputed_segment() -> None:
+def test_inference_tensor_enters_a_recomputed_segment() -> None:
     weight = leaf(3)
     with torch.inference_mode():
         x = torch.ones(1, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_an_inference_tensor_may_go_into_a_recomputed_segment() -> None:
 
 
 @given(st.integers(1, 6), st.booleans())
-def test_a_sum_of_gradients_never_writes_into_what_autograd_returned(count: int, unused: bool) -> None:
+def test_gradient_sum_never_writes_into_tensors_of_autograd(count: int, unused: bool) -> None:
     # In y = x + p the gradients of x and p are one tensor.
     p, xs = leaf(1, 2), [leaf(i, -i) for i in range(count)]
     seeds = [torch.full_like(p, i + 1.0) for i in range(count)]

@@ -66,9 +66,7 @@ FUNCTIONS = [straight, tied, parameters_only_beside, weight_of_weights, output_o
 
 @pytest.mark.parametrize("with_input", [True, False])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_two_parts_give_the_gradients_of_one_and_run_python_once(
-    function: Callable[..., Any], with_input: bool
-) -> None:
+def test_two_parts_equal_one_and_run_python_once(function: Callable[..., Any], with_input: bool) -> None:
     model, unused = chain(), nn.Parameter(torch.zeros(1))
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=with_input)
     inputs, parameters = ([x] if with_input else []), [*model.parameters(), unused]
@@ -87,7 +85,7 @@ def test_two_parts_give_the_gradients_of_one_and_run_python_once(
     torch.testing.assert_close(found, list(wanted), rtol=0, atol=1e-13)
 
 
-def test_the_first_part_computes_no_weight_gradient() -> None:
+def test_first_part_computes_no_weight_gradient() -> None:
     """Seen by the operators that run: one matrix product per layer and part, as in one backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)

@@ -21,7 +21,7 @@ def test_time_is_read_after_every_gpu_has_finished(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.cuda
-def test_time_includes_what_a_gpu_was_given() -> None:
+def test_time_includes_queued_work_of_a_gpu() -> None:
     device = torch.device("cuda", 0)
     begin = time_after([device])
     torch.cuda._sleep(200_000_000)
@@ -31,7 +31,7 @@ def test_time_includes_what_a_gpu_was_given() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
-def test_an_error_of_a_gpu_says_that_it_came_late(kind: type[RuntimeError]) -> None:
+def test_gpu_error_gets_a_note_on_its_delay(kind: type[RuntimeError]) -> None:
     error, other = kind("CUDA error: device-side assert triggered"), kind("something else")
     for each in (error, other):
         advise(each)
