@@ -326,10 +326,7 @@ class RngStreams:
     """
 
     def __init__(
-        self,
-        uses: Mapping[int, RandomUse],
-        configurations: Mapping[int, Hashable],
-        agreed: DrawnSeed | None = None,
+        self, uses: Mapping[int, RandomUse], configurations: Mapping[int, Hashable], agreed: DrawnSeed | None = None
     ) -> None:
         """`uses` and `configurations` are those of the stages that run here, by stage. The seed is drawn from the
         caller's generator, unless all processes of a step have `agreed` on one."""

@@ -163,7 +163,7 @@ class _FrontierNode(NamedTuple):
 
 
 class SplitBackward:
-    """One backward of one graph: `inputs` now, `parameters` when asked."""
+    """A backward in two parts: first `input_gradients`, later `parameter_gradients`."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ def _leaf(tensor: Tensor, tracked: bool | None) -> Tensor:
 
 
 def differentiable(tensor: Tensor) -> bool:
-    """Whether the dtype can carry a gradient."""
+    """Whether the dtype of a tensor can carry a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -495,7 +495,6 @@ def _wait_for_collectives(outputs: Sequence[Any]) -> None:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """The version of each tensor."""
     return [version(tensor) for tensor in tensors]
 
 

@@ -63,7 +63,6 @@ class Validator:
             return None
 
     def add(self, *faults: str) -> None:
-        """Add faults that were found elsewhere."""
         self.faults += faults
 
     def mismatch(self, *faults: str) -> None:
@@ -97,7 +96,6 @@ class Validator:
         return self._expect(fits, name, value, wanted, optional)
 
     def boolean(self, name: str, value: Any) -> bool:
-        """True or False."""
         return self._expect(isinstance(value, bool), name, value, "True or False")
 
     def instance(
@@ -107,7 +105,6 @@ class Validator:
         return self._expect(isinstance(value, kind), name, value, wanted, optional)
 
     def choice(self, name: str, value: Any, choices: Iterable[Any], *, optional: bool = False) -> bool:
-        """One of several values."""
         known = list(choices)
         return self._expect(value in known, name, value, f"one of {', '.join(map(repr, known))}", optional)
 
