@@ -146,7 +146,7 @@ class Boundary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs, tracked = function.forward()
         ctx.function = function
-        ctx.mark_non_differentiable(*(output for output, wanted in zip(outputs, tracked, strict=True) if not wanted))
+        ctx.mark_non_differentiable(*(x for x, is_tracked in zip(outputs, tracked, strict=True) if not is_tracked))
         return tuple(outputs)
 
     @staticmethod

@@ -91,14 +91,14 @@ def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
     if not values:
         raise SpecError("map_leaves needs at least one value")
     columns: list[list[Any]] = []
-    wanted = flatten(values[0])[1]
+    expected = flatten(values[0])[1]
     for position, value in enumerate(values):
         leaves, structure = flatten(value)
-        fault = difference(wanted, structure)
+        fault = difference(expected, structure)
         if fault is not None:
             raise SpecError(f"value {position} is not nested as value 0: {fault}")
         columns.append(leaves)
-    return unflatten(wanted, [fn(*row) for row in zip(*columns, strict=True)])
+    return unflatten(expected, [fn(*row) for row in zip(*columns, strict=True)])
 
 
 nested_map = map_leaves

@@ -24,8 +24,8 @@ numbers differ from those of other executors, but a recomputation still cannot g
 generator state with that of the forward. That comparison also fails if a thread of the application drew without the
 lock, so the recomputation is repeated before it counts as a failure.
 
-Layers that checkpoint themselves (`torch.utils.checkpoint`) run again during backward, and set the generators to their
-states of the forward. Generator states cannot reveal this, so the graph is searched for their hooks.
+Layers that checkpoint themselves (`torch.utils.checkpoint`) run again during backward. Their hooks set the generators
+to the states of the forward and restore them, so the states reveal nothing. The graph is searched for such hooks.
 """
 
 import os

@@ -44,10 +44,10 @@ from weft.core.errors import InPlaceError, SpecError, UsageError
 from weft.core.pytree import LEAF, OPEN, flatten, unflatten
 
 
-def leaf_of(tensor: Tensor, wanted: bool) -> Tensor:
-    """The same tensor without its graph. If a gradient is `wanted`, the leaf rejects accumulation into it."""
+def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """The same tensor without its graph. With `requires_grad`, the leaf rejects accumulation into it."""
     leaf = tensor.detach()
-    if wanted:
+    if requires_grad:
         leaf.requires_grad_()
         # One table of hooks for all leaves. To register the hook on every leaf takes three times as long.
         cast(Any, leaf)._post_accumulate_grad_hooks = _REJECT_ACCUMULATION
@@ -219,13 +219,13 @@ class SplitBackward:
 
 def _grad(
     roots: Sequence[Tensor | GradientEdge],
-    wanted: Sequence[Tensor | GradientEdge],
+    targets: Sequence[Tensor | GradientEdge],
     seeds: Sequence[Tensor],
     *,
     keep: bool = False,
 ) -> list[Tensor | None]:
     grad = cast(Any, torch.autograd.grad)  # its hints allow tensors or edges, not both in one list
-    return list(grad(roots, wanted, seeds, retain_graph=keep, allow_unused=True))
+    return list(grad(roots, targets, seeds, retain_graph=keep, allow_unused=True))
 
 
 def _find_frontier(
@@ -326,8 +326,8 @@ def cut(value: Any, tracked: bool | None = None) -> Any:
 
 
 def _leaf(tensor: Tensor, tracked: bool | None) -> Tensor:
-    wanted = tensor.requires_grad if tracked is None else tracked and differentiable(tensor)
-    return leaf_of(tensor, wanted)
+    requires_grad = tensor.requires_grad if tracked is None else tracked and differentiable(tensor)
+    return leaf_of(tensor, requires_grad)
 
 
 def differentiable(tensor: Tensor) -> bool:
@@ -437,19 +437,19 @@ class Tape:
         """
         # A recomputed graph is not retained: a second walk recomputes again, so that memory stays bounded.
         keeps = retain and not self.recomputes
-        wanted, roots, seeds = self._begin(gradients, keeps)
+        inputs, roots, seeds = self._begin(gradients, keeps)
         parameters = self.segment.parameters
-        if not roots or not (wanted or parameters):
-            return self._nest([None] * len(wanted)), [None] * len(parameters)
-        results = torch.autograd.grad(roots, [*wanted, *parameters], seeds, retain_graph=keeps, allow_unused=True)
-        return self._nest(results[: len(wanted)]), list(results[len(wanted) :])
+        if not roots or not (inputs or parameters):
+            return self._nest([None] * len(inputs)), [None] * len(parameters)
+        results = torch.autograd.grad(roots, [*inputs, *parameters], seeds, retain_graph=keeps, allow_unused=True)
+        return self._nest(results[: len(inputs)]), list(results[len(inputs) :])
 
     def backward_inputs(self, gradients: Sequence[Gradients]) -> tuple[list[Gradients], SplitBackward | None]:
         """The first part of `backward`. The second result computes the gradients of the parameters, if any."""
-        wanted, roots, seeds = self._begin(gradients, keeps=False)
-        if not roots or not (wanted or self.segment.parameters):
-            return self._nest([None] * len(wanted)), None
-        split = SplitBackward(roots, seeds, wanted, self.segment.parameters)
+        inputs, roots, seeds = self._begin(gradients, keeps=False)
+        if not roots or not (inputs or self.segment.parameters):
+            return self._nest([None] * len(inputs)), None
+        split = SplitBackward(roots, seeds, inputs, self.segment.parameters)
         return self._nest(split.input_gradients()), split
 
     def _nest(self, flat: Sequence[Tensor | None]) -> list[Gradients]:
@@ -473,8 +473,8 @@ class Tape:
         ]
         if not keeps:
             self.edges = None
-        wanted = [x for x in self._tensors() if x.requires_grad]
-        return wanted, [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+        inputs = [x for x in self._tensors() if x.requires_grad]
+        return inputs, [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def _edge(leaf: Any) -> GradientEdge | None:
