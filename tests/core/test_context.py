@@ -217,31 +217,26 @@ class FlagReader(torch.nn.Module):
         return x.sin()
 
 
+def read_flags() -> tuple[bool, ...]:
+    cudnn = torch.backends.cudnn
+    return torch.are_deterministic_algorithms_enabled(), cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+
+
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @every_executor
-def test_recomputation_has_the_deterministic_flag(executor_name: Any, checkpoint: Any) -> None:
-    layers = [FlagReader(torch.are_deterministic_algorithms_enabled) for _ in range(2)]
+def test_recomputation_has_the_flags_of_its_forward(executor_name: Any, checkpoint: Any) -> None:
+    layers = [FlagReader(read_flags) for _ in range(2)]
     options = {"checkpoint": checkpoint, "executor": executor_name}
     pipe = Pipe(torch.nn.Sequential(*layers), chunks=2, devices=["cpu"] * 2, **options)
+    before = ProcessFlags.capture()
     torch.use_deterministic_algorithms(True)
     try:
-        y = pipe(torch.ones(2, 1, requires_grad=True))
+        with torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True):
+            y = pipe(torch.ones(2, 1, requires_grad=True))
     finally:
         torch.use_deterministic_algorithms(False)
     y.sum().backward()
-    assert [layer.seen for layer in layers] == [[True] * (4 if checkpoint == "always" else 2)] * 2
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_recomputation_has_the_cudnn_flags() -> None:
-    cudnn = torch.backends.cudnn
-    layer = FlagReader(lambda: (cudnn.enabled, cudnn.benchmark, cudnn.deterministic))
-    pipe = Pipe(torch.nn.Sequential(layer), chunks=2, devices=["cpu"], checkpoint="always", executor="serial")
-    before = ProcessFlags.capture()
-    with cudnn.flags(enabled=False, benchmark=True, deterministic=True):
-        y = pipe(torch.ones(2, 1, requires_grad=True))
-    y.sum().backward()
-    assert layer.seen == [(False, True, True)] * 4
+    assert [layer.seen for layer in layers] == [[(True, False, True, True)] * (4 if checkpoint == "always" else 2)] * 2
     assert ProcessFlags.capture() == before
 
 

@@ -1,4 +1,4 @@
-"""Nested values: flatten and pack are inverse, names are readable, differences are found."""
+"""Nested values: flatten and unflatten are inverse, paths are readable, differences are found."""
 
 import json
 from collections import OrderedDict, defaultdict, namedtuple
@@ -28,7 +28,7 @@ values = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal containers with the very same leaves, told without the code under test."""
+    """Equal containers with identical leaves, compared without the code under test."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -48,11 +48,10 @@ def test_unflatten_is_the_inverse_of_flatten(value: Any) -> None:
 
 @given(values)
 def test_every_leaf_is_found_at_its_path(value: Any) -> None:
-    # The paths are Python: evaluated, each leads to its leaf.
+    """A path is a Python expression that evaluates to its leaf."""
     flat = tree.flatten(value)[0]
-    found = [eval(path, {"root": value}) for path in tree.structure_paths(tree.flatten(value)[1], "root")]
-    assert len(found) == len(flat)
-    assert all(a is b for a, b in zip(found, flat, strict=True))
+    at_paths = [eval(path, {"root": value}) for path in tree.structure_paths(tree.flatten(value)[1], "root")]
+    assert all(a is b for a, b in zip(at_paths, flat, strict=True))
 
 
 @given(values, values)

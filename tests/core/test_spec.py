@@ -1,4 +1,4 @@
-"""Specs: a value that fits passes, and of a tensor that does not, every fault is named."""
+"""Specs: a tensor that matches passes, and every fault of another one is named."""
 
 import torch
 from hypothesis import given

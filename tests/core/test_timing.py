@@ -1,4 +1,4 @@
-"""Time after the work of devices, and the note of an error that a GPU reports late."""
+"""Time after the work of devices, and the note on an error that a GPU reports with a delay."""
 
 import time
 
@@ -33,6 +33,6 @@ def test_time_includes_queued_work_of_a_gpu() -> None:
 @pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
 def test_gpu_error_gets_a_note_on_its_delay(kind: type[RuntimeError]) -> None:
     error, other = kind("CUDA error: device-side assert triggered"), kind("something else")
-    for each in (error, other):
-        advise(each)
+    advise(error)
+    advise(other)
     assert "CUDA_LAUNCH_BLOCKING=1" in error.__notes__[0] and not hasattr(other, "__notes__")

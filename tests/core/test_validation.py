@@ -1,4 +1,4 @@
-"""The validator gathers all faults of one call."""
+"""The validator collects all faults of one call."""
 
 import math
 from typing import Any
