@@ -1,4 +1,4 @@
-"""Child processes: programs that the type checks, threads or memory of this one would disturb, and forks."""
+"""Child processes, for programs that the type checks, threads or memory of this process would disturb, and forks."""
 
 import gc
 import os
@@ -19,15 +19,15 @@ only_with_fork = [
 
 
 def run(argv: Sequence[str], **variables: str | None) -> "subprocess.CompletedProcess[str]":
-    """Run a command in the repository, on the sources of this checkout, with more variables set; None: without it."""
+    """Run a command in the repository, on the sources of this checkout. `variables` of None are removed."""
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
-    wanted = {**os.environ, "PYTHONPATH": path, **variables}
-    env = {name: value for name, value in wanted.items() if value is not None}
+    merged = {**os.environ, "PYTHONPATH": path, **variables}
+    env = {name: value for name, value in merged.items() if value is not None}
     return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
 def torchrun(size: int, script: Path, *words: str, seconds: float = 180.0) -> "subprocess.CompletedProcess[str]":
-    """Run a script as `size` ranks of one group on this host. After `seconds` they are ended, and the code is -15."""
+    """Run a script as `size` ranks on this host. After `seconds` they are terminated, and the code is -15."""
     path = os.pathsep.join([str(SOURCE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(script)]
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -45,13 +45,13 @@ def torchrun(size: int, script: Path, *words: str, seconds: float = 180.0) -> "s
 
 
 def python(program: str, *words: str, **variables: str | None) -> "subprocess.CompletedProcess[str]":
-    """Run a program of Python likewise. It may import tests, too."""
+    """Run a Python program in the same way. It can import tests."""
     return run([sys.executable, "-c", program, *words], **variables)
 
 
 def forked(work: Callable[[], object]) -> bool:
-    """Whether ``work`` returned something true in a child. A child that hangs is ended after 20 s, and is false."""
-    gc.collect()  # what earlier tests left must not be collected in the child, where their threads are gone
+    """Whether ``work`` returned a true value in a forked child, within 20 seconds."""
+    gc.collect()  # garbage of earlier tests must not be collected in the child, where its threads do not exist
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

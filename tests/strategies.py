@@ -1,4 +1,4 @@
-"""What the laws draw their cases from."""
+"""Hypothesis strategies for the laws."""
 
 from itertools import pairwise
 from typing import Any
@@ -14,10 +14,10 @@ from weft.pipeline.schedule import SCHEDULES, Schedule
 def valid_schedules(
     draw: st.DrawFn, stages: int, micro_batches: int, *, split_backward: bool = True, forward_only: bool = False
 ) -> Schedule:
-    """Any valid schedule of this size: a random serial order that honours the chain, dealt to the workers.
+    """Any valid schedule of this size: a random serial order that satisfies the dependences, divided among workers.
 
-    Every worker has one stage, or several in any mixture. Each backward is B, or I and W unless
-    `split_backward` is false; `forward_only` leaves it out.
+    A worker has one or more stages, in any mixture. Each backward is B, or I and W unless `split_backward` is false.
+    `forward_only` omits backwards.
     """
     sizes = [(stage, i) for stage in range(stages) for i in range(micro_batches)]
     actions = [Action(stage, "F", i) for stage, i in sizes]
@@ -33,18 +33,18 @@ def valid_schedules(
 
 
 def any_schedules(most_stages: int = 4, most_micro_batches: int = 4) -> st.SearchStrategy[Schedule]:
-    """Valid schedules of any size up to these."""
+    """Valid schedules up to this size."""
     sizes = st.tuples(st.integers(1, most_stages), st.integers(1, most_micro_batches))
     return sizes.flatmap(lambda size: valid_schedules(*size))
 
 
 def fitting_schedules(stages: int) -> list[str]:
-    """The names of the schedules that so many stages fit: some place two on each worker."""
+    """The names of the schedules for so many stages. Some place two stages on each worker."""
     return [name for name in SCHEDULES if stages % 2 == 0 or name in ("gpipe", "1f1b", "zero_bubble")]
 
 
 def _owners(draw: st.DrawFn, stages: int) -> list[int]:
-    """For every stage a worker, so that no worker is idle: one each in order, or drawn freely."""
+    """The worker of every stage: one stage per worker in order, or any assignment without idle workers."""
     if draw(st.booleans()):
         return list(range(stages))
     drawn = draw(st.lists(st.integers(0, stages - 1), min_size=stages, max_size=stages))
@@ -53,7 +53,7 @@ def _owners(draw: st.DrawFn, stages: int) -> list[int]:
 
 
 def _topological(wishes: list[Action]) -> list[Action]:
-    """Always the first wish that may run. Any order that honours the chain can come out."""
+    """Repeatedly take the first wish that can run. Can produce every order that satisfies the dependences."""
     waiting = dict.fromkeys(wishes)
     order: list[Action] = []
     while waiting:
@@ -69,10 +69,10 @@ SKIP_KINDS = ("main", "input", "fresh", "integer", "none")
 
 @st.composite
 def model_plans(draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3, dropout: bool = False) -> ModelPlan:
-    """Models of any depth, cut anywhere; skips of all kinds with any readers, also within a stage.
+    """Models of any depth, cut anywhere, with skips of all kinds and any readers, even within a stage.
 
-    With `dropout` many layers draw random numbers. The first layer has a weight to learn and the main path never
-    ends, so there is always something to train.
+    With `dropout`, many layers draw random numbers. The first layer is trainable and the main path never ends, so every
+    model can be trained.
     """
     ops = (*OPS, "dropout", "dropout", "dropout") if dropout else OPS
     depth = draw(st.integers(1, most_layers))
@@ -107,7 +107,7 @@ def model_plans(draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3, d
 
 @st.composite
 def balances(draw: st.DrawFn, layers: int, most_stages: int = 4) -> tuple[int, ...]:
-    """Layers per stage: any way to cut so many layers into at most `most_stages` stages."""
+    """Layers per stage: any division of the layers into at most `most_stages` stages."""
     stages = draw(st.integers(1, min(most_stages, layers)))
     inner = st.integers(1, max(1, layers - 1))
     cuts = draw(st.sets(inner, min_size=stages - 1, max_size=stages - 1))
@@ -116,14 +116,14 @@ def balances(draw: st.DrawFn, layers: int, most_stages: int = 4) -> tuple[int, .
 
 
 def checkpoints(stages: int) -> st.SearchStrategy[Any]:
-    """Every way to say what is recomputed: a mode, a list of modes and predicates, a predicate."""
+    """Every form of `checkpoint=`: a mode, a predicate, or a list of modes and predicates."""
     modes = st.sampled_from(["always", "except_last", "never"])
     predicates = st.frozensets(st.tuples(st.integers(0, stages - 1), st.integers(0, 5))).map(_Among)
     return modes | predicates | st.lists(modes | predicates, min_size=stages, max_size=stages)
 
 
 class _Among:
-    """A predicate that recomputes the given (stage, micro-batch) pairs. Hypothesis can print it."""
+    """A predicate that is true for the given (stage, micro-batch) pairs, and that Hypothesis can print."""
 
     def __init__(self, pairs: frozenset[tuple[int, int]]) -> None:
         self._pairs = pairs
@@ -136,6 +136,6 @@ class _Among:
 
 
 def splitting(schedule: Schedule) -> Schedule:
-    """The same order with every worker's forwards moved to the front, so that the loss may be outside."""
+    """The same order with all forwards of a worker first, so that the loss can be outside."""
     forward, backward = schedule.forward_only, schedule.backward_only
     return Schedule(tuple(f + b for f, b in zip(forward.workers, backward.workers, strict=True)))

@@ -1,6 +1,6 @@
-"""Every benchmark runs and prints its table. What they measure is not judged here: a test machine is no judge.
+"""Every benchmark runs and prints its table. The figures are not judged here, because a test machine is too noisy.
 
-Peers that are not installed are left out by the benchmarks themselves.
+The benchmarks themselves omit peers that are not installed.
 """
 
 import os
@@ -37,17 +37,22 @@ from benchmarks.table import Table, at_least, at_most
 SLOW = {"pipeline.transformer"}  # starts two processes, each of which imports torch
 
 
+def set_foreign_load(monkeypatch: pytest.MonkeyPatch, *readings: float, then: float = 0.0) -> None:
+    """Replace the measured load of other processes, which decides whether a round is repeated."""
+    remaining = iter(readings)
+    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: next(remaining, then))
+
+
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No round is run again, however busy the machine: its numbers are not looked at."""
-    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: 0.0)
+    set_foreign_load(monkeypatch)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)  # some run for a minute, where the machine has nothing else to do
 @pytest.mark.usefixtures("undisturbed")
-@pytest.mark.parametrize("name", [each for each in command.benchmarks() if each not in SLOW])
-def test_a_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", [name for name in command.benchmarks() if name not in SLOW])
+def test_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--quick", name])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("torch ")
@@ -59,16 +64,16 @@ def test_a_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.long
-def test_what_is_asked_of_a_directory_that_was_away_can_be_reached() -> None:
-    found = survive_directory.away(1.0)
-    if not found:
+def test_targets_after_a_lost_directory_can_be_reached() -> None:
+    figures = survive_directory.away(1.0)
+    if not figures:
         pytest.skip("a directory that is away: needs etcd")
-    assert not [each for each in found if not each.holds], "the benchmark asks for what nobody promises any more"
+    assert all(figure.holds for figure in figures)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("undisturbed")
-def test_the_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--quick", "pipeline.transformer"])
     assert "torch 1F1B, 2 processes" in capsys.readouterr().out
 
@@ -97,35 +102,33 @@ def test_expected_bytes_count_a_value_once_per_rank() -> None:
     assert found == {(0, 1): [main, main, main, skip], (1, 0): [main, main, main, skip]}
 
 
-def test_a_name_stands_for_a_capability_or_for_one_benchmark() -> None:
+def test_name_stands_for_a_capability_or_for_one_benchmark() -> None:
     assert command.chosen([]) == command.chosen(["pipeline", "recurrent", "experts"]) == list(command.benchmarks())
-    assert {each.partition(".")[0] for each in command.chosen(["recurrent"])} == {"recurrent"}
+    assert {name.partition(".")[0] for name in command.chosen(["recurrent"])} == {"recurrent"}
     assert command.chosen(["pipeline.sleep", "pipeline.sleep"]) == ["pipeline.sleep"]
 
 
-def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
+def test_unknown_name_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(SystemExit, match=r"(?s)pipe, pipeline\.slip; there are: .*pipeline\.sleep"):
         command.chosen(["pipe", "pipeline", "pipeline.slip"])
 
 
-def test_a_race_runs_all_candidates_in_every_round_each_first_in_turn() -> None:
+def test_race_rotates_the_candidates_of_a_round() -> None:
     ran: list[str] = []
-    found = race({name: lambda name=name: ran.append(name) for name in "ab"}, rounds=2, sample=0.0)
+    result = race({name: lambda name=name: ran.append(name) for name in "ab"}, rounds=2, sample=0.0)
     assert ran[:4] == list("aabb")  # warm-up
     assert ran[4:8] == list("abba")
-    assert {len(seconds) for seconds in found.seconds.values()} == {2}
+    assert {len(seconds) for seconds in result.seconds.values()} == {2}
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    found = race({"a": lambda: None, "b": lambda: None}, rounds=1, sample=0.0)
-    found.seconds = {"a": [2.0, 20.0, 3.0], "b": [1.0, 10.0, 3.0]}
-    assert found.ratio("a", "b") == 2.0
-    assert found.difference("a", "b") == 1.0
-    assert found.median("a") == 3.0
+    result = race({"a": lambda: None, "b": lambda: None}, rounds=1, sample=0.0)
+    result.seconds = {"a": [2.0, 20.0, 3.0], "b": [1.0, 10.0, 3.0]}
+    assert (result.ratio("a", "b"), result.difference("a", "b"), result.median("a")) == (2.0, 1.0, 3.0)
 
 
 @pytest.mark.parametrize("foreign", [0.0, 50.0])
-def test_foreign_work_is_what_the_machine_did_and_we_did_not(foreign: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_work_excludes_our_own(foreign: float, monkeypatch: pytest.MonkeyPatch) -> None:
     meter = load.LoadMeter()
     meter.start()
     start, busy, own = meter._marks
@@ -133,48 +136,48 @@ def test_foreign_work_is_what_the_machine_did_and_we_did_not(foreign: float, mon
     assert meter.foreign() == pytest.approx(foreign / 10)
 
 
-def test_a_disturbed_round_is_run_again_and_one_that_counts_all_the_same_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    readings = iter([0.5, 0.0, 0.02])
-    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: next(readings, 0.7))
+def test_disturbed_round_is_repeated_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_foreign_load(monkeypatch, 0.5, 0.0, 0.02, then=0.7)
     assert race({"a": lambda: None}, rounds=2, sample=0.0).note() == "2 rounds, 1 rejected"
     assert "DISTURBED: other processes used up to 0.70" in race({"a": lambda: None}, rounds=1, sample=0.0).note()
 
 
-def test_a_race_against_the_clock_gives_every_candidate_a_sample_of_some_length_in_every_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: 0.0)
-    ran: list[str] = []
-    start = time.perf_counter()
-    found = race_for({name: lambda name=name: (time.sleep(0.01), ran.append(name)) for name in "ab"}, 0.0)
-    assert time.perf_counter() - start >= 4 * SAMPLE
-    # Each once, to learn how long it takes; then two rounds, each begun by another: b stands twice in a row.
-    turns = [name for name, before in zip(ran, ["", *ran], strict=False) if name != before]
-    assert turns == list("ababa")
-    assert {len(seconds) for seconds in found.seconds.values()} == {2}
-
-
-@pytest.mark.parametrize(("foreseen", "rounds"), [(60.0, 1), (0.2, 2)])
-def test_a_candidate_that_takes_long_is_run_once_and_not_warmed_up(
-    foreseen: float, rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: 0.0)
-    ran: list[None] = []
-    race_for({"a": lambda: (time.sleep(SAMPLE), ran.append(None))}, 0.0, expected={"a": foreseen})
-    assert len(ran) == rounds
-
-
-def test_a_disturbed_round_against_the_clock_is_run_again_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([0.5, 0.0, 0.02])
-    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: next(readings, 0.7))
+def test_disturbed_round_is_repeated_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_foreign_load(monkeypatch, 0.5, 0.0, 0.02, then=0.7)
     work = {"a": lambda: time.sleep(SAMPLE)}
     assert race_for(work, 0.0, expected={"a": SAMPLE}, patience=9).note() == "2 rounds, 1 rejected"
     assert "up to 0.70" in race_for(work, 0.0, expected={"a": SAMPLE}).note()
 
 
-def test_candidates_that_find_other_gradients_are_not_raced() -> None:
+def test_disturbed_round_of_laps_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_foreign_load(monkeypatch, 0.5, 0.0, 0.02)
+    result = laps({"a": lambda seconds: seconds, "b": lambda seconds: 2 * seconds}, 0.1, 2)
+    assert result.note() == "2 rounds, 1 rejected"
+    assert result.ratio("b", "a") == 2.0
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_race_against_the_clock_samples_every_candidate() -> None:
+    """In every round, for a minimum time."""
+    ran: list[str] = []
+    start = time.perf_counter()
+    result = race_for({name: lambda name=name: (time.sleep(0.01), ran.append(name)) for name in "ab"}, 0.0)
+    assert time.perf_counter() - start >= 4 * SAMPLE
+    # One call each, to learn its duration. Then two rounds with another first candidate: b runs twice in a row.
+    turns = [name for name, before in zip(ran, ["", *ran], strict=False) if name != before]
+    assert turns == list("ababa")
+    assert {len(seconds) for seconds in result.seconds.values()} == {2}
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize(("expected", "rounds"), [(60.0, 1), (0.2, 2)])
+def test_slow_candidate_runs_once_without_warm_up(expected: float, rounds: int) -> None:
+    ran: list[None] = []
+    race_for({"a": lambda: (time.sleep(SAMPLE), ran.append(None))}, 0.0, expected={"a": expected})
+    assert len(ran) == rounds
+
+
+def test_candidates_with_other_gradients_are_not_raced() -> None:
     x = torch.randn(3, 2, 4, requires_grad=True)
     seeds = [torch.ones(3, 2, 4)]
     same = training(lambda: [x * 2], [x], seeds)
@@ -184,7 +187,7 @@ def test_candidates_that_find_other_gradients_are_not_raced() -> None:
 
 
 @pytest.mark.parametrize(("make", "of_torch"), [(cells.LSTMCell, nn.LSTM), (cells.GRUCell, nn.GRU)])
-def test_the_hand_written_cells_are_those_of_torch(make: type[nn.Module], of_torch: type[nn.RNNBase]) -> None:
+def test_hand_written_cells_are_those_of_torch(make: type[nn.Module], of_torch: type[nn.RNNBase]) -> None:
     net = of_torch(3, 3)
     cell = cells.with_weights_of(net, make(3, 3))
     x = torch.randn(5, 2, 3)
@@ -194,7 +197,7 @@ def test_the_hand_written_cells_are_those_of_torch(make: type[nn.Module], of_tor
         torch.testing.assert_close(one, other.view_as(one))
 
 
-def test_a_job_apart_runs_in_a_process_of_its_own_whose_load_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_of_a_separate_job_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "_busy_seconds", lambda: time.process_time() + _seconds_of_children())
     before = _seconds_of_children()
     value, foreign = in_a_fresh_process(os.getpid)
@@ -207,14 +210,14 @@ def test_a_job_apart_runs_in_a_process_of_its_own_whose_load_is_not_foreign(monk
 @pytest.mark.parametrize(
     ("job", "argument", "says"), [(int, "x", r"(?s)failed.*invalid literal"), (os._exit, 3, "ended without")]
 )
-def test_a_job_apart_that_fails_is_told_with_its_arguments(job: Callable[[Any], Any], argument: Any, says: str) -> None:
+def test_failed_separate_job_is_reported(job: Callable[[Any], Any], argument: Any, says: str) -> None:
     with pytest.raises(RuntimeError, match=says):
         in_a_fresh_process(job, argument)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc")
-def test_a_peak_counts_the_outputs_and_the_gradients_that_are_returned() -> None:
+def test_memory_peak_counts_outputs_and_gradients() -> None:
     steps, batch, width = 2000, 16, 32
     peak = in_a_fresh_process(peak_of, "states", steps, batch, width).value
     sequence = steps * batch * width * 4
@@ -225,11 +228,11 @@ def test_a_peak_counts_the_outputs_and_the_gradients_that_are_returned() -> None
 
 
 @pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc/stat")
-def test_the_time_of_a_process_is_read_from_behind_its_name() -> None:
+def test_time_of_a_process_is_read_after_its_name() -> None:
     assert load._seconds_of(os.getpid()) == pytest.approx(time.process_time(), abs=0.5)
 
 
-def test_the_rate_of_many_callers_is_the_sum_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_of_many_callers_is_the_sum_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = threading.local()  # of every caller
     now = SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0))
     monkeypatch.setattr(callers, "time", now)
@@ -241,20 +244,12 @@ def test_the_rate_of_many_callers_is_the_sum_of_theirs(monkeypatch: pytest.Monke
 
 
 @pytest.mark.timeout(30)  # half of what the others would wait for it
-def test_a_caller_that_fails_is_told_and_the_others_end() -> None:
+def test_failing_caller_is_reported_and_the_others_end() -> None:
     with pytest.raises(ZeroDivisionError):
         callers.rate([lambda: None, lambda: 1 // 0], 600.0)
 
 
-def test_a_disturbed_round_of_laps_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([0.5, 0.0, 0.02])
-    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: next(readings))
-    found = laps({"a": lambda seconds: seconds, "b": lambda seconds: 2 * seconds}, 0.1, 2)
-    assert found.note() == "2 rounds, 1 rejected"
-    assert found.ratio("b", "a") == 2.0
-
-
-def test_a_helper_that_dies_says_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dying_helper_reports_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dying.py").write_text("raise SystemExit('no more')")
     monkeypatch.setattr(helper, "PROGRAMS", tmp_path)
     with (
@@ -273,18 +268,18 @@ def test_nothing_that_a_helper_started_outlives_it(tmp_path: Path, monkeypatch: 
         assert parent.hear() == {}
         processes = parent.processes
         assert len(processes) == 2
-    while any(_runs(each) for each in processes):  # to the time limit of all tests
+    while any(_runs(process) for process in processes):  # up to the time limit of all tests
         time.sleep(0.01)
 
 
 def _runs(process: int) -> bool:
-    """Whether it is there, and not just waiting to be forgotten by who inherited it."""
+    """Whether the process exists and is not a zombie."""
     status = Path(f"/proc/{process}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.long
-def test_a_peer_that_cannot_be_installed_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_that_cannot_be_installed_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_way() -> str:
         raise peer.NoPeer("cannot be installed: no network")
 
@@ -297,12 +292,12 @@ def test_a_peer_that_cannot_be_installed_is_left_out_with_the_reason(monkeypatch
 
 
 @pytest.mark.parametrize(("value", "small", "large"), [(1.0, "holds", "falls short"), (3.0, "falls short", "holds")])
-def test_a_figure_is_judged_by_what_was_wanted(value: float, small: str, large: str) -> None:
+def test_figure_is_judged_by_its_target(value: float, small: str, large: str) -> None:
     assert at_most(value, 2.0) == {"wanted": "<= 2", "verdict": small}
     assert at_least(value, 2.0) == {"wanted": ">= 2", "verdict": large}
 
 
-def test_a_table_aligns_columns_that_some_rows_lack() -> None:
+def test_table_aligns_columns_that_some_rows_lack() -> None:
     text = str(Table("what", [{"a": "1", "b": "22"}, {"b": "3", "c": "4"}], ["  why"]))
     assert text.splitlines() == ["what", "", "  a  b   c", "  -  --  -", "  1  22", "     3   4", "  why"]
 
@@ -315,7 +310,7 @@ def test_without_a_gpu_the_command_says_what_it_needs(capsys: pytest.CaptureFixt
     assert "There is no GPU here" in (text := capsys.readouterr().out) and len(text.splitlines()) <= 5
 
 
-def test_every_question_to_a_gpu_says_what_must_hold() -> None:
+def test_every_gpu_check_states_its_condition() -> None:
     for name, check in CHECKS.items():
         assert gpu.first_sentence(check.__doc__), name
 

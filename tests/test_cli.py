@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, and with which code it ends."""
+"""The command line: its output, its errors and its exit codes."""
 
 import sys
 from pathlib import Path
@@ -11,8 +11,8 @@ from weft.cli import main
 from weft.pipeline.schedule import SCHEDULES, Schedule, one_f_one_b
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit code, and what was said on standard error."""
+def run_rejected(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code and the text on standard error."""
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     code = stop.value.code
@@ -20,7 +20,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
     return code, capsys.readouterr().err
 
 
-def test_plan_prints_a_table_that_can_be_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_table_that_can_be_parsed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--stages", "4", "--chunks", "8"]) == 0
     table, _, rest = capsys.readouterr().out.partition("\n\n")
     assert Schedule.parse(table) == one_f_one_b(4, 8)
@@ -28,7 +28,7 @@ def test_plan_prints_a_table_that_can_be_read_again(capsys: pytest.CaptureFixtur
     assert "takes 33, idle 27.3% of the time of 4 workers" in rest
 
 
-def test_plan_counts_with_the_costs_that_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_uses_the_given_costs(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["plan", "--stages", "1", "--chunks", "2", "--schedule", "gpipe"]
     assert main([*sizes, "--forward", "3", "--backward", "5", "--recompute", "2"]) == 0
     assert "takes 20, idle 0.0% of the time of 1 workers" in capsys.readouterr().out
@@ -47,11 +47,11 @@ def test_plan_takes_a_table_from_a_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
 
 
-def test_a_file_that_is_no_text_holds_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_binary_file_is_rejected_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "table.bin"
     file.write_bytes(b"\xff\x00")
-    code, said = refused(["plan", "--stages", "2", "--chunks", "2", "--schedule", str(file)], capsys)
-    assert code == 2 and "table.bin is not UTF-8 text" in said
+    code, errors = run_rejected(["plan", "--stages", "2", "--chunks", "2", "--schedule", str(file)], capsys)
+    assert code == 2 and "table.bin is not UTF-8 text" in errors
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,20 @@ def test_a_file_that_is_no_text_holds_no_table(tmp_path: Path, capsys: pytest.Ca
         (["plan", "--stages", "3", "--chunks", "1", "--schedule", "0F0,0B0"], "the schedule cannot be used"),
     ],
 )
-def test_misuse_ends_with_2_and_says_what_is_wrong(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, said = refused(arguments, capsys)
-    assert code == 2 and words in said
+def test_misuse_exits_with_2_and_a_reason(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, errors = run_rejected(arguments, capsys)
+    assert code == 2 and words in errors
 
 
-def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "build", interrupted)
-    assert refused(["plan", "--stages", "1", "--chunks", "1"], capsys)[0] == 130
+    assert run_rejected(["plan", "--stages", "1", "--chunks", "1"], capsys)[0] == 130
 
 
 @pytest.mark.long
-def test_the_module_runs_the_command_line() -> None:
+def test_module_runs_the_command_line() -> None:
     done = run([sys.executable, "-m", "weft", "--version"])
     assert done.returncode == 0 and done.stdout.startswith("weft ")

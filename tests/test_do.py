@@ -1,4 +1,4 @@
-"""do.py installs exactly when it must, says what it does, and passes exit codes on. No network, no pip."""
+"""do.py installs exactly when it must, reports what it does, and passes exit codes on. No network, no pip."""
 
 import importlib.util
 import os
@@ -14,10 +14,11 @@ from types import ModuleType
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "do.py"
+Capture = pytest.CaptureFixture[str]
 
 
 def load(folder: Path) -> ModuleType:
-    """do.py as a module, out of `folder`."""
+    """Import the do.py of `folder`."""
     spec = importlib.util.spec_from_file_location("do", folder / "do.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -26,13 +27,13 @@ def load(folder: Path) -> ModuleType:
 
 
 class Shell:
-    """Stands in for the runner: notes every command, makes what venv would make, answers codes as told."""
+    """Replaces the runner: records every command, creates the files of venv, and returns the given exit codes."""
 
     def __init__(self, do: ModuleType) -> None:
         self.do = do
         self.lines: list[str] = []
         self.codes: dict[str, int] = {}  # a word of the command -> its exit code
-        self.during: Callable[[], None] = lambda: None  # runs in the middle of every install
+        self.during_install: Callable[[], None] = lambda: None
 
     def __call__(self, argv: list[str | Path]) -> int:
         line = " ".join(map(str, argv))
@@ -41,7 +42,7 @@ class Shell:
             self.do.PYTHON.parent.mkdir(parents=True, exist_ok=True)
             self.do.PYTHON.touch()
         if "pip install" in line:
-            self.during()
+            self.during_install()
         return next((code for word, code in self.codes.items() if word in line), 0)
 
     def count(self, word: str) -> int:
@@ -65,7 +66,7 @@ def shell(do: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Shell:
     return shell
 
 
-def test_the_first_run_makes_a_venv_installs_and_runs(do: ModuleType, shell: Shell) -> None:
+def test_first_run_creates_a_venv_installs_and_runs(do: ModuleType, shell: Shell) -> None:
     assert do.main([]) == 0
     venv, pip, *examples = shell.lines
     assert venv == f"{sys.executable} -m venv --clear {do.VENV}"
@@ -75,7 +76,7 @@ def test_the_first_run_makes_a_venv_installs_and_runs(do: ModuleType, shell: She
 
 
 @pytest.mark.parametrize(
-    ("args", "ran"),
+    ("args", "command"),
     [
         (["char_rnn"], "{root}/examples/char_rnn.py"),
         (["report", "--steps", "2"], "{root}/examples/report.py --steps 2"),
@@ -85,19 +86,19 @@ def test_the_first_run_makes_a_venv_installs_and_runs(do: ModuleType, shell: She
         (["docs", "api"], "{root}/tools/reference.py api"),
     ],
 )
-def test_each_command_runs_its_module_and_passes_words_on(
-    do: ModuleType, shell: Shell, args: list[str], ran: str
+def test_each_command_runs_its_module_with_its_words(
+    do: ModuleType, shell: Shell, args: list[str], command: str
 ) -> None:
     assert do.main(args) == 0
-    assert shell.lines[-1] == f"{do.PYTHON} {ran.format(root=do.ROOT)}"
+    assert shell.lines[-1] == f"{do.PYTHON} {command.format(root=do.ROOT)}"
 
 
-def test_a_second_run_installs_nothing_also_with_changed_sources(do: ModuleType, shell: Shell) -> None:
+def test_second_run_installs_nothing(do: ModuleType, shell: Shell) -> None:
+    """Not even with changed sources."""
     do.main(["test"])
     (do.ROOT / "module.py").write_text("x = 1")
-    do.main(["test"])
-    do.main(["check"])
-    do.main([])
+    for args in (["test"], ["check"], []):
+        do.main(args)
     assert shell.count("pip install") == 1
 
 
@@ -106,12 +107,12 @@ def test_a_second_run_installs_nothing_also_with_changed_sources(do: ModuleType,
 def test_changed_metadata_installs_again_into_the_same_venv(
     do: ModuleType, shell: Shell, name: str, during: bool
 ) -> None:
-    """Also where they change during an install, which may have read them before."""
+    """Also if they change during an install, which may have read them before."""
 
     def change() -> None:
         (do.ROOT / name).write_text("changed")
 
-    shell.during = change if during else shell.during
+    shell.during_install = change if during else shell.during_install
     do.main(["test"])
     change()
     do.main(["test"])
@@ -120,8 +121,8 @@ def test_changed_metadata_installs_again_into_the_same_venv(
     assert shell.count("-m venv") == 1
 
 
-def test_another_python_makes_the_venv_anew(
-    do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_another_python_recreates_the_venv(
+    do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     do.main(["test"])
     monkeypatch.setattr(do, "VERSION", "3.99.0")
@@ -131,9 +132,7 @@ def test_another_python_makes_the_venv_anew(
     assert "of another Python" in capfd.readouterr().err
 
 
-def test_the_venv_of_this_python_fits_and_a_missing_or_broken_one_does_not(
-    do: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_working_venv_of_this_python_fits(do: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not do.venv_fits()
     monkeypatch.setattr(do, "PYTHON", Path(sys.executable))
     assert do.venv_fits()
@@ -143,19 +142,16 @@ def test_the_venv_of_this_python_fits_and_a_missing_or_broken_one_does_not(
     assert not do.venv_fits()
 
 
-def test_more_extras_join_those_that_are_there(do: ModuleType, shell: Shell) -> None:
-    do.main(["test"])
-    do.main(["bench"])
+def test_more_extras_join_the_installed_ones(do: ModuleType, shell: Shell) -> None:
+    for _ in range(2):
+        do.main(["test"])
+        do.main(["bench"])
     assert shell.count("-e .[bench,docs,examples,hf,manifests,test]") == 1
     assert do.installed() == {"bench", "docs", "examples", "hf", "manifests", "test"}
-    do.main(["test"])
-    do.main(["bench"])
     assert shell.count("pip install") == 2
 
 
-def test_a_failed_install_is_said_leaves_no_stamp_and_is_tried_again(
-    do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_install_leaves_no_stamp_and_is_repeated(do: ModuleType, shell: Shell, capfd: Capture) -> None:
     shell.codes = {"pip install": 9}
     assert do.main(["test"]) == 1
     assert "pip ended with code 9" in capfd.readouterr().err
@@ -166,20 +162,20 @@ def test_a_failed_install_is_said_leaves_no_stamp_and_is_tried_again(
     assert shell.count("pip install") == 2
 
 
-def test_an_interrupted_install_takes_the_old_stamp_away_too(do: ModuleType, shell: Shell) -> None:
+def test_interrupted_install_removes_the_old_stamp(do: ModuleType, shell: Shell) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     do.main(["test"])
-    shell.during = interrupt
+    shell.during_install = interrupt
     assert do.main(["bench"]) == 130
-    shell.during = lambda: None
+    shell.during_install = lambda: None
     assert do.installed() == set()
     assert do.main(["test"]) == 0
     assert shell.count("pip install") == 3
 
 
-def test_a_torn_stamp_is_no_stamp(do: ModuleType, shell: Shell) -> None:
+def test_torn_stamp_is_ignored(do: ModuleType, shell: Shell) -> None:
     do.main(["test"])
     for torn in ("", do.fingerprint()[:10], do.fingerprint(), f"{do.fingerprint()} examples"):
         do.STAMP.write_text(torn)
@@ -192,11 +188,11 @@ def test_two_runs_at_once_install_once(do: ModuleType, shell: Shell, monkeypatch
     monkeypatch.setattr(do, "say", lambda text: second_waits.set() if "another run" in text else None)
     second = threading.Thread(target=lambda: codes.append(do.main(["test"])))
 
-    def meanwhile() -> None:
+    def start_second() -> None:
         second.start()
-        assert second_waits.wait(30), "the second run neither waited nor said so"
+        assert second_waits.wait(30), "the second run neither waited nor reported it"
 
-    shell.during = meanwhile
+    shell.during_install = start_second
     codes.append(do.main(["test"]))
     second.join(30)
     assert codes == [0, 0]
@@ -204,19 +200,25 @@ def test_two_runs_at_once_install_once(do: ModuleType, shell: Shell, monkeypatch
     assert shell.count("-m pytest") == 2
 
 
-def test_a_failing_command_passes_its_exit_code_on(do: ModuleType, shell: Shell) -> None:
+def test_failing_command_passes_its_exit_code_on(do: ModuleType, shell: Shell) -> None:
     shell.codes = {"-m pytest": 5, "report.py": 3}
     assert do.main(["test"]) == 5
     assert do.main(["report"]) == 3
 
 
-def test_all_examples_run_also_after_one_failed(
-    do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_examples_run_even_after_a_failure(do: ModuleType, shell: Shell, capfd: Capture) -> None:
     shell.codes = {"unet_pipeline": 3, "remote_experts": 4}
     assert do.main([]) == 3
     assert shell.count("examples/") == len(do.EXAMPLES)
     assert "failed: unet_pipeline, remote_experts" in capfd.readouterr().err
+
+
+def test_all_checks_run_even_after_a_failure(do: ModuleType, shell: Shell, capfd: Capture) -> None:
+    shell.codes = {"--check": 3, "pyright": 4}
+    assert do.main(["check"]) == 3
+    tools = [line.split()[0].rsplit("/", 1)[1] for line in shell.lines[2:]]
+    assert tools == ["ruff", "ruff", "pyright", "lint-imports", "python"]
+    assert "failed: ruff format, pyright" in capfd.readouterr().err
 
 
 def test_every_example_is_among_those_that_run() -> None:
@@ -224,27 +226,11 @@ def test_every_example_is_among_those_that_run() -> None:
     assert {path.stem for path in folder.glob("*.py")} == {*load(SOURCE.parent).EXAMPLES}
 
 
-def test_the_real_runner_runs_in_the_repository_and_maps_signals(do: ModuleType) -> None:
-    where = f"import os, sys; sys.exit(os.getcwd() != {str(do.ROOT)!r})"
-    assert do.call([sys.executable, "-c", where]) == 0
-    assert do.call([sys.executable, "-c", "raise SystemExit(4)"]) == 4
+def test_call_runs_in_the_repository_and_maps_signals(do: ModuleType) -> None:
     kill = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    assert do.call([sys.executable, "-c", kill]) == 128 + signal.SIGKILL
-
-
-def test_check_runs_every_check_also_after_one_failed(
-    do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str]
-) -> None:
-    shell.codes = {"--check": 3, "pyright": 4}
-    assert do.main(["check"]) == 3
-    assert [line.split()[0].rsplit("/", 1)[1] for line in shell.lines[2:]] == [
-        "ruff",
-        "ruff",
-        "pyright",
-        "lint-imports",
-        "python",
-    ]
-    assert "failed: ruff format, pyright" in capfd.readouterr().err
+    check_folder = f"import os, sys; sys.exit(os.getcwd() != {str(do.ROOT)!r})"
+    for program, code in ((check_folder, 0), ("raise SystemExit(4)", 4), (kill, 128 + signal.SIGKILL)):
+        assert do.call([sys.executable, "-c", program]) == code
 
 
 @pytest.mark.parametrize(
@@ -255,16 +241,16 @@ def test_check_runs_every_check_also_after_one_failed(
         (["check", "x"], "'x'"),
     ],
 )
-def test_misuse_is_named_and_ends_with_2(
-    do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str], args: list[str], names: str
+def test_misuse_is_reported_and_exits_with_2(
+    do: ModuleType, shell: Shell, capfd: Capture, args: list[str], names: str
 ) -> None:
     assert do.main(args) == 2
     assert names in capfd.readouterr().err
     assert not shell.lines
 
 
-def test_a_python_without_ensurepip_is_told_what_to_do(
-    do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_python_without_ensurepip_gets_a_remedy(
+    do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.setattr(do.importlib.util, "find_spec", lambda name: None)
     assert do.main(["test"]) == 1
@@ -272,9 +258,7 @@ def test_a_python_without_ensurepip_is_told_what_to_do(
     assert not shell.lines
 
 
-def test_an_old_python_is_told_so(
-    do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_old_python_is_rejected(do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     monkeypatch.setattr(do.sys, "version_info", (3, 9, 1))
     code = do.main(["test"])
     monkeypatch.undo()
@@ -283,14 +267,9 @@ def test_an_old_python_is_told_so(
 
 
 def test_help_works_from_another_folder_and_installs_nothing(do: ModuleType, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    seen = subprocess.run(
-        [sys.executable, os.path.relpath(do.ROOT / "do.py", elsewhere), "help"],
-        cwd=elsewhere,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "python3 do.py test" in seen.stdout
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    argv = [sys.executable, os.path.relpath(do.ROOT / "do.py", folder), "help"]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True)
+    assert "python3 do.py test" in done.stdout
     assert not do.VENV.exists()

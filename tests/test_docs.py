@@ -1,7 +1,7 @@
 """Every Python block of README and docs runs as printed, and so does the example of every public name.
 
-The blocks of one page run one after another; those marked `torchrun` run on two ranks. The example of a name runs with
-`torch`, `nn` and `weft` at hand.
+The blocks of one page run one after another. Those marked `torchrun` run on two ranks. The example of a name can use
+`torch`, `nn` and `weft`.
 """
 
 import doctest
@@ -50,7 +50,7 @@ LINK = re.compile(r"\]\(([^)]+)\)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs(page: Path) -> None:
+def test_code_of_a_page_runs(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     if "from transformers import" in text and importlib.util.find_spec("transformers") is None:
         pytest.skip(f"{page.name} needs transformers; the extra `hf` brings it")
@@ -62,7 +62,7 @@ def test_the_code_of_a_page_runs(page: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", RANK_PAGES, ids=lambda page: page.name)
-def test_the_code_for_torchrun_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
+def test_code_for_torchrun_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
     program = tmp_path / f"{page.stem}.py"
     program.write_text("\n".join(RANK_BLOCK.findall(page.read_text(encoding="utf-8"))), encoding="utf-8")
     done = torchrun(2, program)
@@ -70,7 +70,7 @@ def test_the_code_for_torchrun_runs_on_two_ranks(page: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
     missing: list[str] = []
     for link in links:
@@ -88,17 +88,17 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_files_and_names_that_a_page_mentions_exist(page: Path) -> None:
+def test_files_and_names_on_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     files = [f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")] + ["/do.py"]
     missing = [name for name in FILE.findall(text) if not any(file.endswith(f"/{name}") for file in files)]
     loggers = {name for file in (ROOT / "src").rglob("*.py") for name in LOGGER.findall(file.read_text("utf-8"))}
     missing += [name for name in NAME.findall(text) if name not in loggers and not resolves(name)]
-    assert missing == [], "a page names files that are not there, or names that are not in their modules"
+    assert missing == [], "a page mentions files or names that do not exist"
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module, or something in one."""
+    """Whether a dotted name is a module or a name in one."""
     module, _, rest = name.rpartition(".")
     try:
         importlib.import_module(name)
@@ -112,24 +112,24 @@ def resolves(name: str) -> bool:
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_the_example_of_every_public_name_runs(
+def test_example_of_every_public_name_runs(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=OPTIONS)
-    found = importlib.import_module(module)
+    package = importlib.import_module(module)
     without: list[str] = []
-    for name in ["__doc__", *found.__all__]:
-        thing = found if name == "__doc__" else getattr(found, name)
-        if thing is not found and not inspect.isclass(thing) and not inspect.isfunction(thing):
-            continue  # a module, or a table, whose own docstring shows it
+    for name in ["__doc__", *package.__all__]:
+        thing = package if name == "__doc__" else getattr(package, name)
+        if thing is not package and not inspect.isclass(thing) and not inspect.isfunction(thing):
+            continue  # a module or a table
         text = inspect.cleandoc(thing.__doc__ or "")
         names = {"torch": torch, "nn": nn, "weft": weft}
         example = parser.get_doctest(text, names, f"{module}.{name}", inspect.getsourcefile(thing), None)
-        error = inspect.isclass(thing) and issubclass(thing, Exception)  # the docstring of `weft.errors` shows them
+        error = inspect.isclass(thing) and issubclass(thing, Exception)  # `weft.errors` has one example for all
         if not example.examples:
-            without += [] if error or (thing is found and module != "weft.errors") else [name]
-        elif thing is found or module == "weft" or name not in weft.__all__:  # once is enough
+            without += [] if error or (thing is package and module != "weft.errors") else [name]
+        elif thing is package or module == "weft" or name not in weft.__all__:  # each example once
             torch.manual_seed(0)
             runner.run(example)
     assert without == [], "no example (a line that begins with >>>) in the docstring"
@@ -137,7 +137,7 @@ def test_the_example_of_every_public_name_runs(
 
 
 @pytest.mark.long
-def test_the_api_reference_is_written_without_a_warning(tmp_path: Path) -> None:
+def test_api_reference_is_written_without_a_warning(tmp_path: Path) -> None:
     if importlib.util.find_spec("pdoc") is None:
         pytest.skip("API reference: there is no pdoc; the extra `docs` brings it")
     words = [sys.executable, str(ROOT / "tools" / "reference.py"), str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The examples: short enough to be read, and each runs to its end."""
+"""The examples are short, and each runs to its end."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ SMALL = {
     "unet_pipeline": ["--seconds", "0.5"],
     "unet_ranks": ["--steps", "12"],
 }
-# A script of one process, which trains the same model once more with `group=` as the only change.
+# A script that trains a model in one process, then again over ranks with `group=` as the only change.
 OVER_RANKS = """
 import functools
 from datetime import timedelta
@@ -40,14 +40,14 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_has_at_most_250_lines_and_a_docstring(path: Path) -> None:
+def test_example_has_at_most_250_lines_and_a_docstring(path: Path) -> None:
     text = path.read_text("utf-8")
     assert text.startswith('"""') and len(text.splitlines()) <= 250
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(path: Path, tmp_path: Path) -> None:
+def test_example_runs(path: Path, tmp_path: Path) -> None:
     words = SMALL[path.stem] + (["--out", str(tmp_path)] if path.stem in PAGES else [])
     done = run([sys.executable, str(path), *words])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,7 +55,7 @@ def test_an_example_runs(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_example_of_one_process_runs_over_ranks(tmp_path: Path) -> None:
+def test_example_of_one_process_runs_over_ranks(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the example needs transformers; the extra `hf` brings it")
     script = tmp_path / "over_ranks.py"
     script.write_text(OVER_RANKS, encoding="utf-8")

@@ -15,16 +15,16 @@ import torch
 from tests.processes import ROOT, SOURCE, python, run
 
 FILES = sorted(SOURCE.rglob("*.py"))
-LONGEST = 600  # lines of a file; deep modules are welcome to be long
+MOST_LINES = 600  # of a file
 GLOSSARY, PLAIN_WORDS = ROOT / "docs" / "glossary.md", ROOT / "tests" / "plain_words.txt"
-DEAREST = 0.050  # seconds that `import weft` may take beyond `import torch`
+MOST_SECONDS = 0.050  # of `import weft`, beyond `import torch`
 
-# Run by a fresh interpreter: what does `import weft` add to `import torch`?
+# A program for a new interpreter, which measures what `import weft` adds to `import torch`.
 PROBE = """
 import json, sys, time
 import torch
 before = set(sys.modules)
-start = time.process_time()  # others who are busy do not add to it
+start = time.process_time()  # excludes the time of other processes
 import weft
 cost = time.process_time() - start
 print(json.dumps([cost, sorted(set(sys.modules) - before)]))
@@ -32,7 +32,7 @@ print(json.dumps([cost, sorted(set(sys.modules) - before)]))
 
 
 def check_table() -> dict[str, list[str]]:
-    """The commands of `do.py check`, with the tools that lie beside this Python."""
+    """The commands of `do.py check`, with the tools of this Python."""
     spec = importlib.util.spec_from_file_location("do", ROOT / "do.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -58,28 +58,25 @@ def test_check_holds(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def imports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, list[str]]]:
-    """What several fresh interpreters say of `import weft`, as many as it takes until one is fast enough: seconds, and
-    modules that came with it."""
-    # With bytecode, as wherever weft is installed: the first run writes it.
+    """Seconds and new modules of `import weft` in several new interpreters, until one is fast enough."""
+    # With bytecode, like an installed weft. The first run writes it.
     cache = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
-    found: list[tuple[float, list[str]]] = []
-    for _ in range(7):
+    measured: list[tuple[float, list[str]]] = []
+    while len(measured) < 7 and not (measured and measured[-1][0] <= MOST_SECONDS):
         probe = python(PROBE, **cache)
         assert probe.returncode == 0, probe.stderr
-        found.append(tuple(json.loads(probe.stdout)))
-        if found[-1][0] <= DEAREST:
-            break
-    return found
+        measured.append(tuple(json.loads(probe.stdout)))
+    return measured
 
 
 @pytest.mark.long
-def test_import_weft_costs_at_most_50_ms_more_than_import_torch(imports: list[tuple[float, list[str]]]) -> None:
-    # Noise of the machine only ever adds time, so the smallest of several runs is the nearest to the truth.
+def test_import_weft_takes_at_most_50_ms_beyond_torch(imports: list[tuple[float, list[str]]]) -> None:
+    # Noise of the machine only adds time, so the smallest of several runs is the most accurate.
     costs = [cost for cost, _ in imports]
-    assert min(costs) <= DEAREST, f"seconds beyond torch, in {len(costs)} runs: {costs}"
+    assert min(costs) <= MOST_SECONDS, f"seconds beyond torch, in {len(costs)} runs: {costs}"
 
 
-def test_import_weft_brings_no_third_party_module_that_torch_did_not(imports: list[tuple[float, list[str]]]) -> None:
+def test_import_weft_loads_no_further_third_party_module(imports: list[tuple[float, list[str]]]) -> None:
     brought = {module.partition(".")[0] for module in imports[0][1]}
     assert brought - sys.stdlib_module_names <= {"weft", "torch"}
 
@@ -102,16 +99,16 @@ def test_every_source_file_opens_with_its_reason() -> None:
 
 def test_every_source_file_has_at_most_600_lines() -> None:
     lengths = {str(file.relative_to(ROOT)): len(file.read_text("utf-8").splitlines()) for file in FILES}
-    assert not {file: count for file, count in lengths.items() if count > LONGEST}
+    assert not {file: count for file, count in lengths.items() if count > MOST_LINES}
 
 
 def words_of(name: str) -> list[str]:
-    """The words of a name in CamelCase or snake_case, in small letters: LSTMCell is lstm and cell."""
+    """The words of a name in CamelCase or snake_case, in lower case: LSTMCell is lstm and cell."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
 def stems(word: str) -> set[str]:
-    """A word, and what it may be the plural of."""
+    """A word, and its possible singulars."""
     return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
@@ -127,7 +124,7 @@ def test_every_noun_of_a_name_is_in_the_glossary_or_plain() -> None:
     known |= {stem for word in known for stem in stems(word)}
     unknown = {name: [word for word in words_of(name) if not stems(word) & known] for name in sorted(names)}
     assert {name: words for name, words in unknown.items() if words} == {}, (
-        "not in docs/glossary.md (with its source in the field), and no plain word of Python or PyTorch"
+        "neither in docs/glossary.md (with its source in the field) nor a plain word of Python or PyTorch"
     )
 
 
@@ -136,7 +133,7 @@ def test_only_the_tree_module_touches_the_pytree_of_torch() -> None:
     assert users in ([], ["weft/core/pytree.py"])
 
 
-def test_the_sdist_holds_what_the_repository_holds() -> None:
+def test_sdist_holds_what_the_repository_holds() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     included = {name.strip("/") for name in settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]}
     included |= {"README.md", "LICENSE", "pyproject.toml"}  # which the build adds itself
@@ -150,12 +147,12 @@ def test_the_sdist_holds_what_the_repository_holds() -> None:
     assert "Programming Language :: Python :: 3.11" in settings["project"]["classifiers"]
 
 
-def test_the_package_ships_its_types() -> None:
+def test_package_ships_its_types() -> None:
     assert (SOURCE / "weft" / "py.typed").exists()
 
 
-def test_a_module_of_core_is_imported_by_two_packages() -> None:
-    """`core` holds what capabilities share; what one of them needs alone belongs to it."""
+def test_module_of_core_is_imported_by_two_packages() -> None:
+    """`core` has only code that several capabilities share."""
     spec = importlib.util.spec_from_file_location("structure", ROOT / "tools" / "structure.py")
     assert spec and spec.loader
     structure = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""The public names at `weft` and `weft.errors`: found when they are touched, known to a type checker, and complete."""
+"""The public names of `weft` and `weft.errors` are loaded on access, known to a type checker, and complete."""
 
 import ast
 import importlib
@@ -21,7 +21,7 @@ INTERNAL = {
     "RefusedByEtcdError",
     "Unsupported",
 }
-"""Errors that never reach a caller, or only as their parents."""
+"""Errors that reach a caller only as a parent class, or never."""
 
 TOUCHED = """
 import sys
@@ -55,7 +55,7 @@ else:
 
 
 @pytest.mark.parametrize("module", LAZY)
-def test_every_public_name_is_found_and_told_to_type_checkers(module: str) -> None:
+def test_every_public_name_is_found_and_known_to_type_checkers(module: str) -> None:
     found = importlib.import_module(module)
     text = Path(found.__file__ or "").read_text("utf-8")
     tree = ast.parse(text)
@@ -69,23 +69,23 @@ def test_every_public_name_is_found_and_told_to_type_checkers(module: str) -> No
         assert getattr(found, name) is not None and name in dir(found)
 
 
-def test_a_name_is_loaded_when_it_is_touched() -> None:
+def test_name_is_loaded_when_it_is_touched() -> None:
     done = python(TOUCHED)
     assert done.returncode == 0, done.stderr
 
 
-def test_without_the_extra_only_what_needs_it_is_missing() -> None:
+def test_without_the_extra_only_its_names_are_missing() -> None:
     done = python(WITHOUT)
     assert done.returncode == 0, done.stderr
 
 
 def test_every_error_that_reaches_a_caller_is_at_weft_errors() -> None:
-    for each in pkgutil.walk_packages([str(SOURCE / "weft")], "weft."):
-        if not each.name.startswith("weft.__main__"):
-            importlib.import_module(each.name)
+    for module in pkgutil.walk_packages([str(SOURCE / "weft")], "weft."):
+        if not module.name.startswith("weft.__main__"):
+            importlib.import_module(module.name)
     kinds, left = {WeftError}, [WeftError, UserWarning]
     while left:
-        left = [each for kind in left for each in kind.__subclasses__()]
-        kinds |= {each for each in left if each.__module__.startswith("weft.")}
-    names = {each.__name__: each for each in kinds if each.__name__ not in INTERNAL and each.__name__[0] != "_"}
+        left = [child for kind in left for child in kind.__subclasses__()]
+        kinds |= {kind for kind in left if kind.__module__.startswith("weft.")}
+    names = {kind.__name__: kind for kind in kinds if kind.__name__ not in INTERNAL and kind.__name__[0] != "_"}
     assert {name: getattr(weft.errors, name, None) for name in names} == names

@@ -3,7 +3,7 @@
 
     python tools/reference.py [FOLDER]
 
-FOLDER is build/api by default. What a module shows is what its `__all__` names.
+FOLDER is build/api by default. A page shows the names in the `__all__` of its module.
 """
 
 import importlib
@@ -13,18 +13,18 @@ from pathlib import Path
 import pdoc
 
 LOADED = ("weft", "weft.errors")
-"""Packages that load their names when they are touched; pdoc sees only what has been loaded."""
+"""Packages that load their names on first access. pdoc sees only names that are loaded."""
 PAGES = (
     "weft",
     "weft.recurrent.cells",
     "weft.recurrent.layers",
     *(f"weft.experts.{name}" for name in ("client", "discovery", "mixture", "replication", "server")),
 )
-"""A package brings along those modules that its `__all__` names; the others are named here."""
+"""pdoc follows from a package to the modules in its `__all__`. The other modules are listed here."""
 
 
 def main() -> None:
-    """Write the pages and say where the first one lies."""
+    """Write the pages and print the path of the first one."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/api").resolve()
     for module in map(importlib.import_module, LOADED):
         for name in module.__all__:

@@ -1,13 +1,13 @@
-"""weft trains a PyTorch model in parts: cut across devices, across time, across machines.
+"""weft trains a PyTorch model in parts, which are cut across devices, across time or across machines.
 
     devices    Pipe, Schedule, skippable, stash, pop, DeferredBatchNorm, build_on_meta, clip_grad_norm_, checkpoint
     time       Recurrent, LSTM, GRU, RNN, Stack, Bidirectional, recurrent_net, Window
     machines   ExpertBackend, TensorSpec, Runtime, Server, RemoteExpert, RemoteMixtureOfExperts, Connections
     all        Recorder, WeftError, and the other errors in `weft.errors`
 
-All of it is loaded when it is first touched. What reaches other machines needs the extra ``experts``; without it,
-touching such a name is a ModuleNotFoundError that says what to install. What is not here but public lives in the
-packages `weft.pipeline`, `weft.recurrent`, `weft.experts`, `weft.report` and `weft.compat`.
+Names are loaded on first access. Those for other machines need the extra ``experts``. Without it, access to such a name
+raises a ModuleNotFoundError that names the package to install. Further public names are in the packages
+`weft.pipeline`, `weft.recurrent`, `weft.experts`, `weft.report` and `weft.compat`.
 
 Examples in docstrings begin with ``import torch, weft`` and ``from torch import nn``.
 """
@@ -51,8 +51,9 @@ else:
             "weft.pipeline.microbatch": ("NoChunk",),
             "weft.pipeline.schedule": ("Schedule",),
             "weft.pipeline.skip": ("Namespace", "pop", "skippable", "stash", "verify_skippables"),
-            "weft.pipeline.tracing": ("Recorder",),
             "weft.pipeline.weights": ("build_on_meta",),
+            # Its class is in weft.pipeline.tracing. Importing weft.report lets notebooks draw it.
+            "weft.report": ("Recorder",),
             "weft.recurrent": (
                 *("GRU", "LSTM", "RNN", "Bidirectional", "Recurrent", "Stack", "Window", "recurrent_net"),
             ),

@@ -1,4 +1,4 @@
-"""``python -m weft``: the command line of `weft.cli`."""
+"""``python -m weft``, the command line of `weft.cli`."""
 
 import sys
 

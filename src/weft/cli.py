@@ -1,4 +1,4 @@
-"""The command line: ``weft plan`` prints a schedule, ``weft serve`` serves experts, ``weft status`` asks a server."""
+"""Command line: ``weft plan`` prints a schedule, ``weft serve`` serves experts, ``weft status`` queries a server."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ _TOKEN = "WEFT_TOKEN"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for misuse, 1 for what failed otherwise."""
+    """Run one command and return its exit code: 0, 2 for misuse, 1 for other failures."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
     command: Callable[[argparse.Namespace], None] = chosen.command
@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=_count)
     parser.add_argument("--chunks", type=_count, help="micro-batches")
-    made = "a function that returns a Pipe; of one made with split= and sample=, what crosses is drawn"
-    parser.add_argument("--pipe", metavar="MODULE:FUNCTION", help=made)
+    pipe = "a function that returns a Pipe; if made with split= and sample=, crossing values are drawn"
+    parser.add_argument("--pipe", metavar="MODULE:FUNCTION", help=pipe)
     names = f"{', '.join(SCHEDULES)}, or the file of a table (%(default)s)"
     parser.add_argument("--schedule", default="1f1b", metavar="NAME|FILE", help=names)
     for name, cost in (("forward", 1.0), ("backward", 2.0), ("recompute", 0.0)):
@@ -56,17 +56,17 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a TOML file; options go before it")
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a TOML file, which options override")
     parser.add_argument(
         "--expert", action="append", default=[], metavar="NAME=KIND[:argument=number,...]", help="may be repeated"
     )
     parser.add_argument("--optimizer", metavar="NAME", help="of torch.optim, for each --expert (none: not trained)")
-    parser.add_argument("--lr", type=_cost, help="its learning rate")
+    parser.add_argument("--lr", type=_cost, help="the learning rate")
     parser.add_argument("--address", metavar="HOST:PORT", help="to listen at (127.0.0.1:7070)")
-    insecure = "allow everything to every client that reaches the address, where there are neither grants nor TLS"
+    insecure = "allow every client at the address everything, if neither grants nor TLS are configured"
     parser.add_argument("--insecure", action="store_true", help=insecure)
-    parser.add_argument("--checkpoints", metavar="DIR", help="where experts are saved, and restored from")
-    parser.add_argument("--panel", metavar="HOST:PORT", help="of a status page and metrics, over plain HTTP (none)")
+    parser.add_argument("--checkpoints", metavar="DIR", help="folder to save experts to, and to restore them from")
+    parser.add_argument("--panel", metavar="HOST:PORT", help="for a status page and metrics, over plain HTTP (none)")
     parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE", help="with kinds")
     parser.set_defaults(command=_serve)
 
@@ -83,23 +83,23 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(chosen: argparse.Namespace) -> None:
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it logs two lines for each failed handshake
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # by default, gRPC logs two lines for each failed handshake
     server = _experts("weft.experts.server.command")
     config: Any = _experts("weft.experts.server.config")
     table: dict[str, Any] = {} if chosen.config is None else config.read_config(chosen.config)
     for name in ("address", "checkpoints", "panel", "insecure"):
         table |= {name: getattr(chosen, name)} if getattr(chosen, name) not in (None, False) else {}
-    how = {} if chosen.optimizer is None else {"optimizer": chosen.optimizer}
-    how |= {} if chosen.lr is None else {"optimizer_arguments": {"lr": chosen.lr}}
-    if how and not chosen.expert:
+    training = {} if chosen.optimizer is None else {"optimizer": chosen.optimizer}
+    training |= {} if chosen.lr is None else {"optimizer_arguments": {"lr": chosen.lr}}
+    if training and not chosen.expert:
         raise UsageError("--optimizer and --lr configure the experts of --expert, but there is none")
     if chosen.lr is not None and chosen.optimizer is None:
         raise UsageError("--lr is the learning rate of an optimizer, but there is no --optimizer")
-    experts = [{**config.parse_expert(word), **how} for word in chosen.expert]
+    experts = [{**config.parse_expert(word), **training} for word in chosen.expert]
     for name, more in {"experts": experts, "imports": chosen.imports}.items():
-        found = table.get(name, [])
-        if isinstance(found, list):  # a value of another type stays, for the configuration's own check to refuse
-            table[name] = [*cast("list[Any]", found), *more]
+        configured = table.get(name, [])
+        if isinstance(configured, list):  # a value of another type stays, so that the configuration check rejects it
+            table[name] = [*cast("list[Any]", configured), *more]
     server.serve(table)
 
 
@@ -111,9 +111,9 @@ def _status(chosen: argparse.Namespace) -> None:
 
 
 def _token(chosen: argparse.Namespace) -> str | None:
-    """The token of the command line, a file, or the environment."""
+    """The token from the command line, a file, or the environment."""
     if chosen.token is not None and chosen.token_file is not None:
-        raise UsageError("--token and --token-file both give the token; use one of them")
+        raise UsageError("--token and --token-file both set the token; use one of them")
     if chosen.token_file is None:
         return chosen.token if chosen.token is not None else os.environ.get(_TOKEN)
     try:
@@ -123,7 +123,7 @@ def _token(chosen: argparse.Namespace) -> str | None:
 
 
 def _experts(module: str) -> Any:
-    """Import a module that needs more than torch, only for the commands that use it."""
+    """Import a module with further dependencies, only for the commands that use it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -132,48 +132,49 @@ def _experts(module: str) -> Any:
 
 def _plan(chosen: argparse.Namespace) -> None:
     if chosen.pipe is not None:
-        pipe = _made(chosen.pipe)
+        pipe = _load_pipe(chosen.pipe)
         chosen.stages, chosen.chunks = chosen.stages or len(pipe.devices), chosen.chunks or pipe.chunks
         if hasattr(pipe, "routes"):  # made with split=
-            _draw(pipe)
+            _draw_routes(pipe)
     if chosen.stages is None or chosen.chunks is None:
         raise UsageError("plan needs --stages and --chunks, or --pipe")
-    named = chosen.schedule in SCHEDULES or not Path(chosen.schedule).is_file()
+    is_name = chosen.schedule in SCHEDULES or not Path(chosen.schedule).is_file()
     try:
-        schedule = chosen.schedule if named else Path(chosen.schedule).read_text("utf-8")
+        schedule = chosen.schedule if is_name else Path(chosen.schedule).read_text("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"--schedule {chosen.schedule} is not UTF-8 text, so it holds no table: {error}") from None
     table = build(schedule, chosen.stages, chosen.chunks)
     cost = StageCost(chosen.forward, chosen.backward, chosen.recompute)
-    seen = forecast(table, [cost] * chosen.stages)
+    expected = forecast(table, [cost] * chosen.stages)
     print(table.text())
     print(f"live micro-batches of each stage: {' '.join(map(str, table.live()))}")
-    print(f"forecast: takes {seen.total:g}, idle {seen.bubble:.1%} of the time of {len(table.workers)} workers")
+    print(f"forecast: takes {expected.total:g}, idle {expected.bubble:.1%} of the time of {len(table.workers)} workers")
 
 
-def _made(name: str) -> Pipe:
-    """The pipe that the function of that name returns."""
+def _load_pipe(name: str) -> Pipe:
+    """Import the function of that name, and return its pipe."""
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
-    wanted = f"--pipe {name}: wanted MODULE:FUNCTION, a function that returns a Pipe"
+    message = f"--pipe {name}: wanted MODULE:FUNCTION, a function that returns a Pipe"
     try:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{wanted}; {error}") from None
+        raise UsageError(f"{message}; {error}") from None
     pipe = make()
     if not isinstance(pipe, Pipe):
-        raise UsageError(f"{wanted}; {function}() returned {type(pipe).__name__}")
+        raise UsageError(f"{message}; {function}() returned {type(pipe).__name__}")
     return pipe
 
 
-def _draw(pipe: Any) -> None:
-    """What crosses: a line for each value, from its source (o) to its readers (>)."""
+def _draw_routes(pipe: Any) -> None:
+    """Draw each crossing value as a line from its source (o) to its readers (>)."""
     stages = len(pipe.devices)
     print("".join(f"{stage:<4}" for stage in range(stages)) + "stage")
-    for each in pipe.routes:
-        marks = ["o" if s == each.source else ">" if s in each.readers else "-" for s in range(max(each.readers) + 1)]
-        line = "---".join(marks[each.source :])
-        print(f"{' ' * 4 * each.source + line:<{4 * stages}}{each.bytes} bytes  {each.name}")
+    for value in pipe.routes:
+        ends = range(max(value.readers) + 1)
+        marks = ["o" if stage == value.source else ">" if stage in value.readers else "-" for stage in ends]
+        line = "---".join(marks[value.source :])
+        print(f"{' ' * 4 * value.source + line:<{4 * stages}}{value.bytes} bytes  {value.name}")
 
 
 def _count(word: str) -> int:

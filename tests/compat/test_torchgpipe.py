@@ -1,4 +1,4 @@
-"""A program that was written for torchgpipe runs with one import changed."""
+"""A program for torchgpipe runs after a change of one import."""
 
 import copy
 import pickle
@@ -32,40 +32,36 @@ TWO = ["cpu", "cpu"]
 
 
 @skippable(stash=["1to3"])
-class Layer1(nn.Module):
+class Stashing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 3, 1)
 
     def forward(self, input):
         yield stash("1to3", input)
-        output = self.conv(input)
-        return output
+        return self.conv(input)
 
 
-class Layer2(nn.Module):
+class Doubling(nn.Module):
     def forward(self, input):
         return input * 2
 
 
 @skippable(pop=["1to3"])
-class Layer3(nn.Module):
+class Popping(nn.Module):
     def forward(self, input):
         skip_1to3 = yield pop("1to3")
-        output = input + skip_1to3
-        return output
+        return input + skip_1to3
 
 
-def test_the_program_of_the_old_guide_trains() -> None:
+def test_program_of_the_torchgpipe_guide_trains() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
     plain = copy.deepcopy(model)
     model = GPipe(model, balance=[1, 1, 1, 1], devices=["cpu"] * 4, chunks=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    in_device = model.devices[0]
-    out_device = model.devices[-1]
     for input, target in [(torch.randn(10, 4), torch.randint(2, (10,))) for _ in range(3)]:
-        input = input.to(in_device, non_blocking=True)
-        target = target.to(out_device, non_blocking=True)
+        input = input.to(model.devices[0], non_blocking=True)
+        target = target.to(model.devices[-1], non_blocking=True)
         output = model(input)
         assert_close(output, plain(input), 1e-5)
         loss = nn.functional.cross_entropy(output, target)
@@ -76,17 +72,17 @@ def test_the_program_of_the_old_guide_trains() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_long_skip_connections_as_in_the_old_guide(checkpoint: str) -> None:
-    layers = nn.Sequential(Layer1(), Layer2(), Layer3()).double()
+def test_skip_connections_of_the_torchgpipe_guide_train(checkpoint: str) -> None:
+    layers = nn.Sequential(Stashing(), Doubling(), Popping()).double()
     verify_skippables(layers)
     plain = copy.deepcopy(layers)
     model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint)
-    for each in (model, plain):
-        backward(each, rows(7, 3, 2, 2))
+    for network in (model, plain):
+        backward(network, rows(7, 3, 2, 2))
     assert_gradients_equal(model, plain)
 
 
-def test_the_attributes_are_there() -> None:
+def test_attributes_are_there() -> None:
     layers = chain(4, 5, 3)
     model = GPipe(layers, (2, 1), devices=["cpu", "cpu", "cpu"], chunks=4, checkpoint="always")
     assert isinstance(model, Pipe)
@@ -95,8 +91,8 @@ def test_the_attributes_are_there() -> None:
     assert [len(partition) for partition in model.partitions] == [2, 1]
     assert all(type(partition) is nn.Sequential for partition in model.partitions)
     assert [name for partition in model.partitions for name, _ in partition.named_children()] == ["0", "1", "2"]
-    wanted = list(layers)
-    assert len(model) == 3 and list(model) == wanted and [model[at] for at in range(-3, 3)] == wanted + wanted
+    expected = list(layers)
+    assert len(model) == 3 and list(model) == expected and [model[at] for at in range(-3, 3)] == expected + expected
     for index in (3, -4):
         with pytest.raises(IndexError):
             model[index]
@@ -104,7 +100,7 @@ def test_the_attributes_are_there() -> None:
     assert defaults.chunks == 1 and defaults.checkpoint == "except_last"
 
 
-def test_a_layer_knows_where_it_is() -> None:
+def test_layer_knows_where_it_is() -> None:
     seen: list[tuple[bool, bool]] = []
 
     class Asks(nn.Module):
@@ -127,7 +123,7 @@ def test_balances_are_measured() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_a_partition_stays_the_same_module_and_its_hooks_fire(checkpoint: str) -> None:
+def test_partition_stays_the_same_module_and_its_hooks_fire(checkpoint: str) -> None:
     layers = chain(4, 5, 3)
     plain = copy.deepcopy(layers)
     model = GPipe(layers, [2, 1], devices=TWO, chunks=2, checkpoint=checkpoint)
@@ -137,24 +133,24 @@ def test_a_partition_stays_the_same_module_and_its_hooks_fire(checkpoint: str) -
     partitions[0].register_forward_pre_hook(lambda *_: seen.append("before"))
     partitions[0].register_forward_hook(lambda *_: seen.append("after"))
     partitions[1].register_full_backward_hook(lambda *_: seen.append("backward"))
-    for each in (model, plain):
-        backward(each, rows(6, 4))
+    for network in (model, plain):
+        backward(network, rows(6, 4))
     assert_gradients_equal(model, plain)
     calls = {"always": 4, "except_last": 3, "never": 2}[checkpoint]
-    assert [seen.count(each) for each in ("before", "after", "backward")] == [calls, calls, 2]
+    assert [seen.count(kind) for kind in ("before", "after", "backward")] == [calls, calls, 2]
     assert model.partitions is partitions
     twin = copy.deepcopy(model)
     assert twin.partitions[0][0] is twin[0] and twin.partitions[0] is not partitions[0]
     model.balance = [1, 2]
-    assert [len(each) for each in model.partitions] == [1, 2]
+    assert [len(partition) for partition in model.partitions] == [1, 2]
 
 
-def test_the_import_paths_are_there() -> None:
+def test_import_paths_are_there() -> None:
     assert balance.balance_by_time is balance_by_time and skip.skippable is skippable
     assert batchnorm.DeferredBatchNorm is DeferredBatchNorm
 
 
-def test_a_deferred_batch_norm_counts_micro_batches_by_itself() -> None:
+def test_deferred_batch_norm_counts_micro_batches_by_itself() -> None:
     x = torch.randn(8, 4, 3)
     plain = nn.Sequential(nn.BatchNorm1d(4))
     deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain), chunks=2)
@@ -174,7 +170,7 @@ def test_a_deferred_batch_norm_counts_micro_batches_by_itself() -> None:
         fresh(torch.ones(4))
 
 
-def test_a_tuple_is_one_input() -> None:
+def test_tuple_is_one_input() -> None:
     class Swap(nn.Module):
         def forward(self, pair):
             x, y = pair
@@ -182,28 +178,24 @@ def test_a_tuple_is_one_input() -> None:
 
     model = GPipe(nn.Sequential(Swap(), Swap(), Swap()), balance=[1, 2], devices=TWO, chunks=2)
     x, y = torch.zeros(3), torch.ones(3)
-    assert [each.tolist() for each in model((x, y))] == [y.tolist(), x.tolist()]
+    assert [output.tolist() for output in model((x, y))] == [y.tolist(), x.tolist()]
 
 
-# --- state
-
-
-def test_a_state_that_the_old_library_saved_loads() -> None:
+def test_state_saved_by_torchgpipe_loads() -> None:
     layers = chain(4, 5, 5, 3)
-    wanted = layers.state_dict()
-    old = {f"partitions.{0 if key[0] in '01' else 1}.{key}": value + 1 for key, value in wanted.items()}
+    state = layers.state_dict()
+    old = {f"partitions.{0 if key[0] in '01' else 1}.{key}": value + 1 for key, value in state.items()}
     before = dict(old)
     model = GPipe(layers, balance=[2, 3], devices=TWO)
     model.load_state_dict(old, strict=True)
-    assert list(model.state_dict()) == list(wanted)
-    for (_, seen), value in zip(model.state_dict().items(), before.values(), strict=True):
-        assert torch.equal(seen, value)
-    assert list(old) == list(before), "the caller's dictionary stays as it was"
+    assert list(model.state_dict()) == list(state)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    assert list(old) == list(before), "the caller's dictionary is unchanged"
     inside = nn.Sequential(model)
     inside.load_state_dict({f"0.{key}": value for key, value in before.items()}, strict=True)
 
 
-def test_a_new_state_loads_and_an_unknown_key_is_still_refused() -> None:
+def test_new_state_loads_and_an_unknown_key_is_rejected() -> None:
     model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO)
     model.load_state_dict(model.state_dict(), strict=True)
     with pytest.raises(RuntimeError, match=r"partitions\.0\.9\.weight"):
@@ -211,14 +203,11 @@ def test_a_new_state_loads_and_an_unknown_key_is_still_refused() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_is_a_gpipe_that_works(duplicate) -> None:
+def test_copy_is_a_gpipe_that_works(duplicate) -> None:
     model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO, chunks=2)
     twin = duplicate(model)
     assert type(twin) is GPipe and twin.balance == [2, 1]
     assert_close(twin(rows(5, 4)), model(rows(5, 4)))
-
-
-# --- moving
 
 
 @pytest.mark.parametrize(
@@ -232,13 +221,13 @@ def test_a_copy_is_a_gpipe_that_works(duplicate) -> None:
         lambda model: model.to(device="cpu"),
     ],
 )
-def test_a_gpipe_is_not_moved(move) -> None:
+def test_gpipe_is_not_moved(move) -> None:
     model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO)
     with pytest.raises(TypeError, match="places its layers itself"):
         move(model)
 
 
-def test_the_dtype_may_change() -> None:
+def test_dtype_may_change() -> None:
     model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO)
     assert model.half() is model and model[0].weight.dtype == torch.float16
     assert model.to(torch.double) is model and model[0].weight.dtype == torch.float64
@@ -246,10 +235,7 @@ def test_the_dtype_may_change() -> None:
     assert model(torch.ones(2, 4)).dtype == torch.float32
 
 
-# --- arguments
-
-
-def test_one_device_need_not_be_in_a_list_and_whole_floats_are_numbers_of_chunks() -> None:
+def test_single_device_and_whole_float_chunks_are_accepted() -> None:
     for device in ("cpu", torch.device("cpu"), ["cpu"]):
         model = GPipe(nn.Sequential(nn.Tanh()), balance=[1], devices=device, chunks=4.0)
         assert model.devices == [torch.device("cpu")] and model.chunks == 4
@@ -274,6 +260,6 @@ def test_wrong_arguments_raise_what_torchgpipe_raises(
         GPipe(nn.Sequential(*(nn.Tanh() for _ in range(layers))), **{"devices": ["cpu"] * 3, **settings})
 
 
-def test_skips_that_do_not_fit_are_a_type_error() -> None:
+def test_skips_that_do_not_match_raise_a_type_error() -> None:
     with pytest.raises(TypeError, match="1to3"):
-        GPipe(nn.Sequential(Layer1(), Layer2()), balance=[1, 1], devices=TWO)
+        GPipe(nn.Sequential(Stashing(), Doubling()), balance=[1, 1], devices=TWO)

@@ -1,4 +1,4 @@
-"""The boundary alone: any function is one node of autograd."""
+"""The boundary: any function becomes one node of autograd."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from weft.core.errors import DoubleBackwardError
 
 
 class Product:
-    """A function whose outputs are a * b, and b as an integer."""
+    """A function with the outputs a * b, and b as an integer."""
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
         self.a, self.b = a.detach(), b.detach()
@@ -28,16 +28,16 @@ class Product:
         return [None, None] if gradient is None else [gradient * self.b, None]
 
 
-def crossed() -> tuple[Product, Tensor, Tensor, Tensor, Tensor]:
-    """The function, what went in, and what came out."""
+def apply_product() -> tuple[Product, Tensor, Tensor, Tensor, Tensor]:
+    """The function, its inputs and its outputs."""
     a, b = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
     function = Product(a, b)
     y, n = apply(function, [a, b])
     return function, a, b, y, n
 
 
-def test_backward_is_asked_once_and_what_has_no_gradient_gets_none() -> None:
-    function, a, b, y, n = crossed()
+def test_backward_runs_once_and_skips_integer_outputs() -> None:
+    function, a, b, y, n = apply_product()
     assert y.requires_grad and not n.requires_grad and not function.calls
     assert y.item() == 6 and n.item() == 3
     (y * 2 + y).sum().backward()
@@ -48,24 +48,24 @@ def test_backward_is_asked_once_and_what_has_no_gradient_gets_none() -> None:
     assert not retain and not grad_mode and not more
 
 
-def test_the_function_is_told_whether_it_will_be_asked_again() -> None:
-    function, a, _, y, _ = crossed()
+def test_function_learns_whether_the_graph_is_retained() -> None:
+    function, a, _, y, _ = apply_product()
     torch.autograd.grad(y, a, retain_graph=True)
     y.backward(retain_graph=True)
     y.backward()
     assert [retain for _, retain, _ in function.calls] == [True, True, False]
 
 
-class Stubborn(Product):
-    """Says why it can be differentiated only once."""
+class Explained(Product):
+    """Explains why it can be differentiated only once."""
 
-    only_once = "this product is stubborn"
+    only_once = "this product has no second derivative"
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [(Product, "executor='graph'"), (Stubborn, "but this product is stubborn$")]
+    ("kind", "words"), [(Product, "executor='graph'"), (Explained, "but this product has no second derivative$")]
 )
-def test_a_gradient_of_a_gradient_is_refused_with_the_reason(kind: type[Product], words: str) -> None:
+def test_gradient_of_a_gradient_is_rejected_with_the_reason(kind: type[Product], words: str) -> None:
     a = torch.tensor([2.0], requires_grad=True)
     y, _ = apply(kind(a, a), [a, a])
     with pytest.raises(DoubleBackwardError, match=words):

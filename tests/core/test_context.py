@@ -1,4 +1,4 @@
-"""What surrounds a call reaches every worker, and is found again when a stage is recomputed."""
+"""The surroundings of a call reach every worker, and are entered again when a stage is recomputed."""
 
 import contextvars
 import threading
@@ -20,6 +20,7 @@ from weft.pipeline.schedule import Schedule, gpipe
 from weft.pipeline.step import StepState
 
 color: contextvars.ContextVar[str] = contextvars.ContextVar("color", default="none")
+every_executor = pytest.mark.parametrize("executor_name", ["serial", "threads", "graph"])
 
 
 @pytest.fixture(params=["serial", "threads"])
@@ -32,45 +33,44 @@ def executor(request: pytest.FixtureRequest) -> Iterator[SerialExecutor | Thread
     threads.close()
 
 
-def seen_by(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dict[str, list[Any]]:
-    """What `look` returns inside every forward of two stages: called here, and going back outside of it."""
+def observe(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dict[str, list[Any]]:
+    """The results of `look` inside every forward of two stages, first called here, then recomputed in a new thread."""
     ambient = ExecutionContext.capture(["cpu"])
-    found: dict[str, list[Any]] = {"first": [], "again": []}
+    observed: dict[str, list[Any]] = {"first": [], "again": []}
 
     def function(context: MicroBatchContext, x: torch.Tensor) -> tuple[torch.Tensor]:
-        found["again" if is_recomputing() else "first"].append(look())
+        observed["again" if is_recomputing() else "first"].append(look())
         return (x * 2,)
 
     routes = (Route("x", OUTSIDE, (0,)), Route("m", 0, (1,)), Route("y", 1, (OUTSIDE,)))
     segments = {0: Segment(function), 1: Segment(function)}
     contexts = [MicroBatchContext(i, ambient) for i in range(2)]
     run = StepState(Wiring(routes, 2), segments, contexts, [[keep] * 2] * 2, [None, None])
-    given = {0: {Address(0, 0, i): Message(torch.ones(1, requires_grad=True)) for i in range(2)}}
 
-    def walk(schedule: Schedule, given: Any) -> None:
-        executor.walk(schedule, run.perform, given, ambient)
+    def walk(schedule: Schedule, messages: Any) -> None:
+        executor.walk(schedule, run.perform, messages, ambient)
 
-    walk(gpipe(2, 2).forward_only, given)
+    inputs = {Address(0, 0, i): Message(torch.ones(1, requires_grad=True)) for i in range(2)}
+    walk(gpipe(2, 2).forward_only, {0: inputs})
     if keep == "inputs":
-        back = {1: {Address(2, OUTSIDE, i): Message([torch.ones(1)]) for i in range(2)}}
-        outside = threading.Thread(target=walk, args=(gpipe(2, 2).backward_only, back))
-        outside.start()  # a new thread knows nothing of the user's surroundings
+        gradients = {1: {Address(2, OUTSIDE, i): Message([torch.ones(1)]) for i in range(2)}}
+        outside = threading.Thread(target=walk, args=(gpipe(2, 2).backward_only, gradients))
+        outside.start()  # without the surroundings of the caller
         outside.join(10)
-        assert len(found["again"]) == 4
-    assert len(found["first"]) == 4
-    return found
+        assert len(observed["again"]) == 4
+    assert len(observed["first"]) == 4
+    return observed
 
 
 @contextmanager
 def colored() -> Iterator[None]:
-    """A context variable that is set."""
     token = color.set("blue")
     yield
     color.reset(token)
 
 
-def product() -> torch.dtype:
-    """The type of a product, which autocast changes."""
+def product_dtype() -> torch.dtype:
+    """The dtype of a product, which autocast changes."""
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
@@ -78,21 +78,21 @@ def product() -> torch.dtype:
     ("around", "look", "inside", "outside", "keep"),
     [
         (colored, color.get, "blue", "none", "inputs"),
-        (lambda: torch.autocast("cpu", torch.bfloat16), product, torch.bfloat16, torch.float32, "inputs"),
+        (lambda: torch.autocast("cpu", torch.bfloat16), product_dtype, torch.bfloat16, torch.float32, "inputs"),
         (torch.inference_mode, torch.is_inference_mode_enabled, True, False, "nothing"),
     ],
     ids=["context variable", "autocast", "inference mode"],
 )
-def test_what_is_around_a_call_reaches_every_worker_and_a_recomputation(
+def test_surroundings_reach_workers_and_recomputations(
     executor: Any, around: Any, look: Any, inside: Any, outside: Any, keep: Keep
 ) -> None:
     with around():
-        found = seen_by(executor, look, keep)
-    assert found == {"first": [inside] * 4, "again": [inside] * (4 if keep == "inputs" else 0)}
-    assert seen_by(executor, look)["first"] == [outside] * 4, "a worker remembers nothing"
+        observed = observe(executor, look, keep)
+    assert observed == {"first": [inside] * 4, "again": [inside] * (4 if keep == "inputs" else 0)}
+    assert observe(executor, look)["first"] == [outside] * 4, "a worker remembers nothing"
 
 
-def test_the_default_device_reaches_every_worker_and_a_recomputation(executor: Any) -> None:
+def test_default_device_reaches_workers(executor: Any) -> None:
     with torch.device("meta"):
         ambient = ExecutionContext.capture(["cpu"])
     assert ambient.default_device == torch.device("meta")
@@ -102,38 +102,39 @@ def test_the_default_device_reaches_every_worker_and_a_recomputation(executor: A
     assert torch.ones(1).device.type == "cpu"
 
 
-def test_the_flags_of_the_process_are_those_of_forward_while_going_back() -> None:
+def test_process_flags_in_backward_are_those_of_forward() -> None:
+    """They are restored afterwards, even after an error."""
     before = ProcessFlags.capture()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("high")
-    wanted = ProcessFlags.capture()
+    of_forward = ProcessFlags.capture()
     ambient = ExecutionContext.capture(["cpu"])
     before.establish()
-    assert wanted != before
+    assert of_forward != before
     with pytest.raises(KeyError), ambient.process_flags():
-        assert ProcessFlags.capture() == wanted
+        assert ProcessFlags.capture() == of_forward
         raise KeyError
-    assert ProcessFlags.capture() == before, "also after an error"
+    assert ProcessFlags.capture() == before
     with ExecutionContext.capture(["cpu"]).process_flags():
         assert ProcessFlags.capture() == before
 
 
-def older(name: str) -> None:
-    torch.set_float32_matmul_precision(name)
-
-
-def newer(backend: Any, precision: str) -> None:
+def set_precision(backend: Any, precision: str) -> None:
+    """Set it by the newer interface."""
     backend.fp32_precision = precision
 
 
 BACKENDS: Any = torch.backends
 PRECISIONS: dict[str, Callable[[], None]] = {
     "default": lambda: None,
-    "older": lambda: older("high"),
-    "matmul": lambda: newer(BACKENDS.cuda.matmul, "tf32"),
-    "all": lambda: newer(BACKENDS, "tf32"),
-    "one of cudnn": lambda: newer(BACKENDS.cudnn.conv, "ieee"),
-    "both interfaces": lambda: (older("medium"), newer(BACKENDS.cuda.matmul, "ieee"))[1],
+    "older": lambda: torch.set_float32_matmul_precision("high"),
+    "matmul": lambda: set_precision(BACKENDS.cuda.matmul, "tf32"),
+    "all": lambda: set_precision(BACKENDS, "tf32"),
+    "one of cudnn": lambda: set_precision(BACKENDS.cudnn.conv, "ieee"),
+    "both interfaces": lambda: (
+        torch.set_float32_matmul_precision("medium"),
+        set_precision(BACKENDS.cuda.matmul, "ieee"),
+    )[1],
 }
 
 
@@ -145,16 +146,16 @@ def restored_precision() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restored_precision")
-@pytest.mark.parametrize("here", PRECISIONS)
-@pytest.mark.parametrize("there", PRECISIONS)
-def test_float32_precision_survives_both_interfaces(here: str, there: str) -> None:
-    """Whichever interface set the precision in forward and around backward: each has its own settings, exactly."""
+@pytest.mark.parametrize("in_backward", PRECISIONS)
+@pytest.mark.parametrize("in_forward", PRECISIONS)
+def test_float32_precision_survives_both_interfaces(in_backward: str, in_forward: str) -> None:
+    """Whichever interface set the precision in forward and around backward, each has exactly its own settings."""
     start = ProcessFlags.capture()
-    PRECISIONS[there]()
+    PRECISIONS[in_forward]()
     forward = ExecutionContext.capture(["cpu"])
     start.establish()
     assert ProcessFlags.capture().precisions == start.precisions
-    PRECISIONS[here]()
+    PRECISIONS[in_backward]()
     before = ProcessFlags.capture()
     with forward.process_flags():
         assert ProcessFlags.capture().precisions == forward.flags.precisions
@@ -163,8 +164,8 @@ def test_float32_precision_survives_both_interfaces(here: str, there: str) -> No
 
 
 @pytest.mark.usefixtures("restored_precision")
-def test_an_inherited_precision_stays_inherited() -> None:
-    """Establishing flags writes no setting that reads right already, so the general setting still governs it."""
+def test_inherited_precision_stays_inherited() -> None:
+    """Establishing flags writes no setting that is right already, so the general setting still governs it."""
     BACKENDS.fp32_precision = "tf32"
     with_tf32 = ExecutionContext.capture(["cpu"])
     BACKENDS.fp32_precision = "none"
@@ -176,14 +177,15 @@ def test_an_inherited_precision_stays_inherited() -> None:
 
 @pytest.mark.usefixtures("restored_precision")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_pipe_runs_with_tf32_by_the_newer_interface(checkpoint: Any) -> None:
-    """The older interface raises when it is asked for a precision that the newer one has set."""
+def test_pipe_runs_with_tf32_by_the_newer_interface(checkpoint: Any) -> None:
+    """The older interface raises when it reads a precision that the newer one has set."""
     BACKENDS.cuda.matmul.fp32_precision = "tf32"
     pipe = Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), chunks=2, devices=["cpu"], checkpoint=checkpoint)
     pipe(torch.ones(4, 2)).sum().backward()
 
 
-def test_the_phase_belongs_to_a_thread_and_is_restored_on_error() -> None:
+def test_phase_belongs_to_a_thread() -> None:
+    """It is restored after an error."""
     seen: list[tuple[bool, bool]] = []
 
     def look() -> None:
@@ -202,28 +204,40 @@ def test_the_phase_belongs_to_a_thread_and_is_restored_on_error() -> None:
     assert seen == [(True, False), (False, False), (False, True), (True, False), (False, False)]
 
 
+class FlagReader(torch.nn.Module):
+    """Notes process-wide flags in every forward."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.read())
+        return x.sin()
+
+
+def read_flags() -> tuple[bool, ...]:
+    cudnn = torch.backends.cudnn
+    return torch.are_deterministic_algorithms_enabled(), cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+
+
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("who", ["serial", "threads", "graph"])
-def test_a_recomputation_has_the_deterministic_flag_of_its_forward(who: Any, checkpoint: Any) -> None:
-    flags: list[bool] = []
-
-    class Looking(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            flags.append(torch.are_deterministic_algorithms_enabled())
-            return x.sin()
-
-    pipe = Pipe(
-        torch.nn.Sequential(Looking(), Looking()), chunks=2, devices=["cpu"] * 2, checkpoint=checkpoint, executor=who
-    )
-    x = torch.ones(2, 1, requires_grad=True)
+@every_executor
+def test_recomputation_has_the_flags_of_its_forward(executor_name: Any, checkpoint: Any) -> None:
+    layers = [FlagReader(read_flags) for _ in range(2)]
+    options = {"checkpoint": checkpoint, "executor": executor_name}
+    pipe = Pipe(torch.nn.Sequential(*layers), chunks=2, devices=["cpu"] * 2, **options)
+    before = ProcessFlags.capture()
     torch.use_deterministic_algorithms(True)
     try:
-        y = pipe(x)
+        with torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True):
+            y = pipe(torch.ones(2, 1, requires_grad=True))
     finally:
         torch.use_deterministic_algorithms(False)
     y.sum().backward()
-    assert flags == [True] * (8 if checkpoint == "always" else 4)
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert [layer.seen for layer in layers] == [[(True, False, True, True)] * (4 if checkpoint == "always" else 2)] * 2
+    assert ProcessFlags.capture() == before
 
 
 class Attention(torch.nn.Module):
@@ -235,11 +249,11 @@ class Attention(torch.nn.Module):
         return x + scaled_dot_product_attention(x, x, x, dropout_p=self.dropout)
 
 
-def attention_gradient(who: Any, checkpoint: Any, x: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
-    """Of a pipe with the plain kernel in forward, and any in backward."""
+def attention_gradient(executor_name: Any, checkpoint: Any, x: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+    """The gradient from a pipe with the plain kernel in forward, and any kernel in backward."""
     torch.manual_seed(0)
     layers, devices = torch.nn.Sequential(Attention(dropout), Attention(dropout)), [x.device] * 2
-    pipe = Pipe(layers, chunks=2, devices=devices, checkpoint=checkpoint, executor=who)
+    pipe = Pipe(layers, chunks=2, devices=devices, checkpoint=checkpoint, executor=executor_name)
     x = x.clone().requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):
         y = pipe(x)
@@ -248,51 +262,33 @@ def attention_gradient(who: Any, checkpoint: Any, x: torch.Tensor, dropout: floa
     return x.grad
 
 
-@pytest.mark.parametrize("who", ["serial", "threads", "graph"])
-def test_a_recomputation_has_the_attention_kernel_of_forward(who: Any) -> None:
+@every_executor
+def test_recomputation_has_the_attention_kernel_of_forward(executor_name: Any) -> None:
     """Bit for bit, because the kernels round differently."""
     x = torch.randn(4, 2, 64, 32)
-    assert torch.equal(*(attention_gradient(who, checkpoint, x) for checkpoint in ("never", "always")))
+    assert torch.equal(*(attention_gradient(executor_name, checkpoint, x) for checkpoint in ("never", "always")))
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("who", ["serial", "threads"])
-def test_a_recomputed_attention_has_the_dropout_of_forward(who: Any) -> None:
+@pytest.mark.parametrize("executor_name", ["serial", "threads"])
+def test_recomputed_attention_has_the_dropout_of_forward(executor_name: Any) -> None:
     """Another kernel would draw another mask from the same seed."""
     x = torch.randn(4, 2, 64, 32, device="cuda:0")
-    kept, again = (attention_gradient(who, checkpoint, x, dropout=0.5) for checkpoint in ("never", "always"))
+    kept, again = (attention_gradient(executor_name, mode, x, dropout=0.5) for mode in ("never", "always"))
     torch.testing.assert_close(again, kept, rtol=1e-3, atol=1e-3)
 
 
-def test_a_recomputation_has_the_cudnn_flags_of_its_forward() -> None:
-    seen: list[tuple[bool, ...]] = []
-
-    class Looking(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            cudnn = torch.backends.cudnn
-            seen.append((cudnn.enabled, cudnn.benchmark, cudnn.deterministic))
-            return x.sin()
-
-    pipe = Pipe(torch.nn.Sequential(Looking()), chunks=2, devices=["cpu"], checkpoint="always", executor="serial")
-    before = ProcessFlags.capture()
-    with torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True):
-        y = pipe(torch.ones(2, 1, requires_grad=True))
-    y.sum().backward()
-    assert seen == [(False, True, True)] * 4
-    assert ProcessFlags.capture() == before
-
-
-@pytest.mark.parametrize("who", ["serial", "threads"])
+@pytest.mark.parametrize("executor_name", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_an_autocast_around_backward_alone_changes_nothing(who: Any, checkpoint: Any) -> None:
+def test_autocast_around_backward_alone_changes_nothing(executor_name: Any, checkpoint: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    pipe = Pipe(model, chunks=2, devices=["cpu", "cpu"], executor=who, checkpoint=checkpoint)
+    pipe = Pipe(model, chunks=2, devices=["cpu", "cpu"], executor=executor_name, checkpoint=checkpoint)
     x = torch.randn(4, 4)
     loss = pipe(x).square().sum()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss.backward()
-    found = [each.grad for each in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     model(x).square().sum().backward()
-    torch.testing.assert_close(found, [each.grad for each in model.parameters()])
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])

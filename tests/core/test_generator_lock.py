@@ -1,94 +1,103 @@
-"""Turns at the generators: one after another, inside each other, let go while waiting, begun anew in a fork."""
+"""The lock of the generators: exclusive, nested, released during a wait, and new in a forked child."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 import torch
 
 from tests.processes import forked, only_with_fork
-from weft.core import rng as turns
 from weft.core.rng import GeneratorWatch, carry_lock, lock_generators, seeded, waiting
 
 CPU = [torch.default_generator]
 
 
-def beside(work: Callable[[], object]) -> threading.Thread:
-    """Do it in another thread, which has no part in this one's turn."""
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    """Start work in another thread, which does not hold the lock."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
 
 
-def taken() -> bool:
-    """Whether somebody else would have to wait for a turn now."""
-    found: list[bool] = []
+def is_locked() -> bool:
+    """Whether another thread would have to wait for the lock."""
+    entered = threading.Event()
 
-    def look() -> None:
-        lock = turns._ProcessLock.here.lock
-        found.append(not lock.acquire(blocking=False))
-        if not found[0]:
-            lock.release()
+    def enter() -> None:
+        with lock_generators(CPU):
+            entered.set()
 
-    beside(look).join(10)
-    return found[0]
+    attempts.append(in_thread(enter))
+    return not entered.wait(0.1)
 
 
-def test_one_has_a_turn_while_others_wait_and_it_ends_also_on_error() -> None:
+attempts: list[threading.Thread] = []
+
+
+@pytest.fixture(autouse=True)
+def finished_attempts() -> Iterator[None]:
+    yield
+    for attempt in attempts:
+        attempt.join(10)
+    attempts.clear()
+
+
+def test_lock_excludes_other_threads_until_its_end() -> None:
+    """An error ends it too."""
     with pytest.raises(KeyError), lock_generators(CPU):
-        assert taken()
+        assert is_locked()
         raise KeyError
-    assert not taken()
+    assert not is_locked()
 
 
-def test_turns_are_taken_inside_a_turn_in_whichever_thread_it_is_carried_to() -> None:
+def test_lock_is_nested_in_every_thread_that_it_is_carried_to() -> None:
     done: list[str] = []
     with lock_generators(CPU):
         with lock_generators(CPU):
             done.append("here")
-        carried = carry_lock()
+        carry = carry_lock()
 
-        def inside() -> None:
-            carried()
+        def nest() -> None:
+            carry()
             with lock_generators(CPU):
                 done.append("there")
 
-        beside(inside).join(10)
+        in_thread(nest).join(10)
     assert done == ["here", "there"]
-    carried()  # into where that turn is over
+    carry()  # the lock has ended, so it must not count as held
     with lock_generators(CPU):
-        assert taken()
+        assert is_locked()
 
 
-def test_who_waits_lets_others_draw_and_goes_on_with_his_own_numbers() -> None:
+def test_waiting_releases_the_lock_and_keeps_the_numbers() -> None:
+    """Other threads draw during the wait. The waiting stage continues its own stream, and the caller's is theirs."""
     torch.manual_seed(0)
-    wanted = torch.rand(4, generator=torch.Generator().manual_seed(7))
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(7))
     with seeded(CPU, 7):
         drawn = [torch.rand(2)]
         with waiting():
-            assert not taken()
+            assert not is_locked()
             torch.rand(5)
-        assert taken()
+        assert is_locked()
         drawn.append(torch.rand(2))
     after = torch.rand(1)
     torch.manual_seed(0)
     torch.rand(5)
-    assert torch.equal(torch.cat(drawn), wanted) and torch.equal(after, torch.rand(1))
+    assert torch.equal(torch.cat(drawn), expected) and torch.equal(after, torch.rand(1))
 
 
-def test_who_waits_may_wait_for_something_that_waits_or_draws_itself() -> None:
-    with seeded(CPU, 7):
-        wanted = torch.rand(2)
+def test_waits_and_locks_nest_inside_a_wait() -> None:
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(7))
     with seeded(CPU, 7):
         with waiting(), waiting():
-            assert not taken()
+            assert not is_locked()
         with waiting(), seeded(CPU, 5):
-            assert taken()
-        assert torch.equal(torch.rand(2), wanted)
+            assert is_locked()
+        assert torch.equal(torch.rand(2), expected)
 
 
-def test_a_watch_tells_what_moved_without_a_turn_and_nothing_of_what_had_one() -> None:
+def test_watch_detects_only_draws_without_the_lock() -> None:
     watch = GeneratorWatch(CPU)
     assert not watch.moved()
     torch.rand(1)
@@ -102,8 +111,9 @@ def test_a_watch_tells_what_moved_without_a_turn_and_nothing_of_what_had_one() -
 
 @only_with_fork[0]
 @only_with_fork[1]
-@pytest.mark.parametrize("mine", [False, True])
-def test_a_child_that_is_forked_during_a_turn_has_turns_of_its_own(mine: bool) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["other thread", "own thread"])
+def test_forked_child_has_a_lock_of_its_own(own: bool) -> None:
+    """Another thread, or the forking one, holds the lock during the fork."""
     begun, over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -115,15 +125,15 @@ def test_a_child_that_is_forked_during_a_turn_has_turns_of_its_own(mine: bool) -
 
         def work() -> bool:
             with lock_generators(CPU):
-                held = taken()
-            if mine:
-                stack.close()  # as where the child leaves the stage that it was forked in
-            return held and not taken()
+                held = is_locked()
+            if own:
+                stack.close()  # as if the child left the stage in which it was forked
+            return held and not is_locked()
 
-        if mine:
+        if own:
             stack.enter_context(lock_generators(CPU))
         else:
             stack.callback(over.set)
-            beside(hold)
+            in_thread(hold)
             assert begun.wait(10)
         assert forked(work)

@@ -1,4 +1,4 @@
-"""Nested values: flatten and pack are inverse, names are readable, differences are found."""
+"""Nested values: flatten and unflatten are inverse, paths are readable, differences are found."""
 
 import json
 from collections import OrderedDict, defaultdict, namedtuple
@@ -28,7 +28,7 @@ values = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal containers with the very same leaves, told without the code under test."""
+    """Equal containers with identical leaves, compared without the code under test."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -48,11 +48,10 @@ def test_unflatten_is_the_inverse_of_flatten(value: Any) -> None:
 
 @given(values)
 def test_every_leaf_is_found_at_its_path(value: Any) -> None:
-    # The paths are Python: evaluated, each leads to its leaf.
+    """A path is a Python expression that evaluates to its leaf."""
     flat = tree.flatten(value)[0]
-    found = [eval(path, {"root": value}) for path in tree.structure_paths(tree.flatten(value)[1], "root")]
-    assert len(found) == len(flat)
-    assert all(a is b for a, b in zip(found, flat, strict=True))
+    at_paths = [eval(path, {"root": value}) for path in tree.structure_paths(tree.flatten(value)[1], "root")]
+    assert all(a is b for a, b in zip(at_paths, flat, strict=True))
 
 
 @given(values, values)
@@ -64,7 +63,7 @@ def test_structures_are_equal_exactly_if_no_difference_is_named(a: Any, b: Any) 
         assert hash(first) == hash(second)
 
 
-def test_a_bare_tensor_is_one_leaf() -> None:
+def test_bare_tensor_is_one_leaf() -> None:
     x = torch.ones(2)
     assert tree.flatten(x) == ([x], tree.LEAF)
     assert tree.unflatten(tree.LEAF, [x]) is x
@@ -95,7 +94,7 @@ def test_map_takes_leaves_of_several_values_together() -> None:
         ((Point(1, 2),), (1,), r"in\[0\] should be a Point with fields \['x', 'y'\], but is a leaf"),
     ],
 )
-def test_the_first_difference_is_named(wanted: Any, seen: Any, words: str) -> None:
+def test_first_difference_is_named(wanted: Any, seen: Any, words: str) -> None:
     fault = tree.difference(tree.flatten(wanted)[1], tree.flatten(seen)[1], "in")
     with pytest.raises(SpecError, match=words):
         raise SpecError(fault)
@@ -103,7 +102,7 @@ def test_the_first_difference_is_named(wanted: Any, seen: Any, words: str) -> No
         tree.map_leaves(lambda a, b: a, wanted, seen)
 
 
-def test_a_wrong_number_of_leaves_is_an_error() -> None:
+def test_wrong_number_of_leaves_is_an_error() -> None:
     with pytest.raises(SpecError, match="has 2 leaves, but 3 were given"):
         tree.nested_pack([1, 2, 3], like=(0, 0))
     with pytest.raises(SpecError, match="has 1 leaves, but 0 were given"):
@@ -113,14 +112,14 @@ def test_a_wrong_number_of_leaves_is_an_error() -> None:
 
 
 @given(values)
-def test_a_prefix_stands_for_all_leaves_below_it(value: Any) -> None:
+def test_prefix_stands_for_all_leaves_below_it(value: Any) -> None:
     leaves, structure = tree.flatten(value)
     assert tree.spread(None, structure) == [None] * len(leaves)
     numbers = list(range(len(leaves)))
     assert tree.spread(tree.unflatten(structure, numbers), structure) == numbers
 
 
-def test_the_first_place_where_a_prefix_is_nested_otherwise_is_named() -> None:
+def test_first_mismatch_of_a_prefix_is_named() -> None:
     structure = tree.flatten({"a": [1, 2], "b": 3})[1]
     assert tree.spread({"b": 5, "a": 4}, structure) == [4, 4, 5]
     for prefix, place in (
@@ -136,7 +135,7 @@ def test_the_first_place_where_a_prefix_is_nested_otherwise_is_named() -> None:
 
 
 @given(values)
-def test_a_structure_comes_back_from_plain_data(value: Any) -> None:
+def test_structure_comes_back_from_plain_data(value: Any) -> None:
     structure = tree.flatten(value)[1]
     plain = tree.to_plain(structure)
     assert tree.from_plain(plain) == structure
@@ -146,12 +145,12 @@ def test_a_structure_comes_back_from_plain_data(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "words"), [(defaultdict(int, a=1), "a defaultdict cannot"), ({(1, 2): 0}, r"a key \(1, 2\) cannot")]
 )
-def test_what_plain_data_cannot_say_is_refused(value: Any, words: str) -> None:
+def test_unsupported_structure_is_rejected(value: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         tree.to_plain(tree.flatten(value)[1])
 
 
 @pytest.mark.parametrize("name", ["os:system", "nowhere:Point", f"{__name__}:Gone", "builtins:tuple", "odd"])
-def test_plain_data_names_named_tuples_alone(name: str) -> None:
-    with pytest.raises(SpecError, match="is no named tuple of 1 fields"):
+def test_plain_data_names_only_named_tuples(name: str) -> None:
+    with pytest.raises(SpecError, match="is not a named tuple of 1 fields"):
         tree.from_plain([name, None, [None]])

@@ -1,4 +1,4 @@
-"""Random numbers per (stage, micro-batch): seeds, who holds the generator, and what a surprise leads to."""
+"""Random numbers per (stage, micro-batch): their seeds, the lock of the generators, and stages that suddenly draw."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from weft.core.errors import UsageError
-from weft.core.rng import RandomUse, RngStreams, RngVote, draw_seed, generators, mix
+from weft.core.rng import DrawnSeed, RandomUse, RngStreams, RngVote, draw_seed, generators, mix
+
+CPU = generators([torch.device("cpu")])
+ALL = list(product(range(2), range(2)))
+Stage = Callable[[], Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -20,34 +24,38 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def uses(stages: int = 2) -> dict[int, RandomUse]:
-    """Stages on the CPU that nothing is known about yet."""
-    return {stage: RandomUse(generators([torch.device("cpu")])) for stage in range(stages)}
+def unknown_stages(count: int = 2) -> dict[int, RandomUse]:
+    """Stages on the CPU without observations."""
+    return {stage: RandomUse(CPU) for stage in range(count)}
+
+
+def streams(uses: dict[int, RandomUse], agreed: DrawnSeed | None = None) -> RngStreams:
+    return RngStreams(uses, dict.fromkeys(uses, 0), agreed)
 
 
 def draw() -> Tensor:
-    """Three numbers."""
     return torch.rand(3)
 
 
-def nothing() -> Tensor:
-    """No number."""
+def draw_nothing() -> Tensor:
     return torch.zeros(3)
 
 
-def forward(
-    rng: RngStreams, stages: list[Callable[[], Tensor]], order: list[tuple[int, int]]
-) -> dict[tuple[int, int], Tensor]:
-    """What the stages draw for two micro-batches, in any order."""
-    drawn: dict[tuple[int, int], Tensor] = {}
+def forward(rng: RngStreams, stages: list[Stage], order: list[tuple[int, int]] = ALL) -> dict[tuple[int, int], Tensor]:
+    """The numbers of the stages for two micro-batches, in any order."""
+    numbers: dict[tuple[int, int], Tensor] = {}
     for stage, i in order:
         with rng.scope(stage, i):
-            drawn[stage, i] = stages[stage]()
-    return drawn
+            numbers[stage, i] = stages[stage]()
+    return numbers
 
 
-def at_once(work: Callable[[int], None], count: int) -> None:
-    """Do it with every number below the count, each in a thread of its own."""
+def assert_equal_numbers(one: dict[tuple[int, int], Tensor], other: dict[tuple[int, int], Tensor]) -> None:
+    assert all(torch.equal(one[key], other[key]) for key in ALL)
+
+
+def run_threads(work: Callable[[int], None], count: int) -> None:
+    """Call it with every number below the count, each in its own thread."""
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
@@ -55,21 +63,16 @@ def at_once(work: Callable[[int], None], count: int) -> None:
         thread.join(20)
 
 
-ZEROS = {0: 0, 1: 0}
-ALL = list(product(range(2), range(2)))
-
-
-def test_mixed_seeds_can_seed_a_generator_follow_from_the_keys_and_do_not_meet() -> None:
+def test_mixed_seeds_are_valid_reproducible_and_distinct() -> None:
     keys = [(seed, stage, i) for seed in (0, 1, 2**63 - 1) for stage in range(40) for i in range(40)]
-    mixed = [mix(*each) for each in keys]
-    assert mixed == [mix(*each) for each in keys] and len(set(mixed)) == len(keys)
+    mixed = [mix(*key) for key in keys]
+    assert mixed == [mix(*key) for key in keys] and len(set(mixed)) == len(keys)
     assert min(mixed) >= 0 and max(mixed) < 2**63
     torch.Generator().manual_seed(max(mixed))
 
 
-def test_the_cpu_has_one_generator_and_meta_none_of_its_own() -> None:
-    found = generators([torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
-    assert found == (torch.default_generator,)
+def test_meta_device_has_only_the_cpu_generator() -> None:
+    assert generators([torch.device("cpu"), torch.device("meta"), torch.device("cpu")]) == (torch.default_generator,)
 
 
 def test_cuda_starts_before_its_generators_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,111 +82,108 @@ def test_cuda_starts_before_its_generators_are_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "default_generators", ())
     monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", of_devices))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    found = generators([torch.device("cuda", 1), torch.device("cuda")])
-    assert found == (torch.default_generator, of_devices[1], of_devices[0])
+    sources = generators([torch.device("cuda", 1), torch.device("cuda")])
+    assert sources == (torch.default_generator, of_devices[1], of_devices[0])
 
 
 @pytest.mark.parametrize("name", ["mps", "xpu:0"])
-def test_an_untested_device_type_is_rejected(name: str) -> None:
+def test_untested_device_type_is_rejected(name: str) -> None:
     """The error names the device and the types that can be used."""
     with pytest.raises(UsageError, match=f"'{name}' is not supported: .* 'cpu' or 'cuda'"):
         generators([torch.device(name)])
 
 
 @given(st.permutations(ALL))
-def test_numbers_do_not_depend_on_the_order_and_a_repetition_draws_them_again(order: list[tuple[int, int]]) -> None:
+def test_numbers_do_not_depend_on_the_order(order: list[tuple[int, int]]) -> None:
+    """A repetition draws them again, and no two of a step are equal."""
     torch.manual_seed(3)
-    wanted = forward(RngStreams(uses(), ZEROS), [draw, draw], ALL)
+    expected = forward(streams(unknown_stages()), [draw, draw])
     torch.manual_seed(3)
-    rng = RngStreams(uses(), ZEROS)
-    seen, again = forward(rng, [draw, draw], order), forward(rng, [draw, draw], ALL)
-    for key in ALL:
-        assert torch.equal(wanted[key], seen[key]) and torch.equal(wanted[key], again[key])
-    assert len({tuple(each.tolist()) for each in wanted.values()}) == len(ALL)
+    rng = streams(unknown_stages())
+    assert_equal_numbers(expected, forward(rng, [draw, draw], order))
+    assert_equal_numbers(expected, forward(rng, [draw, draw]))
+    assert len({tuple(numbers.tolist()) for numbers in expected.values()}) == len(ALL)
     assert rng.settle()
 
 
-def test_a_step_that_draws_moves_the_callers_generator_by_one_draw_and_another_not_at_all() -> None:
-    before = torch.get_rng_state()
-    known = uses()
+def test_step_advances_the_generator_by_one_draw_or_none() -> None:
+    """By one draw if a stage drew. A step that draws nothing leaves the caller's generator unchanged."""
+    before, uses = torch.get_rng_state(), unknown_stages()
     for _ in range(3):
-        rng = RngStreams(known, ZEROS)
-        forward(rng, [nothing, nothing], ALL)
+        rng = streams(uses)
+        forward(rng, [draw_nothing, draw_nothing])
         assert rng.settle()
         assert torch.equal(torch.get_rng_state(), before)
-    assert [use.draws for use in known.values()] == [{0: False}, {0: False}]
+    assert [use.draws for use in uses.values()] == [{0: False}, {0: False}]
     torch.randint(1 << 62, ())
     after_one_draw = torch.get_rng_state()
     torch.set_rng_state(before)
-    rng = RngStreams(uses(), ZEROS)
-    forward(rng, [nothing, draw], ALL)
+    rng = streams(unknown_stages())
+    forward(rng, [draw_nothing, draw])
     assert rng.settle()
     assert torch.equal(torch.get_rng_state(), after_one_draw)
 
 
-def test_inside_the_scope_the_caller_sees_nothing_of_the_draws_even_on_error() -> None:
-    rng = RngStreams(uses(), ZEROS)
-    before = torch.get_rng_state()
+def test_scope_restores_the_generator_after_an_error() -> None:
+    rng, before = streams(unknown_stages()), torch.get_rng_state()
     with pytest.raises(KeyError), rng.scope(0, 0):
         draw()
         raise KeyError
     assert torch.equal(torch.get_rng_state(), before)
-    with rng.scope(1, 0):  # and the generator is free again
+    with rng.scope(1, 0):  # the lock is free again
         draw()
 
 
-def test_the_verdict_is_kept_per_configuration() -> None:
-    known = uses(1)
-    for configuration, stage in (("eval", nothing), ("train", draw), ("eval", nothing)):
-        rng = RngStreams(known, {0: configuration})
+def test_observation_is_kept_per_configuration() -> None:
+    uses = unknown_stages(1)
+    for configuration, stage in (("eval", draw_nothing), ("train", draw), ("eval", draw_nothing)):
+        rng = RngStreams(uses, {0: configuration})
         forward(rng, [stage], [(0, 0)])
         assert rng.settle()
-    assert known[0].draws == {"eval": False, "train": True}
+    assert uses[0].draws == {"eval": False, "train": True}
 
 
-@pytest.mark.parametrize("other", [nothing, draw])
-def test_a_surprise_lets_the_step_run_again_with_the_same_seed_and_every_stage_holding(
-    other: Callable[[], Tensor],
-) -> None:
-    known = uses()
-    rng = RngStreams(known, ZEROS)
-    forward(rng, [nothing, other], ALL)
+@pytest.mark.parametrize("other", [draw_nothing, draw])
+def test_step_with_a_sudden_draw_repeats_under_locks(other: Stage) -> None:
+    """The repetition has the same seed, so its numbers are those of a step in which all stages lock from the start."""
+    uses = unknown_stages()
+    rng = streams(uses)
+    forward(rng, [draw_nothing, other])
     assert rng.settle()
     torch.manual_seed(5)
-    surprised = RngStreams(known, ZEROS)
-    forward(surprised, [draw, other], ALL)
+    surprised = streams(uses)
+    forward(surprised, [draw, other])
     assert not surprised.settle()
-    again = RngStreams(known, ZEROS)
-    seen = forward(again, [draw, other], ALL)
+    again = streams(uses)
+    repeated = forward(again, [draw, other])
     assert again.settle()
     after = torch.get_rng_state()
     torch.manual_seed(5)
-    fresh = RngStreams(uses(), ZEROS)
-    wanted = forward(fresh, [draw, other], ALL)
+    fresh = streams(unknown_stages())
+    assert_equal_numbers(forward(fresh, [draw, other]), repeated)
     assert fresh.settle()
-    assert all(torch.equal(wanted[key], seen[key]) for key in ALL)
     assert torch.equal(torch.get_rng_state(), after)
-    assert known[0].draws[0] is True
+    assert uses[0].draws[0] is True
 
 
-def test_a_model_known_to_be_quiet_needs_no_scope_and_is_still_found_out() -> None:
-    known = uses()
-    rng = RngStreams(known, ZEROS)
-    assert not rng.quiet, "nothing is known yet"
-    forward(rng, [nothing, nothing], ALL)
+def test_quiet_step_detects_a_draw_without_scopes() -> None:
+    uses = unknown_stages()
+    rng = streams(uses)
+    assert not rng.quiet, "no stage has been observed"
+    forward(rng, [draw_nothing, draw_nothing])
     rng.settle()
-    rng = RngStreams(known, ZEROS)
+    rng = streams(uses)
     assert rng.quiet
-    draw()  # outside of every scope
+    draw()  # outside every scope
     assert not rng.settle()
-    assert not RngStreams(known, ZEROS).quiet
+    assert not streams(uses).quiet
 
 
-def test_one_stage_holds_the_generator_while_others_wait() -> None:
-    rng, inside, most = RngStreams(uses(4), dict.fromkeys(range(4), 0)), [0], [0]
+def test_one_stage_at_a_time_holds_the_generator() -> None:
+    rng, inside, most = streams(unknown_stages(4)), [0], [0]
     start = threading.Barrier(4)
 
-    def stage(number: int) -> None:
+    def run_stage(number: int) -> None:
         start.wait(10)
         for i in range(20):
             with rng.scope(number, i):
@@ -192,84 +192,82 @@ def test_one_stage_holds_the_generator_while_others_wait() -> None:
                 draw()
                 inside[0] -= 1
 
-    at_once(stage, 4)
+    run_threads(run_stage, 4)
     assert most == [1]
 
 
-def test_the_seed_of_a_step_is_drawn_by_turns_and_so_is_what_is_put_back() -> None:
-    wanted = RngStreams(uses(), ZEROS).seed
+def test_seed_of_a_step_is_drawn_under_the_lock() -> None:
+    """A step that begins while a stage draws waits, and neither changes the numbers of the other."""
+    expected = streams(unknown_stages()).seed
     torch.manual_seed(0)
-    other = threading.Thread(target=lambda: seeds.append(RngStreams(uses(), ZEROS).seed))
     seeds: list[int] = []
-    rng = RngStreams(uses(), ZEROS)
+    other = threading.Thread(target=lambda: seeds.append(streams(unknown_stages()).seed))
+    rng = streams(unknown_stages())
     torch.manual_seed(0)
     with rng.scope(0, 0):
         other.start()
-        other.join(0.05)  # in vain, since it waits for its turn
-        one = draw()
+        other.join(0.05)  # times out, because the other thread waits for the lock
+        numbers = draw()
     other.join(10)
     with rng.scope(0, 0):
-        assert torch.equal(one, draw())
-    assert seeds == [wanted]
+        assert torch.equal(numbers, draw())
+    assert seeds == [expected]
 
 
-@pytest.mark.parametrize("itself", [False, True])
-def test_stages_walk_back_at_the_same_time_but_where_layers_run_again_in_it(itself: bool) -> None:
+@pytest.mark.parametrize("checkpoints_itself", [False, True])
+def test_only_self_checkpointing_layers_lock_in_backward(checkpoints_itself: bool) -> None:
     x = torch.ones(3, requires_grad=True)
-    dropped = nn.functional.dropout
-    y = checkpoint(dropped, x, use_reentrant=False).exp() if itself else dropped(x).exp()
-    rng, meeting, alone = RngStreams(uses(), ZEROS), threading.Barrier(2), list[bool]()
+    dropout = nn.functional.dropout
+    y = checkpoint(dropout, x, use_reentrant=False).exp() if checkpoints_itself else dropout(x).exp()
+    rng, meeting, alone = streams(unknown_stages()), threading.Barrier(2), list[bool]()
 
     def walk(stage: int) -> None:
         with rng.backward(stage, lambda: [y.grad_fn]):
             try:
-                meeting.wait(0.1 if itself else 10)
+                meeting.wait(0.1 if checkpoints_itself else 10)
                 alone.append(False)
             except threading.BrokenBarrierError:
                 alone.append(True)
 
-    at_once(walk, 2)
-    assert alone == [itself] * 2
+    run_threads(walk, 2)
+    assert alone == [checkpoints_itself] * 2
 
 
-def test_quiet_stages_do_not_wait_for_each_other_nor_for_one_that_draws() -> None:
-    known = uses(3)
-    rng = RngStreams(known, dict.fromkeys(range(3), 0))
-    for number, stage in enumerate([draw, nothing, nothing]):
-        with rng.scope(number, 0):
-            stage()
+def test_stages_that_draw_nothing_never_wait() -> None:
+    """Neither for each other nor for a stage that draws."""
+    uses = unknown_stages(3)
+    rng = streams(uses)
+    forward(rng, [draw, draw_nothing, draw_nothing], [(0, 0), (1, 0), (2, 0)])
     assert rng.settle()
-    rng = RngStreams(known, dict.fromkeys(range(3), 0))
-    meeting = threading.Barrier(3)
+    rng, meeting = streams(uses), threading.Barrier(3)
 
     def meet(number: int) -> None:
         with rng.scope(number, 0):
             meeting.wait(10)
 
-    at_once(meet, 3)
+    run_threads(meet, 3)
     assert not meeting.broken
 
 
-def test_processes_that_agree_on_a_seed_stay_alike() -> None:
+@pytest.mark.parametrize("drew", [True, False])
+def test_processes_that_agree_on_a_seed_stay_alike(drew: bool) -> None:
     """Each uses the agreed numbers, and its generator advances if a stage of any process drew."""
-    found = []
-    for other_drew in (True, False):
-        torch.rand(2)  # other callers' states
-        agreed = draw_seed(generators([torch.device("cpu")]))
-        assert torch.equal(torch.get_rng_state(), agreed.before[0])
-        rng = RngStreams(uses(), ZEROS, agreed)
-        found.append(forward(rng, [draw if other_drew else nothing, nothing], ALL))
-        assert rng.settle(RngVote.of([rng.vote(), RngVote(drew=other_drew, surprised=False)]))
-        assert torch.equal(torch.get_rng_state(), (agreed.after if other_drew else agreed.before)[0])
-        again = forward(RngStreams(uses(), ZEROS, agreed), [draw if other_drew else nothing, nothing], ALL)
-        assert all(torch.equal(found[-1][at], again[at]) for at in ALL)
+    stages: list[Stage] = [draw if drew else draw_nothing, draw_nothing]
+    torch.rand(2)  # another state than that of other processes
+    agreed = draw_seed(CPU)
+    assert torch.equal(torch.get_rng_state(), agreed.before[0])
+    rng = streams(unknown_stages(), agreed)
+    numbers = forward(rng, stages)
+    assert rng.settle(RngVote.of([rng.vote(), RngVote(drew=drew, surprised=False)]))
+    assert torch.equal(torch.get_rng_state(), (agreed.after if drew else agreed.before)[0])
+    assert_equal_numbers(numbers, forward(streams(unknown_stages(), agreed), stages))
 
 
-def test_a_quiet_process_advances_with_the_others() -> None:
-    known = uses()
-    assert RngStreams(known, ZEROS).settle()
-    agreed = draw_seed(generators([torch.device("cpu")]))
-    rng = RngStreams(known, ZEROS, agreed)
-    forward(rng, [nothing, nothing], ALL)
+def test_quiet_process_advances_with_the_others() -> None:
+    uses = unknown_stages()
+    assert streams(uses).settle()
+    agreed = draw_seed(CPU)
+    rng = streams(uses, agreed)
+    forward(rng, [draw_nothing, draw_nothing])
     assert rng.settle(RngVote(drew=True, surprised=False))
     assert torch.equal(torch.get_rng_state(), agreed.after[0])

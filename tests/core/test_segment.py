@@ -1,30 +1,76 @@
-"""Segments: what a forward keeps for its backward, how values are cut, and how gradients are added up."""
+"""Segments: the state that a forward keeps, cut values, leaves, and sums of gradients."""
 
 import weakref
+from collections import UserDict
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.core.context import ExecutionContext, is_checkpointing, is_recomputing
-from weft.core.errors import InPlaceError
-from weft.core.segment import GradientSum, Keep, MicroBatchContext, Segment, cut
+from weft.core.errors import InPlaceError, UsageError
+from weft.core.segment import GradientSum, Keep, MicroBatchContext, Segment, cut, hidden_tensors, leaf_of
 
 
 def context(index: int = 0) -> MicroBatchContext:
-    """The context of one micro-batch, here and now."""
+    """The context of one micro-batch, captured here."""
     return MicroBatchContext(index, ExecutionContext.capture(["cpu"]))
 
 
 def leaf(*values: float) -> Tensor:
-    """A float64 leaf that wants a gradient."""
+    """A float64 leaf that requires a gradient."""
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-def test_cut_gives_leaves_of_the_same_storage_that_want_a_gradient_as_their_tensors_did() -> None:
+HIDDEN = torch.ones(2)
+
+
+class ListSubclass(list[Any]):
+    pass
+
+
+class Colour(Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        SimpleNamespace(x=HIDDEN),
+        SimpleNamespace(x={"deep": (HIDDEN,)}),
+        UserDict(x=HIDDEN),
+        ListSubclass([HIDDEN]),
+        {HIDDEN},
+        torch.distributions.Normal(HIDDEN, 1.0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_tensors_are_found_inside_unknown_containers(value: Any) -> None:
+    assert any(torch.equal(tensor, HIDDEN) for tensor in hidden_tensors(value))
+
+
+@pytest.mark.parametrize(
+    "value", [None, 1, 2.5, "text", b"", torch.float32, Colour.RED, nn.Linear(2, 2), len, range(3)]
+)
+def test_plain_values_and_modules_hide_nothing(value: Any) -> None:
+    assert hidden_tensors(value) == []
+
+
+def test_leaf_has_a_gradient_but_rejects_accumulation() -> None:
+    x = leaf_of(torch.ones(3, requires_grad=True), True)
+    result = (2 * x).sum()
+    assert torch.autograd.grad(result, x, retain_graph=True)[0].tolist() == [2, 2, 2]
+    with pytest.raises(UsageError, match=r"shape \(3,\)"):
+        result.backward()
+    assert not leaf_of(x, False).requires_grad
+
+
+def test_cut_leaves_share_storage_and_requires_grad() -> None:
     y, plain, count = leaf(1, 2) * 2, torch.zeros(2), torch.tensor([1])
     value = {"y": y, "rest": (plain, None, count, 7)}
     piece = cut(value)
@@ -38,7 +84,7 @@ def test_cut_gives_leaves_of_the_same_storage_that_want_a_gradient_as_their_tens
 
 
 class Calls:
-    """A function that notes in which phase it was called, and whether a graph was being made."""
+    """A function that records the phase of each call, and whether it builds a graph."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -50,7 +96,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
-def test_backward_gives_the_gradients_of_every_leaf_and_parameter(keep: Keep) -> None:
+def test_backward_returns_gradients_of_leaves_and_parameters(keep: Keep) -> None:
     weight, x, z = leaf(3, 4), leaf(0.5, 0.25), leaf(1, 1)
     function = Calls(weight)
     segment = Segment(function, [weight])
@@ -61,18 +107,20 @@ def test_backward_gives_the_gradients_of_every_leaf_and_parameter(keep: Keep) ->
         if keep == "inputs":
             assert not outputs[0]["y"].requires_grad
             tape.prepare()
-            tape.prepare()  # once is enough
+            tape.prepare()  # does nothing the second time
         assert [len(edges) for edges in tape.edges or ()] == [2, 1]
         walks = [tape.backward(gradients, retain=retain) for retain in (True, False)]
-    wanted = torch.autograd.grad([(x * weight).sin() + z, x.exp()], [x, z, weight], [gradients[0][0], gradients[1][0]])
+    expected = torch.autograd.grad(
+        [(x * weight).sin() + z, x.exp()], [x, z, weight], [gradients[0][0], gradients[1][0]]
+    )
     for inputs, parameters in walks:
-        torch.testing.assert_close([inputs[0][0], inputs[1][0], parameters[0]], list(wanted))
+        torch.testing.assert_close([inputs[0][0], inputs[1][0], parameters[0]], list(expected))
         assert inputs[1][1] is None
     calls = {"graph": [(False, False, True)], "inputs": [(True, False, False)] + [(False, True, True)] * 2}
     assert function.seen == calls[keep]
 
 
-def test_to_keep_nothing_leaves_no_tape_and_no_graph() -> None:
+def test_keep_nothing_leaves_no_tape_and_no_graph() -> None:
     weight = leaf(3, 4)
     function = Calls(weight)
     outputs, tape = Segment(function, [weight]).forward(context(), [leaf(1, 2), (leaf(1, 1), None)], "nothing")
@@ -91,7 +139,7 @@ def test_no_gradient_in_gives_no_gradient_out(keep: Keep) -> None:
 
 
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
-def test_a_kept_graph_does_not_keep_the_outputs(keep: Keep) -> None:
+def test_kept_graph_does_not_keep_the_outputs(keep: Keep) -> None:
     segment = Segment(lambda context, x: (x + 1,))
     outputs, tape = segment.forward(context(), [leaf(1, 2)], keep)
     gone = weakref.ref(outputs[0].untyped_storage())
@@ -100,7 +148,7 @@ def test_a_kept_graph_does_not_keep_the_outputs(keep: Keep) -> None:
     assert tape is not None
 
 
-def test_a_write_into_an_input_that_recomputation_needs_is_refused() -> None:
+def test_write_into_an_input_of_a_recomputation_is_rejected() -> None:
     segment = Segment(lambda context, x: (x.mul_(2),))
     with pytest.raises(InPlaceError, match="out-of-place"):
         segment.forward(context(), [torch.ones(2)], "inputs")
@@ -108,7 +156,7 @@ def test_a_write_into_an_input_that_recomputation_needs_is_refused() -> None:
     segment.forward(context(), [torch.ones(2)], "nothing")
 
 
-def test_a_write_into_an_input_before_its_recomputation_is_refused() -> None:
+def test_write_before_the_recomputation_is_rejected() -> None:
     weight, buffer = leaf(3), torch.ones(1, dtype=torch.float64)
     segment = Segment(lambda context, x: (weight * x,), [weight])
     tapes = [segment.forward(context(), [buffer], "inputs")[1] for _ in range(2)]
@@ -119,7 +167,7 @@ def test_a_write_into_an_input_before_its_recomputation_is_refused() -> None:
         tapes[1].backward([[torch.ones_like(weight)]])
 
 
-def test_an_inference_tensor_may_go_into_a_recomputed_segment() -> None:
+def test_inference_tensor_enters_a_recomputed_segment() -> None:
     weight = leaf(3)
     with torch.inference_mode():
         x = torch.ones(1, dtype=torch.float64)
@@ -129,8 +177,8 @@ def test_an_inference_tensor_may_go_into_a_recomputed_segment() -> None:
 
 
 @given(st.integers(1, 6), st.booleans())
-def test_a_sum_of_gradients_never_writes_into_what_autograd_returned(count: int, unused: bool) -> None:
-    # In y = x + p the gradients of x and p are one tensor.
+def test_gradient_sum_never_writes_into_tensors_of_autograd(count: int, unused: bool) -> None:
+    """In y = x + p the gradients of x and p are one tensor."""
     p, xs = leaf(1, 2), [leaf(i, -i) for i in range(count)]
     seeds = [torch.full_like(p, i + 1.0) for i in range(count)]
     sums = GradientSum(2)
@@ -151,13 +199,13 @@ def test_a_sum_of_gradients_never_writes_into_what_autograd_returned(count: int,
 @given(st.lists(st.booleans(), min_size=1, max_size=5))
 def test_sparse_and_dense_gradients_add_up(sparse: list[bool]) -> None:
     weight = leaf(0, 0, 0).detach().reshape(3, 1).requires_grad_()
-    sums, wanted = GradientSum(1), torch.zeros(3, 1, dtype=torch.float64)
-    for number, each in enumerate(sparse):
-        rows = torch.nn.functional.embedding(torch.tensor([number % 3, 1]), weight, sparse=each)
+    sums, expected = GradientSum(1), torch.zeros(3, 1, dtype=torch.float64)
+    for number, is_sparse in enumerate(sparse):
+        rows = nn.functional.embedding(torch.tensor([number % 3, 1]), weight, sparse=is_sparse)
         (gradient,) = torch.autograd.grad(rows.sum() * (number + 1), weight)
-        assert gradient.is_sparse == each
+        assert gradient.is_sparse == is_sparse
         sums.add([gradient])
-        wanted += gradient.to_dense()
+        expected += gradient.to_dense()
     total = sums.totals[0]
     assert total is not None
-    assert torch.equal(total.to_dense(), wanted)
+    assert torch.equal(total.to_dense(), expected)

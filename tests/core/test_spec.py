@@ -1,4 +1,4 @@
-"""Specs: a value that fits passes, and of a tensor that does not, every fault is named."""
+"""Specs: a tensor that matches passes, and every fault of another one is named."""
 
 import torch
 from hypothesis import given
@@ -11,7 +11,7 @@ dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool]
 
 
 @given(shapes, dtypes, st.integers(0, 5), st.integers(0, 2))
-def test_a_sample_of_a_spec_matches_it(shape: list[int], dtype: torch.dtype, batch: int, batch_axis: int) -> None:
+def test_sample_of_a_spec_matches_it(shape: list[int], dtype: torch.dtype, batch: int, batch_axis: int) -> None:
     tensor = torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
     spec = TensorSpec.of(tensor, batch_axis)
     sample = spec.empty(batch)
@@ -50,6 +50,6 @@ def test_values_out_of_range_are_a_fault() -> None:
     assert spec.faults(torch.tensor([2.0, 9.0])) == ["has dtype torch.float32, wanted torch.int64"]
 
 
-def test_a_sample_holds_values_of_the_range() -> None:
+def test_sample_holds_values_of_the_range() -> None:
     assert TensorSpec((None,), torch.int64, values=range(2, 5)).empty(2).tolist() == [2, 2]
     assert TensorSpec((None,), torch.int64, values=range(-3, 5)).empty(2).tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""Backward in two parts gives the gradients of backward in one, and does no work twice."""
+"""A backward in two parts gives the gradients of a backward in one, and repeats no work."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from weft.core.segment import SplitBackward
 
 
 class CountedScale(torch.autograd.Function):
-    """Multiplies by a weight, and counts how often its backward runs."""
+    """Multiplies by a weight, and counts its backwards."""
 
     calls = 0
 
@@ -49,7 +49,7 @@ def tied(model: nn.Sequential, x: Tensor) -> Tensor:
     return model[0](model(x))
 
 
-def parameters_only_beside(model: nn.Sequential, x: Tensor) -> Tensor:
+def parameter_term(model: nn.Sequential, x: Tensor) -> Tensor:
     return model(x) + model[4].weight.square().sum(0)
 
 
@@ -61,34 +61,32 @@ def output_of_parameters(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     return [model(x).sum(), model[0].weight.sum()]
 
 
-FUNCTIONS = [straight, tied, parameters_only_beside, weight_of_weights, output_of_parameters]
+FUNCTIONS = [straight, tied, parameter_term, weight_of_weights, output_of_parameters]
 
 
 @pytest.mark.parametrize("with_input", [True, False])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_two_parts_give_the_gradients_of_one_and_run_python_once(
-    function: Callable[..., Any], with_input: bool
-) -> None:
+def test_two_parts_equal_one_and_run_python_once(function: Callable[..., Any], with_input: bool) -> None:
     model, unused = chain(), nn.Parameter(torch.zeros(1))
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=with_input)
     inputs, parameters = ([x] if with_input else []), [*model.parameters(), unused]
 
     def outputs() -> list[Tensor]:
-        found = function(model, x)
-        return found if isinstance(found, list) else [found]
+        result = function(model, x)
+        return result if isinstance(result, list) else [result]
 
-    seeds = [torch.randn_like(each) for each in outputs()]
-    wanted = torch.autograd.grad(outputs(), [*inputs, *parameters], seeds, allow_unused=True)
-    edges = [get_gradient_edge(each) for each in outputs()]
+    seeds = [torch.randn_like(output) for output in outputs()]
+    expected = torch.autograd.grad(outputs(), [*inputs, *parameters], seeds, allow_unused=True)
+    edges = [get_gradient_edge(output) for output in outputs()]
     CountedScale.calls = 0
     split = SplitBackward(edges, seeds, inputs, parameters)
-    found = [*split.input_gradients(), *split.parameter_gradients()]
-    assert wanted[-1] is None and CountedScale.calls == 1
-    torch.testing.assert_close(found, list(wanted), rtol=0, atol=1e-13)
+    gradients = [*split.input_gradients(), *split.parameter_gradients()]
+    assert expected[-1] is None and CountedScale.calls == 1
+    torch.testing.assert_close(gradients, list(expected), rtol=0, atol=1e-13)
 
 
-def test_the_first_part_computes_no_weight_gradient() -> None:
-    """Seen by the operators that run: one matrix product per layer and part, as in one backward."""
+def test_first_part_computes_no_weight_gradient() -> None:
+    """One matrix product per layer and part, as many as in one backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 

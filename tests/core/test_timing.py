@@ -1,4 +1,4 @@
-"""Time after the work of devices, and the note of an error that a GPU reports late."""
+"""Time after the work of devices, and the note on an error that a GPU reports with a delay."""
 
 import time
 
@@ -21,7 +21,7 @@ def test_time_is_read_after_every_gpu_has_finished(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.cuda
-def test_time_includes_what_a_gpu_was_given() -> None:
+def test_time_includes_queued_work_of_a_gpu() -> None:
     device = torch.device("cuda", 0)
     begin = time_after([device])
     torch.cuda._sleep(200_000_000)
@@ -31,8 +31,8 @@ def test_time_includes_what_a_gpu_was_given() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
-def test_an_error_of_a_gpu_says_that_it_came_late(kind: type[RuntimeError]) -> None:
+def test_gpu_error_gets_a_note_on_its_delay(kind: type[RuntimeError]) -> None:
     error, other = kind("CUDA error: device-side assert triggered"), kind("something else")
-    for each in (error, other):
-        advise(each)
+    advise(error)
+    advise(other)
     assert "CUDA_LAUNCH_BLOCKING=1" in error.__notes__[0] and not hasattr(other, "__notes__")

@@ -1,4 +1,4 @@
-"""The validator gathers all faults of one call."""
+"""The validator collects all faults of one call."""
 
 import math
 from typing import Any
@@ -41,20 +41,20 @@ def test_all_faults_are_raised_as_one_error() -> None:
         ("boolean", [True, False], [0, 1, None, "yes"]),
     ],
 )
-def test_what_is_valid(check: str, valid: list[Any], invalid: list[Any]) -> None:
+def test_valid_and_invalid_values(check: str, valid: list[Any], invalid: list[Any]) -> None:
     validator = Validator("invalid")
     assert [getattr(validator, check)("x", value) for value in valid] == [True] * len(valid)
     assert [getattr(validator, check)("x", value) for value in invalid] == [False] * len(invalid)
     assert len(validator.faults) == len(invalid)
 
 
-def test_none_is_valid_where_it_is_optional() -> None:
+def test_none_is_valid_if_optional() -> None:
     with Validator("invalid") as check:
         assert check.count("a", None, optional=True) and check.seconds("b", None, optional=True)
         assert check.choice("c", None, ["x"], optional=True) and check.instance("d", None, str, "a text", optional=True)
 
 
-def test_the_error_is_of_the_class_that_was_asked_for_and_others_pass_through() -> None:
+def test_error_class_is_chosen_and_other_errors_pass() -> None:
     with pytest.raises(SpecError), Validator("invalid", SpecError) as check:
         check.add("no tensor")
     with pytest.raises(ZeroDivisionError), Validator("invalid") as check:
@@ -62,7 +62,7 @@ def test_the_error_is_of_the_class_that_was_asked_for_and_others_pass_through() 
         raise ZeroDivisionError
 
 
-def test_a_value_that_does_not_match_its_spec_makes_it_a_spec_error() -> None:
+def test_spec_mismatch_raises_a_spec_error() -> None:
     with pytest.raises(SpecError) as caught, Validator("invalid call") as check:
         check.add("lengths were given twice")
         check.mismatch()

@@ -1,10 +1,10 @@
-"""Small models for the laws: each is described by plain data, and built twice from it.
+"""Small models for the laws. Each is described by plain data, and built twice from it.
 
     ModelPlan --+--> sequential(...)   layers for a Pipe; those with skips are `weft.skippable`
                 +--> Plain(...)        the same layers, with the skips in a dict: nothing of weft in it
 
-Both are built on the same `Block` objects or on copies of them, so they compute the same function. Everything
-is float64 and row by row, so a mini-batch and its micro-batches must agree to rounding.
+Both use the same `Block` objects or copies of them, so they compute the same function. All values are float64 and rows
+are independent, so a mini-batch and its micro-batches must agree to rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ WIDTH = 3
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer: what it computes, in which form it returns it, and which skips it writes and reads."""
+    """One layer: its operation, the form of its result, and the skips that it writes and reads."""
 
     op: str = "linear"
     form: str = "tensor"
@@ -37,7 +37,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """All layers, how many each stage has, and which layers share the weight of the first one."""
+    """All layers, their number per stage, and the layers that share the weight of the first one."""
 
     layers: tuple[LayerPlan, ...]
     balance: tuple[int, ...]
@@ -53,15 +53,14 @@ def floats(value: Any) -> list[Tensor]:
 
 
 def total(value: Any) -> Tensor:
-    """All that a layer reads of its input: a lone tensor as it is, else a weighted sum."""
+    """The input of a layer as one tensor: a single tensor unchanged, otherwise a weighted sum."""
     if isinstance(value, Tensor):
         return value
-    found = floats(value)
-    return torch.stack([x * (k + 1) for k, x in enumerate(found)]).sum(0)
+    return torch.stack([x * (k + 1) for k, x in enumerate(floats(value))]).sum(0)
 
 
 def formed(y: Tensor, form: str) -> Any:
-    """A layer's result, nested in one of several ways."""
+    """The result of a layer, nested in one of several forms."""
     if form == "pair":
         return y, y.sin()
     if form == "twice":
@@ -83,7 +82,7 @@ class Block(nn.Module):
         self.weight = nn.Parameter(torch.randn(shape, dtype=torch.float64), requires_grad=not plan.frozen)
 
     def compute(self, value: Any, skips: Mapping[str, Tensor | None]) -> tuple[Any, dict[str, Tensor | None]]:
-        """The output and what is stashed, from the input and what was popped."""
+        """The output and the stashed skips, from the input and the popped skips."""
         h = total(value)
         for name, used in self.plan.pops:
             skip = skips[name]
@@ -99,16 +98,16 @@ class Block(nn.Module):
             y = (h * self.weight).tanh_()
         else:
             y = h
-        made = {"main": y, "input": total(value), "fresh": y.sin(), "integer": (y > 0).long(), "none": None}
+        values = {"main": y, "input": total(value), "fresh": y.sin(), "integer": (y > 0).long(), "none": None}
         output = value if self.plan.op == "same" and not self.plan.pops else formed(y, self.plan.form)
-        return output, {name: made[kind] for name, kind in self.plan.stashes}
+        return output, {name: values[kind] for name, kind in self.plan.stashes}
 
     def forward(self, value: Any) -> Any:
         return self.compute(value, {})[0]
 
 
 class Yielding(nn.Module):
-    """The same layer as one that yields its skips."""
+    """The same layer, which yields its skips."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -125,16 +124,16 @@ class Yielding(nn.Module):
 
 
 def blocks(plan: ModelPlan) -> nn.ModuleList:
-    """The layers with their weights, which follow from the plan's seed."""
+    """The layers, with weights from the plan's seed."""
     torch.manual_seed(plan.seed)
-    made = nn.ModuleList([Block(layer) for layer in plan.layers])
+    layers = nn.ModuleList([Block(layer) for layer in plan.layers])
     for index in plan.tied:
-        made[index].weight = made[0].weight
-    return made
+        layers[index].weight = layers[0].weight
+    return layers
 
 
 def sequential(layers: nn.ModuleList) -> nn.Sequential:
-    """The model as a Pipe takes it, over these very layers."""
+    """The model for a Pipe, on these layers."""
     wrapped: list[nn.Module] = []
     for block in layers:
         assert isinstance(block, Block)
@@ -150,7 +149,7 @@ def piped(plan: ModelPlan, layers: nn.ModuleList, **settings: Any) -> Pipe:
 
 
 class Plain(nn.Module):
-    """The plain twin: the layers one after another, skips in a dict, one graph."""
+    """The plain model: the layers one after another, skips in a dict, one graph."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()
@@ -165,7 +164,7 @@ class Plain(nn.Module):
 
 
 def mini_batch(plan: ModelPlan, rows: int) -> Any:
-    """An input for the plan, with rows on axis 0; leaves that want a gradient where the plan says so."""
+    """An input for the plan, with rows on axis 0, whose leaves require a gradient if the plan says so."""
     generator = torch.Generator().manual_seed(plan.seed + rows)
     x = torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
     value = pytree.tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, formed(x, plan.input_form))
@@ -180,7 +179,7 @@ def objective(value: Any) -> Tensor:
 
 
 def twin(layers: nn.ModuleList, value: Any) -> tuple[nn.ModuleList, Any]:
-    """Copies of layers and input, whose gradients are apart from the originals'."""
+    """Copies of layers and input, with separate gradients."""
     copied = pytree.tree_map(
         lambda x: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, value
     )
@@ -188,13 +187,13 @@ def twin(layers: nn.ModuleList, value: Any) -> tuple[nn.ModuleList, Any]:
 
 
 def gradients(layers: nn.Module, value: Any) -> list[tuple[str, Tensor | None]]:
-    """The gradients that a backward left, of parameters and of inputs, by name."""
+    """The gradients of parameters and inputs after a backward, by name."""
     named = [(name, p.grad) for name, p in layers.named_parameters()]
     return named + [(f"input {k}", x.grad) for k, x in enumerate(floats(value))]
 
 
 def difference(a: Sequence[tuple[str, Tensor | None]], b: Sequence[tuple[str, Tensor | None]]) -> list[str]:
-    """Where two lists of gradients differ by more than rounding, in words."""
+    """Descriptions of the differences of two lists of gradients, beyond rounding."""
     faults: list[str] = []
     for (name, x), (other, y) in zip(a, b, strict=True):
         assert name == other

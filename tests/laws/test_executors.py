@@ -1,4 +1,4 @@
-"""The third law: who walks a schedule makes no difference, to the last bit; random numbers included."""
+"""The third law: all executors agree bit for bit, including random numbers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.laws.models import ModelPlan, blocks, difference, floats, gradients, 
 from tests.strategies import checkpoints, fitting_schedules, model_plans, valid_schedules
 
 STEPS = 3
-"""In the first all stages hold the generator; then only those do that were seen to draw."""
+"""In the first step all stages lock the generator, then only those that were observed to draw."""
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
 
 
 def trained(plan: ModelPlan, rows: int, executor: Any, **options: Any) -> tuple[list[Tensor], list[Any], Tensor]:
-    """The losses and the gradients of some steps from one seed, and the state of the caller's generator."""
+    """The losses and gradients of some steps from one seed, and the state of the caller's generator."""
     layers, value = twin(blocks(plan), mini_batch(plan, rows))
     pipe = piped(plan, layers, loss=loss_of, executor=executor, **options)
     torch.manual_seed(plan.seed)
@@ -46,7 +46,7 @@ def test_executors_agree_bit_for_bit(data: st.DataObject, plan: ModelPlan) -> No
         assert (a is None) == (b is None), name
         assert a is None or b is None or torch.equal(a, b), name
     assert torch.equal(state, other_state)
-    # The others walk no schedule, or another one: they add up in another order, with the same random numbers.
+    # These walk another schedule or none: they add up in another order, with the same random numbers.
     for executor in ("auto", "graph"):
         again, other_grads, other_state = trained(plan, rows, executor, **options)
         torch.testing.assert_close(again, losses, rtol=1e-12, atol=1e-12)
@@ -55,7 +55,7 @@ def test_executors_agree_bit_for_bit(data: st.DataObject, plan: ModelPlan) -> No
 
 
 @given(data=st.data(), plan=model_plans(dropout=True))
-def test_an_evaluated_output_is_the_same_bits_from_every_executor(data: st.DataObject, plan: ModelPlan) -> None:
+def test_evaluated_outputs_agree_bit_for_bit(data: st.DataObject, plan: ModelPlan) -> None:
     layers, value = blocks(plan), mini_batch(plan, data.draw(st.integers(1, 6), "rows"))
     checkpoint = data.draw(checkpoints(len(plan.balance)), "checkpoint")
     chunks = data.draw(st.integers(1, 4), "chunks")

@@ -1,6 +1,6 @@
 """The first law: a Pipe computes what the undivided model computes, output and every gradient, to rounding.
 
-Whatever the model, its cut, its skips, the mini-batch, the checkpoint mode, the schedule and the executor.
+For every model, cut, skip, mini-batch, checkpoint mode, schedule and executor.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from tests.laws.models import (
 from tests.strategies import checkpoints, fitting_schedules, model_plans, splitting, valid_schedules
 
 STEPS = 2
-"""The second step finds what the first one left behind; under "auto" it is run by the other candidate."""
+"""The second step starts from the state that the first one left. Under "auto" another candidate runs it."""
 
 
 def loss_against(output: Any, target: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def schedules_for(draw: st.DrawFn, kind: str, stages: int, chunks: int) -> tuple
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto", "graph"])
 @pytest.mark.parametrize("kind", ["named", "table", "table, loss outside"])
 @given(data=st.data(), plan=model_plans())
-def test_outputs_and_gradients_are_those_of_the_undivided_model(
+def test_outputs_and_gradients_equal_the_undivided_model(
     executor: Any, kind: str, data: st.DataObject, plan: ModelPlan
 ) -> None:
     stages, chunks = len(plan.balance), data.draw(st.integers(1, 4), "chunks")
@@ -68,24 +68,23 @@ def test_outputs_and_gradients_are_those_of_the_undivided_model(
     )
     plain = Plain(twins)
     for step in range(STEPS):  # gradients add up over the steps, as they do in PyTorch
-        wanted = plain(twin_value)
+        expected = plain(twin_value)
         if inside:
-            loss, wanted_loss = pipe(value, target=target), loss_against(wanted, target)
+            loss, plain_loss = pipe(value, target=target), loss_against(expected, target)
         else:
             output = pipe(value)
-            assert_equal_values(output, wanted)
-            loss, wanted_loss = objective(output), objective(wanted)
-        torch.testing.assert_close(loss, wanted_loss, rtol=1e-10, atol=1e-10)
+            assert_equal_values(output, expected)
+            loss, plain_loss = objective(output), objective(expected)
+        torch.testing.assert_close(loss, plain_loss, rtol=1e-10, atol=1e-10)
         ((step + 2) * loss).backward()
-        ((step + 2) * wanted_loss).backward()
+        ((step + 2) * plain_loss).backward()
     assert not difference(gradients(layers, value), gradients(twins, twin_value))
 
 
-def assert_equal_values(seen: Any, wanted: Any) -> None:
-    """Nested alike, tensors equal to rounding, all else equal."""
-    pairs = zip(pytree.tree_leaves(seen), pytree.tree_leaves(wanted), strict=True)
-    assert pytree.tree_structure(seen) == pytree.tree_structure(wanted)
-    for x, y in pairs:
+def assert_equal_values(value: Any, expected: Any) -> None:
+    """Assert equal structures, tensors equal to rounding, and other leaves equal."""
+    assert pytree.tree_structure(value) == pytree.tree_structure(expected)
+    for x, y in zip(pytree.tree_leaves(value), pytree.tree_leaves(expected), strict=True):
         if isinstance(y, Tensor):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
             assert x.requires_grad == y.requires_grad

@@ -1,4 +1,4 @@
-"""The sixth law: what is alive, and for how long.
+"""The sixth law: lifetimes of activations and skips.
 
 1F1B bounds the micro-batches that a stage holds, and a skip lives from its stash to its last reader.
 """
@@ -23,7 +23,7 @@ WIDTH = 32
 
 
 class Counting(Recorder):
-    """Also counts the tapes: from the start of F until they are released."""
+    """Also counts the tapes, from the start of F to their release."""
 
     def __init__(self) -> None:
         super().__init__(memory=True)
@@ -46,7 +46,7 @@ class Counting(Recorder):
         super().released(action)
 
 
-def watched(schedule: str, executor: Any, stages: int, chunks: int, checkpoint: Any = "never") -> Counting:
+def record_step(schedule: str, executor: Any, stages: int, chunks: int, checkpoint: Any = "never") -> Counting:
     """One step of equal stages with one row per micro-batch, under a recorder."""
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)])
     pipe = Pipe(
@@ -69,9 +69,9 @@ def watched(schedule: str, executor: Any, stages: int, chunks: int, checkpoint: 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @given(stages=st.integers(1, 4), chunks=st.integers(1, 6))
-def test_1f1b_holds_as_many_micro_batches_as_stages_lie_ahead(executor: Any, stages: int, chunks: int) -> None:
-    recorder = watched("1f1b", executor, stages, chunks)
-    whole = watched("gpipe", executor, stages, chunks)
+def test_1f1b_holds_one_micro_batch_per_remaining_stage(executor: Any, stages: int, chunks: int) -> None:
+    recorder = record_step("1f1b", executor, stages, chunks)
+    whole = record_step("gpipe", executor, stages, chunks)
     for stage in range(stages):
         bound = min(stages - stage, chunks)
         assert recorder.most[stage] == bound
@@ -85,73 +85,73 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_lie_ahead(executor: Any, sta
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_recomputation_keeps_no_graph_but_the_one_at_work(executor: Any) -> None:
-    kept, again = (watched("gpipe", executor, 3, 6, mode) for mode in ("never", "always"))
+def test_recomputation_keeps_one_graph_at_a_time(executor: Any) -> None:
+    kept, again = (record_step("gpipe", executor, 3, 6, mode) for mode in ("never", "always"))
     assert again.peak_bytes < kept.peak_bytes
     assert again.bytes[-1][1] == 0
     assert sum(event.kind == "R" for event in again.events) == 3 * 6
     assert not any(event.kind == "R" for event in kept.events)
 
 
-class Made:
-    """Weak references to the skips of one model, and what became of them. No tensor is held here."""
+class SkipLog:
+    """Weak references to the skips of one model, and observations of them. Keeps no tensor alive."""
 
     def __init__(self) -> None:
         self.skips: list[weakref.ref[Any]] = []
         self.seen: list[tuple[str, int]] = []
 
     def note(self, where: str) -> None:
-        """Whether the first skip's storage is alive at this place; a recomputation makes another one."""
+        """Record whether the storage of the first skip is alive at this place; a recomputation makes another one."""
         self.seen.append((where, int(bool(self.skips) and self.skips[0]() is not None)))
 
 
 class Square(torch.autograd.Function):
-    """A function whose backward tells when it runs, and which saves no tensor of its output."""
+    """A function that records its backward, and saves no tensor of its output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, made: Made, name: str) -> Tensor:
-        ctx.made, ctx.name = made, name
-        made.note(f"F {name}")
+    def forward(ctx: Any, x: Tensor, log: SkipLog, name: str) -> Tensor:
+        ctx.log, ctx.name = log, name
+        log.note(f"F {name}")
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.made.note(f"B {ctx.name}")
+        ctx.log.note(f"B {ctx.name}")
         return gradient * 2, None, None
 
 
 class Plain(nn.Module):
     """A layer that neither stashes nor pops."""
 
-    def __init__(self, made: Made, name: str) -> None:
+    def __init__(self, log: SkipLog, name: str) -> None:
         super().__init__()
-        self.made, self.name = made, name
+        self.log, self.name = log, name
 
     def forward(self, x: Tensor) -> Tensor:
-        return Square.apply(x, self.made, self.name)
+        return Square.apply(x, self.log, self.name)
 
 
 @skippable(stash=["skip"])
 class Source(Plain):
     def forward(self, x: Tensor) -> Any:
         skip = x + 1
-        self.made.skips.append(weakref.ref(skip.untyped_storage()))
+        self.log.skips.append(weakref.ref(skip.untyped_storage()))
         yield stash("skip", skip)
-        return Square.apply(x, self.made, self.name)
+        return Square.apply(x, self.log, self.name)
 
 
 @skippable(pop=["skip"])
 class Reader(Plain):
     def forward(self, x: Tensor) -> Any:
         skip = yield pop("skip")
-        return Square.apply(x + skip, self.made, self.name)
+        return Square.apply(x + skip, self.log, self.name)
 
 
-def skipping(made: Made, executor: Any, checkpoint: Any) -> Pipe:
-    """Source, reader, and two stages behind them, one micro-batch."""
-    layers = [nn.Linear(4, 4), Source(made, "0"), Plain(made, "1"), Reader(made, "2"), Plain(made, "3")]
+def skipping(log: SkipLog, executor: Any, checkpoint: Any) -> Pipe:
+    """Source, reader, and two stages after them, with one micro-batch."""
+    layers = [nn.Linear(4, 4), Source(log, "0"), Plain(log, "1"), Reader(log, "2"), Plain(log, "3")]
     return Pipe(
-        nn.Sequential(*layers, Plain(made, "4")),
+        nn.Sequential(*layers, Plain(log, "4")),
         chunks=1,
         devices=["cpu"] * 5,
         balance=[2, 1, 1, 1, 1],
@@ -161,20 +161,20 @@ def skipping(made: Made, executor: Any, checkpoint: Any) -> Pipe:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always", ["always"] * 3 + ["never"] * 2], ids=str)
-def test_a_skip_lives_from_its_stash_to_its_last_reader(checkpoint: Any) -> None:
-    made = Made()
-    pipe = skipping(made, "serial", checkpoint)  # threads would leave open who looks first
+def test_skip_lives_from_its_stash_to_its_last_reader(checkpoint: Any) -> None:
+    log = SkipLog()
+    pipe = skipping(log, "serial", checkpoint)  # threads would look in any order
     pipe(torch.ones(3, 4)).sum().backward()
-    alive = dict(made.seen)
+    alive = dict(log.seen)
     assert alive["B 3"] == 1, "the reader will need it"
     assert alive["B 1"] == 0, "the reader is done"
-    assert not any(ref() is not None for ref in made.skips)
+    assert not any(ref() is not None for ref in log.skips)
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_a_skip_is_freed_at_once_where_no_backward_will_come(executor: Any) -> None:
-    made = Made()
-    pipe = skipping(made, executor, "never")
+def test_skip_is_freed_at_once_without_backward(executor: Any) -> None:
+    log = SkipLog()
+    pipe = skipping(log, executor, "never")
     with torch.no_grad():
         pipe(torch.ones(3, 4))
-    assert dict(made.seen) == {"F 0": 1, "F 1": 1, "F 2": 1, "F 3": 0, "F 4": 0}
+    assert dict(log.seen) == {"F 0": 1, "F 1": 1, "F 2": 1, "F 3": 0, "F 4": 0}

@@ -1,4 +1,4 @@
-"""The second law: a schedule that cannot run is refused. (That others give the gradients of any is in the first.)"""
+"""The second law: a schedule that cannot run is rejected. The first law covers valid schedules."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ Rows = list[list[Action]]
 
 
 def lost(rows: Rows, worker: int, place: int) -> str:
-    """Leave an action out."""
+    """Remove an action."""
     action = rows[worker].pop(place)
     if not any(each.kind != "F" for row in rows for each in row):
         return "the schedule has no backward"
@@ -24,13 +24,13 @@ def lost(rows: Rows, worker: int, place: int) -> str:
 
 
 def repeated(rows: Rows, worker: int, place: int) -> str:
-    """Do an action twice."""
+    """Repeat an action."""
     rows[worker].append(rows[worker][place])
     return f"{rows[worker][place]} occurs 2 times"
 
 
 def elsewhere(rows: Rows, worker: int, place: int) -> str:
-    """Let a new worker do one action of a stage that another one holds."""
+    """Give one action of a stage to a new worker."""
     action = rows[worker][place]
     assume(sum(each.stage == action.stage for each in rows[worker]) > 1)
     rows.append([rows[worker].pop(place)])
@@ -38,7 +38,7 @@ def elsewhere(rows: Rows, worker: int, place: int) -> str:
 
 
 def too_early(rows: Rows, worker: int, place: int) -> str:
-    """Put a backward in front of its own forward."""
+    """Move a backward before its forward."""
     action = rows[worker][place]
     forward = action._replace(kind="F")
     assume(action.kind in "BI")
@@ -48,14 +48,14 @@ def too_early(rows: Rows, worker: int, place: int) -> str:
 
 
 def unknown(rows: Rows, worker: int, place: int) -> str:
-    """Spoil the letter of an action."""
+    """Change the kind of an action to an invalid one."""
     rows[worker][place] = rows[worker][place]._replace(kind="X")
     return f"{rows[worker][place]} is not an action"
 
 
 @pytest.mark.parametrize("spoil", [lost, repeated, elsewhere, too_early, unknown])
 @given(data=st.data(), stages=st.integers(1, 3), chunks=st.integers(1, 3))
-def test_an_invalid_table_is_refused_with_the_reason(
+def test_invalid_table_is_rejected_with_the_reason(
     spoil: Callable[[Rows, int, int], str], data: st.DataObject, stages: int, chunks: int
 ) -> None:
     rows: Rows = [list(row) for row in data.draw(valid_schedules(stages, chunks)).workers]

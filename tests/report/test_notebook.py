@@ -10,7 +10,7 @@ from weft import Pipe, Recorder, Recurrent, Schedule
 from weft.pipeline.schedule import one_f_one_b
 
 
-def test_a_recording_is_shown_as_a_timeline_and_its_memory() -> None:
+def test_recording_is_shown_as_a_timeline_and_its_memory() -> None:
     recorder, without = Recorder(memory=True), Recorder()
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), chunks=2, balance=[1, 1], devices=["cpu"] * 2)
     for each in (recorder, without):
@@ -22,7 +22,7 @@ def test_a_recording_is_shown_as_a_timeline_and_its_memory() -> None:
     assert "<svg" in Recorder()._repr_html_().replace("&lt;", "<")
 
 
-def test_a_schedule_is_a_table_with_its_bubbles() -> None:
+def test_schedule_is_a_table_with_its_bubbles() -> None:
     rows = [[cell.text or "" for cell in row] for row in ElementTree.fromstring(one_f_one_b(2, 2)._repr_html_())]
     assert rows[0][0] == "worker 0"
     assert [row[1:] for row in rows] == [["0F0", "0F1", "", "0B0", "", "0B1"], ["", "1F0", "1B0", "1F1", "1B1", ""]]
@@ -30,7 +30,7 @@ def test_a_schedule_is_a_table_with_its_bubbles() -> None:
         ElementTree.fromstring(wrong._repr_html_())
 
 
-def test_a_plan_is_text_that_a_notebook_folds() -> None:
+def test_plan_is_text_that_a_notebook_folds() -> None:
     net = Recurrent(nn.GRUCell(3, 4), backend="python", verify="never")
     net(torch.randn(2, 2, 3))
     plan = net.explain()

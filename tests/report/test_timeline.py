@@ -1,4 +1,4 @@
-"""Timelines and traces show every event, at its place and time; timelines every span of the forecast too."""
+"""Timelines and traces show every event at its place and time. Timelines also show every span of the forecast."""
 
 import json
 from itertools import pairwise
@@ -36,7 +36,7 @@ def forecasts(draw: st.DrawFn) -> Forecast:
 
 
 def rectangles(picture: ElementTree.Element, word: str) -> list[ElementTree.Element]:
-    """The rectangles of this class that stand for an event, without the legend."""
+    """The rectangles of this class that represent an event, without those of the legend."""
     return [group[1] for group in picture.iter("g") if word in (group[1].get("class") or "").split()]
 
 
@@ -45,19 +45,17 @@ def at(element: ElementTree.Element, key: str) -> float:
 
 
 @given(st.lists(events(), max_size=12), st.none() | forecasts())
-def test_whatever_ran_the_picture_is_well_formed_and_complete_and_nothing_leaves_it(
-    ran: list[ActionEvent], foretold: Forecast | None
-) -> None:
-    picture = ElementTree.fromstring(timeline(ran, foretold))
+def test_any_timeline_is_complete_and_inside_the_picture(ran: list[ActionEvent], expected: Forecast | None) -> None:
+    picture = ElementTree.fromstring(timeline(ran, expected))
     assert len(rectangles(picture, "bar")) == len(ran)
-    assert len(rectangles(picture, "outline")) == (len(foretold.spans) if foretold else 0)
+    assert len(rectangles(picture, "outline")) == (len(expected.spans) if expected else 0)
     _, _, width, height = map(float, (picture.get("viewBox") or "").split())
     for bar in rectangles(picture, "bar"):
         assert at(bar, "x") >= 0 and at(bar, "x") + at(bar, "width") <= width
         assert at(bar, "y") >= 0 and at(bar, "y") + at(bar, "height") <= height
 
 
-def test_micro_batches_are_numbered_and_tooltips_tell_stage_and_times() -> None:
+def test_bars_have_numbers_and_tooltips() -> None:
     ran = [
         ActionEvent("F", Action(0, "F", 7), "t", 10.0, 11.0),
         ActionEvent("R", Action(1, "B", 7), "u", 11.0, 12.0),
@@ -71,9 +69,9 @@ def test_micro_batches_are_numbered_and_tooltips_tell_stage_and_times() -> None:
     assert tips[1] is not None and tips[1].startswith("measured: recompute, stage 1, micro-batch 7")
 
 
-def test_an_outline_says_what_it_foretells_and_is_apart_from_its_neighbours() -> None:
-    foretold = forecast(one_f_one_b(2, 2), [StageCost(1.0, 2.0)] * 2)
-    picture = ElementTree.fromstring(timeline([], foretold))
+def test_outlines_have_labels_and_do_not_touch() -> None:
+    expected = forecast(one_f_one_b(2, 2), [StageCost(1.0, 2.0)] * 2)
+    picture = ElementTree.fromstring(timeline([], expected))
     words = [element.text for element in picture.iter("text") if element.get("class") == "in-outline"]
     assert sorted(words) == sorted(["F0", "F1", "B0", "B1"] * 2)
     first = [(at(o, "x"), at(o, "x") + at(o, "width")) for o in rectangles(picture, "outline")]
@@ -82,16 +80,16 @@ def test_an_outline_says_what_it_foretells_and_is_apart_from_its_neighbours() ->
     assert all(at(o, "height") >= 16 for o in rectangles(picture, "outline"))
 
 
-def test_a_bar_too_narrow_for_words_has_none() -> None:
+def test_narrow_bar_has_no_words() -> None:
     ran = [ActionEvent("F", Action(0, "F", 5), "t", 0.0, 0.001), ActionEvent("F", Action(0, "F", 6), "t", 0.001, 1.0)]
     words = [element.text for element in ElementTree.fromstring(timeline(ran)).iter("text")]
     assert "F6" in words and not {"F5", "5"} & set(words)
 
 
-def test_stages_stand_one_below_the_other_and_time_runs_to_the_right() -> None:
+def test_each_stage_has_a_lane_with_time_to_the_right() -> None:
     table = one_f_one_b(3, 4)
-    foretold = forecast(table, [StageCost(1.0, 2.0)] * 3)
-    picture = ElementTree.fromstring(timeline([], foretold))
+    expected = forecast(table, [StageCost(1.0, 2.0)] * 3)
+    picture = ElementTree.fromstring(timeline([], expected))
     outlines = rectangles(picture, "outline")
     lanes = {at(outline, "y") for outline in outlines}
     assert len(lanes) == 3
@@ -100,7 +98,7 @@ def test_stages_stand_one_below_the_other_and_time_runs_to_the_right() -> None:
         assert all(end <= start + 0.02 for (_, end), (start, _) in pairwise(edges))
 
 
-def test_the_legend_names_what_occurs_and_nothing_else() -> None:
+def test_legend_names_only_kinds_that_occur() -> None:
     picture = ElementTree.fromstring(timeline([ActionEvent("I", Action(0, "I", 0), "t", 0.0, 1.0)]))
     words = " ".join(element.text or "" for element in picture.iter("text"))
     assert KINDS["I"] in words and KINDS["F"] not in words and "forecast" not in words
@@ -108,20 +106,20 @@ def test_the_legend_names_what_occurs_and_nothing_else() -> None:
 
 @given(st.lists(events(), max_size=12))
 def test_every_event_is_complete_work_on_a_named_thread(ran: list[ActionEvent]) -> None:
-    made = json.loads(json.dumps(trace(ran)))["traceEvents"]
-    work = [each for each in made if each["ph"] == "X"]
-    named = {each["tid"] for each in made if each["name"] == "thread_name" and each["ph"] == "M"}
+    entries = json.loads(json.dumps(trace(ran)))["traceEvents"]
+    work = [entry for entry in entries if entry["ph"] == "X"]
+    named = {entry["tid"] for entry in entries if entry["name"] == "thread_name" and entry["ph"] == "M"}
     assert len(work) == len(ran)
     assert len(named) == len({event.thread for event in ran})
-    for each in work:
-        assert each["ts"] >= 0 and each["dur"] >= 0 and each["pid"] == 0 and each["tid"] in named
-        assert set(each["args"]) == {"stage", "micro-batch"}
+    for entry in work:
+        assert entry["ts"] >= 0 and entry["dur"] >= 0 and entry["pid"] == 0 and entry["tid"] in named
+        assert set(entry["args"]) == {"stage", "micro-batch"}
 
 
-def test_times_are_microseconds_from_the_first_event_also_in_a_file(tmp_path: Path) -> None:
+def test_trace_times_are_microseconds_from_the_first_event(tmp_path: Path) -> None:
     ran = [ActionEvent("R", Action(2, "B", 3), "one", 5.0, 5.5), ActionEvent("B", Action(2, "B", 3), "one", 5.5, 6.0)]
-    work = [each for each in trace(ran, name="step")["traceEvents"] if each["ph"] == "X"]
-    assert [(each["name"], each["cat"], each["ts"], each["dur"]) for each in work] == [
+    work = [entry for entry in trace(ran, name="step")["traceEvents"] if entry["ph"] == "X"]
+    assert [(entry["name"], entry["cat"], entry["ts"], entry["dur"]) for entry in work] == [
         ("2R3", "recompute", 0.0, 500_000.0),
         ("2B3", "backward", 500_000.0, 500_000.0),
     ]

@@ -1,1 +1,1 @@
-"""Doors for those who come from other libraries: their names, on top of what weft has."""
+"""The interfaces of other libraries, implemented on weft, for programs that were written for them."""

@@ -1,1 +1,1 @@
-"""What all capabilities share. It knows none of them."""
+"""Code that several capabilities share. It depends on none of them."""

@@ -1,21 +1,21 @@
-"""A step as a single node of autograd, and the refusal of what a node cannot do.
+"""A step as a single node of autograd, and the rejection of calls that a single node cannot serve.
 
     inputs, parameters --> [ Boundary: function.forward ] --> outputs --> the user's loss
     their gradients    <-- [           function.backward ] <-- gradients of the outputs
 
-The inputs of the node are the tensors that go in and *all parameters*. So ``loss.backward()`` stays plain, every
-parameter gets its gradient once per step (its hooks fire once, which DistributedDataParallel relies on), and
-``torch.autograd.grad(loss, parameters)`` works whatever the stages keep. The price: no gradient of a gradient, unless
-the function knows another way to its gradients (`TwiceDifferentiable`).
+The node takes the input tensors and *all parameters* as its inputs. Therefore ``loss.backward()`` works unchanged, and
+``torch.autograd.grad(loss, parameters)`` works, even if stages recompute. Every parameter gets its gradient once per
+step, so its hooks fire once, which DistributedDataParallel relies on. The price: no gradient of a gradient, unless the
+function implements `TwiceDifferentiable`.
 
-Other ways to differentiate see nothing of what is cut out, and are refused:
+Other ways to differentiate cannot see into the node, and are rejected:
 
-    forward mode (dual numbers)          a tangent of an input, or of a parameter, would be dropped in silence
-    torch.func: grad, vjp, jvp, vmap     a cut detaches from the graph that the transform follows
+    forward mode (dual numbers)          the tangent of an input or parameter would be dropped without notice
+    torch.func: grad, vjp, jvp, vmap     the stages detach from the graph that the transform follows
     batched gradients                    ``jacobian(vectorize=True)`` sends a stack of gradients back as one
 
-So are programs that record a call to run it elsewhere (`forbid_tracing`, `forbid_exporting`). Under `torch.compile`
-threads and connections cannot be compiled: `graph_break` lets them run as they are, between two compiled graphs.
+So are programs that record a call to run it elsewhere (`forbid_tracing`, `forbid_exporting`). `torch.compile` cannot
+compile threads and connections: `graph_break` runs them uncompiled, between two compiled graphs.
 """
 
 import threading
@@ -25,50 +25,44 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch._functorch import pyfunctorch
-from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from weft.core import torch_internals as internals
 from weft.core.errors import DoubleBackwardError, UsageError, shorten_traceback
-
-_forward_ad = cast(Any, forward_ad)
-_functorch = cast(Any, torch._C)._functorch
 
 
 def has_tangent(tensors: Iterable[Tensor]) -> bool:
-    """Whether forward-mode differentiation goes through any of these. They are looked at only inside a dual level."""
-    return _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    """Whether any of these has a tangent of forward-mode differentiation. They are examined only in a dual level."""
+    forward_mode = internals.forward_mode
+    return forward_mode._current_level >= 0 and any(forward_mode.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def forbid_transforms(tensors: Callable[[], Iterable[Tensor]]) -> None:
-    """Raise UsageError where a step that is cut would lose derivatives: of these tensors, or of the call itself."""
-    if _functorch.peek_interpreter_stack() is not None:
+    """Raise UsageError if a step would lose derivatives of these tensors, or runs inside a transform."""
+    if internals.transforms() is not None:
         raise UsageError(f"the pipe was called inside a transform of torch.func (grad, vjp, jvp, vmap), {_WHY}")
-    if _forward_ad._current_level >= 0 and has_tangent(tensors()):
+    if internals.forward_mode._current_level >= 0 and has_tangent(tensors()):
         raise UsageError(f"an input or parameter has a tangent (forward-mode differentiation), {_WHY}")
 
 
 def forbid_exporting() -> None:
-    """Raise UsageError where the call is exported; may be in sight of Dynamo, whose own error then shows the words."""
+    """Raise UsageError if the call is exported. Dynamo can trace this; its own error then contains the message."""
     if torch.compiler.is_exporting():
         raise UsageError(_RECORDED)
 
 
 def forbid_tracing(args: Any, kwargs: Any) -> None:
-    """Raise UsageError where the call is recorded for another program: sizes are no numbers there, threads not seen.
-
-    Under `torch.fx.symbolic_trace` the arguments are proxies, or one proxy stands for all of them.
-    """
-    proxies = isinstance(args, Proxy) or any(isinstance(each, Proxy) for each in (*args, *kwargs.values()))
+    """Raise UsageError if the call is recorded for another program, which would see neither sizes nor threads."""
+    # Under torch.fx.symbolic_trace the arguments are proxies, or one proxy stands for all of them.
+    proxies = isinstance(args, Proxy) or any(isinstance(value, Proxy) for value in (*args, *kwargs.values()))
     if proxies or cast(Any, torch.jit).is_tracing() or get_proxy_mode() is not None:
         raise UsageError(_RECORDED)
 
 
 def forbid_batched(gradients: Iterable[Tensor | None]) -> None:
-    """Inside a backward: raise UsageError if it is asked for several gradients at once."""
-    batched = (_functorch.is_legacy_batchedtensor, _functorch.is_batchedtensor)
-    if any(x is not None and (batched[0](x) or batched[1](x)) for x in gradients):
+    """Inside a backward: raise UsageError if it computes several gradients at once."""
+    if any(x is not None and (internals.is_legacy_batched(x) or internals.is_batched(x)) for x in gradients):
         raise UsageError(
             f"several gradients were asked for at once (is_grads_batched, jacobian(vectorize=True), vmap), {_WHY}; or "
             "ask for one after the other"
@@ -84,50 +78,50 @@ _RECORDED = (
 
 @contextmanager
 def outside_transforms() -> Generator[None]:
-    """What concerns no tensor of the user, such as drawing a seed, runs outside of transforms around the call."""
-    if _functorch.peek_interpreter_stack() is None:
+    """Suspend the transforms around the call, for work on tensors that are not the user's, e.g. to draw a seed."""
+    if internals.transforms() is None:
         yield
         return
-    with cast(Any, pyfunctorch).temporarily_clear_interpreter_stack():
+    with internals.suspend_transforms():
         yield
 
 
 _VISIBLE = "use executor='graph' for a Pipe: then the whole graph is visible"
-_WHY = f"of which a model that is cut out of autograd knows nothing; {_VISIBLE}"
+_WHY = f"which does not reach into a model that is cut out of autograd; {_VISIBLE}"
 _CUT_OUT = f"the model ran cut out of autograd; {_VISIBLE}"
-# The only way to know of ``retain_graph=True`` from inside a backward; AOTAutograd asks it as well.
-_autograd = cast(Any, torch._C)._autograd
 
 
 @runtime_checkable
 class CutFunction(Protocol):
-    """One step: from the tensors that go in to those that come out, and their gradients the same way back."""
+    """One step: from its input tensors to its outputs, and their gradients back."""
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """The tensors that come out, and which of them have a gradient."""
+        """The outputs, and which of them have a gradient."""
         ...
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """One gradient per tensor that went in, in their order. With `retain` it may be called again."""
+        """One gradient per input tensor, in their order. With `retain` it can be called again."""
         ...
 
 
 @runtime_checkable
 class TwiceDifferentiable(Protocol):
-    """A `CutFunction` that can also make its gradients in sight of autograd, for a gradient of a gradient.
+    """A `CutFunction` that can also compute its gradients through autograd, for a gradient of a gradient.
 
     Its `backward` gets batched gradients as well.
     """
 
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """As `CutFunction.backward`, under grad mode; autograd can differentiate what it returns."""
+        """`CutFunction.backward` under grad mode, so that autograd can differentiate the result."""
         ...
 
 
 @runtime_checkable
 class OnceDifferentiable(Protocol):
-    """A `CutFunction` that knows better words for why its gradients have no gradient, and what to do. They go on after
-    "a gradient of a gradient was asked for, but"."""
+    """A `CutFunction` that explains why its gradients have no gradient, and suggests a remedy.
+
+    The text continues the sentence "a gradient of a gradient was asked for, but".
+    """
 
     @property
     def only_once(self) -> str: ...
@@ -135,23 +129,24 @@ class OnceDifferentiable(Protocol):
 
 @runtime_checkable
 class StepsInBackward(Protocol):
-    """A module whose backward may take an optimizer step elsewhere, as that of a remote expert does."""
+    """A module that can take an optimizer step elsewhere during its backward, e.g. a remote expert."""
 
     @property
     def steps_in_backward(self) -> str:
-        """What to do so that it takes none before a mini-batch of several micro-batches is over; empty: it does not."""
+        """Advice to defer that step to the end of a mini-batch of several micro-batches. Empty if it takes none."""
         ...
 
 
 class Boundary(torch.autograd.Function):
-    """Use `apply`; this is its autograd node."""
+    """The node of autograd, made by `apply`."""
 
     @staticmethod
     def forward(ctx: Any, function: CutFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # An unused output keeps None as its gradient, instead of zeros that the stages would compute with.
         ctx.set_materialize_grads(False)
         outputs, tracked = function.forward()
         ctx.function = function
-        ctx.mark_non_differentiable(*(out for out, wanted in zip(outputs, tracked, strict=True) if not wanted))
+        ctx.mark_non_differentiable(*(x for x, is_tracked in zip(outputs, tracked, strict=True) if not is_tracked))
         return tuple(outputs)
 
     @staticmethod
@@ -178,50 +173,50 @@ def forbid_double(function: object = None) -> None:
 
 def keeps_graph() -> bool:
     """Inside a backward: whether it was called with ``retain_graph=True``."""
-    return bool(_autograd._get_current_graph_task_keep_graph())
+    return bool(internals.backward_keeps_graph())
 
 
 def current_task() -> int:
-    """Inside a backward: a number that no other call of backward has."""
-    return int(cast(Any, torch._C)._current_graph_task_id())
+    """Inside a backward: its unique number."""
+    return int(internals.backward_number())
 
 
 def apply(function: CutFunction, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Run the function as one node of autograd; `tensors` are all that it may have gradients for."""
+    """Run the function as one node of autograd. `tensors` are all tensors that it can have gradients for."""
     return cast("tuple[Tensor, ...]", Boundary.apply(function, *tensors))
 
 
 def without_gradient(parameters: Iterable[Tensor]) -> None:
-    """Inside a backward: these get no gradient, and their hooks stay quiet until it is over.
+    """Inside a backward: silence the hooks of these parameters, which get no gradient, until it ends.
 
-    In plain autograd a parameter that a step did not use is not in its graph. Here it is an input of the node, and its
-    hooks would be called with None.
+    In plain autograd the graph of a step does not contain a parameter that it did not use. Here every parameter is an
+    input of the node, and its hooks would be called with None.
     """
-    tables = [table for each in parameters for table in _hook_tables(each)]
+    tables = [table for parameter in parameters for table in _hook_tables(parameter)]
     if tables:
-        # The engine has the only reference. It drops it also when the backward fails, and then calls nobody.
-        cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_Quiet(tables, current_task()).end)
+        # Only the engine references this callback. If the backward fails, it is dropped without being called, and
+        # `_QuietHooks.__del__` restores the hooks.
+        internals.queue_callback(_QuietHooks(tables, current_task()).end)
 
 
 def quiet_hooks(parameters: Iterable[Tensor]) -> "AbstractContextManager[object]":
-    """Keep the parameters' own gradient hooks from firing inside: `torch.autograd.grad` fires those of what it is asked
-    about, once per micro-batch. A hook belongs to the whole step, and fires when the node hands the gradient on."""
-    tables = [cast("_Table", each._backward_hooks) for each in parameters if each._backward_hooks]
-    return _Quiet(tables, None) if tables else nullcontext()
+    """Silence the gradient hooks of the parameters inside the block.
+
+    `torch.autograd.grad` fires the hooks of the tensors that it differentiates by, i.e. once per micro-batch. A hook
+    belongs to the whole step, and fires when the node passes the gradient on.
+    """
+    tables = [cast("internals.HookTable", x._backward_hooks) for x in parameters if x._backward_hooks]
+    return _QuietHooks(tables, None) if tables else nullcontext()
 
 
-_Table = dict[int, Callable[..., Any]]
-"""The hooks of a tensor as PyTorch keeps them, by the number of their handle."""
-
-
-def _hook_tables(tensor: Tensor) -> list[_Table]:
-    return [each for each in (tensor._backward_hooks, cast(Any, tensor)._post_accumulate_grad_hooks) if each]
+def _hook_tables(tensor: Tensor) -> list[internals.HookTable]:
+    return [table for table in (tensor._backward_hooks, cast(Any, tensor)._post_accumulate_grad_hooks) if table]
 
 
 class _Hook:
-    """Stands in a table for one of its hooks, and calls it unless it is to be quiet.
+    """Replaces a hook in its table, and calls it unless it is silenced.
 
-    `quiet` holds, once for everybody who asked for it, the number of a backward, or None for all of them.
+    `quiet` has one entry per active request: the number of a backward, or None for all backwards.
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
@@ -232,24 +227,26 @@ class _Hook:
         return None if None in self.quiet or current_task() in self.quiet else self.hook(*args)
 
 
-class _Quiet:
-    """Hooks that are quiet until the `end`, in one backward or in all. Others may ask for the same meanwhile."""
+class _QuietHooks:
+    """A request to silence hooks until its `end`, in one backward or in all. Requests can overlap."""
 
-    def __init__(self, tables: Sequence[_Table], task: int | None) -> None:
+    def __init__(self, tables: Sequence[internals.HookTable], task: int | None) -> None:
         self._tables, self._task = tables, task
         self._hooks: list[_Hook] = []
-        with _quieting:
+        with _hook_lock:
             for table in tables:
-                for key, hook in table.items():  # a known key: the table does not change its size
-                    stands = table[key] = hook if isinstance(hook, _Hook) else _Hook(hook)
-                    stands.quiet.append(task)
-                    self._hooks.append(stands)
+                for key, hook in table.items():
+                    # An assignment to an existing key is safe during the iteration, because the dict keeps its size.
+                    quietable = table[key] = hook if isinstance(hook, _Hook) else _Hook(hook)
+                    quietable.quiet.append(task)
+                    self._hooks.append(quietable)
 
     def end(self) -> None:
-        with _quieting:
+        with _hook_lock:
+            # `__del__` calls this again, so a second call must do nothing.
             hooks, self._hooks = self._hooks, []
-            for each in hooks:
-                each.quiet.remove(self._task)
+            for hook in hooks:
+                hook.quiet.remove(self._task)
             for table in self._tables if hooks else ():
                 for key, hook in table.items():
                     if isinstance(hook, _Hook) and not hook.quiet:
@@ -257,21 +254,22 @@ class _Quiet:
 
     __del__ = end
 
-    def __enter__(self) -> "_Quiet":
+    def __enter__(self) -> "_QuietHooks":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
 
-_quieting = threading.RLock()
+# Re-entrant: the garbage collector can call `__del__` in a thread that holds it.
+_hook_lock = threading.RLock()
 
 
 Result = TypeVar("Result")
 
 
 def graph_break(function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)``, which Dynamo does not look into."""
+    """Call ``function(*args)`` without Dynamo looking into it."""
     if torch.compiler.is_dynamo_compiling():
         function = cast("Callable[..., Result]", torch.compiler.disable(function))
     return function(*args)

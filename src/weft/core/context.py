@@ -1,10 +1,10 @@
-"""What surrounds a call in PyTorch without being an argument of it.
+"""State of PyTorch that surrounds a call without being an argument of it.
 
 Autocast, the default device and context variables belong to a *thread*. A worker thread starts without them, so a stage
-that runs there would silently compute something else. They are captured once where the user calls, entered by every
-worker, and entered again when a stage is recomputed in backward, which usually runs outside of the user's
+that runs there would silently compute something else. They are captured once in the caller's thread and entered by
+every worker. They are entered again when backward recomputes a stage, because backward usually runs outside the user's
 ``with torch.autocast(...)``. Flags that belong to the *process* (deterministic algorithms, float32 matmul precision,
-choice of kernels) need no carrying into threads, but a recomputation must see those of its forward.
+choice of kernels) apply to all threads anyway, but a recomputation must see those of its forward.
 """
 
 import contextvars
@@ -12,13 +12,11 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils._device import DeviceContext
 
-_c = cast(Any, torch)._C
+from weft.core import torch_internals as internals
 
 Phase = Literal["", "checkpointing", "recomputing"]
 
@@ -31,7 +29,7 @@ _current = _PhaseOfThread()
 
 
 def is_checkpointing() -> bool:
-    """True inside a forward whose graph is not kept, because it will be recomputed in backward.
+    """True inside a forward that keeps no graph, because it will be recomputed in backward.
 
     Example:
         >>> weft.is_checkpointing()  # outside of such a forward
@@ -59,7 +57,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def phase(name: Phase) -> Generator[None]:
-    """Tell `is_checkpointing` and `is_recomputing` where this thread is; also restored on error."""
+    """Set the phase of this thread for `is_checkpointing` and `is_recomputing`."""
     before, _current.phase = _current.phase, name
     try:
         yield
@@ -68,38 +66,28 @@ def phase(name: Phase) -> Generator[None]:
 
 
 def has_local_modes() -> bool:
-    """Whether modes or hooks of this thread alone see what runs in it, and may hold state that no other thread may
-    touch: a dispatch mode such as FlopCounterMode, a function mode other than that of a default device, hooks on what
-    autograd saves such as those of save_on_cpu."""
-    if _c._len_torch_dispatch_stack() or _c._autograd._top_saved_tensors_default_hooks(True):
+    """Whether modes or hooks of this thread observe the operators that run in it.
+
+    Examples: a dispatch mode such as FlopCounterMode, or hooks on saved tensors such as those of save_on_cpu. Their
+    state belongs to this thread, so a worker must not enter them.
+    """
+    if internals.dispatch_mode_count() or internals.saved_tensor_hooks(True):
         return True
-    count = _c._len_torch_function_stack()
-    return any(type(_c._get_function_stack_at(i)) is not DeviceContext for i in range(count))
+    # A default device is a function mode too, but a harmless one: `ExecutionContext` carries it to the workers.
+    modes = map(internals.function_mode_at, range(internals.function_mode_count()))
+    return any(type(mode) is not internals.DeviceContext for mode in modes)
 
 
-_PRECISIONS = [("generic", "all"), *product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn"))]
-"""Backend and operator of each ``torch.backends.*.fp32_precision``, after the setting that it inherits from."""
-
-
-def float32_precision(backend: str, operator: str) -> str:
-    """The precision of products in float32: "tf32", "bf16", or without rounding "ieee" or "none"."""
-    return _c._get_fp32_precision_getter(backend, operator)
-
-
-_CUDNN = ("enabled", "benchmark", "deterministic")
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
-_SWITCHES: list[tuple[Any, Any]] = [
-    *((getattr(_c, f"_get_cudnn_{name}"), getattr(_c, f"_set_cudnn_{name}")) for name in _CUDNN),
-    *((getattr(_c, f"_get_{name}_sdp_enabled"), getattr(_c, f"_set_sdp_use_{name}")) for name in _ATTENTION),
-    (_c._get_sdp_priority_order, _c._set_sdp_priority_order),
-]
-"""Getter and setter of all that ``torch.backends.cudnn.flags`` and ``torch.nn.attention.sdpa_kernel`` change. Another
-kernel rounds otherwise, and draws another dropout mask from the same seed."""
+float32_precision = internals.get_precision
+"""The precision of float32 products of a backend and operator: "tf32", "bf16", or without rounding "ieee" or "none"."""
 
 
 class ProcessFlags(NamedTuple):
-    """The process-wide switches that change what an operator computes. Of PyTorch's two interfaces for precision,
-    operators read the newer one. The `older` one raises where the newer one was set to something else: None then."""
+    """The process-wide flags that change the result of an operator.
+
+    PyTorch has two interfaces for precision, and operators read the newer one. The `older` one raises if the newer one
+    was set to a different value, and is then None.
+    """
 
     deterministic: bool
     warn_only: bool
@@ -110,34 +98,34 @@ class ProcessFlags(NamedTuple):
     @staticmethod
     def capture() -> "ProcessFlags":
         try:
-            older = torch.get_float32_matmul_precision(), _c._get_cudnn_allow_tf32()
+            older = torch.get_float32_matmul_precision(), internals.get_cudnn_tf32()
         except RuntimeError:
             older = None
         return ProcessFlags(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             older,
-            tuple([float32_precision(*key) for key in _PRECISIONS]),
-            [get() for get, _ in _SWITCHES],
+            tuple([internals.get_precision(*key) for key in internals.PRECISIONS]),
+            [get() for get, _ in internals.KERNEL_SWITCHES],
         )
 
     def establish(self) -> None:
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         if self.older is not None:
             torch.set_float32_matmul_precision(self.older[0])
-            _c._set_cudnn_allow_tf32(self.older[1])
-        # Last, since the calls above change these too. A setting that reads right already may be inherited. If it was
-        # written, a later change of the setting that it inherits from would have no effect on it.
-        for key, precision in zip(_PRECISIONS, self.precisions, strict=True):
-            if float32_precision(*key) != precision:
-                _c._set_fp32_precision_setter(*key, precision)
-        for (_, put), value in zip(_SWITCHES, self.switches, strict=True):
+            internals.set_cudnn_tf32(self.older[1])
+        # After the calls above, which change these too. A setting that already has the right value is left alone: it
+        # may be inherited, and once written it would ignore later changes of the setting that it inherits from.
+        for key, precision in zip(internals.PRECISIONS, self.precisions, strict=True):
+            if internals.get_precision(*key) != precision:
+                internals.set_precision(*key, precision)
+        for (_, put), value in zip(internals.KERNEL_SWITCHES, self.switches, strict=True):
             put(value)
 
 
 @dataclass(frozen=True)
 class ExecutionContext:
-    """The surroundings of one call, captured in the caller's thread. Grad mode is left to segments, which set it."""
+    """The surroundings of one call, captured in the caller's thread. Grad mode is not included: segments set it."""
 
     inference: bool
     device_types: tuple[str, ...]
@@ -148,7 +136,7 @@ class ExecutionContext:
 
     @staticmethod
     def capture(device_types: Iterable[str]) -> "ExecutionContext":
-        """The surroundings of this thread, as far as they concern devices of the given types."""
+        """Capture the state of this thread that concerns devices of the given types."""
         kinds = tuple(dict.fromkeys(("cpu", *device_types)))
         return ExecutionContext(
             torch.is_inference_mode_enabled(),
@@ -161,11 +149,11 @@ class ExecutionContext:
 
     @contextmanager
     def here(self) -> Generator[None]:
-        """Enter the surroundings in this thread, but with autocast off: see `casting`. Backward may be called inside of
-        an autocast that forward was not."""
+        """Enter the surroundings in this thread, with autocast off; a forward then enters `casting`."""
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
+            # Off also if the thread has it on: backward can be called inside an autocast that forward was not in.
             for kind in self.device_types:
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
@@ -175,11 +163,11 @@ class ExecutionContext:
 
     @contextmanager
     def casting(self) -> Generator[None]:
-        """Autocast as it was where the user called: for forwards alone, since backward has the dtypes that forward
-        chose. Without its cache, which would hand weights that were cast without a graph (in a checkpointed forward) to
-        a forward that needs their gradient."""
+        """Enter the autocast of the caller. Only forwards need it, because backward uses the dtypes of its forward."""
         with ExitStack() as stack:
             for kind, dtype in self.autocast:
+                # Without the cache of cast weights. A checkpointed forward casts them without a graph, and the cache
+                # would hand those to a forward that needs the gradient.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             yield
 
@@ -190,11 +178,12 @@ class ExecutionContext:
             with self.here():
                 function()
 
+        # A copy, because a context can be entered by only one thread at a time.
         self.context.copy().run(inside)
 
     @contextmanager
     def process_flags(self) -> Generator[None]:
-        """Re-establish the process-wide flags of the capture, where they have changed since."""
+        """Re-establish the process-wide flags of the capture, if they have changed since."""
         now = ProcessFlags.capture()
         if now == self.flags:
             yield

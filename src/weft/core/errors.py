@@ -1,8 +1,9 @@
-"""Errors that weft raises on purpose at every capability; `weft.errors` has all of them.
+"""Errors that several capabilities raise; `weft.errors` has all of them.
 
 Each class also derives from the built-in that PyTorch would have raised at that place, so existing ``except`` clauses
-keep working. A message says where, what was seen, what was wanted, and what to do. Errors of the user's own layers are
-never wrapped: they keep their type and traceback, and get a note (PEP 678) that names stage, micro-batch and layer.
+keep working. A message names the place, the value seen, the value wanted, and a remedy. Errors of the user's own layers
+are never wrapped, because a wrapper would hide their type from ``except``. They get a note (PEP 678) that names stage,
+micro-batch and layer.
 """
 
 import os
@@ -11,19 +12,19 @@ from types import TracebackType
 
 
 class WeftError(Exception):
-    """Base of all errors that weft raises on purpose."""
+    """Base class of all errors that weft raises."""
 
 
 class UsageError(WeftError, ValueError):
-    """Arguments that do not make sense, alone or together."""
+    """An argument is invalid, alone or together with others."""
 
 
 class SpecError(WeftError, TypeError):
-    """A value does not look as its spec says."""
+    """A value does not match its spec."""
 
 
 class BatchError(WeftError, ValueError):
-    """A mini-batch cannot be cut into, or joined from, micro-batches."""
+    """A mini-batch cannot be cut into micro-batches, or joined from them."""
 
 
 class ScheduleError(WeftError, ValueError):
@@ -31,7 +32,7 @@ class ScheduleError(WeftError, ValueError):
 
 
 class PartitionError(WeftError, ValueError):
-    """Layers cannot be spread over the stages as asked."""
+    """Layers cannot be distributed over the stages as requested."""
 
 
 class DeviceError(WeftError, RuntimeError):
@@ -39,15 +40,15 @@ class DeviceError(WeftError, RuntimeError):
 
 
 class InPlaceError(WeftError, RuntimeError):
-    """A stage wrote into a tensor that others still need."""
+    """A stage wrote into a tensor that is still needed elsewhere."""
 
 
 class DoubleBackwardError(WeftError, RuntimeError):
-    """The gradient of a gradient was asked for across a cut."""
+    """The gradient of a gradient was requested across a cut."""
 
 
 class BackwardTwiceError(WeftError, RuntimeError):
-    """Backward ran a second time over a step whose intermediates were freed."""
+    """Backward ran a second time over a step that had freed its intermediate results."""
 
 
 class RandomnessError(WeftError, RuntimeError):
@@ -59,11 +60,13 @@ class ModuleChangedError(WeftError, RuntimeError):
 
 
 class SplitError(WeftError, ValueError):
-    """A model's forward() cannot be cut there. (No TypeError: operators take one for "not implemented".)"""
+    """A model's forward() cannot be cut there."""
+
+    # Not a TypeError, because Python's operators interpret that as "not implemented".
 
 
 class GuardError(WeftError, RuntimeError):
-    """The code between blocks would go another way than when it was recorded."""
+    """The code between blocks would take another branch than when it was recorded."""
 
 
 class SkipError(WeftError, RuntimeError):
@@ -71,62 +74,59 @@ class SkipError(WeftError, RuntimeError):
 
 
 class SkipWiringError(WeftError, TypeError):
-    """The skips of a model do not fit together."""
+    """The skips of a model do not match each other."""
 
 
 class RankFailedError(WeftError, RuntimeError):
-    """Another rank of the pipeline raised; the message has its error and traceback."""
+    """Another rank of the pipeline raised an error. The message contains its traceback."""
 
 
 class RankLostError(WeftError, ConnectionError):
-    """The process of another rank of the pipeline ended, or does not answer."""
+    """The process of another rank of the pipeline ended or does not respond."""
 
 
 class WeightsError(WeftError, RuntimeError):
-    """The tensors of a file or checkpoint do not fit the model or the optimizer."""
+    """The tensors of a file or checkpoint do not match the model or the optimizer."""
 
 
 TWICE = (
     "backward ran a second time over a step whose intermediates were freed by the first; "
     "call the first backward with retain_graph=True to keep them"
 )
-"""What a `BackwardTwiceError` says."""
+"""The message of a `BackwardTwiceError`."""
 
 
 _EACH = "\n  - "
 
 
 def listed(headline: str, faults: Sequence[str]) -> str:
-    """One message out of many faults: the headline, then one line per fault."""
+    """Join faults to one message: the headline, then one line per fault."""
     return _EACH.join([headline, *faults])
 
 
 def unlisted(message: str) -> list[str]:
-    """The faults that a message lists; itself if it is no list."""
+    """The faults that a message lists, or the message itself if it is not a list."""
     first, *faults = message.split(_EACH)
     return faults or [first]
 
 
 def escaped(text: object, most: int | None = None, *, lines: bool = False) -> str:
-    """Text from elsewhere, for a terminal or a log: what is not printable is escaped, such as ``\\x1b``.
+    """Foreign text for a terminal or log, with unprintable characters escaped, e.g. ``\\x1b``.
 
-    ``most``: characters at most, cut after escaping. ``lines``: line feeds stay.
+    ``most``: maximum length after escaping. ``lines``: keep line feeds.
     """
-    found = "".join(
-        each if each.isprintable() or (lines and each == "\n") else each.encode("unicode_escape").decode("ascii")
-        for each in str(text)
+    result = "".join(
+        char if char.isprintable() or (lines and char == "\n") else char.encode("unicode_escape").decode("ascii")
+        for char in str(text)
     )
-    return found if most is None or len(found) <= most else f"{found[: most - 3]}..."
+    return result if most is None or len(result) <= most else f"{result[: most - 3]}..."
 
 
-_CALLS = ("_wrapped_call_impl", "_call_impl")  # how PyTorch calls a module's forward
+_CALLS = ("_wrapped_call_impl", "_call_impl")  # functions through which PyTorch calls a module's forward
 
 
 def shorten_traceback(error: BaseException) -> None:
-    """Leave the frames of the user's code, and the first of weft's; all of them where WEFT_FULL_TRACEBACK is 1.
-
-    What weft itself failed at, other than by an error that it raises on purpose, stays whole.
-    """
+    """Drop all frames but those of the user's code and the first one of weft, unless WEFT_FULL_TRACEBACK is 1."""
     if os.environ.get("WEFT_FULL_TRACEBACK", "0") not in ("", "0"):
         return
     entries: list[TracebackType] = []
@@ -134,24 +134,26 @@ def shorten_traceback(error: BaseException) -> None:
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
-    places = [str(each.tb_frame.f_globals.get("__name__", "")) for each in entries]
+    places = [str(entry.tb_frame.f_globals.get("__name__", "")) for entry in entries]
     ours = [k for k, place in enumerate(places) if place.startswith("weft.")]
+    # An unexpected error in weft's own code is a bug. Its report needs all frames.
     if not ours or (ours[-1] == len(entries) - 1 and not isinstance(error, WeftError)):
         return
     after: TracebackType | None = None
-    for k, each in reversed(list(enumerate(entries))):
+    for k, entry in reversed(list(enumerate(entries))):
         if k > ours[-1]:
-            hidden = each.tb_frame.f_code.co_name in _CALLS or places[k].startswith("torch.autograd.")
-        else:  # PyTorch's frames between those of weft are its doing
+            hidden = entry.tb_frame.f_code.co_name in _CALLS or places[k].startswith("torch.autograd.")
+        else:
+            # Between two frames of weft, PyTorch only passes the call on.
             hidden = k > ours[0] and places[k].startswith(("weft.", "torch.", "contextlib"))
         if not hidden:
-            each.tb_next = after
-            after = each
+            entry.tb_next = after
+            after = entry
     error.__traceback__ = after
 
 
 _NO_MEMORY = (
-    "weft: recomputation takes less memory, for the price of a second forward: give the Pipe checkpoint='except_last' "
+    "weft: recomputation takes less memory, but a second forward: give the Pipe checkpoint='except_last' "
     "or 'always', or a list with such a mode for this stage; or cut the mini-batch into more chunks, or give the "
     "device fewer layers (balance=)"
 )
@@ -163,23 +165,23 @@ _ADVICE = {
         "`if y.requires_grad: y.register_hook(...)`, or use checkpoint='never' for this stage"
     ),
     "CUDA error": (
-        "weft: a GPU reports an error late, maybe not at the stage that caused it; run again with the environment "
-        "variable CUDA_LAUNCH_BLOCKING=1 to see the place"
+        "weft: a GPU reports errors with a delay, perhaps not at the stage that caused them; run again with the "
+        "environment variable CUDA_LAUNCH_BLOCKING=1 to see the place"
     ),
     "a leaf Variable that requires grad": (
-        "weft: what a stage gets is a leaf that others may hold; use the out-of-place form of the stage's first "
-        "operation (inplace=False), or let it write into a clone"
+        "weft: the input of a stage is a leaf that other stages can hold; use the out-of-place form of the stage's "
+        "first operation (inplace=False), or let it write into a clone"
     ),
     "checkpoint is incompatible with .grad()": (
-        "weft: stages ask for gradients by torch.autograd.grad; use use_reentrant=False in torch.utils.checkpoint, or "
+        "weft: stages compute gradients by torch.autograd.grad; use use_reentrant=False in torch.utils.checkpoint, or "
         "the checkpoint= of the Pipe instead"
     ),
 }
-"""By a part of PyTorch's own words for what a layer may do alone but not inside of a segment."""
+"""Advice by a part of PyTorch's message, for operations that work in a lone layer but not inside a segment."""
 
 
 def advise(error: BaseException) -> None:
-    """Add a note to an error of PyTorch's whose words do not tell a layer's author what to do."""
+    """Add a remedy to an error of PyTorch that gives none to the author of a layer."""
     for words, advice in _ADVICE.items():
         if isinstance(error, RuntimeError) and words in str(error):
             error.add_note(advice)

@@ -1,4 +1,4 @@
-"""Public names that are loaded when they are first touched, so that importing a package stays cheap."""
+"""Public names that are loaded on first access, so that importing a package stays cheap."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -8,21 +8,22 @@ from importlib import import_module
 def attributes(
     package: str, places: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package: names by the module that they are loaded from, and modules of
-    the package itself.
+    """The ``__getattr__`` and ``__dir__`` of a package.
 
-    Both belong under ``if not TYPE_CHECKING``, beside imports for the type checker: a module with a ``__getattr__`` has
-    every name, for all that it knows.
+    `places` maps the modules to load from to their names; `modules` are modules of the package itself. Define both
+    under ``if not TYPE_CHECKING``, with imports for the type checker in the other branch: for a type checker, a module
+    with ``__getattr__`` has every name.
     """
-    home = {name: place for place, names in places.items() for name in names}
-    known = vars(sys.modules[package])
+    module_of = {name: place for place, names in places.items() for name in names}
+    namespace = vars(sys.modules[package])
 
     def load(name: str) -> object:
         if name in modules:
             return import_module(f"{package}.{name}")
-        if name not in home:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
-        known[name] = value = getattr(import_module(home[name]), name)
+        # Stored in the namespace, so that Python does not call `__getattr__` for this name again.
+        namespace[name] = value = getattr(import_module(module_of[name]), name)
         return value
 
-    return load, lambda: sorted({*known, *home, *modules})
+    return load, lambda: sorted({*namespace, *module_of, *modules})

@@ -1,12 +1,12 @@
-"""Nested values: what a model takes and returns is a tree whose leaves are tensors and other objects.
+"""Nested values, such as a model takes and returns: trees with tensors and other objects as leaves.
 
     ({"mask": m, "ids": [a, b]}, None)        flatten ->   leaves     [m, a, b, None]
                                                            structure  ({"mask": *, "ids": [*, *]}, *)
                                                            paths      [0]['mask']  [0]['ids'][0]  ...  [1]
 
-Containers are tuples, lists, dicts (in their own order), named tuples, and whatever else PyTorch knows as a container
-(``OrderedDict``, ``torch.return_types``, classes registered as pytree nodes). All else is a leaf, ``None`` included.
-This is the only file that touches ``torch.utils._pytree``. The ``nested_*`` functions are hivemind's idea.
+Containers are tuples, lists, dicts (in their own order), named tuples, and all other containers of PyTorch
+(``OrderedDict``, ``torch.return_types``, classes registered as pytree nodes). Everything else is a leaf, including
+``None``. This is the only file that uses ``torch.utils._pytree``. The ``nested_*`` functions are hivemind's idea.
 """
 
 import sys
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from weft.core.errors import SpecError
 
 Structure = pytree.TreeSpec
-"""How a value is nested. Hashable; two are equal if containers, keys and their order are equal."""
+"""The nesting of a value. Hashable; two are equal if containers, keys and their order are equal."""
 
 LEAF: Structure = pytree.tree_structure(None)
 """The structure of a value that is one leaf."""
@@ -30,12 +30,12 @@ OPEN = (
     "use a tuple, list, dict or NamedTuple, or register the class "
     "(torch.utils._pytree.register_dataclass, register_pytree_node)"
 )
-"""What to do with a class that hides tensors."""
+"""Advice for a class that hides tensors."""
 
 
 def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
-    """The leaves of ``value`` in order, and the structure that they came from. ``is_leaf``: other nodes to keep."""
-    if type(value) is torch.Tensor:  # the common case, and on the path of every micro-batch
+    """The leaves of ``value`` in order, and its structure. ``is_leaf``: other nodes to treat as leaves."""
+    if type(value) is torch.Tensor:  # the common case, in every micro-batch
         return [value], LEAF
     return pytree.tree_flatten(value, is_leaf)
 
@@ -50,7 +50,7 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Let PyTorch know the dataclasses among the leaves of ``value`` as containers, if they hold tensors."""
+    """Register the dataclasses among the leaves of ``value`` that hold tensors as containers."""
     while True:
         kinds = cast("set[type[Any]]", {type(leaf) for leaf in flatten(value)[0] if _opaque_dataclass(leaf)})
         if not kinds:
@@ -61,14 +61,15 @@ def register_dataclasses(value: Any) -> None:
 
 def _opaque_dataclass(leaf: Any) -> bool:
     kind = cast("type[Any]", type(leaf))
-    if not hasattr(kind, "__dataclass_fields__") or not all(each.init for each in fields(kind)):
+    # PyTorch rebuilds a dataclass by its constructor, so every field must be an argument of it.
+    if not hasattr(kind, "__dataclass_fields__") or not all(field.init for field in fields(kind)):
         return False
-    inside = flatten([getattr(leaf, each.name) for each in fields(kind)])[0]
-    return any(isinstance(each, torch.Tensor) or _opaque_dataclass(each) for each in inside)
+    inside = flatten([getattr(leaf, field.name) for field in fields(kind)])[0]
+    return any(isinstance(inner, torch.Tensor) or _opaque_dataclass(inner) for inner in inside)
 
 
 def nested_pack(leaves: Sequence[Any], like: Any) -> Any:
-    """The leaves, nested as ``like`` is. Raises ``SpecError`` if their number differs."""
+    """The leaves, nested like ``like``. Raises ``SpecError`` if their number differs."""
     return unflatten(flatten(like)[1], leaves)
 
 
@@ -78,33 +79,33 @@ def nested_flatten(value: Any) -> list[Any]:
 
 
 def nested_compare(a: Any, b: Any) -> bool:
-    """Whether both values have one structure: the same containers, keys, order of keys and lengths."""
+    """Whether both values have the same structure: containers, keys, order of keys and lengths."""
     return flatten(a)[1] == flatten(b)[1]
 
 
 def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
-    """``fn`` over the leaves of values of one structure; the result has that structure too.
+    """Apply ``fn`` to the leaves of values with the same structure; the result has that structure too.
 
-    Raises ``SpecError`` that names the first place where a value is nested differently from the first one.
+    Raises a ``SpecError`` that names the first place where a value is nested differently from the first one.
     """
     if not values:
         raise SpecError("map_leaves needs at least one value")
     columns: list[list[Any]] = []
-    wanted = flatten(values[0])[1]
+    expected = flatten(values[0])[1]
     for position, value in enumerate(values):
         leaves, structure = flatten(value)
-        fault = difference(wanted, structure)
+        fault = difference(expected, structure)
         if fault is not None:
             raise SpecError(f"value {position} is not nested as value 0: {fault}")
         columns.append(leaves)
-    return unflatten(wanted, [fn(*row) for row in zip(*columns, strict=True)])
+    return unflatten(expected, [fn(*row) for row in zip(*columns, strict=True)])
 
 
 nested_map = map_leaves
 
 
 def structure_paths(structure: Structure, root: str = "") -> list[str]:
-    """A readable name for every leaf, such as ``args[0]['mask']`` for the root ``args``."""
+    """A readable name for every leaf, e.g. ``args[0]['mask']`` for the root ``args``."""
     if structure.is_leaf():
         return [root]
     children = zip(_keys(structure), structure.children(), strict=True)
@@ -112,7 +113,7 @@ def structure_paths(structure: Structure, root: str = "") -> list[str]:
 
 
 def difference(wanted: Structure, seen: Structure, root: str = "") -> str | None:
-    """The first place where two structures differ, in words, or ``None`` if they are equal."""
+    """A description of the first place where two structures differ, or ``None`` if they are equal."""
     if wanted == seen:
         return None
     place = root or "the value"
@@ -124,10 +125,10 @@ def difference(wanted: Structure, seen: Structure, root: str = "") -> str | None
 
 
 def spread(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
-    """One entry of ``prefix`` per leaf: what stands there for a whole part of the value, holds for all its leaves.
+    """One entry of ``prefix`` per leaf: an entry for a part of the value is repeated for all leaves of that part.
 
-    ``prefix`` is nested as the value down to where it is neither dict, list nor tuple. Raises ``SpecError`` that names
-    the first place where the nesting differs.
+    ``prefix`` is nested like the value, down to entries that are neither dict, list nor tuple. Raises a ``SpecError``
+    that names the first place where the nesting differs.
     """
     if not isinstance(prefix, dict | list | tuple):
         return [prefix] * structure.num_leaves
@@ -142,11 +143,11 @@ def spread(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
         raise SpecError(f"{root or 'the value'} is {_describe(structure)}, but {prefix!r} is given for it")
     names = _keys(structure)
     parts = zip(entries, structure.children(), names, strict=True)
-    return [each for entry, child, name in parts for each in spread(entry, child, root + name)]
+    return [item for entry, child, name in parts for item in spread(entry, child, root + name)]
 
 
 def to_plain(structure: Structure, *, classes: bool = False) -> Any:
-    """The structure as lists, strings and keys, such as a message can carry; `from_plain` is the inverse.
+    """Encode a structure as lists, strings and keys, for a message. `from_plain` is the inverse.
 
     A leaf is ``None``; another node is ``[kind, keys, children]``. With `classes`, a class that PyTorch knows as a
     container is ``[name, None, children, context]``. Raises ``SpecError`` for a container other than tuple, list, dict,
@@ -158,21 +159,21 @@ def to_plain(structure: Structure, *, classes: bool = False) -> Any:
     name = _PLAIN.get(kind)
     if getattr(structure.context, "_fields", None) is not None:
         name = f"{structure.context.__module__}:{structure.context.__qualname__}"
-    strange = [key for key in keys or () if not isinstance(key, str | int | float | None)]
+    unsupported = [key for key in keys or () if not isinstance(key, str | int | float | None)]
     children = [to_plain(child, classes=classes) for child in structure.children()]
     if name is None and classes and _find_class(known := f"{kind.__module__}:{kind.__qualname__}") is kind:
         values, nesting = flatten(structure.context)
         return [known, None, children, [values, to_plain(nesting)]]
-    if name is None or strange:
-        what = f"a key {strange[0]!r}" if strange else f"a {kind.__name__}"
+    if name is None or unsupported:
+        culprit = f"a key {unsupported[0]!r}" if unsupported else f"a {kind.__name__}"
         raise SpecError(
-            f"{what} cannot be sent to another process; nest values in tuples, lists and dicts with str keys"
+            f"{culprit} cannot be sent to another process; nest values in tuples, lists and dicts with str keys"
         )
     return [name, keys, children]
 
 
 def from_plain(plain: Any, *, classes: bool = False) -> Structure:
-    """The structure behind what `to_plain` made. Raises ``SpecError`` for a named tuple that is unknown here; with
+    """The structure that `to_plain` encoded. Raises ``SpecError`` for a named tuple that is unknown here; with
     `classes`, also for a class that PyTorch does not know as a container."""
     if plain is None:
         return LEAF
@@ -196,44 +197,47 @@ _PLAIN: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict", OrderedDic
 def _find_class(name: str) -> Any:
     """The object of this process with the name ``module:qualname``, or None."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)  # nothing is imported for a message
+    # Only modules that are loaded already: a message must not cause an import.
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _value_of(name: str, keys: list[Any] | None, children: int) -> Any:
     """A container with None for its children."""
     values = [None] * children
-    kind = next((kind for kind, known in _PLAIN.items() if known == name), None)
+    kind = next((kind for kind, plain in _PLAIN.items() if plain == name), None)
     if kind is not None:
         return kind(zip(keys, values, strict=True)) if keys is not None else kind(values)
-    found = _find_class(name)
-    named = isinstance(found, type) and issubclass(found, tuple)
-    if not named or len(getattr(cast(Any, found), "_fields", ())) != len(values):
-        raise SpecError(f"{name} is no named tuple of {len(values)} fields in this process; define it in a module")
-    return cast(Any, tuple).__new__(found, values)  # no code of the class runs for a message
+    cls = _find_class(name)
+    is_tuple = isinstance(cls, type) and issubclass(cls, tuple)
+    if not is_tuple or len(getattr(cast(Any, cls), "_fields", ())) != len(values):
+        raise SpecError(f"{name} is not a named tuple of {len(values)} fields in this process; define it in a module")
+    # Not by calling the class: a message must not run code of its choice.
+    return cast(Any, tuple).__new__(cls, values)
 
 
 def _mapping_keys(structure: Structure) -> list[Any] | None:
-    """The keys of a dict-like node; ``None`` for every other node."""
+    """The keys of a dict, or ``None`` for every other node."""
     if not (isinstance(structure.type, type) and issubclass(structure.type, dict)):
         return None
     context = cast("list[Any]", structure.context)
-    return context[1] if issubclass(structure.type, defaultdict) else context  # a defaultdict's factory comes first
+    # The context of a defaultdict starts with its factory.
+    return context[1] if issubclass(structure.type, defaultdict) else context
 
 
 def _keys(structure: Structure) -> list[str]:
-    """How the children of a node are reached from it, as Python spells it."""
+    """The Python expressions that lead from a node to its children."""
     if (keys := _mapping_keys(structure)) is not None:
         return [f"[{key!r}]" for key in keys]
-    if (fields := getattr(structure.context, "_fields", None)) is not None:  # a named tuple's class is its context
+    if (fields := getattr(structure.context, "_fields", None)) is not None:
         return [f".{field}" for field in fields]
     return [f"[{index}]" for index in range(structure.num_children)]
 
 
 def _describe(structure: Structure) -> str:
-    """One node in words: what it is and how many children or which keys it has."""
+    """A description of one node: its type and its keys or number of children."""
     if structure.is_leaf():
         return "a leaf"
     if (keys := _mapping_keys(structure)) is not None:

@@ -1,4 +1,4 @@
-"""What a tensor must look like: shape with free axes, dtype, and whether it has a gradient.
+"""Specification of a tensor: shape with free axes, dtype, and whether it has a gradient.
 
     spec     TensorSpec((None, 3, 32, 32), float32)        None marks a free axis: any size fits
     value    a tensor of 8 x 3 x 32 x 30, float64
@@ -31,18 +31,18 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: Tensor, batch_axis: int | None = 0) -> "TensorSpec":
-        """The spec of ``tensor`` with ``batch_axis`` free; ``None``, or an axis it has not, frees none."""
+        """The spec of ``tensor`` with ``batch_axis`` free; without a free axis if it is ``None`` or does not exist."""
         shape = tuple(None if axis == batch_axis else size for axis, size in enumerate(tensor.shape))
         return TensorSpec(shape, tensor.dtype, tensor.requires_grad)
 
     def empty(self, batch: int, device: torch.device | str | None = None) -> Tensor:
-        """A sample with ``batch`` in every free axis. It holds zeros, or the first of ``values`` if 0 is not one."""
+        """A sample with ``batch`` in every free axis, filled with 0, or the first of ``values`` if 0 is not allowed."""
         shape = [batch if size is None else size for size in self.shape]
         value = 0 if self.values is None or 0 in self.values else self.values[0]
         return torch.full(shape, value, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
     def faults(self, tensor: Tensor) -> list[str]:
-        """Every way in which ``tensor`` differs from this spec, in words; empty if it fits."""
+        """A description of every difference between ``tensor`` and this spec; empty if it matches."""
         faults: list[str] = []
         if tensor.dim() != len(self.shape):
             faults.append(f"has shape {tuple(tensor.shape)}, wanted {len(self.shape)} axes: {self.shape}")

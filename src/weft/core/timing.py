@@ -1,4 +1,4 @@
-"""Time of work on devices. A GPU works after the call that launched the work has returned."""
+"""Time of work on devices. The call that launches work on a GPU returns before the work is done."""
 
 import time
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ import torch
 
 
 def time_after(devices: Iterable[torch.device]) -> float:
-    """Seconds of `time.perf_counter` after these devices have finished all work launched on them so far."""
+    """Wait until these devices have finished all launched work; return the seconds of `time.perf_counter`."""
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.synchronize(device)

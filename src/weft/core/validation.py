@@ -1,13 +1,13 @@
-"""Validation of what users give: all faults of one call are gathered and raised as one error.
+"""Validation of arguments: all faults of one call are collected and raised as one error.
 
     with Validator("invalid pool options") as check:
         check.count("max_batch_size", max_batch_size)
         check.seconds("timeout", timeout, optional=True)
         check.that(low <= high, f"low is {low}, wanted at most high, which is {high}")
 
-Seconds have an upper bound: ``float("inf")`` looks like "never", and NaN passes many a comparison, but both, like all
-beyond some three hundred years, fail much later, in a thread that works for others too (`threading.TIMEOUT_MAX`) or in
-gRPC's clock. True is an int, but nobody's number of anything.
+Seconds have an upper bound. Infinity, NaN and anything beyond about three hundred years would fail much later: in a
+thread that also works for other callers (`threading.TIMEOUT_MAX`), or in gRPC's clock. Booleans are rejected where a
+number is expected, although `bool` subclasses `int`.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,19 +19,19 @@ from weft.core.errors import SpecError, UsageError, WeftError, listed
 Result = TypeVar("Result")
 
 LONGEST = 1e9
-"""Seconds, about thirty years: stands for "for ever"."""
+"""Seconds, about thirty years, for "unlimited"."""
 
 
 class Validator:
-    """Gathers faults, and raises them as one error at the end of its block.
+    """Collects faults and raises them as one error at the end of its block.
 
     Args:
         title: first line of the error, without a colon: "invalid pool options".
         error: class of the error.
 
-    Each check returns whether the value is valid, for checks that depend on others. An exception raised inside of the
-    block passes through, and the faults with it are dropped. Raises ``error`` that lists all faults, if there are any;
-    if all are errors that `call` has caught, one alone as it is, and several of one class as that class.
+    Each check returns whether the value is valid, for checks that depend on others. An exception raised inside the
+    block passes through, and the faults are dropped. If all faults are errors that `call` has caught, a single one is
+    raised unchanged, and several of one class are raised as that class.
     """
 
     def __init__(self, title: str, error: type[WeftError] = UsageError) -> None:
@@ -51,11 +51,11 @@ class Validator:
         if len(self.errors) == 1 and not self.faults:
             raise self.errors[0]
         kinds = {*map(type, self.errors), *([self.error] if self.faults else [])}
-        faults = [*self.faults, *(str(each).replace("\n", "\n    ") for each in self.errors)]
+        faults = [*self.faults, *(str(caught).replace("\n", "\n    ") for caught in self.errors)]
         raise (kinds.pop() if len(kinds) == 1 else self.error)(listed(f"{self.title}:", faults))
 
     def call(self, check: Callable[..., Result], *args: Any) -> Result | None:
-        """What ``check(*args)`` returns; None if it raised a `WeftError`, which is noted."""
+        """Return ``check(*args)``, or None if it raised a `WeftError`, which counts as a fault."""
         try:
             return check(*args)
         except WeftError as error:
@@ -63,29 +63,28 @@ class Validator:
             return None
 
     def add(self, *faults: str) -> None:
-        """Note faults that were found elsewhere."""
         self.faults += faults
 
     def mismatch(self, *faults: str) -> None:
-        """Note values that do not match their spec: with any of these, the error is a SpecError."""
+        """Add values that do not match their spec. With any of these, the error is a SpecError."""
         if faults:
             self.error = SpecError
             self.faults += faults
 
     def that(self, valid: bool, fault: str) -> bool:
-        """Any condition, with the fault in words: name, what was seen, what was wanted."""
+        """Any condition, with a description of the fault: name, seen, wanted."""
         if not valid:
             self.faults.append(fault)
         return valid
 
     def count(self, name: str, value: Any, *, least: int = 1, optional: bool = False) -> bool:
-        """An int of at least ``least``; or None where it is optional."""
+        """An int of at least ``least``, or None if optional."""
         return self._expect(is_whole(value) and value >= least, name, value, f"an int of at least {least}", optional)
 
     def number(
         self, name: str, value: Any, *, least: float = 0.0, most: float | None = None, optional: bool = False
     ) -> bool:
-        """An int or a float from ``least`` to ``most``, and not NaN."""
+        """An int or float from ``least`` to ``most``, and not NaN."""
         fits = is_number(value) and value >= least and (most is None or value <= most)
         wanted = f"a number of at least {least:g}" if most is None else f"a number from {least:g} to {most:g}"
         return self._expect(fits, name, value, wanted, optional)
@@ -97,26 +96,24 @@ class Validator:
         return self._expect(fits, name, value, wanted, optional)
 
     def boolean(self, name: str, value: Any) -> bool:
-        """True or False."""
         return self._expect(isinstance(value, bool), name, value, "True or False")
 
     def instance(
         self, name: str, value: Any, kind: type | tuple[type, ...], wanted: str, *, optional: bool = False
     ) -> bool:
-        """A value of this kind; ``wanted`` says how one gets it."""
+        """A value of this type, which ``wanted`` describes."""
         return self._expect(isinstance(value, kind), name, value, wanted, optional)
 
     def choice(self, name: str, value: Any, choices: Iterable[Any], *, optional: bool = False) -> bool:
-        """One of several values."""
         known = list(choices)
         return self._expect(value in known, name, value, f"one of {', '.join(map(repr, known))}", optional)
 
     def known(self, names: Iterable[str], allowed: Iterable[str], what: str) -> bool:
-        """No name but those that are allowed."""
+        """Names from those that are allowed."""
         known = sorted(allowed)
-        strange = [name for name in names if name not in known]
-        self.add(*(f"{what} has {name!r}, known are {', '.join(known)}" for name in strange))
-        return not strange
+        unknown = [name for name in names if name not in known]
+        self.add(*(f"{what} has {name!r}, known are {', '.join(known)}" for name in unknown))
+        return not unknown
 
     def _expect(self, valid: bool, name: str, value: Any, wanted: str, optional: bool = False) -> bool:
         plain = value is None or isinstance(value, str | bytes | int | float)
@@ -126,22 +123,22 @@ class Validator:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether this is an int or a float; True and False are none."""
+    """Whether this is an int or float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether this is an int; True and False are none."""
+    """Whether this is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def uid_fault(uid: Any) -> list[str]:
-    """What is wrong with the name of an expert."""
+    """The fault of an expert's name, if any."""
     return [] if isinstance(uid, str) and uid else [f"uid is {uid!r}, wanted the name that its server knows it by"]
 
 
 def token_fault(value: Any) -> list[str]:
-    """What is wrong with a token, in words that do not show it."""
+    """The fault of a token, if any, in words that do not reveal the token."""
     if value is None:
         return []
     if not isinstance(value, str):

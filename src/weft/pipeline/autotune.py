@@ -45,6 +45,7 @@ from weft.core.errors import TWICE, BackwardTwiceError, advise
 from weft.core.pytree import Structure, flatten, unflatten
 from weft.core.rng import RngProbe, RngStreams
 from weft.core.segment import Function, Keep, MicroBatchContext
+from weft.core.torch_internals import queue_callback
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.pipeline_plan import PipelinePlan
 from weft.pipeline.step import PipeStep
@@ -111,7 +112,7 @@ def time_graph(outputs: Sequence[Tensor], begun: float, report: Report, clock: C
     def begins(_: object) -> None:
         if not starts:
             starts.append(clock())
-            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(ends)
+            queue_callback(ends)
 
     def ends() -> None:
         report(seconds + clock() - starts[0])

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -130,11 +130,16 @@ class Recorder:
         self._tapes: _Tapes = {}
         self._gone: SimpleQueue[_Tapes] = SimpleQueue()
 
-    def _repr_html_(self) -> str:
-        """The timeline for notebooks, with the memory if it was recorded."""
-        from weft.report.timeline import notebook_frame  # noqa: PLC0415  (a layer above: only pictures need it)
+    _draw: ClassVar[Callable[["Recorder"], str] | None] = None
 
-        return notebook_frame(self)
+    @classmethod
+    def show_by(cls, draw: Callable[["Recorder"], str]) -> None:
+        """Set the function that draws recorders in notebooks. `weft.report` does so, because it imports this module."""
+        Recorder._draw = draw
+
+    def _repr_html_(self) -> str | None:
+        """The timeline, and the memory if it was recorded, for notebooks."""
+        return None if Recorder._draw is None else Recorder._draw(self)
 
     def one_step(self) -> "Recorder":
         """An observer for one step, which records into this one. When the step is dropped without a backward, e.g.

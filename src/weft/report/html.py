@@ -1,8 +1,8 @@
-"""One self-contained HTML page: no scripts and nothing fetched, so that it can be mailed and archived.
+"""A self-contained HTML page, without scripts and without anything to fetch, so that it can be mailed and archived.
 
     tag("text", "a < b", x=3, class_="label")   ->   <text x="3" class="label">a &lt; b</text>
 
-Plain strings are escaped; `Markup` is inserted as it is. The elements are valid in HTML and well-formed as XML.
+Plain strings are escaped. `Markup` is inserted unchanged. The elements are valid in HTML and well-formed as XML.
 """
 
 import re
@@ -12,12 +12,12 @@ from html import escape
 
 AttributeValue = str | int | float
 
-# What XML 1.0 allows (section 2.2), without DEL and the control characters of U+0080 to U+009F, which it discourages.
+# All characters but those of XML 1.0 (section 2.2), and DEL and U+0080 to U+009F, which it discourages.
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 class Markup(str):
-    """Text that is markup already and is not escaped again.
+    """Text that is markup and must not be escaped.
 
     Example:
         >>> weft.report.paragraph(weft.report.Markup("<b>kept</b>"))
@@ -28,36 +28,36 @@ class Markup(str):
 
 
 def text(content: str) -> Markup:
-    """Escape plain text; control characters and lone surrogates become the replacement character."""
+    """Escape plain text. Control characters and lone surrogates become the replacement character."""
     return Markup(escape(_FORBIDDEN.sub("\ufffd", content)))
 
 
 def join(*parts: str) -> Markup:
-    """Concatenate markup, and plain text with its escapes."""
+    """Concatenate markup and plain text, which is escaped."""
     return Markup("".join(part if isinstance(part, Markup) else text(part) for part in parts))
 
 
 def number(value: AttributeValue) -> str:
-    """A number with two decimals at most; text unchanged."""
+    """A number with at most two decimals. Text is returned unchanged."""
     if isinstance(value, str):
         return value
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 def tag(name: str, *content: str, **attributes: AttributeValue | None) -> Markup:
-    """An element. In attribute names an underscore stands for a hyphen and a trailing one for nothing; None omits the
-    attribute."""
-    written = "".join(
+    """An element. In the names of attributes, an underscore becomes a hyphen, and a trailing one is dropped, so that
+    ``class_`` can be written. An attribute of None is omitted."""
+    attribute_text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(number(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{written}>{join(*content)}</{name}>")
+    return Markup(f"<{name}{attribute_text}>{join(*content)}</{name}>")
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title above what `paragraph`, `figure` and `table` make.
+    """A part of a page: a title above paragraphs, figures and tables.
 
     Example:
         >>> section = weft.report.Section("Data", [weft.report.paragraph("1,000 rows")])
@@ -68,7 +68,7 @@ class Section:
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
-    """The whole page, to be written in UTF-8.
+    """The page, to be written in UTF-8.
 
     Example:
         >>> section = weft.report.Section("Data", [weft.report.paragraph("1,000 rows")])
@@ -105,7 +105,7 @@ def figure(picture: Markup, caption: str = "") -> Markup:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """A table of plain text; the first column names the rows.
+    """A table of plain text. The first column names the rows.
 
     Example:
         >>> print(weft.report.table(["mode", "bytes"], [["full", "268 MB"]]))
@@ -116,8 +116,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
 
 
-# Pictures name classes only; all colours are here, in light and dark. The colours of kinds and curves differ in
-# lightness too, for readers who see few hues.
+# Pictures only name classes. All colours are here, for light and dark. The colours of kinds and curves differ in
+# lightness too, so that colour-blind readers can tell them apart.
 _STYLE = """
 :root {
   color-scheme: light dark;

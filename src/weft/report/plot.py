@@ -1,4 +1,7 @@
-"""Line charts as SVG: scales, round ticks, units, a legend that wraps."""
+"""Line charts as SVG: scales, round ticks, units, and a legend with line breaks.
+
+Plotting libraries are not used, because a report must not add a dependency to weft.
+"""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,16 +13,16 @@ from weft.report.html import AttributeValue, Markup, join, number, tag
 
 Point = tuple[float, float]
 
-WIDTH, LEFT, BOTTOM = 960.0, 64.0, 42.0  # of every picture in its own units, and the margins of its axes
+WIDTH, LEFT, BOTTOM = 960.0, 64.0, 42.0  # the width of every picture, in its units, and the margins of its axes
 LETTER = 6.8  # approximate width of a character
 _RIGHT, _PLOT, _LABEL, _ROW, _SAMPLE, _COLORS = 20.0, 250.0, 28.0, 20.0, 28.0, 6
-_LARGEST = 1e100  # far from the ends of float64, so that no scale overflows
+_LARGEST = 1e100  # far from the limits of float64, so that no scale overflows
 _MEAN_RADIUS = 10  # values on each side that a running mean averages
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A map from `low`..`high` of the data to `start`..`end` of the picture."""
+    """A linear map from `low`..`high` of the data to `start`..`end` of the picture."""
 
     low: float
     high: float
@@ -31,18 +34,21 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, unit: float, most: int = 6) -> list[float]:
-        """Values that are round when counted in `unit`."""
+        """Values that are round in multiples of `unit`."""
         return [value * unit for value in ticks(self.low / unit, self.high / unit, most)]
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten from `low` to `high`: at most `most`, and at least 2 if that is 5 or
-    more. `low` alone if the ends do not differ or are not finite."""
+    """Multiples of 1, 2 or 5 times a power of ten from `low` to `high`.
+
+    At most `most`, and at least 2 if `most` is 5 or more. Only `low` if the ends are equal or not finite.
+    """
     span = high - low
     if not (span > 0 and math.isfinite(span)):
         return [low]
     power = 10.0 ** math.floor(math.log10(span / most))
     for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
+        # The margin keeps a tick at an end that rounding has moved just outside.
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         if step > 0 and last - first < most:
             return [i * step for i in range(first, last + 1)]
@@ -51,13 +57,13 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of display: `factor` of the data's own units make one."""
+    """A unit for display, which is `factor` units of the data."""
 
     name: str
     factor: float
 
     def show(self, value: int | float) -> str:
-        """The value with at least three digits and the unit's name."""
+        """The value with at least three digits, and the name of the unit."""
         scaled = value / self.factor
         size = abs(scaled)
         digits = 0 if size >= 100 or size == round(size) else 1 if size >= 10 else 2
@@ -70,12 +76,12 @@ BYTES = (Unit("GiB", 2.0**30), Unit("MiB", 2.0**20), Unit("KiB", 2.0**10), Unit(
 
 
 def unit_for(largest: int | float, units: Sequence[Unit]) -> Unit:
-    """The largest unit that `largest` has at least one of; `units` in descending order."""
+    """The largest unit that is not larger than the value `largest`. `units` are in descending order."""
     return next((unit for unit in units if abs(largest) >= unit.factor), units[-1])
 
 
 def show_time(seconds: int | float) -> str:
-    """A duration in a fitting unit.
+    """Format a duration in a suitable unit.
 
     Example:
         >>> weft.report.show_time(0.0123)
@@ -85,7 +91,7 @@ def show_time(seconds: int | float) -> str:
 
 
 def show_bytes(count: int | float) -> str:
-    """A number of bytes in a fitting unit.
+    """Format a number of bytes in a suitable unit.
 
     Example:
         >>> weft.report.show_bytes(3_000_000)
@@ -110,7 +116,7 @@ def bottom_axis(x: Scale, top: float, base: float, unit: Unit, label: str) -> Ma
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows, and in which unit.
+    """The label and unit of an axis.
 
     Example:
         >>> x, y = weft.report.Axis("step"), weft.report.Axis("loss")
@@ -130,8 +136,9 @@ def line_chart(
     thin: Collection[str] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> Markup:
-    """Draw named lines, those in `thin` faintly, without points that are not finite. The y axis begins at 0, or at the
-    smallest value if that is below. `marks`: where on the x axis something happened, and what.
+    """Draw named lines, those in `thin` faintly. Points that are not finite are omitted.
+
+    The y axis begins at 0, or at the smallest value if that is negative. `marks`: labelled positions on the x axis.
 
     Example:
         >>> x, y = weft.report.Axis("steps"), weft.report.Axis("MB")
@@ -146,7 +153,7 @@ def line_chart(
     }
     parts: list[str] = []
     left, top = LEFT, 14.0
-    for i, name in enumerate(drawn):  # the legend, in as many rows as it takes
+    for i, name in enumerate(drawn):  # the legend, in as many rows as necessary
         space = _SAMPLE + 34 + len(name) * LETTER
         if left > LEFT and left + space > WIDTH - _RIGHT:
             left, top = LEFT, top + _ROW
@@ -156,6 +163,7 @@ def line_chart(
         left += space
     top += 6 + _LABEL
     base = top + _PLOT
+    # With a point at 0, because the y axis includes 0, and because zip needs at least one point.
     xs, ys = zip(*(point for curve in drawn.values() for point in curve), (0.0, 0.0), strict=True)
     seen = [(float(at), words) for at, words in marks if abs(at) < _LARGEST]
     inside = [*xs[:-1], *(at for at, _ in seen)] or xs
@@ -172,11 +180,11 @@ def line_chart(
         path = " ".join(f"{number(across(a))},{number(up(b))}" for a, b in curve)
         style = f"line color-{i % _COLORS}{' faint' * (name in thin)}"
         parts += [tag("polyline", tag("title", name), points=path, class_=style)] * bool(curve)
-    return svg(title, base + BOTTOM, *parts, *_marked(seen, across, top, base))
+    return svg(title, base + BOTTOM, *parts, *_draw_marks(seen, across, top, base))
 
 
-def _marked(marks: Iterable[tuple[float, str]], across: Scale, top: float, base: float) -> Iterator[Markup]:
-    """Vertical lines, each with its words in a row of its own, on the side where there is more room."""
+def _draw_marks(marks: Iterable[tuple[float, str]], across: Scale, top: float, base: float) -> Iterator[Markup]:
+    """Vertical lines, each with its words in a separate row, on the side with more room."""
     for row, (value, words) in enumerate(marks):
         at = across(value)
         to_the_left = at > (across.start + across.end) / 2
@@ -188,8 +196,9 @@ def _marked(marks: Iterable[tuple[float, str]], across: Scale, top: float, base:
 def memory_curve(
     curves: Mapping[str, Sequence[tuple[float, int]]], *, title: str = "Live activation bytes over time"
 ) -> Markup:
-    """Draw named curves of (seconds, bytes from then on), each with its peak in the legend. A time before that of its
-    predecessor, as two threads may report it, is drawn at the predecessor's.
+    """Draw named curves of (seconds, bytes from then on), each with its peak in the legend.
+
+    Two threads can report out of order. A time before that of its predecessor is drawn at the predecessor's time.
 
     Example:
         >>> svg = weft.report.memory_curve({"stage 0": [(0.0, 0), (0.1, 4096), (0.3, 0)]})
@@ -198,17 +207,17 @@ def memory_curve(
     for name, points in curves.items():
         ordered = list(zip(accumulate((t for t, _ in points), max), (float(b) for _, b in points), strict=True))
         corners = ordered[:1]
-        for (_, before), (t, after) in pairwise(ordered):  # each value holds until the next
+        for (_, before), (t, after) in pairwise(ordered):  # each value is valid until the next
             corners += [(t, before), (t, after)]
         lines[f"{name}, peak {show_bytes(max((b for _, b in points), default=0))}"] = corners
-    every = [point for corners in lines.values() for point in corners]
-    time = unit_for(max((t for t, _ in every), default=0.0), SECONDS)
-    size = unit_for(max((b for _, b in every), default=0.0), BYTES)
+    drawn = [point for corners in lines.values() for point in corners]
+    time = unit_for(max((t for t, _ in drawn), default=0.0), SECONDS)
+    size = unit_for(max((b for _, b in drawn), default=0.0), BYTES)
     return line_chart(lines, title=title, x=Axis(f"time in {time.name}", time), y=Axis(size.name, size))
 
 
 def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label: str = "loss") -> Markup:
-    """Draw the loss of every step, thin, and its running mean. Losses that are not finite are left out.
+    """Draw the loss of every step, faintly, and its running mean. Losses that are not finite are omitted.
 
     Example:
         >>> svg = weft.report.loss_curve([3.0, 2.0, 1.5], title="Loss of three steps")
@@ -216,7 +225,7 @@ def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label
     points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if abs(loss) < _LARGEST]
     means: list[Point] = []
     for i, (step, _) in enumerate(points):
-        # As many values before a point as behind it: a mean over the past alone lags behind, above a loss that falls.
+        # The mean is centred, because a mean over earlier values alone would lie above a falling loss.
         radius = min(_MEAN_RADIUS, i, len(points) - 1 - i)
         means.append((step, fmean(loss for _, loss in points[i - radius : i + radius + 1])))
     lines = {"every step": points, "running mean": means}

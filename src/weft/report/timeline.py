@@ -1,6 +1,6 @@
-"""A step drawn: what ran when, above what was forecast; what crosses between stages; a trace for Perfetto.
+"""Drawings of a step: measured times above forecast times, and values that cross stages. A trace for Perfetto.
 
-stage 0  ▐F0▌▐F1▌▐F2▌          ▐─B0─▌▐─B1─▌      measured: a bar per event, with its micro-batch
+stage 0  ▐F0▌▐F1▌▐F2▌          ▐─B0─▌▐─B1─▌      measured: a bar for each event, with its micro-batch
          [F0][F1][F2]          [ B0 ][ B1 ]      forecast: outlines on the same axis
 stage 1      ▐F0▌▐─B0─▌▐F1▌▐─B1─▌
 """
@@ -31,19 +31,20 @@ from weft.report.plot import (
 )
 
 KINDS = {"F": "forward", "B": "backward", "R": "recompute", "I": "input gradient", "W": "weight gradient"}
-"""The kinds of events. The page's style has a class ``kind-F`` and so on, with the colour of each."""
+"""The kinds of events. The style of the page has a class with a colour for each: ``kind-F`` and so on."""
 
 _RIGHT, _TOP = 12.0, 34.0
 _BAR, _OUTLINE, _GAP = 26.0, 18.0, 16.0
-_REST, _CURVE = 240, 420  # pixels of a notebook's frame around the lanes, and of the memory curve
-_COLUMN, _LINE = 90.0, 22.0  # of what crosses: from stage to stage, from value to value
+_REST, _CURVE = 240, 420  # pixels of a frame in a notebook, besides the lanes, and of the memory curve
+_COLUMN, _LINE = 90.0, 22.0  # distances in the picture of routes: from stage to stage, from value to value
 
 
 def timeline(
     events: Sequence[ActionEvent], forecast: Forecast | None = None, *, title: str = "Timeline of a step"
 ) -> Markup:
-    """Draw the events of one run, with the forecast of the same schedule as outlines below each stage. Times count from
-    the first event, where the forecast starts as well. A bar shows kind and micro-batch where they fit.
+    """Draw the events of one run, with the forecast of the same schedule as outlines below each stage.
+
+    Times count from the first event, where the forecast starts too. A bar shows kind and micro-batch if they fit.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
@@ -70,7 +71,7 @@ def timeline(
 
 
 def live_bytes(recorder: Recorder) -> list[tuple[float, int]]:
-    """The recorder's memory curve in seconds from its first event, where nothing is alive yet.
+    """The memory curve of a recorder, in seconds from its first event, at which no bytes are alive.
 
     Example:
         >>> recorder = weft.Recorder(memory=True)
@@ -81,19 +82,19 @@ def live_bytes(recorder: Recorder) -> list[tuple[float, int]]:
 
 
 def notebook_frame(recorder: Recorder) -> Markup:
-    """The timeline of a recorder's events, and its memory curve where bytes were counted: a page within a notebook's
-    page, so that neither style affects the other."""
+    """The timeline of a recorder's events, and its memory curve if bytes were counted."""
+    # A page in a frame, so that its style and that of the notebook do not affect each other.
     stages = 1 + max((event.action.stage for event in recorder.events), default=0)
     pictures = [figure(timeline(recorder.events))]
     if recorder.bytes:
         pictures.append(figure(memory_curve({"alive for backward": live_bytes(recorder)})))
     height = _REST + int(_BAR + _GAP + 6) * stages + _CURVE * bool(recorder.bytes)
-    whole = page(f"{len(recorder.events)} recorded actions", [Section("Timeline", pictures)])
-    return tag("iframe", srcdoc=whole, style=f"width: 100%; height: {height}px; border: 0")
+    content = page(f"{len(recorder.events)} recorded actions", [Section("Timeline", pictures)])
+    return tag("iframe", srcdoc=content, style=f"width: 100%; height: {height}px; border: 0")
 
 
 def routes(values: Sequence[CrossingValue], stages: int, *, title: str) -> Markup:
-    """Draw ``pipe.routes`` of a pipe with so many stages: a line from its source to its readers for each value.
+    """Draw ``pipe.routes`` of a pipe with so many stages: for each value, a line from its source to its readers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
@@ -112,15 +113,17 @@ def routes(values: Sequence[CrossingValue], stages: int, *, title: str) -> Marku
         tip = tag("title", f"{name}: stage {source} to {', '.join(map(str, readers))}")
         parts.append(tag("line", tip, x1=columns[source], y1=y, x2=columns[max(readers)], y2=y, class_="axis"))
         parts.append(tag("circle", cx=columns[source], cy=y, r=4, class_="axis"))
-        parts += [tag("path", d=f"M{columns[each] - 7} {y - 4} l7 4 l-7 4 z", class_="axis") for each in readers]
+        arrows = [columns[reader] for reader in readers]
+        parts += [tag("path", d=f"M{x - 7} {y - 4} l7 4 l-7 4 z", class_="axis") for x in arrows]
         words = f"{name}, {show_bytes(size)}"
         parts.append(tag("text", words, x=columns[-1] + 16, y=y + 4, class_="tick start"))
     return svg(title, base, *parts)
 
 
 def trace(events: Sequence[ActionEvent], *, name: str = "weft") -> dict[str, Any]:
-    """A recording in the Chrome trace-event format ("Trace Event Format", Google): one process of this name with a
-    track per thread; times count from the first event.
+    """A recording in Google's "Trace Event Format": one process of this name, with a track per thread.
+
+    Times count from the first event.
 
     Example:
         >>> weft.report.trace(weft.Recorder().events, name="step")["traceEvents"][0]["args"]
@@ -129,12 +132,12 @@ def trace(events: Sequence[ActionEvent], *, name: str = "weft") -> dict[str, Any
     begin = min((event.start for event in events), default=0.0)
     threads = {thread: number for number, thread in enumerate(sorted({event.thread for event in events}))}
     tracks = [("process_name", name, 0), *(("thread_name", thread, number) for thread, number in threads.items())]
-    made: list[dict[str, Any]] = [
-        {"name": kind, "ph": "M", "pid": 0, "tid": number, "args": {"name": named}} for kind, named, number in tracks
+    entries: list[dict[str, Any]] = [
+        {"name": kind, "ph": "M", "pid": 0, "tid": number, "args": {"name": label}} for kind, label, number in tracks
     ]
     for event in events:
         stage, _, micro_batch = event.action
-        made.append(
+        entries.append(
             {
                 "name": f"{stage}{event.kind}{micro_batch}",
                 "cat": KINDS[event.kind],
@@ -146,11 +149,11 @@ def trace(events: Sequence[ActionEvent], *, name: str = "weft") -> dict[str, Any
                 "args": {"stage": stage, "micro-batch": micro_batch},
             }
         )
-    return {"traceEvents": made, "displayTimeUnit": "ms"}
+    return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
 def write_trace(path: Path | str, events: Sequence[ActionEvent], *, name: str = "weft") -> Path:
-    """Write `trace` to a JSON file, which https://ui.perfetto.dev opens, and return its path.
+    """Write `trace` to a JSON file for https://ui.perfetto.dev, and return its path.
 
     Example:
         >>> import pathlib, tempfile
@@ -163,12 +166,12 @@ def write_trace(path: Path | str, events: Sequence[ActionEvent], *, name: str = 
 
 
 def _bar(x: Scale, top: float, kind: str, action: Action, start: float, end: float, *, outline: bool = False) -> Markup:
-    """One action, or the outline of its forecast below."""
+    """The bar of an action, or the outline of its forecast below it."""
     left, width = x(start), max(0.5, x(end) - x(start))
     when = f"{show_time(start)} to {show_time(end)}, takes {show_time(end - start)}"
     where = f"stage {action.stage}, micro-batch {action.micro_batch}"
     tip = tag("title", f"{'forecast' if outline else 'measured'}: {KINDS[kind]}, {where}; {when}")
-    # Outlines are a little narrower, so that neighbours do not share a stroke.
+    # Outlines are slightly narrower, so that neighbours do not share a stroke.
     inset, y, height = (0.75, top + _BAR + 3, _OUTLINE) if outline else (0.0, top, _BAR)
     style = f"{'outline' if outline else 'bar'} kind-{kind}"
     inside = max(0.5, width - 2 * inset)
@@ -180,7 +183,7 @@ def _bar(x: Scale, top: float, kind: str, action: Action, start: float, end: flo
 
 
 def _legend(kinds: Sequence[str], forecast: bool) -> Markup:
-    """A row of samples on top."""
+    """A row of samples at the top."""
     samples = [(f"bar kind-{kind}", f"{kind}  {KINDS[kind]}") for kind in kinds]
     samples += [("outline", "outline: the forecast")] * forecast
     parts: list[str] = []

@@ -1,10 +1,10 @@
-"""torchgpipe's names, on top of `weft.Pipe`: a program that used it changes one import.
+"""The interface of torchgpipe, implemented on `weft.Pipe`: a program that uses torchgpipe changes one import.
 
     from torchgpipe import GPipe                     from weft.compat.torchgpipe import GPipe
     from torchgpipe.balance import balance_by_time   from weft.compat.torchgpipe.balance import balance_by_time
     from torchgpipe.skip import skippable, ...       from weft.compat.torchgpipe.skip import skippable, ...
 
-torchgpipe (Kim et al., arXiv 2004.09910) is the source of the design. docs/torchgpipe.md lists what is different here.
+torchgpipe (Kim et al., arXiv 2004.09910) is the source of the design. docs/torchgpipe.md lists the differences.
 """
 
 from collections.abc import Iterable
@@ -16,6 +16,7 @@ from torch import nn
 from weft.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import PartitionError, UsageError
+from weft.core.torch_internals import parse_to
 from weft.pipeline.config import places_of, sizes_of
 from weft.pipeline.partition import balance_by_size, balance_by_time
 from weft.pipeline.pipe import Pipe
@@ -34,14 +35,14 @@ _MOVED = (
 
 
 class GPipe(Pipe):
-    """`weft.Pipe` with the arguments and the manners of ``torchgpipe.GPipe``.
+    """`weft.Pipe` with the arguments and behaviour of ``torchgpipe.GPipe``.
 
-    `balance` must be given; `balance_by_time` and `balance_by_size` find one. `devices` are all CUDA devices by
-    default; what is too much is left out. `chunks` may be a whole float. Put the target on ``devices[-1]``, where the
-    output is.
+    `balance` is required. `balance_by_time` and `balance_by_size` compute one. `devices` are all CUDA devices by
+    default, and surplus devices are ignored. `chunks` can be a whole float. Put the target on ``devices[-1]``, where
+    the output is.
 
-    Raises TypeError when the module is no `nn.Sequential` or its skips do not fit; ValueError for other
-    arguments; IndexError when there are fewer devices than partitions.
+    Raises TypeError if the module is not an `nn.Sequential` or its skips do not match, IndexError if there are fewer
+    devices than partitions, and ValueError for other invalid arguments.
 
     Example:
         >>> from weft.compat.torchgpipe import GPipe
@@ -77,28 +78,29 @@ class GPipe(Pipe):
                 batch_dim=batch_dim,
             )
         except PartitionError as error:
-            if sum(sizes) == len(module) and min(sizes) > 0:  # so there are too few devices
+            # The balance is valid, so the fault is too few devices, for which torchgpipe raises an IndexError.
+            if sum(sizes) == len(module) and min(sizes) > 0:
                 raise IndexError(str(error)) from error
             raise
         self.register_load_state_dict_pre_hook(_with_plain_keys)
 
     def cuda(self, device: Device | None = None) -> NoReturn:
-        """Refused with TypeError, as `to` another device."""
+        """Raise TypeError, as `to` does for a device."""
         raise TypeError(_MOVED)
 
     def cpu(self) -> NoReturn:
-        """Refused with TypeError, as `to` another device."""
+        """Raise TypeError, as `to` does for a device."""
         raise TypeError(_MOVED)
 
     def to(self, *args: Any, **kwargs: Any) -> "GPipe":
-        """As `nn.Module.to` for dtypes. Raises TypeError for a device: GPipe places its layers itself."""
-        if cast(Any, torch._C)._nn._parse_to(*args, **kwargs)[0] is not None:  # as nn.Module.to reads them
+        """Change dtypes like `nn.Module.to`. Raises TypeError for a device, because GPipe places its layers itself."""
+        if parse_to(*args, **kwargs)[0] is not None:
             raise TypeError(_MOVED)
         return super().to(*args, **kwargs)
 
 
 def _with_plain_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename, in place, what torchgpipe called ``partitions.<number>.<key>`` to the key, where we have it."""
+    """Rename, in place, torchgpipe's keys ``partitions.<number>.<key>`` to ``<key>``, if the module has that layer."""
     for key in [key for key in state if key.startswith(f"{prefix}partitions.")]:
         number, _dot, rest = key.removeprefix(f"{prefix}partitions.").partition(".")
         if number.isdigit() and rest.split(".")[0] in module._modules:

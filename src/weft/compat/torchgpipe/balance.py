@@ -1,4 +1,4 @@
-"""``torchgpipe.balance``."""
+"""Replacement for ``torchgpipe.balance``."""
 
 from weft.pipeline.partition import balance_by_size, balance_by_time
 

@@ -1,4 +1,4 @@
-"""``torchgpipe.batchnorm``: a batch norm that counts the micro-batches of a mini-batch by itself."""
+"""Replacement for ``torchgpipe.batchnorm``: a batch norm that counts the micro-batches of a mini-batch itself."""
 
 from torch import Tensor, nn
 
@@ -13,8 +13,10 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class CountingBatchNorm(batchnorm.DeferredBatchNorm):
-    """`weft.DeferredBatchNorm` with torchgpipe's arguments: outside of a pipe it updates its running statistics after
-    every `chunks` calls in training. Raises UsageError if `chunks` is no whole number from 1 up.
+    """`weft.DeferredBatchNorm` with torchgpipe's arguments.
+
+    Outside a pipe, in training, it updates its running statistics after every `chunks` calls. Raises UsageError if
+    `chunks` is not a positive int.
 
     Example:
         >>> from weft.compat.torchgpipe.batchnorm import DeferredBatchNorm
@@ -29,10 +31,10 @@ class CountingBatchNorm(batchnorm.DeferredBatchNorm):
         self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True, chunks: int = 1
     ) -> None:
         super().__init__(num_features, eps, momentum, affine)
-        self.chunks = _counted(chunks)
+        self.chunks = _checked_chunks(chunks)
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `weft.DeferredBatchNorm`."""
+        """Normalize like `weft.DeferredBatchNorm`."""
         alone = self.training and batchnorm._current.step is None and not is_recomputing()
         if alone and None not in self.gathered:
             self.begin()
@@ -51,23 +53,24 @@ class CountingBatchNorm(batchnorm.DeferredBatchNorm):
 
         Returns `module`, or its replacement if it is a batch norm itself. Parameters and buffers are kept, not copied.
         """
-        counted = _counted(chunks)
+        count = _checked_chunks(chunks)
         if isinstance(module, CountingBatchNorm):
-            module.chunks = counted
+            module.chunks = count
         elif type(module) in _PLAIN and getattr(module, "running_mean", None) is not None:
-            made = CountingBatchNorm.__new__(CountingBatchNorm)
-            made.__dict__.update(module.__dict__)
-            made.chunks = counted
-            return made
+            # Not by the constructor, which would make new parameters and lose hooks.
+            converted = CountingBatchNorm.__new__(CountingBatchNorm)
+            converted.__dict__.update(module.__dict__)
+            converted.chunks = count
+            return converted
         for name, child in module.named_children():
-            module._modules[name] = CountingBatchNorm.convert_deferred_batch_norm(child, counted)
+            module._modules[name] = CountingBatchNorm.convert_deferred_batch_norm(child, count)
         return module
 
 
 DeferredBatchNorm = CountingBatchNorm
 
 
-def _counted(chunks: object) -> int:
+def _checked_chunks(chunks: object) -> int:
     if not is_whole(chunks) or chunks < 1:
         raise UsageError(f"chunks is {chunks!r}, wanted a whole number of micro-batches from 1 up")
     return chunks

@@ -1,4 +1,4 @@
-"""``torchgpipe.skip``."""
+"""Replacement for ``torchgpipe.skip``."""
 
 from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
 
