@@ -1,16 +1,17 @@
 """Executors walk a schedule: one action after another in the caller's thread, or each worker in its own thread.
 
-    walk(schedule, perform, given, ...)   given: what the caller puts into the mailboxes before the start
-                                          result: what left the run, by address
+    walk(schedule, perform, given, ...)   given: messages that the caller puts into the mailboxes before the start
+                                          result: messages that left the run, by address
 
-`StepState.perform` does the work under every executor, so all give the same numbers. Values and gradients wait in
-mailboxes until their stage takes them: a mailbox belongs to one worker and one walk. Every worker may put; only the
-owner takes, so what has arrived lies in a private dictionary and needs no lock. Closing a mailbox wakes its worker:
-none waits for a sender that failed. A walk ends in `commit` or `abort`: it counts in all processes that take part, or
-in none. The protocol holds nothing that needs shared memory.
+`StepState.perform` does the work under every executor, so all compute the same numbers. Values and gradients wait in
+mailboxes until their stage takes them. A mailbox belongs to one worker and one walk. Every worker can put messages, but
+only the owner takes them, so the messages that have arrived are in a private dictionary and need no lock. Closing a
+mailbox wakes its worker, so that it does not wait for a sender that failed. A walk ends in `commit` or `abort`: it
+counts in all processes that take part, or in none. The protocol does not need shared memory.
 
-Workers are threads that outlive the walk, since starting one costs more than a small action. They hold nothing
-between walks, not even the executor; when it is dropped, they end.
+Workers are threads that outlive the walk, because starting a thread costs more than a small action. A pool of tasks
+would not do: every action would pay for a task, and its tensors would change threads and caches. Threads hold no
+references between walks, not even to the executor. They end when the executor is freed.
 """
 
 import os
@@ -34,11 +35,11 @@ Report = TypeVar("Report")
 
 
 class WalkAborted(Exception):
-    """The walk was given up while a worker waited; the walk keeps the reason, not this exception."""
+    """The walk was aborted while a worker waited. The walk keeps the reason, and not this exception."""
 
 
 class LocalQueue:
-    """The messages of a serial walk, where one thread puts and takes, or of what left the run: a plain dictionary."""
+    """Messages of a serial walk, or messages that left the run. A plain dictionary, because one thread uses it."""
 
     def __init__(self) -> None:
         self.messages: dict[Address, Any] = {}
@@ -46,7 +47,7 @@ class LocalQueue:
 
 
 class Mailbox:
-    """The messages to one worker of a threaded walk. `take` waits for the sender, `close` ends the waiting."""
+    """Messages to one worker of a threaded walk. `receive` waits for the sender, and `close` ends the waiting."""
 
     def __init__(self) -> None:
         self._arriving: SimpleQueue[tuple[Address | None, Any]] = SimpleQueue()
@@ -56,12 +57,12 @@ class Mailbox:
         self._arriving.put((address, value))
 
     def receive(self, address: Address, /) -> Any:
-        """The value at `address`, as soon as it is there. Raises Closed when the walk is given up first."""
+        """Wait for the value at `address`. Raises WalkAborted when the walk is aborted first."""
         arrived = self._arrived
         while address not in arrived:
             at, value = self._arriving.get()
             if at is None:
-                self._arriving.put((None, None))  # stays closed for the next take
+                self._arriving.put((None, None))  # so that the next call finds it closed too
                 raise WalkAborted
             arrived[at] = value
         return arrived.pop(address)
@@ -72,28 +73,26 @@ class Mailbox:
 
 Inbox = LocalQueue | Mailbox
 Outboxes = Sequence[Inbox]
-"""For every stage the mailbox of its worker; the last one, which is at OUTSIDE, holds what leaves the run."""
+"""The mailbox of the worker of every stage. The last one, at index OUTSIDE, holds the messages that leave the run."""
 Perform = Callable[[Action, Inbox, Outboxes], None]
 
 
 @contextmanager
 def working() -> Generator[None]:
-    """The modes of every walk: no graph but where a segment makes one, and backward in the thread that asks for it.
-
-    By default PyTorch walks the nodes of a CUDA device in one thread: the very one which waits for this walk when
-    ``loss.backward()`` started it.
-    """
+    """The modes of every walk: only segments make graphs, and backward runs in the thread that calls it."""
+    # By default PyTorch runs all nodes of a CUDA device in one thread. If `loss.backward()` started this walk, that
+    # thread is waiting for the walk, so a backward inside of it would deadlock.
     with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
 
 
 class SerialExecutor:
-    """All actions in the caller's thread, the micro-batch that has come furthest first; base of other executors."""
+    """Runs all actions in the caller's thread, the furthest micro-batch first. Base class of other executors."""
 
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
     ) -> dict[Address, Message]:
-        """Perform every action of the schedule in a valid order; return what left the run.
+        """Perform every action of the schedule in a valid order. Returns the messages that left the run.
 
         The first exception of an action ends the walk and is raised here, with its own traceback.
         """
@@ -118,33 +117,35 @@ class SerialExecutor:
         return True
 
     def open(self, what: str) -> None:
-        """Begin a call that ends in `commit` or `abort`: a walk, and everything around it that can fail. `what` is its
-        name in messages. Does nothing if the call has begun."""
+        """Start a call that ends in `commit` or `abort`: a walk, and everything around it that can fail. `what` is its
+        name in messages. Does nothing if the call was started already."""
 
     def exchange_gradients(
         self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
     ) -> dict[int, dict[int, Tensor]]:
-        """Gradients of parameters, by worker and by the parameter's id(). Those of `borrowed` copies go to the owners.
-        Those of copies that this process lent are added. Between `open` and `commit`."""
+        """Exchange gradients of parameters with other processes, by worker and by the parameter's id().
+
+        Gradients of `borrowed` copies go to their owners. Gradients of copies that this process lent are added. Call it
+        between `open` and `commit`.
+        """
         return by_worker
 
     def commit(self, report: Report) -> list[Report]:
         """End a call that succeeded here. Returns the reports of all processes that took part, by worker.
 
-        Raises the failure of another process, if there was one. Here no other process takes part.
+        Raises the failure of another process, if there was one. With this executor, no other process takes part.
         """
         return [report]
 
     def abort(self, error: BaseException) -> None:
-        """End a call that failed here, so that it fails in every process."""
+        """End a call that failed in this process, so that it fails in every process."""
 
 
 class ThreadExecutor(SerialExecutor):
     """One persistent thread per worker of the schedule, started at the first walk.
 
-    On CPU each gets its share of the caller's intra-op threads. They are in one walk at a time; who comes meanwhile
-    walks by himself. He could not wait: it may be a layer of this very walk that calls, or somebody whom one of its
-    layers waits for.
+    On the CPU each thread gets its share of the caller's intra-op threads. The workers execute one walk at a time. A
+    concurrent call runs serially in its own thread.
     """
 
     def __init__(self, name: str = "pipe") -> None:
@@ -152,73 +153,77 @@ class ThreadExecutor(SerialExecutor):
         self._jobs: list[SimpleQueue[_Job | None]] = []
         self._intra_op = 0
         self._walking = threading.Lock()
-        self._finalizer = weakref.finalize(self, _dismiss, self._jobs)
+        self._finalizer = weakref.finalize(self, _end_threads, self._jobs)
         _executors.add(self)
 
     @property
     def workers(self) -> int:
-        """How many threads there are now."""
+        """The number of threads alive."""
         return len(self._jobs)
 
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
     ) -> dict[Address, Message]:
-        """See `SerialExecutor.walk`. On KeyboardInterrupt the workers stop after the action that each is in.
+        """See `SerialExecutor.walk`. On KeyboardInterrupt each worker stops after its present action.
 
-        Under modes or hooks of the calling thread all is done in that thread: workers would run without them.
+        Under modes or hooks of the calling thread the walk runs in that thread, because workers do not have them.
         """
         walking = self._walking
+        # A second walk does not wait for the first. Waiting could deadlock: the caller may be a layer of the running
+        # walk, or a thread that such a layer waits for.
         if has_local_modes() or not walking.acquire(blocking=False):
             return super().walk(schedule, perform, given, ambient)
         try:
-            self._hire(len(schedule.workers))
+            self._start_threads(len(schedule.workers))
             walk = _Walk(schedule, perform, given)
             try:
                 walk.start(self._jobs, ambient)
                 walk.wait()
             except BaseException as interrupt:
-                walk.give_up(interrupt)
-                # The interrupt may have hit between two steps of counting: ask the workers themselves, who have
-                # ended the walk when they get to the next job, which does nothing.
-                self._tell_all(int)
-                walk.forget()
+                walk.abort(interrupt)
+                # The count of running workers is not reliable, because the interrupt can hit between two steps of
+                # counting. So every worker gets an empty job. It has left the walk when it reaches that job.
+                self._call_in_all(int)
+                walk.clear_error()
                 raise
             return walk.result()
         finally:
             walking.release()
 
     def close(self) -> None:
-        """Dismiss the threads, after the walk that they may be in; a later walk starts new ones."""
+        """End the threads, after the walk in progress if there is one. A later walk starts new threads."""
         with self._walking:
-            _dismiss(self._jobs)
+            _end_threads(self._jobs)
 
-    def forked(self) -> None:
-        """In a child: neither the threads nor who may have been in a walk are there."""
+    def reset_after_fork(self) -> None:
+        """Reset the state in a forked child, where neither the threads nor a walk in progress exist."""
         self._jobs.clear()
         self._intra_op = 0
         self._walking = threading.Lock()
 
-    def _hire(self, count: int) -> None:
-        """Have at least `count` threads, each with its share of intra-op threads."""
+    def _start_threads(self, count: int) -> None:
+        """Start threads until there are `count`, each with its share of intra-op threads."""
         for number in range(len(self._jobs), count):
             jobs: SimpleQueue[_Job | None] = SimpleQueue()
             self._jobs.append(jobs)
             try:
                 threading.Thread(target=_work, args=(jobs,), name=f"weft-{self._name}-{number}", daemon=True).start()
-            except BaseException:  # no thread, or an interrupt and nobody knows: later walks must not wait for it
+            except BaseException:
+                # The start failed or was interrupted, so it is not known whether a thread reads this queue. Remove it,
+                # or later walks block on it.
                 self._jobs.remove(jobs)
                 jobs.put(None)
                 raise
             self._intra_op = 0
-        here = torch.get_num_threads()
-        share = max(1, here // max(1, count))
+        of_caller = torch.get_num_threads()
+        share = max(1, of_caller // max(1, count))
         if share != self._intra_op:
             self._intra_op = share
-            self._tell_all(partial(_take_share, share))
-            # The setting is per thread, but the last one set is also what threads that start later inherit.
-            torch.set_num_threads(here)
+            self._call_in_all(partial(_set_intra_op_threads, share))
+            # The setting is per thread, but threads that start later inherit the last value that was set anywhere.
+            torch.set_num_threads(of_caller)
 
-    def _tell_all(self, call: Callable[[], object]) -> None:
+    def _call_in_all(self, call: Callable[[], object]) -> None:
         done: SimpleQueue[None] = SimpleQueue()
         for jobs in self._jobs:
             jobs.put((call, done))
@@ -229,27 +234,29 @@ class ThreadExecutor(SerialExecutor):
 _executors: weakref.WeakSet[ThreadExecutor] = weakref.WeakSet()
 
 
-def _forked() -> None:
+def _reset_all_after_fork() -> None:
     for executor in list(_executors):
-        executor.forked()
+        executor.reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_reset_all_after_fork)
 
 
-def _take_share(threads: int) -> None:
-    """Let this thread use so many intra-op threads."""
-    torch.get_num_threads()  # the first use of PyTorch in a thread sets the process's number: have it behind us
+def _set_intra_op_threads(threads: int) -> None:
+    # The first use of PyTorch in a thread sets the default of the process, which would overwrite the value set here.
+    torch.get_num_threads()
     torch.set_num_threads(threads)
 
 
 _Job = tuple[Callable[[], object], "SimpleQueue[None]"]
-"""One call for one worker, and who hears of its end, however it ends."""
+"""One call for one worker, and the queue that gets an entry when it ends, also after an exception."""
 
 
 def _work(jobs: "SimpleQueue[_Job | None]") -> None:
-    """What a worker thread does all its life. Holds no job while it waits for the next."""
+    """Worker thread main loop."""
+    # The references to a job are deleted before the wait for the next one. Otherwise an idle thread would keep the
+    # tensors of the last walk alive.
     while (job := jobs.get()) is not None:
         call, done = job
         try:
@@ -260,14 +267,14 @@ def _work(jobs: "SimpleQueue[_Job | None]") -> None:
             del done
 
 
-def _dismiss(jobs: "list[SimpleQueue[_Job | None]]") -> None:
-    for each in jobs:
-        each.put(None)
+def _end_threads(jobs: "list[SimpleQueue[_Job | None]]") -> None:
+    for queue in jobs:
+        queue.put(None)
     jobs.clear()
 
 
 class _Walk:
-    """One threaded walk: boxes, programs, and the first error."""
+    """One threaded walk: mailboxes, programs of the workers, and the first error."""
 
     def __init__(self, schedule: Schedule, perform: Perform, given: Given) -> None:
         self._schedule = schedule
@@ -306,11 +313,11 @@ class _Walk:
             except WalkAborted:
                 pass
             except BaseException as error:
-                self.give_up(error)
+                self.abort(error)
 
         return program
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Keep the first error, and wake every worker that waits."""
         with self._failing:
             if self._error is None:
@@ -319,13 +326,13 @@ class _Walk:
             box.close()
 
     def wait(self) -> None:
-        """Until every worker has ended its program."""
+        """Wait until every worker has ended its program."""
         while self._running:
             self._done.get()
             self._running -= 1
 
-    def forget(self) -> None:
-        """Let go of the error. Its traceback holds the frame that holds this walk: a cycle otherwise."""
+    def clear_error(self) -> None:
+        """Drop the error. Its traceback refers to the frame that holds this walk, which would be a cycle."""
         self._error = None
 
     def result(self) -> dict[Address, Message]:
@@ -334,5 +341,5 @@ class _Walk:
             try:
                 raise error
             finally:
-                del error  # a traceback that holds this frame must not be held by it
+                del error  # its traceback refers to this frame, which would be a cycle
         return self._left.messages

@@ -1,29 +1,29 @@
-"""Routes: where a value that crosses a cut comes from, which stages read it, and how it gets to their devices.
+"""Routes: the source of a value that crosses a cut, the stages that read it, and its way to their devices.
 
-A value has an *address* (route, reader, micro-batch). Going forward it travels from the route's source to the reader;
-its gradient has the same address and travels from the reader to the source. No table of gradients to return is kept:
-the routes walked in reverse are that table.
+A value has an *address* (route, reader, micro-batch). In forward it travels from the route's source to the reader. Its
+gradient has the same address and travels from the reader to the source. So a table of gradients to return is not
+needed: it is the routes in reverse.
 
             route "x0"        route "x1"        route "x2"
     OUTSIDE ----------> stage 0 ------> stage 1 ------> OUTSIDE
                            |     route "skip"   ^
                            +--------------------+            any number of readers
 
-A route with `delay` d is a *carry*: micro-batch (or time chunk) i reads what micro-batch i - d produced. The first d
-readings come from outside (the initial state), and the last d productions go outside (the last state).
+A route with `delay` d is a *carry*: micro-batch (or time chunk) i reads the value of micro-batch i - d. The first d
+values come from outside (the initial state), and the last d values go outside (the last state).
 
-On the CPU nothing has to be moved. On CUDA every worker has two streams, one to compute and one to copy, and a value is
-handed over together with the event after which it is ready:
+On the CPU, values need not be moved. On CUDA every worker has two streams, one to compute and one to copy, and a value
+is passed on together with the event after which it is ready:
 
     producer:  compute --- y ready (event) -------------------------------
     consumer:  copy    -------- wait(event) -- copy y -- (event) ---------
                compute -- (previous micro-batch) ------- wait -- F -------
 
-The caching allocator may reuse a block as soon as the stream that it came from has passed the point of its release; so
+The caching allocator can reuse a block as soon as the stream that allocated it has passed the point of its release. So
 a tensor that another stream reads is recorded there (`Tensor.record_stream`). At both ends of a walk the workers'
-streams and the caller's stream wait for each other, so weights that the optimizer wrote and gradients that the workers
-wrote are seen by the next reader. Backward runs on the caller's streams of its forward (`CallerStreams`), and
-stages that share buffers hand them over with an event (`StreamLock`).
+streams and the caller's stream wait for each other. So the next reader sees the weights that the optimizer wrote, and
+the gradients that the workers wrote. Backward runs on the caller's streams of its forward (`CallerStreams`). Stages
+that share buffers pass them on with an event (`StreamLock`).
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ from weft.pipeline.microbatch import ELSEWHERE
 
 
 class Message(NamedTuple):
-    """A value on its way, with the `torch.cuda.Event` that says when its tensors are ready (None: they are)."""
+    """A value on its way, with the `torch.cuda.Event` after which its tensors are ready. None: they are ready now."""
 
     value: Any
     ready: Any = None
@@ -64,9 +64,9 @@ class Route:
 
 
 class Address(NamedTuple):
-    """Place of one value: its route, the stage that reads it, and the micro-batch that made it (below 0: initial).
+    """Address of one value: its route, the stage that reads it, and the micro-batch that made it (below 0: initial).
 
-    A value travels once to each worker. Where several stages of that worker read it, `reader` is the first of them.
+    A value travels once to each worker. If several stages of that worker read it, `reader` is the first of them.
     """
 
     route: int
@@ -88,9 +88,9 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Wiring:
-    """All routes of a model, seen from its stages.
+    """All routes of a model, by stage.
 
-    `inputs[s]` and `outputs[s]` number the routes that stage s reads and writes, in the order in which its
+    `inputs[s]` and `outputs[s]` are the numbers of the routes that stage s reads and writes, in the order in which its
     function takes and returns their values.
     """
 
@@ -110,7 +110,7 @@ class Wiring:
         object.__setattr__(self, "outputs", numbered([(route.source,) for route in self.routes]))
 
     def deliveries(self, worker_of: tuple[int, ...]) -> tuple[Delivery, ...]:
-        """The delivery of every route, where `worker_of` gives the worker of each stage."""
+        """The delivery of every route. `worker_of` gives the worker of each stage."""
         if worker_of not in self._deliveries:
             self._deliveries[worker_of] = tuple(_delivery(route.readers, worker_of) for route in self.routes)
         return self._deliveries[worker_of]
@@ -125,11 +125,11 @@ def _delivery(readers: Sequence[int], worker_of: Sequence[int]) -> Delivery:
 
 
 Given = dict[int, dict[Address, Message]]
-"""What a walk starts with, by the segment that takes it."""
+"""The messages that a walk starts with, by the segment that takes them."""
 
 
 class EntryPoint(NamedTuple):
-    """Where a part of the mini-batch (the input, or the target) enters: on which route, into which segment."""
+    """The route and the segment at which a part of the mini-batch (the input, or the target) enters."""
 
     route: int
     segment: int
@@ -137,14 +137,14 @@ class EntryPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryPoints:
-    """`entries` for the parts of the mini-batch, and the route `result` for what leaves the segment `source`."""
+    """`entries` of the parts of the mini-batch, and the route `result` of the value that leaves segment `source`."""
 
     entries: tuple[EntryPoint, ...]
     result: int
     source: int
 
     def enter(self, micro_batches: Sequence[Sequence[Any]], *, streams: bool) -> Given:
-        """Where the walk forward finds the parts of every micro-batch. With `streams` they may be on a GPU."""
+        """The messages for a forward walk: the parts of every micro-batch. With `streams` they can be on a GPU."""
         given: Given = {}
         for part, entry in enumerate(self.entries):
             for index, parts in enumerate(micro_batches):
@@ -156,16 +156,16 @@ class EntryPoints:
         return given
 
     def results(self, left: Mapping[Address, Message], count: int) -> list[Any]:
-        """What the last segment made of every micro-batch."""
+        """The results of the last segment, one per micro-batch."""
         return [left[self._out(index)].value for index in range(count)]
 
     def seed(self, gradients: Sequence[Gradients], *, streams: bool) -> Given:
-        """Where the walk back finds the gradients of every result."""
-        messages = [message_of(each) if streams else Message(each) for each in gradients]
-        return {self.source: {self._out(index): each for index, each in enumerate(messages)}}
+        """The messages for a backward walk: the gradients of every result."""
+        messages = [message_of(of_result) if streams else Message(of_result) for of_result in gradients]
+        return {self.source: {self._out(index): message for index, message in enumerate(messages)}}
 
     def gradients(self, left: Mapping[Address, Message], count: int, parts: Sequence[int]) -> list[Gradients]:
-        """What the walk back sent out for every micro-batch: the gradients of the leaves of these `parts`."""
+        """The gradients that a backward walk sent out for every micro-batch: those of the leaves of these `parts`."""
         entries = [self.entries[part] for part in parts]
         return [
             [leaf for route, segment in entries for leaf in left[Address(route, segment, index)].value]
@@ -177,11 +177,11 @@ class EntryPoints:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The leaf on another device: still a leaf, which wants a gradient if it did, and lets none accumulate there."""
+    """The leaf on another device. It is a leaf of its own, which requires a gradient if the original does."""
     if tensor.device == device:
         return tensor
-    # Blocking, which concerns copies between CPU and CUDA only: the caller may write into its pinned tensor as
-    # soon as the pipe returns, and whoever reads a result on the CPU must find it there.
+    # The copy blocks if it is between CPU and CUDA. The caller can write to its pinned tensor as soon as the pipe
+    # returns, and a reader on the CPU must find the complete result.
     return leaf_of(tensor.detach().to(device), tensor.requires_grad)
 
 
@@ -206,7 +206,7 @@ def record_stream(tensor: Tensor, stream: Any) -> None:
 
 
 class StageDevice:
-    """The device of one stage as one worker sees it. Moves what arrives; without streams of its own."""
+    """The device of one stage, for one worker. It moves values that arrive, and has no streams of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -228,12 +228,12 @@ class StageDevice:
         return Message(value)
 
     def stream_context(self) -> AbstractContextManager[object]:
-        """Work inside runs at this place."""
+        """Context in which work runs on this device, and on its stream for computing."""
         return on_device(self.device)
 
 
 class CudaStageDevice(StageDevice):
-    """A CUDA device with streams of this worker's own: to compute, to copy, and to read on devices that values left."""
+    """A CUDA device with streams of this worker: to compute, to copy, and to read from the devices of other stages."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -249,8 +249,8 @@ class CudaStageDevice(StageDevice):
             return tensor
         with ExitStack() as stack:
             if tensor.is_cuda:
-                # PyTorch reads the source on the current stream of the source's device, so that one must wait for the
-                # value. It waits for the copy stream, but only after a strided source was made contiguous.
+                # PyTorch reads the source on the current stream of the source's device, so that stream must wait for
+                # the value. PyTorch lets it wait for the copy stream too, but makes a strided source contiguous before.
                 source = self._source(tensor.device)
                 if message.ready is not None:
                     source.wait_event(message.ready)
@@ -272,7 +272,7 @@ class CudaStageDevice(StageDevice):
 
 
 def join_walk(places: Iterable[StageDevice | None]) -> None:
-    """Before a walk: let the places wait for what the caller's streams were given."""
+    """Before a walk: make the streams of `places` wait for the work queued on the caller's streams."""
     for place in places:
         if isinstance(place, CudaStageDevice):
             for stream in (place.compute, place.copy):
@@ -280,7 +280,7 @@ def join_walk(places: Iterable[StageDevice | None]) -> None:
 
 
 def leave_walk(places: Iterable[StageDevice | None], results: Iterable[Tensor | None]) -> None:
-    """After a walk: let the caller's streams wait for the places, and own the results from here on."""
+    """After a walk: make the caller's streams wait for `places`, and record the results there."""
     for place in places:
         if isinstance(place, CudaStageDevice):
             torch.cuda.current_stream(place.device).wait_stream(place.compute)
@@ -295,10 +295,10 @@ def _cuda_devices(places: Iterable[StageDevice | None]) -> list[torch.device]:
 
 
 class CallerStreams:
-    """The caller's current streams on the devices of the places, at the forward of a step.
+    """The caller's current streams on the devices of `places`, at the forward of a step.
 
     Autograd runs the backward of a node on the stream of its forward, but only on the device of its output. On other
-    devices the thread of backward has its default streams, which did not wait for the caller's.
+    devices, the thread of backward uses its default streams, which did not wait for the caller's streams.
     """
 
     def __init__(self, places: Iterable[StageDevice | None]) -> None:
@@ -306,12 +306,12 @@ class CallerStreams:
 
     @contextmanager
     def restored(self) -> Generator[None]:
-        """Work inside runs on these streams. At both ends they and this thread's streams wait for each other."""
+        """Context in which work runs on these streams. At both ends they and the thread's own streams are joined."""
         if not self._streams:
             yield
             return
-        # Autograd makes incoming gradients ready on the current stream of the current device, and lets readers wait for
-        # that stream alone. If the output is on the CPU, they wait for this thread's streams instead.
+        # Autograd makes incoming gradients ready on the current stream of the current device, and readers wait for that
+        # stream only. If the output is on the CPU, they wait for this thread's streams instead.
         current: Any = torch.cuda.current_stream()
         outside: set[Any] = {current, *(torch.cuda.current_stream(stream.device) for stream in self._streams)}
         with ExitStack() as stack:
@@ -329,7 +329,7 @@ class CallerStreams:
 
 
 class StreamLock:
-    """A lock for buffers that stages share. It orders streams too: a holder's kernels start after the last holder's."""
+    """A lock for buffers that stages share. It also orders streams, because kernels outlive the lock on the host."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -346,11 +346,12 @@ class StreamLock:
             if device in self._released:
                 stream.wait_event(self._released[device])
             for buffer in [buffer for module in modules for buffer in module._buffers.values()]:
-                if buffer is not None:  # in the memory of another stage's stream, if that stage replaced it
+                # If another stage replaced the buffer, its memory belongs to the stream of that stage.
+                if buffer is not None:
                     record_stream(buffer, stream)
             try:
                 yield
-            finally:  # after a failure too: kernels that were launched still run
+            finally:  # after a failure too, because launched kernels still run
                 self._released[device] = stream.record_event()
 
 
@@ -358,20 +359,21 @@ def bind_parameters(
     places: Sequence[StageDevice | None], parameters: Mapping[int, Sequence[Tensor]]
 ) -> dict[int, Tensor]:
     """Views of parameters, by the id() of each, whose gradients accumulate on the stream of the parameter's stage."""
-    # AccumulateGrad runs on the stream on which the node was made, and walks and the step share the node. On the
-    # caller's stream, every weight gradient of a walk would wait for that stream, and it for all stages. The view gets
-    # the step's gradient to the right stream first: PyTorch warns if AccumulateGrad gets one from another stream.
+    # AccumulateGrad runs on the stream on which its node was made, and walks and the step share that node. On the
+    # caller's stream, every weight gradient of a walk would wait for that stream, and that stream for all stages. The
+    # view moves the step's gradient to the right stream first, because PyTorch warns if AccumulateGrad gets a gradient
+    # from another stream.
     views: dict[int, Tensor] = {}
     if len(_cuda_devices(places)) > 1 or any(isinstance(place, CudaStageDevice) for place in places):
         for stage, group in parameters.items():
             place = places[stage]
             if place is not None and place.device.type == "cuda":
                 with place.stream_context():
-                    views |= {id(each): torch.ops.aten.alias(each) for each in group if id(each) not in views}
+                    views |= {id(p): torch.ops.aten.alias(p) for p in group if id(p) not in views}
     return views
 
 
 def message_of(value: Any) -> Message:
-    """A value of the caller, with the event after which the caller's stream has made it."""
+    """The message for a value of the caller, which is ready when the caller's stream has made it."""
     device = next((x.device for x in flatten(value)[0] if isinstance(x, Tensor) and x.is_cuda), None)
     return Message(value, None if device is None else torch.cuda.current_stream(device).record_event())
