@@ -342,6 +342,10 @@ class Segment:
         self.function = function
         self.parameters = list(parameters)
 
+    def drop_frozen(self) -> None:
+        """Drop parameters that no longer require a gradient."""
+        self.parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+
     def forward(
         self, context: MicroBatchContext, values: Sequence[Any], keep: Keep
     ) -> tuple[tuple[Any, ...], "Tape | None"]:

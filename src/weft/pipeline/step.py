@@ -1,16 +1,16 @@
 """One step of a pipe: a mini-batch is cut, goes through the stages, and comes out joined.
 
-    the table splits:      walk its forward half now, and the rest under loss.backward()
-    it does not (1F1B):    walk all of it now, with a guess of the loss gradient (`LossScale`); loss.backward() rescales
-                           the gradients that were made on the way
+    external loss:          walk the forward half of the table now, and the rest under loss.backward()
+    loss inside (1F1B):     walk all of the table now, with an assumed loss gradient (`LossScale`); loss.backward()
+                            rescales the gradients that were made on the way
 
-    F:  take the values that the stage reads  -> Segment.forward -> cut and send one leaf per worker that reads it
-    B:  recompute if need be -> take the gradients of what was sent, add them up -> Tape.backward -> send back
-    I:  as B, but the parameters' gradients are left for later;  W: and added up now
+    F:  receive the values that the stage reads -> Segment.forward -> detach and send one leaf per worker that reads it
+    B:  recompute if needed -> receive the gradients of the sent values, add them -> Tape.backward -> send back
+    I:  as B, without the gradients of the parameters;  W: these gradients
 
-A `PipeStep` is the node of autograd: it holds what backward needs, and nothing that went out. Executors call its
-`StepState` from the worker of each stage; workers share only dictionaries that each writes at keys of its own. Both
-know the stages that run here and no others.
+A `PipeStep` is the node of autograd. It holds the state for backward, and none of the values that it returned.
+Executors call its `StepState` from the worker of each stage. Workers share only dictionaries, in which each worker
+writes at its own keys. Both classes know only the stages that run in this process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,11 +67,11 @@ GradientsByWorker = dict[int, dict[int, Tensor]]
 
 
 class StepState:
-    """What one step leaves between its actions: the tapes, and the sums of parameter gradients.
+    """State of one step between its actions: the tapes, and the sums of parameter gradients.
 
-    `segments` are those that run here, by stage; `contexts` holds one context per micro-batch;
-    `keeps[stage][micro_batch]` says what a forward keeps; `places[stage]` is None where nothing has to be moved.
-    `worker_of` gives the worker of each stage; by default every stage has its own.
+    `segments` are the segments of this process, by stage. `contexts` holds one context per micro-batch.
+    `keeps[stage][micro_batch]` is the part of a forward that is kept. `places[stage]` is None if its values need not be
+    moved. `worker_of` gives the worker of each stage. By default every stage has its own worker.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class StepState:
         self._rng = rng
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}
-        # Only the worker that all readers of an address belong to touches its entry, so neither needs a lock.
-        self._shared: dict[Address, tuple[Message, int]] = {}  # values that further readers will take, and their number
+        # All readers of an address belong to one worker, and only that worker touches its entry. So no lock is needed.
+        self._shared: dict[Address, tuple[Message, int]] = {}  # values, and the number of readers that need them yet
         self._returned: dict[Address, dict[int, Message]] = {}  # gradients of shared values, by reader
         self._plain = observer is None and not any(places)
         self._repeats = rng is not None and not rng.quiet
@@ -110,20 +110,20 @@ class StepState:
         return sorted({stage for (stage, _), tape in self._tapes.items() if tape.recomputes})
 
     def prepare_backward(self, *, retain: bool) -> None:
-        """Before every walk backward. With `retain` there may be another one, which needs the tapes too.
+        """Prepare a backward walk. With `retain` another one can follow, which needs the tapes too.
 
-        What an earlier walk has added up and nobody has collected, because it failed, is forgotten. So are parameters
-        that were frozen since the forward: autograd may not be asked about them.
+        Drops the sums of an earlier walk that failed, and parameters that were frozen since the forward. Autograd
+        raises an error if it is asked for the gradient of a frozen parameter.
         """
         self.retain = retain
         for segment in self.segments.values():
-            segment.parameters = [each for each in segment.parameters if each.requires_grad]
+            segment.drop_frozen()
         self.sums = {}
 
     def perform(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
-        """Do one action in the calling thread, waiting at `inbox` for what it needs.
+        """Perform one action in the calling thread. Waits at `inbox` for the messages that it needs.
 
-        An exception of the user's code passes through with its traceback, and a note that says where it was.
+        An exception of the user's code passes through with its traceback, and a note with its stage and micro-batch.
         """
         try:
             if action.kind == "F":
@@ -141,10 +141,10 @@ class StepState:
             raise
 
     def parameter_gradients(
-        self, exchange: Callable[[GradientsByWorker], GradientsByWorker] = lambda found: found
+        self, exchange: Callable[[GradientsByWorker], GradientsByWorker] = lambda by_worker: by_worker
     ) -> dict[int, Tensor]:
-        """The sum for every parameter, by its id(): over micro-batches, then over the stages of each worker, then over
-        workers, each in order. `exchange` adds the sums of workers in other processes before the last of these."""
+        """The gradient of every parameter, by its id(): summed over micro-batches, then over the stages of each worker,
+        then over workers, each in order. `exchange` adds the sums of workers in other processes before the last sum."""
         by_worker: GradientsByWorker = {}
         for stage in sorted(self.sums):
             of_worker = by_worker.setdefault(self._worker_of[stage], {})
@@ -160,7 +160,7 @@ class StepState:
         return total
 
     def reads(self, stage: int, micro_batch: int) -> list[Address]:
-        """Where a stage finds its values for a micro-batch."""
+        """The addresses of the values that a stage reads for a micro-batch."""
         routes = self.wiring.routes
         return [
             Address(route, self._deliveries[route].group_of[stage][0], micro_batch - routes[route].delay)
@@ -168,19 +168,18 @@ class StepState:
         ]
 
     def writes(self, route: int, micro_batch: int) -> list[Address]:
-        """Where the value goes that the source of a route made of a micro-batch, one address per worker; reader OUTSIDE
-        leaves the run."""
+        """The addresses to which the value of a route is sent, one per worker. Reader OUTSIDE: it leaves the run."""
         at = self.wiring.routes[route]
         inside = not at.delay or micro_batch + at.delay < self.micro_batches
         firsts = [group[0] for group in self._deliveries[route].groups] if inside else [OUTSIDE]
         return [Address(route, reader, micro_batch) for reader in firsts]
 
     def _group(self, address: Address) -> tuple[int, ...]:
-        """The stages that read what is at the address: those of one worker."""
+        """The stages of one worker that read the value at the address."""
         return self._deliveries[address.route].group_of.get(address.reader, (OUTSIDE,))
 
     def _receive(self, address: Address, inbox: Inbox) -> Message:
-        """Take a value. It stays here until the last stage of this worker that reads it has taken it."""
+        """Receive a value, and keep it until the last stage of this worker that reads it has received it."""
         readers = len(self._group(address))
         if readers == 1:
             return inbox.receive(address)
@@ -192,12 +191,12 @@ class StepState:
     def _forward(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
         messages = [self._receive(address, inbox) for address in self.reads(action.stage, action.micro_batch)]
         sent = self._do("F", action, self._segment_forward, action, messages)
-        del messages  # a reader may run at once: what only this action needed is free
+        del messages  # free the inputs before a reader runs, which can start as soon as it has the value
         for address, message in sent:
             outboxes[address.reader].put(address, message)
 
     def _segment_forward(self, action: Action, messages: Sequence[Message]) -> list[tuple[Address, Message]]:
-        """Run the segment, keep its tape, and cut one leaf for every worker that reads an output."""
+        """Run the segment, keep its tape, and detach one leaf for every worker that reads an output."""
         stage, index = action.stage, action.micro_batch
         place = self.places[stage]
         values = [message.value if place is None else place.receive(message) for message in messages]
@@ -237,7 +236,7 @@ class StepState:
             outboxes[source if address.micro_batch >= 0 else OUTSIDE].put(address, message)
 
     def _recompute(self, action: Action, tape: Tape) -> None:
-        """Make the graph again; and again, if others were seen to have drawn random numbers meanwhile."""
+        """Make the graph again. Repeat it if another thread was seen to draw random numbers in between."""
         for _ in range(TRIES - 1):
             try:
                 return self._do("R", action, tape.prepare)
@@ -248,12 +247,12 @@ class StepState:
     def _segment_backward(
         self, action: Action, tape: Tape, messages: Sequence[Sequence[Message]]
     ) -> list[tuple[Address, Message]]:
-        """Add up what the readers sent back, walk the tape, and add up the parameters' gradients. Returns the gradients
-        that are complete for this worker, with their addresses."""
+        """Add up the gradients from the readers, run the tape backward, and add up the parameters' gradients. Returns
+        the gradients that are complete for this worker, with their addresses."""
         stage, index = action.stage, action.micro_batch
         place = self.places[stage]
         gradients = [
-            _total([each.value if place is None else place.receive(each) for each in of_readers], len(edges))
+            _total([m.value if place is None else place.receive(m) for m in of_readers], len(edges))
             for of_readers, edges in zip(messages, tape.edges or (), strict=True)
         ]
         with self._walking_back(stage, tape.roots):
@@ -273,7 +272,7 @@ class StepState:
     def _returned_total(
         self, address: Address, stage: int, gradients: Gradients, place: StageDevice | None
     ) -> Gradients | None:
-        """The gradients of a value, summed over the stages of this worker that read it; None until all have come."""
+        """The gradients of a value, summed over the stages of this worker that read it. None until all have arrived."""
         readers = self._group(address)
         if len(readers) == 1:
             return gradients
@@ -282,18 +281,19 @@ class StepState:
         if len(returned) < len(readers):
             return None
         del self._returned[address]
-        # Readers may end in any order. The sum follows the stages, so that it has the same bits under every table.
+        # Readers can end in any order. The sum is in the order of stages, so that it has the same bits under every
+        # table.
         in_order = [returned[reader] for reader in readers]
-        return _total([each.value if place is None else place.receive(each) for each in in_order], len(gradients))
+        return _total([m.value if place is None else place.receive(m) for m in in_order], len(gradients))
 
     def _segment_weights(self, action: Action) -> None:
-        """Add up the parameters' gradients that I has left. (Where the graph is retained, I has left none.)"""
+        """Add up the parameters' gradients after I. (If the graph is retained, I has added them already.)"""
         split = self._pending.pop((action.stage, action.micro_batch), None)
         with self._walking_back(action.stage, list):
             self._add(action, split.parameter_gradients() if split is not None else ())
 
     def _add(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
-        """Add up gradients of a stage's parameters; what the action has done is free, unless it is retained."""
+        """Add up gradients of a stage's parameters. Frees the tape of the action, unless the graph is retained."""
         if gradients:
             if action.stage not in self.sums:
                 self.sums[action.stage] = GradientSum(len(gradients))
@@ -304,11 +304,11 @@ class StepState:
                 self._observer.released(action)
 
     def _walking_back(self, stage: int, roots: Callable[[], Sequence[Any]]) -> AbstractContextManager[Any]:
-        """For a walk back through the graph of the stage: see `RngStreams.backward`."""
+        """Context for running the graph of the stage backward. See `RngStreams.backward`."""
         return self._rng.backward(stage, roots) if self._rng is not None and self._repeats else _FREE
 
     def _do(self, kind: str, action: Action, call: Callable[..., Any], *args: Any) -> Any:
-        """Call it at the stage's place, and let the watcher see it."""
+        """Call a function on the device of the stage, and report it to the observer."""
         if self._plain:
             return call(*args)
         place = self.places[action.stage]
@@ -321,37 +321,38 @@ class StepState:
 
 
 def _total(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
-    """The gradient of one value: the sum of what its readers send back, in their order."""
+    """The gradient of one value: the sum of the gradients from its readers, in their order."""
     present = [gradients for gradients in of_readers if gradients is not None]
     if not present:
         return [None] * width
     if len(present) == 1:
-        return present[0] + [None] * (width - len(present[0]))  # of a result, the gradients that are there come first
+        # A result can have fewer gradients than leaves. They belong to the first leaves.
+        return present[0] + [None] * (width - len(present[0]))
     columns = [[leaf for leaf in leaves if leaf is not None] for leaves in zip(*present, strict=True)]
     return [reduce(added, column) if column else None for column in columns]
 
 
 def add_gradient(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
-    """Add to the gradient of a tensor, which the dict holds by the tensor's id()."""
-    seen = total.get(key)
-    total[key] = gradient if seen is None else added(seen, gradient.to(seen.device))
+    """Add to the gradient of a tensor in `total`, which is keyed by the tensor's id()."""
+    present = total.get(key)
+    total[key] = gradient if present is None else added(present, gradient.to(present.device))
 
 
 Result = TypeVar("Result")
 
 _FREE = nullcontext()
 _SHARED = (
-    "a layer wrote into a tensor that every micro-batch gets whole (in NoChunk, or without a batch axis), so it was "
-    "written to once per micro-batch; let the layer write into a clone"
+    "a layer wrote to a tensor that every micro-batch gets whole (in NoChunk, or without a batch axis), so it was "
+    "written to once per micro-batch; let the layer write to a clone"
 )
 
 
 class Agreement(NamedTuple):
-    """What all processes of a step agree on before it begins. The defaults stand for a step of a single process.
+    """Terms that all processes of a step agree on before it starts. The defaults are those of a single process.
 
-    `name` is the step's in messages. `anchors` are inputs of the node without a gradient: they make a node also in a
-    process that has no parameters. `loss_seed` is the loss gradient that backward begins with if it begins early.
-    `borrowed` are copies of parameters that belong to other processes, for this step, by the number of the loan.
+    `name` is the name of the step in messages. `anchors` are inputs of the node without a gradient, so that a process
+    without parameters has a node too. `loss_seed` is the loss gradient of an early backward. `borrowed` are copies of
+    parameters of other processes for this step, by the number of the loan.
     """
 
     name: str = ""
@@ -365,8 +366,8 @@ ALONE = Agreement()
 
 
 class ForwardReport(NamedTuple):
-    """What the processes of a step tell each other after its forward: their `RngVote`, and the weights of the
-    micro-batches' losses, which only the process with the target knows."""
+    """Report of one process after its forward: its `RngVote`, and the weights of the micro-batches' losses, which only
+    the process with the target knows."""
 
     drew: bool
     surprised: bool
@@ -375,10 +376,10 @@ class ForwardReport(NamedTuple):
 
 @dataclass(eq=False)
 class PipeStep:
-    """One mini-batch's way through a plan: a `CutFunction`, unless it runs in sight of autograd (`run_uncut`).
+    """One mini-batch on its way through a plan. A `CutFunction`, unless it runs uncut (`run_uncut`).
 
-    `functions` are those of the plan's segments. `parameters` are those that want a gradient, by the segments that run
-    here; `owners` says, by its id(), which of them is a copy of what for this step.
+    `functions` are the functions of the plan's segments. `parameters` are those that require a gradient, by the
+    segments of this process. `owners` maps the id() of a copy made for this step to its original.
     """
 
     plan: PipelinePlan
@@ -398,7 +399,7 @@ class PipeStep:
     agreed: Agreement = ALONE
     _run: StepState | None = None
     _versions: ModuleVersions | None = None
-    _made: list[Tensor | None] | None = None
+    _early_gradients: list[Tensor | None] | None = None
     _seed: Tensor | None = None
     _caller: CallerStreams = field(default_factory=lambda: CallerStreams(()))
 
@@ -409,7 +410,7 @@ class PipeStep:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """All that the step has gradients for, in order."""
+        """All tensors that the step has gradients for, in order."""
         return [*self.mini_batch.tensors, *self.agreed.anchors, *self._parameters]
 
     def node_inputs(self) -> list[Tensor]:
@@ -418,10 +419,10 @@ class PipeStep:
         return [views.get(id(tensor), tensor) for tensor in self.tensors] if views else self.tensors
 
     def run_until_rng_settled(self, forward: Callable[[RngStreams], Result]) -> Result:
-        """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`RngStreams.settle`).
+        """Run a forward until its random numbers are right: once, or twice after a surprise (`RngStreams.settle`).
 
-        Deferred batch norms gather meanwhile, and are committed when it counts. Raises InPlaceError if a layer wrote
-        into a tensor that all micro-batches share.
+        Deferred batch norms gather statistics in every run, and commit those of the last. Raises InPlaceError if a
+        layer wrote to a tensor that all micro-batches share.
         """
         shared = self.mini_batch.shared and versions(self.mini_batch.shared)
         executor = self.plan.executor
@@ -440,22 +441,22 @@ class PipeStep:
                     norm.abandon(rng)
                 executor.abort(error)
                 raise
-            if rng.settle(RngVote.of([RngVote(each.drew, each.surprised) for each in reports])):
+            if rng.settle(RngVote.of([RngVote(report.drew, report.surprised) for report in reports])):
                 break
         for norm in self.deferred:
             norm.commit(rng)
         if not executor.alone:
-            self.output.set_weights(next((each.weights for each in reports if each.weights), ()))
+            self.output.set_weights(next((report.weights for report in reports if report.weights), ()))
         return result
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
         self._caller = CallerStreams(self.plan.places)
         if self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.allows_external_loss:
-            # Gradients are made while going forward.
-            told = self.agreed.loss_seed
-            self._seed = self.scale.seed() if told is None else torch.tensor(told, dtype=torch.float64)
-        left, run, self._made = self.run_until_rng_settled(self._walk_forward)
+            # The walk makes gradients too, so it needs a loss gradient before loss.backward() is called.
+            agreed = self.agreed.loss_seed
+            self._seed = self.scale.seed() if agreed is None else torch.tensor(agreed, dtype=torch.float64)
+        left, run, self._early_gradients = self.run_until_rng_settled(self._walk_forward)
         results = self.plan.entry_points.results(left, self.mini_batch.micro_batches)
         if self._seed is None:
             self._run = run
@@ -478,35 +479,35 @@ class PipeStep:
             raise
         if len(set(reports)) > 1:
             raise UsageError(
-                f"the loss has another gradient on each rank: {', '.join(map(str, reports))}, by rank; scale the loss "
-                "by the same number on all of them"
+                f"the gradient of the loss differs between ranks: {', '.join(map(str, reports))}, by rank; scale the "
+                "loss by the same number on all of them"
             )
         without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
         return found
 
     def _gradients(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
-        """The gradients of `tensors`, by a walk or out of what was made while going forward."""
-        run, made = self._run, self._made
-        if run is None and made is None:
+        """The gradients of `tensors`, from a backward walk or from the forward that made them early."""
+        run, early = self._run, self._early_gradients
+        if run is None and early is None:
             raise BackwardTwiceError(TWICE)
         if self._versions is not None:
             self._versions.verify()
         if not retain:
-            self._run = self._made = None
+            self._run = self._early_gradients = None
         if run is None:
-            return self._rescaled(made or [], gradients[0])
-        found = self._walk_backward(run, self.output.scatter_gradients(gradients), retain=retain)
+            return self._rescaled(early or [], gradients[0])
+        result = self._walk_backward(run, self.output.scatter_gradients(gradients), retain=retain)
         if retain and self._versions is not None:
-            self._versions.snapshot()  # what layers note of themselves while they run is their own
-        return found
+            self._versions.snapshot()  # a layer can write to its own weights while it is recomputed
+        return result
 
     def _loss_gradient(self, gradients: Sequence[Tensor | None]) -> str | None:
-        """The gradient of a loss that is inside, in words that are equal where the numbers are."""
+        """The gradient of a loss that is inside, as text that is equal for equal numbers."""
         seed = gradients[0] if isinstance(self.output, WeightedLoss) else None
         return None if seed is None else repr(float(seed))
 
     def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], StepState, list[Tensor | None] | None]:
-        """What left the walk, its run, and the gradients of `tensors` if the schedule makes them on the way."""
+        """The messages that left the walk, its state, and the gradients of `tensors` if they are made early."""
         plan, count = self.plan, self.schedule.micro_batches
         segments = {stage: Segment(self.functions[stage], owned) for stage, owned in self.parameters.items()}
         borrowed = self.agreed.borrowed
@@ -531,22 +532,22 @@ class PipeStep:
         return self._collected(left, run)
 
     def _walk(self, run: StepState, schedule: Schedule, given: Given) -> dict[Address, Message]:
-        """Let the executor walk; afterwards the caller's streams may use what it has made."""
+        """Let the executor walk. Afterwards the caller's streams can use the results."""
         places = self.plan.places
         if not any(places):
             return self.plan.executor.walk(schedule, run.perform, given, self.ambient)
         join_walk(places)
-        made: list[Any] = []
+        results: list[Any] = []
         try:
             left = self.plan.executor.walk(schedule, run.perform, given, self.ambient)
-            made += [leaf for each in left.values() for leaf in flatten(each.value)[0]]
-            made += [total for each in run.sums.values() for total in each.totals]
+            results += [leaf for message in left.values() for leaf in flatten(message.value)[0]]
+            results += [total for gradients in run.sums.values() for total in gradients.totals]
             return left
-        finally:  # after a failure too: layers may have written to buffers, which the caller reads next
-            leave_walk(places, [each for each in made if isinstance(each, Tensor)])
+        finally:  # after a failure too, because layers can have written to buffers, which the caller reads next
+            leave_walk(places, [leaf for leaf in results if isinstance(leaf, Tensor)])
 
     def _collected(self, left: dict[Address, Message], run: StepState) -> list[Tensor | None]:
-        """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
+        """The gradients of `tensors`, from the messages that left the backward walk and from the sums in its state."""
         exchange = partial(self.plan.executor.exchange_gradients, self.agreed.borrowed)
         by_id = run.parameter_gradients(exchange)
         for copy, owner in self.owners.items():
@@ -557,13 +558,13 @@ class PipeStep:
             batch = self.mini_batch
             pieces = self.plan.entry_points.gradients(left, batch.micro_batches, batch.present)
             inputs = self.mini_batch.gradients(pieces)
-        return [*inputs, *(by_id.get(id(each)) for each in (*self.agreed.anchors, *self._parameters))]
+        return [*inputs, *(by_id.get(id(tensor)) for tensor in (*self.agreed.anchors, *self._parameters))]
 
-    def _rescaled(self, made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:
-        """Gradients that were made for the seed, for the loss gradient that arrived."""
+    def _rescaled(self, early: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:
+        """Gradients that were made with the seed, rescaled for the loss gradient that arrived."""
         if gradient is None or self._seed is None:
-            return [None] * len(made)
+            return [None] * len(early)
         factor = self.scale.factor(gradient, self._seed)
         if isinstance(factor, Tensor):
-            return [None if each is None else each * factor.to(each.device) for each in made]
-        return list(made) if factor == 1 else [None if each is None else each * factor for each in made]
+            return [None if x is None else x * factor.to(x.device) for x in early]
+        return list(early) if factor == 1 else [None if x is None else x * factor for x in early]

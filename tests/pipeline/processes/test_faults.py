@@ -35,7 +35,7 @@ def test_an_exception_of_the_loss_is_raised_on_every_rank(ranks) -> None:
         (failing.tag_differs, ["UsageError"] * 3, "batch_tag"),
         (failing.target_is_missing, ["UsageError"] * 3, "there is a target"),
         (failing.settings_differ, ["UsageError"] * 3, "chunks"),
-        (failing.gradient_differs, ["UsageError"] * 3, "another gradient on each rank"),
+        (failing.gradient_differs, ["UsageError"] * 3, "the gradient of the loss differs between ranks"),
         (failing.layer_changes, ["ModuleChangedError"] * 3, "training to evaluation"),
         (failing.buffer_is_shared, ["SpecError"] * 3, "0, on the ranks [0, 2]"),
         (failing.pipe_is_nested, ["SpecError"] * 3, "a stage runs on one rank"),
