@@ -75,16 +75,16 @@ class Emitter:
         workspace   packed weights | for each thread: room, its own locals | stacks
         """
         function, arguments = self.function, self.arguments
-        room, own, start = self._products.room, self._local_bytes, self._products.packed_bytes
+        room, local, start = self._products.room, self._local_bytes, self._products.packed_bytes
         name = function.signature.name
         lines = [
             f'extern "C" void {name}(long thread, long threads, long steps, void **values, int *gate) {{',
             *(_pointer(argument.dtype, argument.name, f"values[{i}]") for i, argument in enumerate(arguments)),
             f"const long count = (long)values[{len(arguments) + 1}];",
             f"char *const work = w_align((char *)values[{len(arguments)}]);",
-            f"char *const room = work + {start}L + thread * {room + own}L, *const own = room + {room}L;",
+            f"char *const room = work + {start}L + thread * {room + local}L, *const own = room + {room}L;",
             f"char *const first = work + {start + room}L;",
-            f"char *stack = work + {start}L + threads * {room + own}L;",
+            f"char *stack = work + {start}L + threads * {room + local}L;",
         ]
         # Each thread has its own locals. But if the first thread computes the main loop for all, its locals must be
         # the ones that all threads read: they share the products of that loop.

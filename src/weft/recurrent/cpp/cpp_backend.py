@@ -212,19 +212,19 @@ class SavedLayout:
 
 
 class TorchStage:
-    """Operators that PyTorch runs for all steps of a chunk at once. `wanted` are those that something else reads."""
+    """Operators that PyTorch runs for all steps of a chunk at once. `results` are those that something else reads."""
 
     def __init__(self, nodes: Sequence[fx.Node], views: Sequence[fx.Node], readers: set[fx.Node]) -> None:
-        results = [node for node in nodes if node in readers and isinstance(node.meta.get("val"), Tensor)]
-        self.wanted = [*results, *(node for node in nodes if is_check(node))]
+        read = [node for node in nodes if node in readers and isinstance(node.meta.get("val"), Tensor)]
+        self.results = [*read, *(node for node in nodes if is_check(node))]
         self._nodes = [*views, *nodes]
 
     def run(self, bulk: BulkEvaluator) -> None:
-        if not self.wanted:
+        if not self.results:
             return
         # The graph contains the casts of autocast already, so autocast must not add more.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            bulk.evaluate([node for node in self._nodes if node not in bulk.env], self.wanted)
+            bulk.evaluate([node for node in self._nodes if node not in bulk.env], self.results)
 
 
 class TorchStages:
@@ -240,13 +240,12 @@ class TorchStages:
         self._split = split
         signature, parts = split.captured.signature, split.by_torch
         self.is_needed = bool(split.torch or split.sums)
-        own = [i for i in range(len(signature.outputs)) if i not in split.captured.aliases]
-        outputs = [(i, signature.outputs[i]) for i in own]
-        self.outputs = [(i, node) for i, node in outputs if node is not None and split.is_outside(node)]
+        aliases, outputs = split.captured.aliases, enumerate(signature.outputs)
+        self.outputs = [(i, n) for i, n in outputs if n and i not in aliases and split.is_outside(n)]
         self._gradients = [(i, n) for i, n in enumerate(signature.input_gradients) if n and split.is_outside(n)]
         views = [node for node in split.captured.nodes if node in split.forward_values.torch_views]
         summed = split.summed
-        read = {*lowered.outside, *split.forward_values.kept}
+        read = {*lowered.outside, *split.forward_values.from_torch}
         ends = {node for _, node in self.outputs}
         ends_back = {node for _, node in self._gradients}
         self.before = TorchStage(parts.before, views, read | ends | operands_of([*views, *parts.after]))
@@ -320,12 +319,12 @@ class CppBackend:
         return self._constants.evaluate()
 
     def forward(self, constants: Constants, chunk: Chunk, keep: bool) -> SavedChunk | None:
-        kept, outside = self._forward(self.compiled.forward, constants, chunk, self._outside.after)
+        saved, outside = self._forward(self.compiled.forward, constants, chunk, self._outside.after)
         for i, node in self._outside.outputs:
             chunk.outputs[i].copy_(outside.env[node])
         if not keep:
-            self.release(kept)
-        return kept if keep else None
+            self.release(saved)
+        return saved if keep else None
 
     def recompute(self, constants: Constants, chunk: Chunk) -> SavedChunk:
         return self._forward(self.compiled.recompute, constants, chunk, self._outside.after_recompute)[0]
@@ -335,26 +334,22 @@ class CppBackend:
     ) -> tuple[SavedChunk, BulkEvaluator]:
         outside = self._torch_values(constants, chunk)
         self._outside.before.run(outside)
-        kept = SavedChunk(pool.take(self._saved.bytes(chunk.steps)), {})
+        saved = SavedChunk(pool.take(self._saved.bytes(chunk.steps)), {})
         memory: dict[ArgumentKind, Sequence[Tensor | None]] = {
             "input": chunk.inputs, "state": chunk.states, "output": chunk.outputs,
         }  # fmt: skip
-        self._call(routine, constants, chunk.steps, kept.buffer, outside, memory)
-        if after.wanted:
-            self._add_c_values(outside, chunk, kept)
+        self._call(routine, constants, chunk.steps, saved.buffer, outside, memory)
+        if after.results:
+            self._add_c_values(outside, chunk, saved)
             after.run(outside)
-        kept.values.update({node: outside.env[node] for node in self._split.forward_values.kept})
-        return kept, outside
+        saved.values.update({node: outside.env[node] for node in self._split.forward_values.from_torch})
+        return saved, outside
 
     def backward(self, constants: Constants, chunk: Chunk, kept: SavedChunk, gradients: Gradients) -> None:
         # A carried gradient has two rows: a step reads one and writes the other. The loop runs from the last step of
         # the chunk to its first one. Its first row to read is `steps & 1`, and the last one that it writes is 0.
-        floating = [gradient.is_floating_point() for gradient in gradients.carried]
-        carried = [
-            gradient.new_empty(2, *gradient.shape) if is_floating else gradient
-            for gradient, is_floating in zip(gradients.carried, floating, strict=True)
-        ]
-        pairs = [pair for *pair, is_floating in zip(carried, gradients.carried, floating, strict=True) if is_floating]
+        carried = [x.new_empty(2, *x.shape) if x.is_floating_point() else x for x in gradients.carried]
+        pairs = [(rows, x) for rows, x in zip(carried, gradients.carried, strict=True) if x.is_floating_point()]
         for rows, gradient in pairs:
             rows[chunk.steps & 1].copy_(gradient)
         outside = self._torch_values(constants, chunk)
@@ -380,7 +375,7 @@ class CppBackend:
         pool.give(kept.buffer)
 
     def kept_bytes(self, steps: int) -> int:
-        return self._saved.bytes(steps) + steps * sum(map(_step_bytes, self._split.forward_values.kept))
+        return self._saved.bytes(steps) + steps * sum(map(_step_bytes, self._split.forward_values.from_torch))
 
     def work_bytes(self, steps: int) -> int:
         return self._workspace_bytes(steps) + self._outside.bytes(steps)
@@ -404,9 +399,9 @@ class CppBackend:
                 bulk.env[node] = state.expand(chunk.steps, *state.shape) if invariant else state[:-1]
         return bulk
 
-    def _add_c_values(self, bulk: BulkEvaluator, chunk: Chunk, kept: SavedChunk) -> None:
+    def _add_c_values(self, bulk: BulkEvaluator, chunk: Chunk, saved: SavedChunk) -> None:
         """Add the values that C computed forward: saved ones, new states and outputs."""
-        bulk.env.update(self._saved.tensors(kept.buffer, chunk.steps))
+        bulk.env.update(self._saved.tensors(saved.buffer, chunk.steps))
         signature, invariant = self.captured.signature, self.captured.invariant
         states = [state[1:] for k, state in enumerate(chunk.states) if k not in invariant]
         new_states = [node for k, node in enumerate(signature.new_states) if k not in invariant]

@@ -186,15 +186,15 @@ class MatrixProducts:
 
     def _packed_weight(self, product: _Oriented, shape: tuple[int, ...]) -> str:
         """The address of a packed matrix, of that for batch `b` if there are several."""
-        layout, several = product.b, len(shape) > 2 and product.b.strides[0] != 0
-        if not several:
+        layout, batched = product.b, len(shape) > 2 and product.b.strides[0] != 0
+        if not batched:
             layout, shape = layout.select_axes([-2, -1]), shape[-2:]
         numbers = self._packed_size(product.inner, product.columns, product.dtype)
         key = (layout, shape, product.dtype)
         if key not in self._packed:
             self._packed[key] = self.packed_bytes
             self.packed_bytes += aligned(prod(shape[:-2]) * numbers * product.dtype.itemsize)
-        return f"p{self._packed[key]}" + (f" + b * {numbers}L" if several else "")
+        return f"p{self._packed[key]}" + (f" + b * {numbers}L" if batched else "")
 
     def _pack(self, layout: MemoryLayout, shape: tuple[int, ...], dtype: torch.dtype, at: int) -> list[str]:
         """The text that packs one matrix at an offset of the workspace: each thread takes every n-th panel."""

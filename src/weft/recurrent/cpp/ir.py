@@ -442,25 +442,25 @@ class LoweringContext:
         operation = view.value.operation
         if push and isinstance(operation, Elementwise) and operation.expression in CHEAP and view.is_whole:
             return self._push_to_operands(view.value, operation, apply)
-        seen = apply(view.at)
-        if isinstance(seen, list | tuple):
-            return [View(view.value, at) for at in cast("list[Tensor]", seen)]
-        return View(view.value, seen) if shares_storage(seen, view.at) or seen is view.at else None
+        viewed = apply(view.at)
+        if isinstance(viewed, list | tuple):
+            return [View(view.value, at) for at in cast("list[Tensor]", viewed)]
+        return View(view.value, viewed) if shares_storage(viewed, view.at) or viewed is view.at else None
 
     def _push_to_operands(
         self, value: LoopValue, operation: Elementwise, apply: Callable[[Tensor], Any]
     ) -> View | list[View]:
         """Apply a view to the operands, and compute the expression of those, instead of viewing the result."""
         # Operands are expanded first: the view is meant for the result's shape, and expanding costs nothing.
-        seen = [apply(x.at.expand(value.shape)) if isinstance(x, View) else x for x in operation.operands]
+        viewed = [apply(x.at.expand(value.shape)) if isinstance(x, View) else x for x in operation.operands]
 
         def part(select: Callable[[Any], Any]) -> View:
-            pairs = zip(operation.operands, seen, strict=True)
+            pairs = zip(operation.operands, viewed, strict=True)
             operands = [View(x.value, select(at)) if isinstance(x, View) else x for x, at in pairs]
             shape = next(x.shape for x in operands if isinstance(x, View))
             return self.add_elementwise(operation.expression, operands, shape, value.dtype, operation.type)
 
-        counts = [len(cast("Sequence[Tensor]", parts)) for parts in seen if isinstance(parts, list | tuple)]
+        counts = [len(cast("Sequence[Tensor]", parts)) for parts in viewed if isinstance(parts, list | tuple)]
         return [part(itemgetter(i)) for i in range(counts[0])] if counts else part(lambda at: at)
 
 

@@ -323,9 +323,8 @@ def _lower_scatter(context: LoweringContext, node: fx.Node) -> View:
     if arguments.get("alpha", 1) != 1:
         raise Unsupported(f"loops in C add without a factor ({node.target})")
     if "value" in arguments:
-        source = context.add_elementwise(
-            "{0}", [context.as_operand(arguments["value"])], index.shape, start.value.dtype
-        )
+        number = context.as_operand(arguments["value"])
+        source = context.add_elementwise("{0}", [number], index.shape, start.value.dtype)
     elif "src" in arguments:
         source = _narrowed(context.view_of(arguments["src"]), index.shape)
     else:
@@ -482,15 +481,15 @@ def why_unsupported(node: fx.Node, captured: StepGraph, varies: Callable[[fx.Nod
         views: dict[fx.Node, View | list[View]] = {}
         for operand in node.all_input_nodes:
             value = captured.value(operand)
-            several = isinstance(value, list | tuple)
-            tensors = cast("list[Any]", value) if several else [value]
+            is_list = isinstance(value, list | tuple)
+            tensors = cast("list[Any]", value) if is_list else [value]
             for tensor in tensors:
                 if not isinstance(tensor, Tensor):
                     raise Unsupported(f"loops in C do not know the operator {node.target}, which reads no tensor")
                 check_dtype(tensor.dtype, f"an operand of {node.target}")
             changes = varies(operand)
             placeholders = [whole_view(LoopValue("", tuple(x.shape), x.dtype, None, changes)) for x in tensors]
-            views[operand] = placeholders if several else placeholders[0]
+            views[operand] = placeholders if is_list else placeholders[0]
         lower_node(LoweringContext(views), node)
     except Unsupported as error:
         return str(error)

@@ -97,10 +97,10 @@ def reduction_patterns(
         if node.target in _INVERSE_VIEWS:
             return reduction_patterns(source, _INVERSE_VIEWS[node.target](at, node.args), varies, is_forward)
         if node.target is aten.reshape.default:
-            seen = at.reshape(before.shape)
+            reshaped = at.reshape(before.shape)
             # A reshape that copies would lose the connection to the destination.
-            if at.shape == before.shape or shares_storage(seen, at):
-                return reduction_patterns(source, seen, varies, is_forward)
+            if at.shape == before.shape or shares_storage(reshaped, at):
+                return reduction_patterns(source, reshaped, varies, is_forward)
         casts = node.target is aten._to_copy.default and before.dtype in REDUCED_PRECISION
         # The sum before a cast from 16 bits has the same dtype, and is more precise, because it skips the rounding.
         if casts and compute_dtype(before.dtype) == node.meta["val"].dtype:
@@ -290,13 +290,13 @@ class ForwardValues(NamedTuple):
 
     Attributes:
         bases: values that C computes, before any views of them: saved, unless they are a new state or an output.
-        kept: values that PyTorch computes and backward reads.
+        from_torch: values that PyTorch computes and backward reads.
         views: operators of forward that only view a base, which backward applies again.
         torch_views: the same, of values that PyTorch reads.
     """
 
     bases: list[fx.Node]
-    kept: list[fx.Node]
+    from_torch: list[fx.Node]
     views: set[fx.Node]
     torch_views: set[fx.Node]
 
@@ -410,7 +410,7 @@ class ForwardBackwardSplit:
         by_torch = by_torch_back | operands_of(parts.after)
         torch_forward = {*parts.before, *parts.after}
         bases: dict[fx.Node, None] = {}
-        kept: dict[fx.Node, None] = {}
+        from_torch: dict[fx.Node, None] = {}
         c_views: set[fx.Node] = set()
         torch_views: set[fx.Node] = set()
         # A view is not saved: its base is, and each reader applies the view again.
@@ -425,8 +425,8 @@ class ForwardBackwardSplit:
                     seen.update(views)
                     bases.update({base: None} if base in self.front else {})
             if base in torch_forward and (node in by_c or node in by_torch_back):
-                kept[base] = None
-        return ForwardValues([*bases], [*kept], c_views, torch_views)
+                from_torch[base] = None
+        return ForwardValues([*bases], [*from_torch], c_views, torch_views)
 
 
 def _around_loop(

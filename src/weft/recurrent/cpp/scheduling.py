@@ -267,9 +267,8 @@ class LoopFunction:
         A value in two alternating rows is overwritten by then.
         """
         for start, _ in self.signature.carried:
-            late = [
-                value for value in values if start in operand_values(value.operation) and phases.is_after_main(value)
-            ]
+            readers = [value for value in values if start in operand_values(value.operation)]
+            late = [value for value in readers if phases.is_after_main(value)]
             if late and not self.layouts[start].is_per_step:
                 copy = phases.copy_in_main(f"{start}_copy", start, first=True)
                 values.insert(0, copy)
@@ -441,9 +440,7 @@ def fuse(loop: Sequence[LoopValue], axes: SequenceAxes | None) -> list[list[Loop
     order: list[list[LoopValue]] = []
     while pending:
         waiting = set(pending)
-        ready = [
-            value for value in pending if not any(view.value in waiting for view in operand_views(value.operation))
-        ]
+        ready = [value for value in pending if waiting.isdisjoint(operand_values(value.operation))]
         # Products and reductions first: the elementwise values that wait for them can then join a single group.
         groups = [[value] for value in ready if not isinstance(value.operation, Elementwise)]
         groups = groups or [_group(pending, waiting, ready[0], axes)]
@@ -485,10 +482,9 @@ def explain_function(function: LoopFunction) -> str:
             lines += [line for value in phase.bulk for line in _group_lines(function, [value])]
         if phase.main:
             order = ", last one first" if backward else ""
-            rows = f"each thread takes some of {function.rows} rows"
-            lines.append(
-                f"  main loop, step by step{order}; {rows if function.axes else 'threads share products only'}"
-            )
+            by_rows = f"each thread takes some of {function.rows} rows"
+            threads = by_rows if function.axes else "threads share products only"
+            lines.append(f"  main loop, step by step{order}; {threads}")
         elif phase.groups:
             lines.append("  loop, steps in any order, shared by threads")
         lines += [line for group in phase.groups for line in _group_lines(function, group)]
@@ -501,10 +497,8 @@ def _group_lines(function: LoopFunction, group: Sequence[LoopValue]) -> list[str
     head = f"    {_KINDS[type(group[0].operation)]:<10} {' x '.join(map(str, group[0].shape)) or 'one number'}"
     lines: list[str] = []
     for value in group:
-        into = (
-            f"{_operand_name(function, totals[value])} +=" if value in totals else f"{_operand_name(function, value)} ="
-        )
-        lines.append(f"{head:<{_WIDTH}} {into} {_formula(function, value.operation)}")
+        target, sign = _operand_name(function, totals.get(value, value)), "+=" if value in totals else "="
+        lines.append(f"{head:<{_WIDTH}} {target} {sign} {_formula(function, value.operation)}")
         head = ""
     return lines
 
