@@ -202,22 +202,23 @@ template <class R> void pack(long K, long N, const R *b, long row, long col, R *
 // C += A B over a long inner axis: in blocks of it, each packed. `room` holds BLOCK x (N + NR) + BLOCK x TALL numbers
 // of this thread. With `live`, only the live places of the inner axis count.
 //
-// Of every `each` places only the first `count` are read: a batch of fewer rows than the plan has is filled up with
-// copies of a row. Skipped places do not move the bounds of the blocks, so the bits are those of a plan for exactly
-// these rows. Zeros in their place would move them.
+// Of every `step_rows` places only the first `used_rows` are read: a batch of fewer rows than the plan has is filled up
+// with copies of a row. Skipped places do not move the bounds of the blocks, so the bits are those of a plan for
+// exactly these rows. Zeros in their place would move them.
 //
 // Threads share the rows of C, never the inner axis: the order of each sum does not depend on their number.
 template <class R>
 void gather(long M, long N, long K, const R *a, long a_row, long a_col, const R *b, long b_row, long b_col, R *c,
-            long c_row, long c_col, R *room, long thread, long threads, const unsigned char *live, long each, long count) {
+            long c_row, long c_col, R *room, long thread, long threads, const unsigned char *live, long step_rows,
+            long used_rows) {
     constexpr long NR = wide<R>();
     const long panels = (N + NR - 1) / NR, tiles = (M + TALL - 1) / TALL;
     const long from = tiles * thread / threads, to = tiles * (thread + 1) / threads;
     R *const packed_a = room + BLOCK * panels * NR;
     for (long k = 0, row = 0; k < K && from < to;) {
         long inner = 0, at[BLOCK];
-        for (; k < K && inner < BLOCK; k++, row = row + 1 < each ? row + 1 : 0)
-            if (row < count && (!live || live[k])) at[inner++] = k;
+        for (; k < K && inner < BLOCK; k++, row = row + 1 < step_rows ? row + 1 : 0)
+            if (row < used_rows && (!live || live[k])) at[inner++] = k;
         for (long j = 0; j < N; j += NR)
             for (long q = 0; q < inner; q++)
                 copy_padded<R, NR>(N - j < NR ? N - j : NR, b + at[q] * b_row + j * b_col, b_col,
@@ -234,17 +235,18 @@ void gather(long M, long N, long K, const R *a, long a_row, long a_col, const R 
 }
 
 // c[j] += the sum of a[i][j] over the M rows, for the columns of this thread, a few vectors of columns at a time. Of
-// every `each` rows only the first `count` are read, see gather. Blocks bound the rounding error as they do there.
+// every `step_rows` rows only the first `used_rows` are read, see gather. Blocks bound the rounding error as they do
+// there.
 template <class R>
-void columns(long M, long N, const R *a, long a_row, R *c, long thread, long threads, long each, long count) {
+void columns(long M, long N, const R *a, long a_row, R *c, long thread, long threads, long step_rows, long used_rows) {
     typedef typename Vector<R>::type V;
     constexpr long W = lanes<R>(), MANY = 8;
     const long end = N * (thread + 1) / threads;
     for (long m = 0, row = 0; m < M;) {
         const R *block[BLOCK];
         long rows = 0;
-        for (; m < M && rows < BLOCK; m++, row = row + 1 < each ? row + 1 : 0)
-            if (row < count) block[rows++] = a + m * a_row;
+        for (; m < M && rows < BLOCK; m++, row = row + 1 < step_rows ? row + 1 : 0)
+            if (row < used_rows) block[rows++] = a + m * a_row;
         long j = N * thread / threads;
         for (; j + MANY * W <= end; j += MANY * W) {
             V sums[MANY] = {};
@@ -276,13 +278,13 @@ void columns(long M, long N, const R *a, long a_row, R *c, long thread, long thr
     }                                                                                                                  \
     extern "C" void weft_gather_##X(long M, long N, long K, const R *a, long a_row, long a_col, const R *b,            \
                                     long b_row, long b_col, R *c, long c_row, long c_col, R *room, long thread,        \
-                                    long threads, const unsigned char *live, long each, long count) {                  \
-        gather<R>(M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live, each,       \
-                  count);                                                                                              \
+                                    long threads, const unsigned char *live, long step_rows, long used_rows) {         \
+        gather<R>(M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live, step_rows,  \
+                  used_rows);                                                                                          \
     }                                                                                                                  \
     extern "C" void weft_columns_##X(long M, long N, const R *a, long a_row, R *c, long thread, long threads,          \
-                                     long each, long count) {                                                          \
-        columns<R>(M, N, a, a_row, c, thread, threads, each, count);                                                   \
+                                     long step_rows, long used_rows) {                                                 \
+        columns<R>(M, N, a, a_row, c, thread, threads, step_rows, used_rows);                                          \
     }
 API(float, f)
 API(double, d)

@@ -206,11 +206,11 @@ template <class R> struct Lanes;
 template <> struct Lanes<float> { typedef float type __attribute__((vector_size(64), aligned(4), may_alias)); };
 template <> struct Lanes<double> { typedef double type __attribute__((vector_size(64), aligned(8), may_alias)); };
 template <class R> F R w_fold(typename Lanes<R>::type lanes) {
-    R each[64 / sizeof(R)];
-    memcpy(each, &lanes, sizeof each);
+    R sums[64 / sizeof(R)];
+    memcpy(sums, &lanes, sizeof sums);
     for (long half = 32 / sizeof(R); half; half /= 2)
-        for (long l = 0; l < half; l++) each[l] += each[l + half];
-    return each[0];
+        for (long l = 0; l < half; l++) sums[l] += sums[l + half];
+    return sums[0];
 }
 template <class R> F R w_sum(long n, const R *x) {
     typedef typename Lanes<R>::type V;
@@ -277,11 +277,12 @@ static __attribute__((noinline, noclone)) void w_small(long M, long N, long K, c
      long s_row, long s_col, long first, long last)
 #define GATHER(R)                                                                                                      \
     (long M, long N, long K, const R *a, long a_row, long a_col, const R *b, long b_row, long b_col, R *c, long c_row, \
-     long c_col, R *room, long thread, long threads, const boolean *live, long each, long count)
+     long c_col, R *room, long thread, long threads, const boolean *live, long step_rows, long used_rows)
 #define SOME(R)                                                                                                        \
     (long M, long N, long K, const R *a, long a_row, long a_col, const R *b, R *c, long c_row, long c_col, const R *s, \
      long s_row, long s_col, long first, long last, const boolean *live)
-#define COLUMNS(R) (long M, long N, const R *a, long a_row, R *c, long thread, long threads, long each, long count)
+#define COLUMNS(R)                                                                                                     \
+    (long M, long N, const R *a, long a_row, R *c, long thread, long threads, long step_rows, long used_rows)
 
 struct Kernels {  // in the order of `_KERNELS` in cpp_backend.py
     void(*pack_f) PACK(float);
@@ -305,7 +306,8 @@ extern "C" void weft_bind(const Kernels *table) { kernels = *table; }
 EITHER(pack, PACK, K, N, b, row, col, to)
 EITHER(product, PRODUCT, M, N, K, a, a_row, a_col, b, c, c_row, c_col, s, s_row, s_col, first, last)
 EITHER(some, SOME, M, N, K, a, a_row, a_col, b, c, c_row, c_col, s, s_row, s_col, first, last, live)
-EITHER(gather, GATHER, M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live, each, count)
-EITHER(columns, COLUMNS, M, N, a, a_row, c, thread, threads, each, count)
+EITHER(gather, GATHER, M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live,
+       step_rows, used_rows)
+EITHER(columns, COLUMNS, M, N, a, a_row, c, thread, threads, step_rows, used_rows)
 
 F char *w_align(char *at) { return (char *)(((uintptr_t)at + 63) & ~(uintptr_t)63); }
