@@ -270,7 +270,7 @@ def open_loops(axes: Sequence[LoopAxis], *, free: bool = True, begin: int = 0) -
 
 
 def nest(axes: Sequence[LoopAxis], body: Sequence[str], *, free: bool = True) -> list[str]:
-    """Statements within loops, or in a block if there are none."""
+    """Statements within loops, or in a plain block."""
     return [*(open_loops(axes, free=free) or ["{"]), *body, "}" * max(len(axes), 1)]
 
 

@@ -11,7 +11,7 @@ summation, and the kernels here must.
     w_gather    adds a product whose inner axis runs over the rows of all steps     a weight's gradient
     w_columns   adds the rows of all steps                                          a bias's gradient
 
-The kernels are in kernels.cpp, `w_small` in loops.h. A product whose left side is the packed one is written as its
+The kernels are in kernels.cpp, `w_small` in loops.h. If the left side is the packed one, the product is written as its
 transpose, (A B)' = B' A'.
 """
 
@@ -129,7 +129,7 @@ class MatrixProducts:
         return self._columns(of, (), to) if isinstance(of, View) else self._columns(of.source, of.axes, to)
 
     def pack_lines(self) -> list[str]:
-        """The text that packs all matrices. Call it last: the other text decides on what is packed."""
+        """The text that packs all matrices. Call it last: the other text determines which ones are."""
         lines = [line for key, at in self._packed.items() for line in self._pack(*key, at)]
         return [*lines, "kernels.meet(gate, threads);"] if lines else []
 

@@ -56,7 +56,7 @@ from weft.recurrent.passes import writes
 
 @dataclass(frozen=True)
 class Lowered:
-    """The functions, and the nodes behind some of their arguments, by index."""
+    """The three functions, and the nodes of some arguments, by index."""
 
     split: ForwardBackwardSplit
     constants: list[fx.Node]

@@ -140,7 +140,7 @@ Handler = Callable[[LoweringContext, fx.Node], View | list[View]]
 
 
 def _lower_add(context: LoweringContext, node: fx.Node) -> View:
-    """A sum or a difference, whose second operand can have a factor. Booleans are added by "or"."""
+    """A sum or a difference. The second operand can have a factor. Booleans are added by "or"."""
     arguments = schema_arguments(node)
     operands = [context.as_operand(arguments["self"]), context.as_operand(arguments["other"])]
     if meta_value(node).dtype == torch.bool:
@@ -262,7 +262,7 @@ def _checked_index(context: LoweringContext, index: fx.Node, of: torch.dtype, no
     PyTorch raises an error for an index out of range, which loops cannot. If a constant has gone out of range since the
     capture, the result is NaN, so the dtype must have it.
     """
-    # A get_attr node can be a buffer, whose content can change between calls. Computed constants cannot.
+    # A get_attr node can be a buffer, and its content can change between calls. Computed constants cannot.
     view, producer = context.view_of(index), index
     if view.value.dtype not in (torch.int64, torch.int32):
         raise Unsupported(f"loops in C take indices of int64 and int32, not of {view.value.dtype} ({node.target})")

@@ -106,7 +106,7 @@ class LoopSignature:
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """Bulk work, then a loop, whose `groups` are one pass over memory each. `main` marks the loop that carries."""
+    """Bulk work, then a loop. Each of its `groups` is one pass over memory. `main` marks the loop that carries."""
 
     bulk: list[LoopValue] = field(default_factory=list[LoopValue])
     loop: list[LoopValue] = field(default_factory=list[LoopValue])
