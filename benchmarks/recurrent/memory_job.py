@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.recurrent.cells import LSTMCell, by_torch, by_weft, with_weights_of
 from benchmarks.recurrent.work import Forward
 from weft.recurrent import Recurrent
-from weft.recurrent.cpp import cpp_backend as workspace
+from weft.recurrent.cpp import workspace
 from weft.recurrent.plan_backends import Memory, choose_policy, size_of
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -15,8 +15,9 @@ from tests.recurrent.recurrent_cases import by_plan, grid, needs_compiler, plann
 from weft.core.errors import UsageError
 from weft.core.pytree import flatten
 from weft.recurrent import cells
-from weft.recurrent.cpp import cpp_backend as workspace
-from weft.recurrent.cpp.cpp_backend import CppBackend, pool
+from weft.recurrent.cpp import workspace
+from weft.recurrent.cpp.cpp_backend import CppBackend
+from weft.recurrent.cpp.workspace import pool
 from weft.recurrent.plan_backends import Chunk, MemoryPolicy, SequenceSize, choose_policy, chunk_bounds
 
 TOLD = 0.1  # how far a prediction may be off

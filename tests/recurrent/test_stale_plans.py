@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.recurrent.recurrent_cases import by_plan, close, run_by
 from weft.core.errors import InPlaceError, UsageError
 from weft.recurrent import Recurrent, recurrent_net
-from weft.recurrent.cpp.cpp_backend import WorkspacePool
+from weft.recurrent.cpp.workspace import WorkspacePool
 
 Pair = tuple[Tensor, Tensor]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.recurrent.recurrent_cases import BACKENDS, grid, planned
-from weft.recurrent.cpp import cpp_backend as workspace
-from weft.recurrent.cpp.cpp_backend import WorkspacePool, pool
+from weft.recurrent.cpp import workspace
+from weft.recurrent.cpp.workspace import WorkspacePool, pool
 
 
 def test_a_buffer_that_was_given_back_is_used_again_for_what_is_not_much_smaller() -> None:

@@ -16,7 +16,7 @@ custom_op.py                                   under torch.compile and torch.exp
 """
 
 from weft.recurrent.cell import InputWidthError, Window
-from weft.recurrent.cpp.cpp_backend import release
+from weft.recurrent.cpp.workspace import release
 from weft.recurrent.layers import GRU, LSTM, RNN, Bidirectional, Caffe2LSTM, Stack
 from weft.recurrent.layers.rnn import LayerInputError
 from weft.recurrent.plan_cache import NoPlanWarning

@@ -1,4 +1,4 @@
-"""Formulas that the tests compare the zoo with, and the ways in which they compare."""
+"""Formulas that the tests compare cells with, and the comparison."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ from weft.recurrent import Recurrent
 Step = Callable[[Tensor, Any], tuple[Any, Any]]
 
 
-def scattered(cell: nn.Module) -> nn.Module:
-    """The cell in float64, every parameter at random, so that none is hidden behind a zero or a one."""
+def randomized(cell: nn.Module) -> nn.Module:
+    """The cell in float64 with random parameters, so that a zero or a one hides none of them."""
     torch.manual_seed(7)
     cell.double()
     with torch.no_grad():
@@ -23,8 +23,8 @@ def scattered(cell: nn.Module) -> nn.Module:
     return cell
 
 
-def by_hand(step: Step, x: Tensor, state: Any) -> tuple[Any, Any]:
-    """Outputs, T x ..., and the last state, by a bare loop."""
+def run_formula(step: Step, x: Tensor, state: Any) -> tuple[Any, Any]:
+    """Outputs, T x ..., and the last state, by a plain loop."""
     outputs = []
     for x_t in x:
         y, state = step(x_t, state)
@@ -32,20 +32,20 @@ def by_hand(step: Step, x: Tensor, state: Any) -> tuple[Any, Any]:
     return map_leaves(lambda *ys: torch.stack(ys), *outputs), state
 
 
-def follows(cell: nn.Module, step: Step, shape: tuple[int, ...]) -> None:
-    """Fail unless the cell does what the formula does: values, and gradients of input and parameters."""
+def assert_follows(cell: nn.Module, step: Step, shape: tuple[int, ...]) -> None:
+    """Compare a cell with its formula: values, and gradients of input and parameters."""
     x = torch.randn(5, 2, *shape, dtype=torch.float64, requires_grad=True)
-    wanted = by_hand(step, x, cell.initial_state(x[0]))
-    seen = Recurrent(cell)(x)
-    close(seen[:2], wanted)
-    close(gradients(seen[:2], [x, *cell.parameters()]), gradients(wanted, [x, *cell.parameters()]), 1e-10)
+    expected = run_formula(step, x, cell.initial_state(x[0]))
+    result = Recurrent(cell)(x)
+    close(result[:2], expected)
+    close(gradients(result[:2], [x, *cell.parameters()]), gradients(expected, [x, *cell.parameters()]), 1e-10)
 
 
-def blocks(cell: Any, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def gate_blocks(cell: Any, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """``weight_ih``, ``weight_hh`` and ``bias`` with a first axis of gates."""
-    return tuple(each.view(count, -1, *each.shape[1:]) for each in (cell.weight_ih, cell.weight_hh, cell.bias))
+    return tuple(p.view(count, -1, *p.shape[1:]) for p in (cell.weight_ih, cell.weight_hh, cell.bias))
 
 
-def products(weights: Tensor, x: Tensor) -> Tensor:
+def gate_products(weights: Tensor, x: Tensor) -> Tensor:
     """K x N x H: every gate's product, entry by entry."""
     return torch.einsum("khd,nd->knh", weights, x)

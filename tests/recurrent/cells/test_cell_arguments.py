@@ -1,6 +1,4 @@
-"""Constructors refuse what makes no sense, all faults at once; parameters are made where and as asked."""
-
-from itertools import product
+"""Constructors reject invalid arguments, all at once, and create parameters with the requested dtype and device."""
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from weft.recurrent import Recurrent, cells
 from weft.recurrent.cells.gated import GatedCell
 
 
-def test_all_faults_of_a_constructor_are_told_at_once() -> None:
+def test_all_faults_of_a_constructor_are_listed() -> None:
     with pytest.raises(UsageError, match=r"invalid arguments of ConvLSTMCell") as caught:
         cells.ConvLSTMCell(0, -1, kernel_size=2)
     assert told(caught) == [
@@ -28,8 +26,8 @@ def test_all_faults_of_a_constructor_are_told_at_once() -> None:
     ]
 
 
-def test_a_word_that_is_no_choice_is_refused() -> None:
-    # The run-time type check of the tests would come first, so the function behind it is called.
+def test_unknown_choices_are_rejected() -> None:
+    # The type check of the test run would come first, so the function that it wraps is called.
     make = cells.ElmanCell.__init__.__wrapped__
     with pytest.raises(UsageError, match="nonlinearity is 'sine', wanted one of 'tanh', 'relu'"):
         make(cells.ElmanCell.__new__(cells.ElmanCell), 3, 4, True, "sine")
@@ -39,23 +37,32 @@ def test_a_word_that_is_no_choice_is_refused() -> None:
 
 
 CELLS = sorted(
-    (each for each in vars(cells).values() if isinstance(each, type) and issubclass(each, GatedCell)),
-    key=lambda each: each.__name__,
+    (cell for cell in vars(cells).values() if isinstance(cell, type) and issubclass(cell, GatedCell)),
+    key=lambda cell: cell.__name__,
 )
-ALSO = [*CELLS, cells.ConvLSTMCell]
+WITH_IMAGES = [*CELLS, cells.ConvLSTMCell]
 
 
-def test_all_parameters_are_made_where_and_as_asked() -> None:
-    for make, dtype in product(ALSO, (torch.float64, torch.bfloat16)):
+@at_once("make", WITH_IMAGES)
+def test_parameters_have_dtype_and_device_and_can_be_reset(make: type) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
         cell = make(3, 4, device="meta", dtype=dtype)
-        assert {(each.device.type, each.dtype) for each in cell.parameters()} == {("meta", dtype)}
+        assert {(parameter.device.type, parameter.dtype) for parameter in cell.parameters()} == {("meta", dtype)}
+    cell = make(3, 4)
+    before = [parameter.clone() for parameter in cell.parameters()]
+    with torch.no_grad():
+        for parameter in cell.parameters():
+            parameter.fill_(torch.nan)
+    cell.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in [*before, *cell.parameters()])
+    assert not all(map(torch.equal, before, cell.parameters())), "drawn again"
 
 
 @at_once("make", CELLS)
-def test_a_cell_begins_with_a_row_for_each_row_of_the_input_in_the_weights_dtype(make: type) -> None:
+def test_initial_states_have_rows_and_the_dtype_of_weights(make: type) -> None:
     state = make(3, 4, dtype=torch.float64).initial_state(torch.ones(5, 3, dtype=torch.int64))
-    assert {(leaf.dtype, *leaf.shape) for leaf in flatten(state)[0]} == {(torch.float64, 5, 4)}
     *zeros, last = flatten(state)[0]
+    assert {(leaf.dtype, *leaf.shape) for leaf in (*zeros, last)} == {(torch.float64, 5, 4)}
     assert not any(leaf.any() for leaf in zeros)
     assert make is cells.SLSTMCell or not last.any()
 
@@ -64,21 +71,9 @@ def test_a_cell_begins_with_a_row_for_each_row_of_the_input_in_the_weights_dtype
 def test_a_sequence_without_rows_is_one_row(make: type) -> None:
     net = Recurrent(make(3, 4, dtype=torch.float64))
     x = torch.randn(5, 3, dtype=torch.float64)
-    wanted = net(x.unsqueeze(1))
-    close(net(x).outputs, wanted.outputs[:, 0])
-    close(net(x).last, map_leaves(lambda leaf: leaf[0], wanted.last))
-
-
-@at_once("make", ALSO)
-def test_a_new_cell_has_finite_parameters_and_a_reset_draws_new_ones(make: type) -> None:
-    cell = make(3, 4)
-    before = [each.clone() for each in cell.parameters()]
-    with torch.no_grad():
-        for each in cell.parameters():
-            each.fill_(torch.nan)
-    cell.reset_parameters()
-    assert all(each.isfinite().all() for each in [*before, *cell.parameters()])
-    assert not all(torch.equal(one, other) for one, other in zip(before, cell.parameters(), strict=True))
+    expected = net(x.unsqueeze(1))
+    close(net(x).outputs, expected.outputs[:, 0])
+    close(net(x).last, map_leaves(lambda leaf: leaf[0], expected.last))
 
 
 @at_once(
@@ -90,9 +85,9 @@ def test_a_new_cell_has_finite_parameters_and_a_reset_draws_new_ones(make: type)
         lambda: cells.SLSTMCell(3, 4, heads=3),
         lambda: cells.SLSTMCell(3, 4, heads=0),
         lambda: cells.Zoneout(cells.GRUCell(3, 4), (0.5, "0.5")),
-        *(lambda make=make: make(3, 0) for make in ALSO),
+        *(lambda make=make: make(3, 0) for make in WITH_IMAGES),
     ],
 )
-def test_what_makes_no_sense_is_refused(make) -> None:
+def test_invalid_arguments_are_rejected(make) -> None:
     with pytest.raises(UsageError, match="invalid arguments of"):
         make()

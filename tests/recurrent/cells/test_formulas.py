@@ -1,7 +1,8 @@
-"""Cells by their formulas, entry by entry; that the LSTM, the GRU and the Elman cell are PyTorch's stands in
-test_like_torch.py."""
+"""Cells follow their formulas, entry by entry, and the LSTM, the GRU and the Elman cell are PyTorch's."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,130 +10,102 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.recurrent.cells.references import Step, blocks, by_hand, follows, products, scattered
-from tests.recurrent.recurrent_cases import close, gradients, grid
+from tests.recurrent.cells.references import (
+    assert_follows,
+    gate_blocks,
+    gate_products,
+    randomized,
+    run_formula,
+)
+from tests.recurrent.recurrent_cases import at_once, close, gradients, grid
 from weft.recurrent import Recurrent, cells
 
 State = tuple[Tensor, Tensor]
 
 
-def gated(i: Tensor, f: Tensor, g: Tensor, o: Tensor, c: Tensor) -> tuple[Tensor, State]:
+def lstm_end(i: Tensor, f: Tensor, g: Tensor, o: Tensor, c: Tensor) -> tuple[Tensor, State]:
     """The end of an LSTM's step."""
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     h = torch.sigmoid(o) * torch.tanh(c)
     return h, (h, c)
 
 
-def reset_before(cell: Any) -> Step:
-    W, U, b = blocks(cell, 3)
-
-    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        r, z = torch.sigmoid(products(W[:2], x) + products(U[:2], h) + b[:2, None])
-        (n,) = torch.tanh(products(W[2:], x) + products(U[2:], r * h) + b[2])
-        h = z * h + (1 - z) * n
-        return h, h
-
-    return step
+def reset_before(cell: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    W, U, b = gate_blocks(cell, 3)
+    r, z = torch.sigmoid(gate_products(W[:2], x) + gate_products(U[:2], h) + b[:2, None])
+    (n,) = torch.tanh(gate_products(W[2:], x) + gate_products(U[2:], r * h) + b[2])
+    return (z * h + (1 - z) * n,) * 2
 
 
-def minimal(cell: Any) -> Step:
-    W, U, b = blocks(cell, 2)
-
-    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        (f,) = torch.sigmoid(products(W[:1], x) + products(U[:1], h) + b[0])
-        (n,) = torch.tanh(products(W[1:], x) + products(U[1:], f * h) + b[1])
-        h = h + f * (n - h)
-        return h, h
-
-    return step
+def minimal(cell: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    W, U, b = gate_blocks(cell, 2)
+    (f,) = torch.sigmoid(gate_products(W[:1], x) + gate_products(U[:1], h) + b[0])
+    (n,) = torch.tanh(gate_products(W[1:], x) + gate_products(U[1:], f * h) + b[1])
+    return (h + f * (n - h),) * 2
 
 
-def light(cell: Any) -> Step:
-    W, U, b = blocks(cell, 2)
-
-    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        z, n = products(W, x) + products(U, h) + b[:, None]
-        h = h * torch.sigmoid(z) + (1 - torch.sigmoid(z)) * n.clamp(min=0)
-        return h, h
-
-    return step
+def light(cell: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    W, U, b = gate_blocks(cell, 2)
+    z, n = gate_products(W, x) + gate_products(U, h) + b[:, None]
+    return (h * torch.sigmoid(z) + (1 - torch.sigmoid(z)) * n.clamp(min=0),) * 2
 
 
-def highway(cell: Any) -> Step:
-    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        for layer in range(len(cell.weight_hh)):
-            mixed = products(cell.weight_hh[layer].view(2, 4, 4), h) + cell.bias[layer].view(2, 1, 4)
-            if layer == 0:
-                mixed = mixed + products(cell.weight_ih.view(2, 4, 3), x)
-            h = h + torch.sigmoid(mixed[0]) * (torch.tanh(mixed[1]) - h)
-        return h, h
-
-    return step
+def highway(cell: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    for layer in range(len(cell.weight_hh)):
+        mixed = gate_products(cell.weight_hh[layer].view(2, 4, 4), h) + cell.bias[layer].view(2, 1, 4)
+        if layer == 0:
+            mixed = mixed + gate_products(cell.weight_ih.view(2, 4, 3), x)
+        h = h + torch.sigmoid(mixed[0]) * (torch.tanh(mixed[1]) - h)
+    return h, h
 
 
-def peephole(cell: Any) -> Step:
-    W, U, b = blocks(cell, 4)
-
-    def step(x: Tensor, state: State) -> tuple[Tensor, State]:
-        h, c = state
-        i, f, g, o = products(W, x) + products(U, h) + b[:, None]
-        new = c / (1 + torch.exp(-f - c * cell.peephole[1])) + g.tanh() / (1 + torch.exp(-i - c * cell.peephole[0]))
-        h = new.tanh() / (1 + torch.exp(-o - new * cell.peephole[2]))
-        return h, (h, new)
-
-    return step
+def peephole(cell: Any, x: Tensor, state: State) -> tuple[Tensor, State]:
+    (W, U, b), (h, c) = gate_blocks(cell, 4), state
+    i, f, g, o = gate_products(W, x) + gate_products(U, h) + b[:, None]
+    new = c / (1 + torch.exp(-f - c * cell.peephole[1])) + g.tanh() / (1 + torch.exp(-i - c * cell.peephole[0]))
+    h = new.tanh() / (1 + torch.exp(-o - new * cell.peephole[2]))
+    return h, (h, new)
 
 
-def layer_norm(cell: Any) -> Step:
+def layer_norm(cell: Any, x: Tensor, state: State) -> tuple[Tensor, State]:
     def normed(x: Tensor) -> Tensor:
         centred = x - x.sum(-1, keepdim=True) / x.shape[-1]
         return centred / ((centred * centred).sum(-1, keepdim=True) / x.shape[-1] + 1e-5).sqrt()
 
-    def step(x: Tensor, state: State) -> tuple[Tensor, State]:
-        h, c = state
-        of_x = normed(torch.einsum("kd,nd->nk", cell.weight_ih, x)) * cell.norm_ih.weight
-        of_h = normed(torch.einsum("kd,nd->nk", cell.weight_hh, h)) * cell.norm_hh.weight
-        i, f, g, o = (of_x + of_h + cell.bias).split(4, 1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        h = torch.sigmoid(o) * torch.tanh(normed(c) * cell.norm_cell.weight + cell.norm_cell.bias)
-        return h, (h, c)
-
-    return step
+    h, c = state
+    of_x = normed(torch.einsum("kd,nd->nk", cell.weight_ih, x)) * cell.norm_ih.weight
+    of_h = normed(torch.einsum("kd,nd->nk", cell.weight_hh, h)) * cell.norm_hh.weight
+    i, f, g, o = (of_x + of_h + cell.bias).split(4, 1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    h = torch.sigmoid(o) * torch.tanh(normed(c) * cell.norm_cell.weight + cell.norm_cell.bias)
+    return h, (h, c)
 
 
-def multiplicative(cell: Any) -> Step:
-    W, U, b = blocks(cell, 4)
-    alpha, beta_ih, beta_hh = (each.view(4, 1, 4) for each in (cell.alpha, cell.beta_ih, cell.beta_hh))
-
-    def step(x: Tensor, state: State) -> tuple[Tensor, State]:
-        of_x, of_h = products(W, x), products(U, state[0])
-        return gated(*(alpha * of_x * of_h + beta_hh * of_h + beta_ih * of_x + b[:, None]), state[1])
-
-    return step
+def multiplicative(cell: Any, x: Tensor, state: State) -> tuple[Tensor, State]:
+    W, U, b = gate_blocks(cell, 4)
+    alpha, beta_ih, beta_hh = (scale.view(4, 1, 4) for scale in (cell.alpha, cell.beta_ih, cell.beta_hh))
+    of_x, of_h = gate_products(W, x), gate_products(U, state[0])
+    return lstm_end(*(alpha * of_x * of_h + beta_hh * of_h + beta_ih * of_x + b[:, None]), state[1])
 
 
-def convolutional(cell: Any) -> Step:
+def convolutional(cell: Any, x: Tensor, state: State) -> tuple[Tensor, State]:
     def convolved(conv: nn.Conv2d, image: Tensor) -> Tensor:
         """Every shift of the zero-padded image, times its weights."""
         size = conv.kernel_size[0]
         padded = F.pad(image, [size // 2] * 4)
         height, width = image.shape[-2:]
         total: Any = 0 if conv.bias is None else conv.bias.view(1, -1, 1, 1)
-        for down in range(size):
-            for right in range(size):
-                shifted = padded[..., down : down + height, right : right + width]
-                total = total + torch.einsum("oc,nchw->nohw", conv.weight[:, :, down, right], shifted)
+        for down, right in product(range(size), repeat=2):
+            shifted = padded[..., down : down + height, right : right + width]
+            total = total + torch.einsum("oc,nchw->nohw", conv.weight[:, :, down, right], shifted)
         return total
 
-    def step(x: Tensor, state: State) -> tuple[Tensor, State]:
-        i, f, g, o = (convolved(cell.conv_ih, x) + convolved(cell.conv_hh, state[0])).split(3, 1)
-        return gated(i, f, g, o, state[1])
-
-    return step
+    i, f, g, o = (convolved(cell.conv_ih, x) + convolved(cell.conv_hh, state[0])).split(3, 1)
+    return lstm_end(i, f, g, o, state[1])
 
 
-FORMULAS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Step], tuple[int, ...]]] = {
-    "GRU as it was published": (lambda: cells.ResetBeforeGRUCell(3, 4), reset_before, (3,)),
+FORMULAS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[int, ...]]] = {
+    "published GRU": (lambda: cells.ResetBeforeGRUCell(3, 4), reset_before, (3,)),
     "minimal gated": (lambda: cells.MinimalGatedCell(3, 4), minimal, (3,)),
     "light GRU": (lambda: cells.LightGRUCell(3, 4), light, (3,)),
     "highway, one layer": (lambda: cells.RHNCell(3, 4, 1), highway, (3,)),
@@ -146,53 +119,54 @@ FORMULAS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Step], tuple[
 
 
 @pytest.mark.parametrize(("make", "formula", "shape"), FORMULAS.values(), ids=FORMULAS)
-def test_a_cell_follows_its_formula(
-    make: Callable[[], nn.Module], formula: Callable[[Any], Step], shape: tuple[int, ...]
+def test_cells_follow_their_formulas(
+    make: Callable[[], nn.Module], formula: Callable[..., Any], shape: tuple[int, ...]
 ) -> None:
-    cell = scattered(make())
-    follows(cell, formula(cell), shape)
+    cell = randomized(make())
+    assert_follows(cell, partial(formula, cell), shape)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_the_slstm_follows_its_formula_without_stabiliser(heads: int) -> None:
-    cell = scattered(cells.SLSTMCell(3, 4, heads))
+def test_slstm_follows_its_formula_without_stabiliser(heads: int) -> None:
+    cell = randomized(cells.SLSTMCell(3, 4, heads))
 
     def step(x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         h, c, n = state
-        # From old along the second axis to new along the first.
+        # The old hidden state is along the second axis, the new one along the first.
         whole = torch.stack([torch.block_diag(*cell.weight_hh[gate]).T for gate in range(4)])
-        i, f, z, o = products(cell.weight_ih.view(4, 4, 3), x) + products(whole, h) + cell.bias.view(4, 1, 4)
+        i, f, z, o = gate_products(cell.weight_ih.view(4, 4, 3), x) + gate_products(whole, h) + cell.bias.view(4, 1, 4)
         c = torch.sigmoid(f) * c + torch.exp(i) * torch.tanh(z)
         n = torch.sigmoid(f) * n + torch.exp(i)
         h = torch.sigmoid(o) * (c / n)
         return h, (h, c, n)
 
     x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
-    wanted, (_, c, n) = by_hand(step, x, (torch.zeros(2, 4).double(),) * 3)
-    seen = Recurrent(cell)(x)
-    close(seen.outputs, wanted)
-    _, c_kept, n_kept, m = seen.last
-    close([c_kept * m.exp(), n_kept * m.exp()], [c, n])
-    everything = [x, *cell.parameters()]
-    close(gradients(seen.outputs, everything), gradients(wanted, everything), 1e-10)
+    expected, (_, c, n) = run_formula(step, x, (torch.zeros(2, 4).double(),) * 3)
+    result = Recurrent(cell)(x)
+    close(result.outputs, expected)
+    _, scaled_c, scaled_n, m = result.last
+    close([scaled_c * m.exp(), scaled_n * m.exp()], [c, n])
+    wrt = [x, *cell.parameters()]
+    close(gradients(result.outputs, wrt), gradients(expected, wrt), 1e-10)
 
 
 @grid(shift=[-1e4, -200.0, 200.0, 1e4], dtype=[torch.float32, torch.float64])
-def test_an_input_gate_of_an_slstm_that_is_out_of_range_changes_nothing(shift: float, dtype: torch.dtype) -> None:
+def test_shifted_input_gate_of_slstm_changes_nothing(shift: float, dtype: torch.dtype) -> None:
+    """Its exponential would be out of range."""
     torch.manual_seed(0)
     cell = cells.SLSTMCell(3, 4, 2).to(dtype)
     x = torch.randn(20, 2, 3, dtype=dtype)
-    wanted = Recurrent(cell)(x).outputs
+    expected = Recurrent(cell)(x).outputs
     with torch.no_grad():
         cell.bias[:4] += shift
-    seen = Recurrent(cell)(x)
-    tolerance = torch.finfo(dtype).eps * abs(shift) * 20  # what the sum of gate and shift rounds away
-    close(seen.outputs, wanted, tolerance)
-    seen.outputs.sum().backward()
-    assert all(each.grad.isfinite().all() for each in cell.parameters())
+    outputs = Recurrent(cell)(x).outputs
+    tolerance = torch.finfo(dtype).eps * abs(shift) * 20  # the rounding of gate + shift
+    close(outputs, expected, tolerance)
+    outputs.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in cell.parameters())
 
 
-def test_new_cells_begin_as_published() -> None:
+def test_initial_parameters_are_as_published() -> None:
     for block in cells.LightGRUCell(3, 5, dtype=torch.float64).weight_hh.chunk(2):
         torch.testing.assert_close(block @ block.T, torch.eye(5, dtype=torch.float64))
     highway = cells.RHNCell(3, 4, depth=2)
@@ -200,19 +174,51 @@ def test_new_cells_begin_as_published() -> None:
 
 
 @pytest.mark.parametrize("make", [cells.LSTMCell, cells.GRUCell])
-def test_recurrent_dropout_drops_candidates_anew_in_every_step_and_never_what_the_cell_holds(make: Any) -> None:
+def test_recurrent_dropout_drops_candidates_only(make: Any) -> None:
+    """With another mask in every step; the share of the old state is never dropped."""
     torch.manual_seed(0)
     cell = make(3, 100, recurrent_dropout=0.25).double()
     x, h, c = torch.randn(50, 3).double(), torch.randn(50, 100).double(), torch.randn(50, 100).double()
     lstm = make is cells.LSTMCell
-    state, held = ((h, c), c) if lstm else (h, h)
+    state, old = ((h, c), c) if lstm else (h, h)
     gates = x @ cell.weight_ih.T + cell.bias_ih + h @ cell.weight_hh.T + cell.bias_hh
-    held = gates.chunk(4 if lstm else 3, 1)[1].sigmoid() * held
-    dropped, again = (cell(x, state)[1] for _ in range(2))
-    whole = cell.eval()(x, state)[1]
-    shares = [
-        ((each[1] if lstm else each) - held) / ((whole[1] if lstm else whole) - held) for each in (dropped, again)
-    ]
-    kept = [each > 0.5 for each in shares]
-    torch.testing.assert_close(shares[0], kept[0] / 0.75, atol=1e-6, rtol=0, check_dtype=False)
-    assert 0.7 < kept[0].double().mean() < 0.8 and not torch.equal(*kept)
+    old = gates.chunk(4 if lstm else 3, 1)[1].sigmoid() * old
+    news = [new[1] if lstm else new for new in (cell(x, state)[1], cell(x, state)[1], cell.eval()(x, state)[1])]
+    first, second, whole = (new - old for new in news)
+    masks = [share / whole > 0.5 for share in (first, second)]
+    torch.testing.assert_close(first / whole, masks[0] / 0.75, atol=1e-6, rtol=0, check_dtype=False)
+    assert 0.7 < masks[0].double().mean() < 0.8 and not torch.equal(*masks)
+
+
+PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "LSTM": (cells.LSTMCell, nn.LSTMCell, {}),
+    "GRU": (cells.GRUCell, nn.GRUCell, {}),
+    "Elman": (cells.ElmanCell, nn.RNNCell, {}),
+    "Elman relu": (cells.ElmanCell, nn.RNNCell, {"nonlinearity": "relu"}),
+}
+
+
+@grid(name=list(PAIRS), bias=[True, False])
+def test_weights_of_pytorchs_cells_load_both_ways(name: str, bias: bool) -> None:
+    *makes, options = PAIRS[name]
+    one, other = (randomized(make(3, 4, bias, **options)) for make in makes)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    for target, source in ((one, other), (other, one)):
+        randomized(source)
+        target.load_state_dict(source.state_dict())
+        result, expected = Recurrent(one)(x), Recurrent(other)(x)
+        close(result, expected)
+        close(gradients(result, [x, *one.parameters()]), gradients(expected, [x, *other.parameters()]), 1e-10)
+        with torch.no_grad():
+            next(source.parameters()).mul_(2.0)
+
+
+@at_once("name", PAIRS)
+def test_initial_weights_are_drawn_as_by_pytorch(name: str) -> None:
+    *makes, options = PAIRS[name]
+    drawn = []
+    for make in makes:
+        torch.manual_seed(3)
+        drawn.append(make(3, 4, **options).state_dict())
+    assert list(drawn[0]) == list(drawn[1])
+    assert all(torch.equal(drawn[0][key], drawn[1][key]) for key in drawn[0])

@@ -1,4 +1,4 @@
-"""Every cell and wrapper of the zoo, small, with inputs: what the laws about all of them run over."""
+"""Every cell and wrapper of the zoo, small, with inputs, for the laws about all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ INPUT, HIDDEN, SOURCE, MEMORY = 3, 4, 5, 2
 
 @dataclass(frozen=True)
 class ZooCase:
-    """A cell to run under `Recurrent`; ``random`` if it draws random numbers, in a step or where a sequence begins."""
+    """A cell to run under `Recurrent`; ``random`` if it draws random numbers, in a step or in its initial state."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -35,8 +35,8 @@ class ZooCase:
         return x.to(dtype).requires_grad_()
 
     def state(self, cell: nn.Module, x: Tensor) -> Any:
-        """A state to begin with, for a cell that must be given one; its source has a gradient."""
-        attention = next((each for each in cell.modules() if isinstance(each, cells.AttentionCell)), None)
+        """An initial state for cells that have none; its source has a gradient."""
+        attention = next((part for part in cell.modules() if isinstance(part, cells.AttentionCell)), None)
         if attention is None:
             return None
         rows = x.shape[1]
@@ -85,6 +85,6 @@ SAMPLE = ("Elman", "layer norm LSTM", "GRU recurrent dropout", "ConvLSTM", "sLST
 
 
 def sampled(cases: list[ZooCase] = ZOO) -> pytest.MarkDecorator:
-    """A few cells that differ most, for laws that depend little on what a cell computes; the others are `long`."""
+    """A few cells that differ most, for laws that depend little on the cell; the others are `long`."""
     rows = [pytest.param(case, id=case.name, marks=[] if case.name in SAMPLE else [pytest.mark.long]) for case in cases]
     return pytest.mark.parametrize("case", rows)

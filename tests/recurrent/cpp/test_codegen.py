@@ -1,4 +1,4 @@
-"""Cells at the edge of what loops in C++ know: the eager loop's numbers, whatever threads, chunks or memory."""
+"""Unusual cells in compiled loops: the numbers of the eager loop, for any threads, chunks and memory."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import as_the_loop, equal, needs_compiler, outcome, planned
 from tests.recurrent.step_cases import CASES, engine_of
-from weft.recurrent.cpp import cpp_backend as backend
+from weft.recurrent.cpp import cpp_backend
 
 pytestmark = needs_compiler
 
@@ -18,7 +18,7 @@ ROWS, STEPS, WIDTH, HIDDEN = 6, 7, 3, 4
 
 
 class Cell(nn.Module):
-    """A function of weights, an input and a state."""
+    """A step from weights, input and state to output and new state."""
 
     def __init__(self, step: Callable[[Any, Tensor, Any], tuple[Any, Any]], **shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def twice(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Contrived(NamedTuple):
-    """A step, the shapes of its weights, and of its states; one that is of integers has the shape None."""
+    """A step, the shapes of its weights and of its states; None stands for a state of integers."""
 
     step: Callable[[Any, Tensor, Any], tuple[Any, Any]]
     weights: dict[str, tuple[int, ...]]
@@ -102,14 +102,14 @@ CONTRIVED: dict[str, Contrived] = {
     "a carried gradient comes out of a product before the main loop": Contrived(
         lambda c, x, s: (((y := (x @ c.w + s[1]) @ c.u), y + s[0]), (0.7 * s[0], 0.5 * s[0])), W | {"u": (4, 4)}, TWO
     ),
-    "nothing of anything": Contrived(
+    "axes of size 0": Contrived(
         lambda c, x, h: twice(torch.tanh(h + x[:, :0] @ c.w + c.u[:, :0].sum(1))), {"w": (0, HIDDEN), "u": (HIDDEN, 2)}
     ),
 }
 
 
 @pytest.mark.parametrize("name", CONTRIVED)
-def test_a_cell_at_the_edge_is_equal_to_the_eager_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_cells_equal_the_eager_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CONTRIVED[name]
     torch.manual_seed(0)
     cell = Cell(case.step, **case.weights)
@@ -117,15 +117,15 @@ def test_a_cell_at_the_edge_is_equal_to_the_eager_loop(name: str, monkeypatch: p
     for shape in case.states:
         states.append(torch.arange(ROWS) - 2 if shape is None else torch.randn(shape).double().requires_grad_())
     state = states[0] if len(states) == 1 else tuple(states)
-    seen = outcome(as_the_loop(cell, "c", x, state, 1e-12, verify="never"), x, state)
-    monkeypatch.setattr(backend, "MIN_PARALLEL_OPERATIONS", -1.0)
+    result = outcome(as_the_loop(cell, "c", x, state, 1e-12, verify="never"), x, state)
+    monkeypatch.setattr(cpp_backend, "MIN_PARALLEL_OPERATIONS", -1.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for memory in ("full", "states"):
         again = outcome(planned(cell, "c", memory=memory, verify="never"), x, state)
-        assert equal(again, seen), f"{memory}, by 3 threads"
+        assert equal(again, result), f"{memory}, by 3 threads"
 
 
-def test_the_text_does_not_depend_on_values() -> None:
+def test_text_does_not_depend_on_values() -> None:
     case = CASES["LSTM"]()
     one, other = engine_of("c", case), engine_of("c", case._replace(x=torch.randn_like(case.x)))
     assert one.compiled.text == other.compiled.text

@@ -1,13 +1,15 @@
-"""Recurrent cells from the literature, in plain PyTorch, to run as they are, to copy, and to change.
+"""Recurrent cells from the literature, in plain PyTorch, to use, to copy, and to change.
+
+A hand-written kernel for each cell would be hard to read and to change. :class:`weft.recurrent.Recurrent` derives a
+loop and its gradients from the step instead.
 
 gated.py        ElmanCell, GRUCell, ResetBeforeGRUCell, MinimalGatedCell, LightGRUCell, RHNCell, and their bases
 lstm.py         LSTMCell, PeepholeLSTMCell, LayerNormLSTMCell, MILSTMCell, SLSTMCell of xLSTM, ConvLSTMCell over images
 attention.py    AttentionCell, over an encoded source
 wrappers.py     Residual, Zoneout, SequenceDropout, around any cell
 
-Every cell is a module, one step of which is ``cell(x_t, state) -> (y_t, new_state)``; it runs under
-:class:`weft.recurrent.Recurrent`. None of them looks at the value of a tensor, so a step can be captured as a graph;
-those that draw random numbers in a step (`Zoneout` and ``recurrent_dropout`` in training) are the exception.
+Every cell is a module with a step ``cell(x_t, state) -> (y_t, new_state)``. No step depends on the value of a tensor,
+so it can be captured as a graph. `Zoneout` and ``recurrent_dropout`` draw random numbers in a step, in training.
 """
 
 from weft.recurrent.cells.attention import Attended, AttentionCell, AttentionState

@@ -1,22 +1,23 @@
-"""Cells whose state is one hidden state: Elman, the GRU and its variants, recurrent highways; and the bases of cells.
+"""Cells with one hidden state (Elman, the GRU and its variants, recurrent highways), and base classes.
 
-Most cells have two weight matrices, cut into blocks of H rows, and a state that begins with zeros:
+Most cells have two weight matrices, divided into blocks of H rows, and an initial state of zeros. One matrix per gate
+would be as clear, but then a step needs a product per gate, and weights of PyTorch's cells do not load.
 
     weight_ih   (GATES * H) x D     of the input             x_t      N x D
     weight_hh   (GATES * H) x H     of the hidden state      h_{t-1}  N x H
 
     F.linear(x_t, weight_ih).chunk(GATES, -1)   one block for each gate, in the order that the cell's docstring gives
 
-Names and layout are those of ``torch.nn.LSTMCell`` and its kin. A GRU's state is moved by a gate part of the way to a
-candidate n, h' = (1 - z) * n + z * h:
+Names and layout are those of ``torch.nn.LSTMCell``. A gate moves a GRU's state part of the way to a candidate n,
+h' = (1 - z) * n + z * h:
 
     GRU, reset after     n = tanh(W x + b + r * (U h + d))    torch.nn.GRU's form, and cuDNN's
-    GRU, reset before    n = tanh(W x + b + U (r * h))        as it was published
-    minimal gated        the gate f is both: n = tanh(W x + b + U (f * h)), h' = (1 - f) * h + f * n
+    GRU, reset before    n = tanh(W x + b + U (r * h))        the published form
+    minimal gated        one gate f: n = tanh(W x + b + U (f * h)), h' = (1 - f) * h + f * n
     light GRU            no reset:         n = relu(W x + b + U h)
 
-Inputs are N x D, states and outputs N x H; the rows' axis may be missing. Constructors take ``device`` and ``dtype`` of
-the parameters, and raise ``UsageError`` for a size below 1 and for other arguments out of range.
+Inputs are N x D, states and outputs N x H. The axis of rows can be missing. Constructors take ``device`` and ``dtype``
+of the parameters, and raise ``UsageError`` for a size below 1 and for other arguments out of range.
 """
 
 from typing import Any, ClassVar, Literal
@@ -30,19 +31,19 @@ from weft.core.validation import Validator
 Device = torch.device | str | int | None
 
 
-def checking(cell: nn.Module) -> Validator:
-    """The check of a constructor's arguments."""
+def check_arguments(cell: nn.Module) -> Validator:
+    """The validator of a constructor's arguments, which raises all faults at once."""
     return Validator(f"invalid arguments of {type(cell).__name__}")
 
 
 class GatedCell(nn.Module):
-    """Base of cells over rows."""
+    """Base of all cells here: input and hidden size, and two weight matrices with GATES blocks."""
 
     GATES: ClassVar[int]
 
     def __init__(self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__()
-        with checking(self) as check:
+        with check_arguments(self) as check:
             check.count("input_size", input_size)
             check.count("hidden_size", hidden_size)
         self.input_size = input_size
@@ -52,11 +53,11 @@ class GatedCell(nn.Module):
         self.weight_hh = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """One more parameter with the dtype and device of the weights, its values still open."""
+        """An uninitialised parameter with the dtype and device of the weights."""
         return nn.Parameter(self.weight_ih.new_empty(shape))
 
     def reset_parameters(self) -> None:
-        """Uniform between plus and minus ``1 / sqrt(H)``, as PyTorch's cells begin."""
+        """Draw uniformly between plus and minus ``1 / sqrt(H)``, as PyTorch's cells do."""
         bound = self.hidden_size**-0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
@@ -70,7 +71,7 @@ class GatedCell(nn.Module):
 
 
 class HiddenCell(GatedCell):
-    """Base of cells whose state is the hidden state alone, which is also the output."""
+    """Base of cells with the hidden state as their only state, which is also the output."""
 
     def initial_state(self, x: Tensor) -> Tensor:
         """``h``: N x H zeros."""
@@ -78,7 +79,7 @@ class HiddenCell(GatedCell):
 
 
 class MemoryCell(GatedCell):
-    """Base of the LSTM's kin: the state is ``(h, c)``, hidden state and cell state, and the output is ``h``."""
+    """Base of LSTM variants: the state is ``(h, c)``, hidden state and cell state, and the output is ``h``."""
 
     GATES = 4
 
@@ -88,7 +89,7 @@ class MemoryCell(GatedCell):
 
 
 class OneBiasCell(GatedCell):
-    """Base of those with one ``bias``, GATES * H values."""
+    """Base of cells with one ``bias``, GATES * H values."""
 
     def __init__(self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(input_size, hidden_size, device, dtype)
@@ -97,14 +98,14 @@ class OneBiasCell(GatedCell):
         self.reset_parameters()
 
     def add_parameters(self) -> None:
-        """Make what the cell has besides."""
+        """Create further parameters of a subclass, before all are initialised."""
 
 
 class TorchGatedCell(GatedCell):
-    """Base of those with the parameters of PyTorch's cells, ``bias_ih`` and ``bias_hh``, which load both ways.
+    """Base of cells with the parameters of PyTorch's cells, ``bias_ih`` and ``bias_hh``, which load both ways.
 
-    ``recurrent_dropout`` drops entries of the candidate, at every step anew and in training only, so that what the
-    state holds is never lost: Semeniuta, Severyn and Barth, "Recurrent dropout without memory loss" (arXiv 1603.05118).
+    In training, every step drops other entries of the candidate, at the rate ``recurrent_dropout``. The state itself
+    loses nothing. Semeniuta, Severyn and Barth, "Recurrent dropout without memory loss" (arXiv 1603.05118).
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class TorchGatedCell(GatedCell):
         recurrent_dropout: float = 0.0,
     ) -> None:
         super().__init__(input_size, hidden_size, device, dtype)
-        with checking(self) as check:
+        with check_arguments(self) as check:
             check.number("recurrent_dropout", recurrent_dropout, most=1.0)
         self.recurrent_dropout = recurrent_dropout
         rows = len(self.weight_ih)
@@ -127,7 +128,7 @@ class TorchGatedCell(GatedCell):
 
 
 class ElmanCell(TorchGatedCell, HiddenCell):
-    """``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``, or with relu; ``torch.nn.RNNCell``'s parameters.
+    """``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``, or with relu. The parameters are those of ``torch.nn.RNNCell``.
 
     Elman, "Finding structure in time" (1990).
 
@@ -147,7 +148,7 @@ class ElmanCell(TorchGatedCell, HiddenCell):
         **factory: Any,
     ) -> None:
         super().__init__(input_size, hidden_size, bias, **factory)
-        with checking(self) as check:
+        with check_arguments(self) as check:
             check.choice("nonlinearity", nonlinearity, ("tanh", "relu"))
         self.nonlinearity = nonlinearity
 
@@ -158,9 +159,9 @@ class ElmanCell(TorchGatedCell, HiddenCell):
 
 
 class GRUCell(TorchGatedCell, HiddenCell):
-    """The GRU in the form that PyTorch has: the reset gate acts after the product ("reset after").
+    """The GRU in PyTorch's form: the reset gate acts after the product ("reset after").
 
-    Blocks in the order r, z, n; ``torch.nn.GRUCell``'s parameters. ``recurrent_dropout``: see `TorchGatedCell`.
+    Blocks in the order r, z, n. ``torch.nn.GRUCell``'s parameters. ``recurrent_dropout``: see `TorchGatedCell`.
 
     Example:
         >>> weft.Recurrent(weft.recurrent.cells.GRUCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
@@ -180,9 +181,9 @@ class GRUCell(TorchGatedCell, HiddenCell):
 
 
 class ResetBeforeGRUCell(OneBiasCell, HiddenCell):
-    """The GRU as it was published: the reset gate acts on the hidden state, before the product.
+    """The GRU in the published form: the reset gate acts on the hidden state, before the product.
 
-    Blocks in the order r, z, n. It needs two products per step, one after the other, where :class:`GRUCell` needs one.
+    Blocks in the order r, z, n. A step needs two dependent products, and that of :class:`GRUCell` only one.
     Cho et al., "Learning phrase representations using RNN encoder-decoder" (arXiv 1406.1078).
 
     Example:
@@ -203,7 +204,7 @@ class ResetBeforeGRUCell(OneBiasCell, HiddenCell):
 
 
 class MinimalGatedCell(OneBiasCell, HiddenCell):
-    """A GRU with one gate, which resets the state before the candidate and then mixes the two; blocks f, n.
+    """A GRU with one gate, which resets the state for the candidate and then mixes the two. Blocks in the order f, n.
 
     Zhou, Wu, Zhang and Zhou, "Minimal gated unit for recurrent neural networks" (arXiv 1603.09420).
 
@@ -225,11 +226,11 @@ class MinimalGatedCell(OneBiasCell, HiddenCell):
 
 
 class LightGRUCell(OneBiasCell, HiddenCell):
-    """A GRU without a reset gate and with relu in place of tanh; blocks z, n.
+    """A GRU without a reset gate and with relu in place of tanh. Blocks in the order z, n.
 
     Ravanelli, Brakel, Omologo and Bengio, "Light gated recurrent units for speech recognition" (arXiv 1803.10225). The
-    paper's batch norm over all steps cannot stand inside a step; biases take its place. Without it a relu may let the
-    state grow: the recurrent blocks begin orthogonal, which keeps its length.
+    paper's batch norm over all steps cannot be part of a step, so biases take its place. Without the norm, relu can let
+    the state grow. The initial recurrent blocks are therefore orthogonal, which preserves its length.
 
     Example:
         >>> weft.Recurrent(weft.recurrent.cells.LightGRUCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
@@ -239,7 +240,7 @@ class LightGRUCell(OneBiasCell, HiddenCell):
     GATES = 2
 
     def reset_parameters(self) -> None:
-        """As other cells, but each block of ``weight_hh`` orthogonal and the bias zero."""
+        """Draw as other cells do, but with orthogonal blocks of ``weight_hh`` and a bias of zero."""
         super().reset_parameters()
         with torch.no_grad():
             for block in self.weight_hh.chunk(2, 0):
@@ -254,10 +255,10 @@ class LightGRUCell(OneBiasCell, HiddenCell):
 
 
 class RHNCell(HiddenCell):
-    """A recurrent highway network with coupled gates, ``depth`` layers within a step; the first sees the input.
+    """A recurrent highway network with coupled gates and ``depth`` layers within a step. The first reads the input.
 
-    ``weight_hh`` is L x 2H x H and ``bias`` L x 2H, one for each layer; blocks in the order t, n. The bias of t begins
-    with -2, so that a step changes little at first. Zilly, Srivastava, Koutnik and Schmidhuber, "Recurrent highway
+    ``weight_hh`` is L x 2H x H and ``bias`` L x 2H, one for each layer, with blocks in the order t, n. The initial bias
+    of t is -2, so that a step changes little at first. Zilly, Srivastava, Koutnik and Schmidhuber, "Recurrent highway
     networks" (arXiv 1607.03474).
 
     Example:
@@ -269,7 +270,7 @@ class RHNCell(HiddenCell):
 
     def __init__(self, input_size: int, hidden_size: int, depth: int = 3, **factory: Any) -> None:
         super().__init__(input_size, hidden_size, **factory)
-        with checking(self) as check:
+        with check_arguments(self) as check:
             check.count("depth", depth)
         self.depth = depth
         self.weight_hh = self.parameter(depth, 2 * hidden_size, hidden_size)
@@ -277,7 +278,7 @@ class RHNCell(HiddenCell):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights as other cells'; biases zero, those of the transform gate t -2."""
+        """Draw weights as other cells do. Biases are 0, those of the transform gate t are -2."""
         super().reset_parameters()
         with torch.no_grad():
             self.bias.zero_()
@@ -285,6 +286,7 @@ class RHNCell(HiddenCell):
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         of_x = F.linear(x, self.weight_ih)
+        # The input is projected once, outside of the layers, because only the first one reads it.
         for layer, (weight, bias) in enumerate(zip(self.weight_hh, self.bias, strict=True)):
             mixed = F.linear(h, weight, bias)
             t, n = (mixed if layer else mixed + of_x).chunk(2, -1)

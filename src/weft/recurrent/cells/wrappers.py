@@ -2,10 +2,11 @@
 
     Residual(Zoneout(nn.LSTMCell(8, 8), 0.1))      a wrapper is a cell, so it can be wrapped again
 
-The wrapped cell is the child ``cell``. A rate is one number for all tensors of floating-point numbers (counters and
-masks are left alone), or numbers nested as the value is: ``(0.1, 0.0)`` for a state (h, c) is h at 0.1, c never.
-Raised are ``UsageError`` for rates outside 0 to 1 or for what has no floating-point numbers, and ``SpecError`` where
-rates are nested otherwise than what they are for.
+Options of each cell would not apply to PyTorch's cells or to those of users. The wrapped cell is the child ``cell``.
+
+A rate is one number for all floating-point tensors of a value, or numbers with the nesting of that value. For a state
+(h, c), ``(0.1, 0.0)`` means h at 0.1 and c never. Counters and masks have no rate. ``UsageError`` is raised for rates
+outside 0 to 1 and for rates of other tensors, and ``SpecError`` for another nesting.
 """
 
 from collections.abc import Callable
@@ -19,11 +20,11 @@ from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
 from weft.core.validation import Validator
 from weft.recurrent.cell import adapt
-from weft.recurrent.cells.gated import checking
+from weft.recurrent.cells.gated import check_arguments
 
 
 class Wrapper(nn.Module):
-    """Base of cells around a cell: one of these, one of yours, or one of PyTorch's as it is."""
+    """Base of cells that wrap a cell: one of this package, a custom one, or one of PyTorch's."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
@@ -31,16 +32,16 @@ class Wrapper(nn.Module):
 
     @property
     def initial_state(self) -> Callable[..., Any] | None:
-        """The wrapped cell's function of the first input, or ``None`` if that cell must be given its state."""
+        """The wrapped cell's function of the first input, or ``None`` if that cell has no initial state."""
         return adapt(self.cell).own_initial()
 
 
 Rates = Any
-"""A number from 0 to 1, or such numbers nested as the value that they are for."""
+"""A number from 0 to 1, or such numbers with the nesting of the value."""
 
 
 def check_rates(name: str, rates: Rates, check: Validator) -> None:
-    """Note every leaf that is no probability, by its path."""
+    """Report every leaf that is not a probability, by its path."""
     leaves, structure = flatten(rates)
     for path, leaf in zip(structure_paths(structure, name), leaves, strict=True):
         check.number(path, leaf, most=1.0)
@@ -52,24 +53,24 @@ def rates_for(name: str, rates: Rates, value: Any) -> list[float]:
     floating = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
     if isinstance(rates, int | float):
         if rates and not any(floating):
-            raise UsageError(f"{name} is {rates}, but there are no floating-point numbers that it could be for")
-        return [float(rates) if fits else 0.0 for fits in floating]
-    given, form = flatten(rates)
-    fault = difference(structure, form, name)
+            raise UsageError(f"{name} is {rates}, but there are no floating-point numbers to apply it to")
+        return [float(rates) if is_floating else 0.0 for is_floating in floating]
+    each_rate, nesting = flatten(rates)
+    fault = difference(structure, nesting, name)
     if fault:
-        raise SpecError(f"rates must be one number, or nested as what they are for: {fault}")
-    paths = structure_paths(form, name)
-    wrong = [path for path, rate, fits in zip(paths, given, floating, strict=True) if rate and not fits]
+        raise SpecError(f"rates must be one number, or have the nesting of their value: {fault}")
+    triples = zip(structure_paths(nesting, name), each_rate, floating, strict=True)
+    wrong = [path for path, rate, is_floating in triples if rate and not is_floating]
     if wrong:
-        raise UsageError(f"{', '.join(wrong)}: not 0, but for what has no floating-point numbers")
-    return [float(rate) for rate in given]
+        raise UsageError(f"{', '.join(wrong)}: not 0, but the tensor has no floating-point numbers")
+    return [float(rate) for rate in each_rate]
 
 
 class Residual(Wrapper):
-    """``y' = y + x``; the state is the wrapped cell's, without the sum.
+    """``y' = y + x``. The state is the wrapped cell's, without the sum.
 
-    Wu et al., "Google's neural machine translation system" (arXiv 1609.08144), section 3.1; the idea is He et al.'s
-    (arXiv 1512.03385). Raises ``SpecError`` if output and input differ in shape or nesting.
+    Wu et al., "Google's neural machine translation system" (arXiv 1609.08144), section 3.1, after He et al. (arXiv
+    1512.03385). Raises ``SpecError`` if output and input differ in shape or nesting.
 
     Example:
         >>> cell = weft.recurrent.cells.Residual(nn.GRUCell(4, 4))
@@ -79,24 +80,26 @@ class Residual(Wrapper):
 
     def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
         y, state = adapt(self.cell)(x, state, 0)
-        return map_leaves(_sum, y, x), state
+        return map_leaves(_add_leaves, y, x), state
 
 
-def _sum(y: Any, x: Any) -> Tensor:
+def _add_leaves(y: Any, x: Any) -> Tensor:
     if not isinstance(y, Tensor) or not isinstance(x, Tensor) or y.shape != x.shape:
-        seen = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in (y, x)]
-        raise SpecError(f"Residual adds input and output of a cell, but the output is {seen[0]}, the input {seen[1]}")
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in (y, x)]
+        raise SpecError(
+            f"Residual adds input and output of a cell, but the output is {shapes[0]}, the input {shapes[1]}"
+        )
     return y + x
 
 
 class Zoneout(Wrapper):
-    """A cell whose states keep each entry at random, in training; in eval mode their expectation.
+    """A cell that keeps random entries of the previous state in training, and their expectation in eval mode.
 
-        training     new = old where rand < rate, else new           a mask at every step anew
-        eval         new = rate * old + (1 - rate) * new             what is expected
+        training     new = old where rand < rate, else new           another mask at every step
+        eval         new = rate * old + (1 - rate) * new             the expectation
 
-    ``rate`` is the probability of keeping an entry. An output that is one of the states, as an LSTM's ``h`` is, is
-    zoned out with it. A state that the cell returns untouched stays untouched. Krueger et al., "Zoneout"
+    ``rate`` is the probability of keeping an entry. An output that is one of the states, such as an LSTM's ``h``, is
+    zoned out with it. A state that the cell returns unchanged stays unchanged. Krueger et al., "Zoneout"
     (arXiv 1606.01305).
 
     Example:
@@ -107,7 +110,7 @@ class Zoneout(Wrapper):
 
     def __init__(self, cell: nn.Module, rate: Rates) -> None:
         super().__init__(cell)
-        with checking(self) as check:
+        with check_arguments(self) as check:
             check_rates("rate", rate, check)
         self.rate = rate
 
@@ -117,14 +120,15 @@ class Zoneout(Wrapper):
         after, seen = flatten(new)
         fault = difference(structure, seen, "state")
         if fault:
-            raise SpecError(f"the cell in Zoneout returned a state that is not nested as the one that it got: {fault}")
+            raise SpecError(f"the cell in Zoneout returned a state with another nesting than its argument: {fault}")
         rates = rates_for("rate", self.rate, state)
-        mixed = [self._mixed(*each) for each in zip(before, after, rates, strict=True)]
-        instead = {id(leaf): mix for leaf, mix in zip(after, mixed, strict=True)}
-        ys, form = flatten(y)
-        return unflatten(form, [instead.get(id(leaf), leaf) for leaf in ys]), unflatten(structure, mixed)
+        mixed = [self._mix_states(*leaves) for leaves in zip(before, after, rates, strict=True)]
+        # By identity: an output that is the very tensor of a new state must change with it.
+        replacements = {id(leaf): mix for leaf, mix in zip(after, mixed, strict=True)}
+        outputs, nesting = flatten(y)
+        return unflatten(nesting, [replacements.get(id(leaf), leaf) for leaf in outputs]), unflatten(structure, mixed)
 
-    def _mixed(self, old: Tensor, new: Tensor, rate: float) -> Tensor:
+    def _mix_states(self, old: Tensor, new: Tensor, rate: float) -> Tensor:
         if not rate or old is new:
             return new
         if self.training:
@@ -141,7 +145,7 @@ class Masked(NamedTuple):
     cell: Any
     """The state of the wrapped cell."""
     masks: tuple[Tensor, ...]
-    """0 or 1 / (1 - rate), for every tensor of input and state that has a rate, in their order; ones in eval mode."""
+    """0 or 1 / (1 - rate), for every tensor of input and state with a rate, in this order; ones in eval mode."""
 
 
 class SequenceDropout(Wrapper):
@@ -150,11 +154,12 @@ class SequenceDropout(Wrapper):
         initial_state(x_0)      draws    state = (the cell's state, masks)
         every step              x * mask,  h * mask  ->  cell  ->  (new state, the same masks)
 
-    So chunks and streams go on with their masks, rows that are reset get back the mask that they began with, and a step
-    itself draws nothing: it is a pure function, which can be captured. Every row has masks of its own. In eval mode
-    nothing is dropped. The state is :class:`Masked`; to begin with a state of your own, give
+    Masks are part of the state, so a step draws nothing: it is a pure function, which can be captured. Chunks and
+    streams continue with their masks, and a reset row gets back its first mask. Every row has masks of its own. In eval
+    mode nothing is dropped. The state is :class:`Masked`. For another initial state of the cell, pass
     ``initial_state(x_0, state)``. Gal and Ghahramani, "A theoretically grounded application of dropout in recurrent
-    neural networks" (arXiv 1512.05287); ``states=(0.25, 0)`` drops of an LSTM's ``(h, c)`` only ``h``, as they do.
+    neural networks" (arXiv 1512.05287). As in that paper, ``states=(0.25, 0)`` drops only ``h`` of an LSTM's ``(h,
+    c)``.
 
     Example:
         >>> cell = weft.recurrent.cells.SequenceDropout(nn.LSTMCell(3, 8), inputs=0.2, states=(0.25, 0))
@@ -164,7 +169,7 @@ class SequenceDropout(Wrapper):
 
     def __init__(self, cell: nn.Module, *, inputs: Rates = 0.0, states: Rates = 0.0) -> None:
         super().__init__(cell)
-        with checking(self) as check:
+        with check_arguments(self) as check:
             check_rates("inputs", inputs, check)
             check_rates("states", states, check)
         self.inputs = inputs
@@ -172,30 +177,32 @@ class SequenceDropout(Wrapper):
 
     @property
     def initial_state(self) -> Callable[..., Masked]:
-        """A function of the first input, and of the wrapped cell's state where that is not to be its own first one."""
-        return self._begin
+        """A function of the first input, and optionally of the wrapped cell's initial state."""
+        return self._draw_masks
 
-    def _begin(self, x: Any, state: Any = None) -> Masked:
-        own = super().initial_state
-        if state is None and own is None:
+    def _draw_masks(self, x: Any, state: Any = None) -> Masked:
+        initial_state = super().initial_state
+        if state is None and initial_state is None:
             raise UsageError(
                 f"{type(self.cell).__name__} in SequenceDropout has no initial state: "
                 "give the network state=dropout.initial_state(x[0], state)"
             )
-        state = own(x) if own is not None and state is None else state
-        drawn = [F.dropout(torch.ones_like(leaf), rate, self.training) for leaf, rate in self._rated(x, state) if rate]
-        return Masked(state, tuple(drawn))
+        state = initial_state(x) if initial_state is not None and state is None else state
+        pairs = self._with_rates(x, state)
+        masks = [F.dropout(torch.ones_like(leaf), rate, self.training) for leaf, rate in pairs if rate]
+        return Masked(state, tuple(masks))
 
     def forward(self, x: Any, state: Masked) -> tuple[Any, Masked]:
         before = state.cell
+        # The state can come from training, with masks that eval mode must not apply.
         if self.training:
             masks = iter(state.masks)
-            kept = [leaf * next(masks) if rate else leaf for leaf, rate in self._rated(x, before)]
-            x, before = unflatten(flatten((x, before))[1], kept)
+            dropped = [leaf * next(masks) if rate else leaf for leaf, rate in self._with_rates(x, before)]
+            x, before = unflatten(flatten((x, before))[1], dropped)
         y, new = adapt(self.cell)(x, before, 0)
         return y, Masked(new, state.masks)
 
-    def _rated(self, x: Any, state: Any) -> list[tuple[Any, float]]:
+    def _with_rates(self, x: Any, state: Any) -> list[tuple[Any, float]]:
         """All tensors of input and state, each with its rate."""
         rates = [*rates_for("inputs", self.inputs, x), *rates_for("states", self.states, state)]
         return list(zip(flatten((x, state))[0], rates, strict=True))

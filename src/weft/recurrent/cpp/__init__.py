@@ -1,6 +1,6 @@
-"""Whole loops in C++: a captured step becomes three functions that run over time without coming back to Python.
+"""Whole loops in C++: a captured step becomes three functions that run over time without returning to Python.
 
-captured step    partitioner.py   forward or backward, C or PyTorch; what is summed over time, which rows may be skipped
+captured step    partitioner.py   forward or backward, C or PyTorch; sums over time; rows without products
      |
   values         lowering.py      nodes become values (ir.py), by operators.py; larger ones are decomposed before
      |
@@ -10,5 +10,5 @@ captured step    partitioner.py   forward or backward, C or PyTorch; what is sum
      |
   library        compiler.py      with kernels.cpp (matrix products) and loops.h (exp, tanh and the like)
      |
-  backend        backend.py       runs a sequence: memory by address, threads, and PyTorch beside the loops
+  backend        cpp_backend.py   runs a sequence: addresses, threads, and PyTorch's share; workspace.py: its memory
 """

@@ -1,7 +1,9 @@
-// What the generated loops need: functions of one number that a compiler can do for many at once, since they have no
-// branch. Polynomials and the reduction of the argument are those of the Cephes library (S. L. Moshier, 1989).
-// NaN goes in and comes out. Nothing here is reordered: compile without -ffast-math and with -ffp-contract=off.
-// There are no headers to read, since they would take longer than all of this.
+// Functions for the generated loops. Those of one number have no branch, so that a compiler can vectorize them: the C
+// library's exp and tanh would be called number by number. Polynomials and the reduction of the argument are those of
+// the Cephes library (S. L. Moshier, 1989). NaN propagates.
+//
+// Nothing here may be reordered: compile without -ffast-math and with -ffp-contract=off. This text is compiled again
+// with every cell. It includes no headers, because reading these would take longer than compiling all of it.
 
 #define F static inline __attribute__((always_inline))
 #define METHOD inline __attribute__((always_inline))
@@ -21,7 +23,8 @@ typedef __UINT64_TYPE__ uint64_t;
 typedef __UINTPTR_TYPE__ uintptr_t;
 typedef uint8_t boolean;  // 0 or 1
 
-// Numbers of 16 bits: each is a float as soon as it is read, and rounded to the nearest, ties to even, when written.
+// Numbers of 16 bits: converted to float when they are read, and rounded to the nearest, ties to even, when written.
+// The bits are those of PyTorch's conversions. Native types are not used, because many compilers lack them.
 F uint32_t w_bits(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -37,12 +40,15 @@ struct w_bfloat16 {
     w_bfloat16() = default;
     METHOD w_bfloat16(float x) {
         const uint32_t b = w_bits(x);
+        // Half a unit minus one, plus the last bit that stays, carries into that bit exactly if x must be rounded up.
         bits = x != x ? 0x7fc0 : (b + 0x7fff + (b >> 16 & 1)) >> 16;
     }
     METHOD operator float() const { return w_float((uint32_t)bits << 16); }
     METHOD w_bfloat16 &operator+=(float x) { return *this = w_bfloat16((float)*this + x); }
 };
-struct w_float16 {  // by additions that round where the bits shall end, as Maratyszcza's FP16 library does
+// By additions of numbers so large that the hardware rounds at the last bit that stays, as in Maratyszcza's FP16
+// library. Subnormal numbers need no case of their own that way.
+struct w_float16 {
     uint16_t bits;
     w_float16() = default;
     METHOD w_float16(float x) {
@@ -70,9 +76,11 @@ F float w_sqrt(float x) { return __builtin_sqrtf(x); }
 F double w_sqrt(double x) { return __builtin_sqrt(x); }
 template <class I> F I w_abs(I x) { return x < 0 ? -x : x; }
 template <class R> F R w_sign(R x) { return x > 0 ? R(1) : x < 0 ? R(-1) : R(0); }
+// If a is NaN, `a != a` selects it. If b is NaN, `a > b` is false and b is selected. So NaN propagates, as in PyTorch.
 template <class R> F R w_max(R a, R b) { return a > b || a != a ? a : b; }
 template <class R> F R w_min(R a, R b) { return a < b || a != a ? a : b; }
 
+// 2^n by its bit pattern; n must be an exponent of a normal number.
 F float w_power_of_two(int32_t n) {
     uint32_t bits = (uint32_t)(n + 127) << 23;
     float value;
@@ -86,9 +94,11 @@ F double w_power_of_two(int64_t n) {
     return value;
 }
 
-// e^x = 2^n e^r. Two factors of 2^(n/2), so that neither overflows before the result does.
+// e^x = 2^n e^r with |r| <= ln(2) / 2. ln(2) is subtracted in two parts: the first one has few bits, so that its
+// product with n is exact, and r keeps all its bits. 2^n is two factors of 2^(n/2), because 2^n itself can be out of
+// range where the result is not, and subnormal results would become zero. Comparisons clamp x, and let NaN pass.
 F float w_exp(float x) {
-    const float magic = 12582912.0f;  // adding it leaves the nearest integer in the low bits
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
     float c = x > 89.0f ? 89.0f : x;
     c = c < -104.0f ? -104.0f : c;
     const float z = w_fma(c, 1.44269504088896341f, magic), n = z - magic;
@@ -129,6 +139,8 @@ F double w_exp(double x) {
 }
 template <class R> F R w_sigmoid(R x) { return 1 / (1 + w_exp(-x)); }
 
+// Near zero, 1 - 2 / (e^2x + 1) would cancel, so a polynomial takes its place. Both are computed: a branch would keep
+// the compiler from vectorizing. The sign is copied, which also preserves -0.
 F float w_tanh(float x) {
     const float a = w_abs(x), s = x * x;
     float p = -5.70498872745e-3f;
@@ -151,7 +163,7 @@ F double w_tanh(double x) {
     return __builtin_copysign(a < 0.625 ? small : large, x);
 }
 
-// Those below are the C library's: right, but one number at a time.
+// The functions below are the C library's: precise, but one number at a time.
 #define LIBRARY(name, function)                                                                                        \
     F float w_##name(float x) { return __builtin_##function##f(x); }                                                   \
     F double w_##name(double x) { return __builtin_##function(x); }
@@ -181,22 +193,24 @@ LIBRARY(round, rint)
 LIBRARY2(atan2, atan2)
 LIBRARY2(pow, pow)
 LIBRARY2(fmod, fmod)
-template <class R> F R w_remainder(R a, R b) {  // with the sign of b
+// The remainder with the sign of b, as in Python. w_fmod has the sign of a.
+template <class R> F R w_remainder(R a, R b) {
     const R rest = w_fmod(a, b);
     return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
-// Sums of what lies one behind the other, in a vector of LANES sums that is folded in halves: the order is written
-// here, and not the compiler's choice, since what is computed again must have the same bits wherever it stands.
+// Sums of adjacent numbers, in a vector of LANES partial sums that is folded in halves. The order is spelled out rather
+// than left to the compiler: a value that is computed again, in another loop, must have the same bits. For that reason
+// the vectors have 64 bytes on every machine, wherever the compiler splits them.
 template <class R> struct Lanes;
 template <> struct Lanes<float> { typedef float type __attribute__((vector_size(64), aligned(4), may_alias)); };
 template <> struct Lanes<double> { typedef double type __attribute__((vector_size(64), aligned(8), may_alias)); };
 template <class R> F R w_fold(typename Lanes<R>::type lanes) {
-    R each[64 / sizeof(R)];
-    memcpy(each, &lanes, sizeof each);
+    R sums[64 / sizeof(R)];
+    memcpy(sums, &lanes, sizeof sums);
     for (long half = 32 / sizeof(R); half; half /= 2)
-        for (long l = 0; l < half; l++) each[l] += each[l + half];
-    return each[0];
+        for (long l = 0; l < half; l++) sums[l] += sums[l + half];
+    return sums[0];
 }
 template <class R> F R w_sum(long n, const R *x) {
     typedef typename Lanes<R>::type V;
@@ -225,15 +239,16 @@ template <class R> F R w_dot(long n, const R *x, const R *y) {
     return sum;
 }
 
-// C = start + A B of two matrices that both change from step to step, as attention has them. One copy of the code for
-// all that call it, so that its bits do not depend on what the compiler knows there.
+// C = start + A B of two matrices that both change from step to step, as in attention. All callers share one copy of
+// the code (noinline, noclone): specialized copies, for a known size, could order the sums in another way. The three
+// cases depend only on strides, which are the same wherever a value is computed.
 template <class R>
 static __attribute__((noinline, noclone)) void w_small(long M, long N, long K, const R *a, long a_row, long a_col,
                                                        const R *b, long b_row, long b_col, R *c, long c_row, long c_col,
                                                        const R *start, long s_row, long s_col) {
     for (long i = 0; i < M; i++)
         for (long j = 0; j < N; j++) c[i * c_row + j * c_col] = start ? start[i * s_row + j * s_col] : 0;
-    if (b_col == 1 && c_col == 1) {  // rows of B are added to a row of C
+    if (b_col == 1 && c_col == 1) {  // add rows of B to a row of C
         for (long i = 0; i < M; i++)
             for (long k = 0; k < K; k++) {
                 const R value = a[i * a_row + k * a_col], *from = b + k * b_row;
@@ -241,7 +256,7 @@ static __attribute__((noinline, noclone)) void w_small(long M, long N, long K, c
 #pragma GCC ivdep
                 for (long j = 0; j < N; j++) to[j] += value * from[j];
             }
-    } else if (a_col == 1 && b_row == 1) {  // rows of A meet columns of B, both without gaps
+    } else if (a_col == 1 && b_row == 1) {  // dot products of rows of A and columns of B, both without gaps
         for (long i = 0; i < M; i++)
             for (long j = 0; j < N; j++) c[i * c_row + j * c_col] += w_dot(K, a + i * a_row, b + j * b_col);
     } else {
@@ -254,20 +269,22 @@ static __attribute__((noinline, noclone)) void w_small(long M, long N, long K, c
     }
 }
 
-// The kernels of kernels.cpp, called by one name for either type of number; `weft_bind` learns where they are.
+// The kernels of kernels.cpp, under one name for both types of number. They are compiled once, with other flags, in a
+// library of their own. `weft_bind` receives their addresses.
 #define PACK(R) (long K, long N, const R *b, long row, long col, R *to)
 #define PRODUCT(R)                                                                                                     \
     (long M, long N, long K, const R *a, long a_row, long a_col, const R *b, R *c, long c_row, long c_col, const R *s, \
      long s_row, long s_col, long first, long last)
 #define GATHER(R)                                                                                                      \
     (long M, long N, long K, const R *a, long a_row, long a_col, const R *b, long b_row, long b_col, R *c, long c_row, \
-     long c_col, R *room, long thread, long threads, const boolean *live, long each, long count)
+     long c_col, R *room, long thread, long threads, const boolean *live, long step_rows, long used_rows)
 #define SOME(R)                                                                                                        \
     (long M, long N, long K, const R *a, long a_row, long a_col, const R *b, R *c, long c_row, long c_col, const R *s, \
      long s_row, long s_col, long first, long last, const boolean *live)
-#define COLUMNS(R) (long M, long N, const R *a, long a_row, R *c, long thread, long threads, long each, long count)
+#define COLUMNS(R)                                                                                                     \
+    (long M, long N, const R *a, long a_row, R *c, long thread, long threads, long step_rows, long used_rows)
 
-struct Kernels {  // in the order in which backend.py gives them
+struct Kernels {  // in the order of `_KERNELS` in cpp_backend.py
     void(*pack_f) PACK(float);
     void(*pack_d) PACK(double);
     void(*product_f) PRODUCT(float);
@@ -281,7 +298,7 @@ struct Kernels {  // in the order in which backend.py gives them
     void (*meet)(int *gate, long threads);
 };
 static Kernels kernels;
-extern "C" void weft_bind(const Kernels *given) { kernels = *given; }
+extern "C" void weft_bind(const Kernels *table) { kernels = *table; }
 
 #define EITHER(name, ARGUMENTS, ...)                                                                                   \
     F void w_##name ARGUMENTS(float) { kernels.name##_f(__VA_ARGS__); }                                                \
@@ -289,7 +306,8 @@ extern "C" void weft_bind(const Kernels *given) { kernels = *given; }
 EITHER(pack, PACK, K, N, b, row, col, to)
 EITHER(product, PRODUCT, M, N, K, a, a_row, a_col, b, c, c_row, c_col, s, s_row, s_col, first, last)
 EITHER(some, SOME, M, N, K, a, a_row, a_col, b, c, c_row, c_col, s, s_row, s_col, first, last, live)
-EITHER(gather, GATHER, M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live, each, count)
-EITHER(columns, COLUMNS, M, N, a, a_row, c, thread, threads, each, count)
+EITHER(gather, GATHER, M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live,
+       step_rows, used_rows)
+EITHER(columns, COLUMNS, M, N, a, a_row, c, thread, threads, step_rows, used_rows)
 
 F char *w_align(char *at) { return (char *)(((uintptr_t)at + 63) & ~(uintptr_t)63); }

@@ -1,38 +1,40 @@
 """Lowering of a captured step to its three functions: forward, backward, and forward again where all states are known.
 
-    forward    x, h (rows t)           ->  h (rows t + 1), y, and what backward reads (saved)
+    forward    x, h (rows t)           ->  h (rows t + 1), y, and the values that backward reads (saved)
     recompute  x, h (rows t and t+1)   ->  saved             nothing is carried, so products are of all steps at once
     backward   x, h, y, saved, dy, dh  ->  dx, dh, and added to the parameters' gradients
 
-What depends on the references only (`constants`) is computed by PyTorch, once for each call; what C does not know, for
-each chunk (partitioner.py). Arguments are called
+PyTorch computes values that depend on the references only (`constants`) once per call. It computes values of operators
+that C does not know once per chunk (partitioner.py). In the C text, arguments are called
 
     x inputs   h states   y outputs   v saved   c constants   dy, dx, dh their gradients   dp those of parameters
     a          gradients of the states after each step, added to the carried one
     u          computed by PyTorch, read here   g   computed here, read by PyTorch after backward
 
-Larger operators are decomposed when a step is captured, most by PyTorch's own functions. Convolutions, for cells such
-as ConvLSTM's, become matrix products, by the `im2col` of Chellapilla et al. (2006):
+Larger operators are decomposed when a step is captured, most of them by PyTorch's own functions. Convolutions, for
+cells such as ConvLSTM's, become matrix products, by the `im2col` of Chellapilla et al. (2006):
 
     x (N, C, H, W)  -> padded, windows as a view (N, H', W', C, kh, kw) -> copied to columns -> W columns
 
-    gradient of x            the same with the kernel turned round, where the stride is 1
+    gradient of x            the same with the flipped kernel, for stride 1
     gradient of the kernel   one product of the output's gradient and the columns, over all rows and positions
 
-Grouped and transposed ones, and the backward of strided ones, stay as they are, and another backend runs the cell.
+Grouped and transposed convolutions, and the backward of strided ones, stay as they are. Another backend then runs the
+cell.
 """
 
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, _decomp, fx
 
 from weft.recurrent.cpp.ir import (
+    Argument,
+    ArgumentKind,
     LoopValue,
     LoweringContext,
     Product,
@@ -47,229 +49,243 @@ from weft.recurrent.cpp.ir import (
 )
 from weft.recurrent.cpp.operators import aten, is_view, lower_node
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, ReductionPattern
-from weft.recurrent.cpp.scheduling import Argument, LoopFunction
+from weft.recurrent.cpp.scheduling import LoopFunction, LoopSignature
 from weft.recurrent.graph import StepGraph
 from weft.recurrent.passes import writes
 
 
-@dataclass
+@dataclass(frozen=True)
 class Lowered:
-    """The functions, and what their arguments mean."""
+    """The three functions, and the nodes of some arguments, by index."""
 
     split: ForwardBackwardSplit
-    constants: list[fx.Node] = field(default_factory=list[fx.Node])
-    outside: list[fx.Node] = field(default_factory=list[fx.Node])
-    """Computed by PyTorch, read by the functions."""
-    forward: LoopFunction = field(default_factory=partial(LoopFunction, "forward"))
-    recompute: LoopFunction = field(default_factory=partial(LoopFunction, "recompute"))
-    backward: LoopFunction = field(default_factory=partial(LoopFunction, "backward", backward=True))
+    constants: list[fx.Node]
+    """Nodes of the arguments "constant"."""
+    outside: list[fx.Node]
+    """Nodes of the arguments "from torch"."""
+    forward: LoopFunction
+    recompute: LoopFunction
+    backward: LoopFunction
 
     @property
     def functions(self) -> tuple[LoopFunction, LoopFunction, LoopFunction]:
-        """Forward, recompute, backward."""
         return self.forward, self.recompute, self.backward
 
 
 def lower(captured: StepGraph) -> Lowered:
-    """Settle the three functions of a captured step. Raises Unsupported."""
-    written = writes(captured.module)  # some of PyTorch's decompositions hold such
+    """Lower a captured step to its three functions. Raises Unsupported."""
+    # Some of PyTorch's decompositions write into a result in place. Values of loops never change once computed.
+    written = writes(captured.module)
     if written:
         raise Unsupported(f"loops in C are made of pure operators, but this step writes by {', '.join(written)}")
-    lowered = Lowered(ForwardBackwardSplit(captured))
-    _forward(_FunctionLowering(lowered, lowered.forward))
-    _recompute(_FunctionLowering(lowered, lowered.recompute))
-    _backward(_FunctionLowering(lowered, lowered.backward))
-    return lowered
+    split = ForwardBackwardSplit(captured)
+    constants: list[fx.Node] = []
+    outside: list[fx.Node] = []
+    forward = _FunctionLowering(split, LoopSignature("forward"), constants, outside).lower_forward()
+    recompute = _FunctionLowering(split, LoopSignature("recompute"), constants, outside).lower_recompute()
+    backward = _FunctionLowering(split, LoopSignature("backward", True), constants, outside).lower_backward()
+    return Lowered(split, constants, outside, forward, recompute, backward)
 
 
 class _FunctionLowering:
-    """Fills in one function."""
+    """The lowering of one function. `constants` and `outside` are shared by all three functions, and grow.
 
-    def __init__(self, lowered: Lowered, function: LoopFunction) -> None:
-        self.split, self.lowered, self.function = lowered.split, lowered, function
-        self.captured = captured = lowered.split.captured
-        self.signature, self.invariant = captured.signature, captured.invariant
-        """The states that a step hands on as they are."""
+    Attributes:
+        views: the views of the function's arguments.
+        context: the values that the function computes.
+    """
+
+    def __init__(
+        self, split: ForwardBackwardSplit, function: LoopSignature, constants: list[fx.Node], outside: list[fx.Node]
+    ) -> None:
+        self.split, self.function = split, function
+        self.captured = split.captured
+        self.graph = split.captured.signature
         self.views: dict[fx.Node, View] = {}
-        """The arguments of the function."""
         self.context = LoweringContext({})
+        self._constants, self._outside = constants, outside
 
-    def meta(self, node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a node's value; a reference's is that of the tensor behind it."""
+    def lower_forward(self) -> LoopFunction:
+        self.add_inputs()
+        self.function.carried.extend((value, value) for value in self.add_states())
+        self.lower_nodes(self.split.front)
+        for k, node in enumerate(self.graph.new_states):
+            if k not in self.captured.invariant:
+                self.write("state", k, cast(fx.Node, node), "next")
+        for i, node in enumerate(self.graph.outputs):
+            output = cast(fx.Node, node)
+            # An output that is a new state is stored once, as the state.
+            if i not in self.captured.aliases and not self.split.is_outside(output):
+                self.write("output", i, output)
+        for j, node in enumerate(self.split.saved):
+            self.write("saved", j, node)
+        return self.finish()
+
+    def lower_recompute(self) -> LoopFunction:
+        self.add_inputs()
+        self.add_states()
+        self.add_new_states(self.split.front)
+        self.lower_nodes(self.split.ancestors_of(self.split.saved, {*self.views} | self.split.torch))
+        for j, node in enumerate(self.split.saved):
+            self.write("saved", j, node)
+        return self.finish()
+
+    def lower_backward(self) -> LoopFunction:
+        bases = {*self.split.forward_values.bases}
+        self.add_inputs()
+        self.add_states()
+        self.add_new_states(bases)
+        for i, node in enumerate(self.graph.outputs):
+            if node in bases and node not in self.views:
+                self.add_input("output", i, node, "step")
+        for j, node in enumerate(self.split.saved):
+            self.add_input("saved", j, node, "step")
+        carried = self._add_gradients()
+        self.lower_nodes(self.split.back | self.split.forward_values.views)
+        # None: a step that does not read a state passes no gradient on, and the loop must clear the carried one.
+        for k, value in carried.items():
+            node = self.graph.state_gradients[k]
+            end = None if node is None else self.write("carried gradient", k, node, "out").value
+            self.function.carried.append((value, end))
+        for i, node in enumerate(self.graph.input_gradients):
+            if node is not None and not self.split.is_outside(node):
+                self.write("input gradient", i, node)
+        for j, node in enumerate(self.split.for_torch):
+            self.write("for torch", j, node)
+        return self.finish(self._add_totals())
+
+    def meta_of(self, node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a node's value. For a reference, those of its tensor."""
         value: Tensor = self.captured.value(node)
         return tuple(value.shape), value.dtype
 
-    def given(self, name: str, node: fx.Node, row: Row) -> LoopValue:
-        """The node's value is an argument. Constants come in the dtype that C computes in: products pack them."""
-        shape, dtype = self.meta(node)
-        check_dtype(dtype, name)
+    def add_input(self, kind: ArgumentKind, index: int, node: fx.Node, row: Row) -> LoopValue:
+        """Make the node's value an argument."""
+        shape, dtype = self.meta_of(node)
+        # Constants come in the dtype in which C computes, because products pack them as they are.
         dtype = dtype if self.split.varies(node) else compute_dtype(dtype)
-        value = self.function.given(name, shape, dtype, row)
+        value = self.function.add_input(kind, index, shape, dtype, row)
+        check_dtype(dtype, value.name)
         self.views[node] = whole_view(value)
         return value
 
-    def give_inputs(self) -> None:
-        for i, node in enumerate(self.signature.inputs):
-            if not self.split.outside(node):
-                self.given(f"x{i}", node, "step")
+    def add_inputs(self) -> None:
+        for i, node in enumerate(self.graph.inputs):
+            if not self.split.is_outside(node):
+                self.add_input("input", i, node, "step")
 
-    def give_states(self) -> list[LoopValue]:
-        """The states before the step; of those that change from step to step, the values."""
-        made = [
-            self.given(f"h{k}", node, "same" if k in self.invariant else "step")
-            for k, node in enumerate(self.signature.states)
+    def add_states(self) -> list[LoopValue]:
+        """Make the states before the step arguments. Returns the values of those that change."""
+        invariant = self.captured.invariant
+        values = [
+            self.add_input("state", k, node, "same" if k in invariant else "step")
+            for k, node in enumerate(self.graph.states)
         ]
-        return [value for k, value in enumerate(made) if k not in self.invariant]
+        return [value for k, value in enumerate(values) if k not in invariant]
 
-    def give_new_states(self, known: set[fx.Node]) -> None:
-        """The states after the step, where they are known: the next rows of what holds the states."""
-        for k, node in enumerate(self.signature.new_states):
-            if node in known and k not in self.invariant and node not in self.views:
-                shape, dtype = self.meta(node)
+    def add_new_states(self, known: set[fx.Node]) -> None:
+        """Read the states after the step, as far as they are `known`, from the next rows of the states' memory."""
+        for k, node in enumerate(self.graph.new_states):
+            if node in known and k not in self.captured.invariant and node not in self.views:
+                shape, dtype = self.meta_of(node)
                 value = LoopValue(f"n{k}", shape, dtype)
-                self.function.allocate(value, f"h{k}", "next")
+                self.function.inputs[value] = Argument("state", k, dtype, value.size, "next")
                 self.views[node] = whole_view(value)
 
-    def run(self, nodes: set[fx.Node]) -> None:
-        """Lower these operators."""
+    def lower_nodes(self, nodes: set[fx.Node]) -> None:
+        # Created only here, because the mask must be an argument by now.
         sparsity = self.split.sparsity
         mask = None if sparsity.mask is None else self.views[sparsity.mask]
         self.context = LoweringContext(self.views, {} if mask is None else dict.fromkeys(sparsity.products, mask))
         for node in self.captured.nodes:
             if node in nodes:
-                for each in node.all_input_nodes:
-                    self._from_outside(each)
+                for operand in node.all_input_nodes:
+                    self._add_from_outside(operand)
                 lower_node(self.context, node)
 
-    def end(self, node: fx.Node) -> View:
-        """The view that a node is."""
-        self._from_outside(node)
-        return self.context.as_dtype(self.context.view(node), self.meta(node)[1])
+    def result_of(self, node: fx.Node) -> View:
+        """The view of a node in the node's dtype."""
+        self._add_from_outside(node)
+        return self.context.as_dtype(self.context.view_of(node), self.meta_of(node)[1])
 
-    def want(self, name: str, node: fx.Node, row: Row = "step") -> View:
-        """Write a node's value into a new argument, or into that row of the argument of this name; the view of it."""
-        shape, dtype = self.meta(node)
-        check_dtype(dtype, name)
-        argument = Argument(name, dtype, torch.Size(shape).numel(), row)
+    def write(self, kind: ArgumentKind, index: int, node: fx.Node, row: Row = "step") -> View:
+        """Write a node's value into an argument."""
+        shape, dtype = self.meta_of(node)
+        # The rows "next" and "out" belong to memory that is an argument already: states and carried gradients.
+        argument = Argument(kind, index, dtype, torch.Size(shape).numel(), row)
+        check_dtype(dtype, argument.name)
         if row == "step":
             self.function.arguments.append(argument)
-        self.function.wanted.append((self.end(node), argument))
-        return self.function.wanted[-1][0]
+        view = self.result_of(node)
+        self.function.results.append((view, argument))
+        return view
 
-    def _from_outside(self, node: fx.Node) -> None:
-        """Give what PyTorch makes: for all steps as a view of another such, or as an argument; or for each step."""
+    def finish(self, totals: Sequence[LoopValue] = ()) -> LoopFunction:
+        return LoopFunction(self.function, [*self.context.values, *totals])
+
+    def _add_from_outside(self, node: fx.Node) -> None:
+        """Make a value of PyTorch's available: as an argument with a row per step, or the same for all steps."""
         if node in self.context.views:
             return
         if self.split.varies(node):
             if node in self.split.torch:
-                self._numbered("u", self.lowered.outside, node, "step")
+                self._add_shared_input("from torch", self._outside, node, "step")
             return
+        # A view of a constant is lowered as a view, so that both share one argument, and one packed matrix.
         if is_view(node) and not self.split.varies(node.all_input_nodes[0]):
-            self._from_outside(node.all_input_nodes[0])
+            self._add_from_outside(node.all_input_nodes[0])
             try:
                 lower_node(self.context, node)
                 return
             except Unsupported:
-                pass  # PyTorch makes it, then
+                pass  # then PyTorch computes it
         if isinstance(node.meta.get("val"), list | tuple):
             raise Unsupported(f"{node.target} on weights yields several tensors")
-        self._numbered("c", self.lowered.constants, node, "same")
+        self._add_shared_input("constant", self._constants, node, "same")
 
-    def _numbered(self, letter: str, known: list[fx.Node], node: fx.Node, row: Row) -> None:
-        """The node's value is an argument with a number in a list that all functions share."""
-        if node not in known:
-            known.append(node)
-        self.context.views[node] = whole_view(self.given(f"{letter}{known.index(node)}", node, row))
+    def _add_shared_input(self, kind: ArgumentKind, nodes: list[fx.Node], node: fx.Node, row: Row) -> None:
+        """Make the node's value an argument, numbered by a list that all functions share."""
+        if node not in nodes:
+            nodes.append(node)
+        self.context.views[node] = whole_view(self.add_input(kind, nodes.index(node), node, row))
 
+    def _add_gradients(self) -> dict[int, LoopValue]:
+        """Make the gradients of outputs and new states arguments. Returns the carried ones, by index of the state."""
+        for i, node in enumerate(self.graph.output_gradients):
+            if not self.split.is_outside(node):
+                self.add_input("output gradient", i, node, "step")
+        carried: dict[int, LoopValue] = {}
+        for k, node in enumerate(self.graph.new_state_gradients):
+            _, dtype = self.meta_of(self.graph.states[k])
+            if dtype.is_floating_point:
+                carried[k] = value = self.add_input("carried gradient", k, node, "in")
+                argument = self.function.add_argument("added gradient", k, dtype, value.size, "step")
+                self.function.added.append((value, argument))
+        return carried
 
-def _forward(it: _FunctionLowering) -> None:
-    it.give_inputs()
-    it.function.carried = [(value, value) for value in it.give_states()]
-    it.run(it.split.front)
-    for k, node in enumerate(it.signature.new_states):
-        if k not in it.invariant:
-            it.want(f"h{k}", cast(fx.Node, node), "next")
-    for i, node in enumerate(it.signature.outputs):
-        output = cast(fx.Node, node)
-        if i not in it.captured.aliases and not it.split.outside(output):  # one that is a new state is stored once
-            it.want(f"y{i}", output)
-    for j, node in enumerate(it.split.saved):
-        it.want(f"v{j}", node)
-    it.function.finalize(it.context.made)
+    def _add_totals(self) -> list[LoopValue]:
+        """Sum the parameters' gradients over time, term by term."""
+        totals: list[LoopValue] = []
+        for j, (node, pieces) in enumerate(zip(self.graph.parameter_gradients, self.split.totals, strict=True)):
+            if node is not None and pieces:
+                shape, dtype = self.meta_of(node)
+                gradient = self.function.add_input("parameter gradient", j, shape, dtype, "same")
+                for piece in pieces:
+                    reduction = TimeReduction(self._summed_operation(piece))
+                    totals.append(LoopValue(f"total{len(totals)}", tuple(piece.at.shape), dtype, reduction))
+                    self.function.totals.append((totals[-1], View(gradient, piece.at)))
+        return totals
 
-
-def _recompute(it: _FunctionLowering) -> None:
-    it.give_inputs()
-    it.give_states()
-    it.give_new_states(it.split.front)
-    it.run(it.split.ancestors(it.split.saved, {*it.views} | it.split.torch))
-    for j, node in enumerate(it.split.saved):
-        it.want(f"v{j}", node)
-    it.function.finalize(it.context.made)
-
-
-def _backward(it: _FunctionLowering) -> None:
-    bases = {*it.split.bases}
-    it.give_inputs()
-    it.give_states()
-    it.give_new_states(bases)
-    for i, node in enumerate(it.signature.outputs):
-        if node in bases and node not in it.views:
-            it.given(f"y{i}", node, "step")
-    for j, node in enumerate(it.split.saved):
-        it.given(f"v{j}", node, "step")
-    carried = _give_gradients(it)
-    it.run(it.split.back | it.split.views)
-    for k, value in carried.items():
-        node = it.signature.state_gradients[k]
-        it.function.carried.append((value, None if node is None else it.want(f"dh{k}", node, "out").value))
-    for i, node in enumerate(it.signature.input_gradients):
-        if node is not None and not it.split.outside(node):
-            it.want(f"dx{i}", node)
-    for j, node in enumerate(it.split.made):
-        it.want(f"g{j}", node)
-    totals = _totals(it)  # which makes more values
-    it.function.finalize([*it.context.made, *totals])
-
-
-def _give_gradients(it: _FunctionLowering) -> dict[int, LoopValue]:
-    """Gradients of outputs, and of the states after the step: the carried ones, by their numbers."""
-    for i, node in enumerate(it.signature.output_gradients):
-        if not it.split.outside(node):
-            it.given(f"dy{i}", node, "step")
-    carried: dict[int, LoopValue] = {}
-    for k, node in enumerate(it.signature.new_state_gradients):
-        _, dtype = it.meta(it.signature.states[k])
-        if dtype.is_floating_point:
-            carried[k] = value = it.given(f"dh{k}", node, "in")
-            it.function.added.append((value, it.function.argument(f"a{k}", dtype, value.size, "step")))
-    return carried
-
-
-def _totals(it: _FunctionLowering) -> list[LoopValue]:
-    """The parameters' gradients, piece by piece."""
-    totals: list[LoopValue] = []
-    for j, (node, pieces) in enumerate(zip(it.signature.parameter_gradients, it.split.totals, strict=True)):
-        if node is not None and pieces:
-            shape, dtype = it.meta(node)
-            into = it.function.given(f"dp{j}", shape, dtype, "same")
-            for piece in pieces:
-                made = TimeReduction(_summed(it, piece))
-                totals.append(LoopValue(f"total{len(totals)}", tuple(piece.at.shape), dtype, made))
-                it.function.totals.append((totals[-1], View(into, piece.at)))
-    return totals
-
-
-def _summed(it: _FunctionLowering, piece: ReductionPattern) -> Product | Reduce | View:
-    sides = [it.context.as_dtype(it.end(each), piece.at.dtype) for each in piece.read]
-    match piece.kind:
-        case "product":
-            mask = it.split.sparsity.mask if piece.node in it.split.sparsity.totals else None
-            return Product(*sides, row_mask=None if mask is None else it.views[mask])
-        case "sum":
-            return Reduce("sum", sides[0], piece.axes, piece.keep)
-        case "value":
-            return sides[0]
+    def _summed_operation(self, piece: ReductionPattern) -> Product | Reduce | View:
+        sides = [self.context.as_dtype(self.result_of(node), piece.at.dtype) for node in piece.read]
+        match piece.kind:
+            case "product":
+                mask = self.split.sparsity.mask if piece.node in self.split.sparsity.totals else None
+                return Product(*sides, row_mask=None if mask is None else self.views[mask])
+            case "sum":
+                return Reduce("sum", sides[0], piece.axes, piece.keep)
+            case "value":
+                return sides[0]
 
 
 # -- decompositions ----------------------------------------------------------------------------------------------------
@@ -277,53 +293,54 @@ def _summed(it: _FunctionLowering, piece: ReductionPattern) -> Product | Reduce 
 Sizes = Sequence[int]
 
 
-def convolution(
+def decompose_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, *rest: Any
 ) -> Any:
-    """aten.convolution out of smaller operators; NotImplemented where that is not known."""
+    """aten.convolution by smaller operators, or NotImplemented for transposed and grouped ones."""
     transposed, _, groups = rest
     if transposed or groups != 1 or x.dim() != weight.dim():
         return NotImplemented
-    windows = _windows(x, weight.shape[2:], stride, padding, dilation)  # N, places ..., C, kernel ...
+    windows = _windows_of(x, weight.shape[2:], stride, padding, dilation)
     dims = weight.dim() - 2
     places = list(windows.shape[1 : dims + 1])
     columns = windows.reshape(-1, weight[0].numel())
     flat = weight.reshape(weight.shape[0], -1).t()
     out = columns @ flat if bias is None else torch.addmm(bias, columns, flat)
+    # Contiguous as the result of aten.convolution is, because views of it in the cell can depend on that.
     return out.reshape(x.shape[0], *places, weight.shape[0]).movedim(-1, 1).contiguous()
 
 
-def convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, _: Any, *rest: Any) -> Any:
-    """aten.convolution_backward out of smaller operators; NotImplemented where that is not known."""
+def decompose_convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, _: Any, *rest: Any) -> Any:
+    """aten.convolution_backward by smaller operators, or NotImplemented if it is transposed, grouped or strided."""
     stride, padding, dilation, transposed, _, groups, output_mask = rest
     if transposed or groups != 1 or any(step != 1 for step in stride) or x.dim() != weight.dim():
         return NotImplemented
     axes = list(range(2, weight.dim()))
     dx = dw = db = None
     if output_mask[0]:
-        turned = weight.flip(axes).transpose(0, 1).contiguous()
+        flipped = weight.flip(axes).transpose(0, 1).contiguous()
         around = [d * (k - 1) - p for k, p, d in zip(weight.shape[2:], padding, dilation, strict=True)]
-        if any(each < 0 for each in around):
+        if any(width < 0 for width in around):
             return NotImplemented
-        dx = convolution(gradient, turned, None, stride, around, dilation, False, [], 1)
+        dx = decompose_convolution(gradient, flipped, None, stride, around, dilation, False, [], 1)
     rows = gradient.movedim(1, -1).reshape(-1, weight.shape[0])
     if output_mask[1]:
-        columns = _windows(x, weight.shape[2:], stride, padding, dilation).reshape(-1, weight[0].numel())
+        columns = _windows_of(x, weight.shape[2:], stride, padding, dilation).reshape(-1, weight[0].numel())
         dw = (rows.t() @ columns).reshape(weight.shape)
     if output_mask[2]:
         db = rows.sum(0)
     return dx, dw, db
 
 
-def _windows(x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes) -> Tensor:
-    """The patches under the kernel: N, places ..., C, kernel ..., a view of the padded input."""
-    x = _pad(x, [pad for pad in reversed(padding) for _ in range(2)])
+def _windows_of(x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes) -> Tensor:
+    """The patches under the kernel, N x places ... x C x kernel ..., as a view of the padded input."""
+    x = _decompose_pad(x, [pad for pad in reversed(padding) for _ in range(2)])
     dims = len(kernel)
-    for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
-        x = x.unfold(axis, (size - 1) * apart + 1, step)
-    for axis, apart in enumerate(dilation, 2 + dims):
-        if apart != 1:
-            x = x[(slice(None),) * axis + (slice(None, None, apart),)]
+    for axis, (size, step, distance) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
+        x = x.unfold(axis, (size - 1) * distance + 1, step)
+    for axis, distance in enumerate(dilation, 2 + dims):
+        if distance != 1:
+            x = x[(slice(None),) * axis + (slice(None, None, distance),)]
     return x.movedim(1, dims + 1)
 
 
@@ -345,42 +362,42 @@ _SIXTH = struct.unpack("f", struct.pack("f", 1 / 6))[0]
 
 
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """For operators that are made of smaller ones, PyTorch's own functions that make them so."""
+    """The decomposition of each larger operator: PyTorch's own, or one of this module."""
     known = [getattr(aten, name) for name in _BY_PYTORCH.split() if hasattr(aten, name)]
     table: dict[Any, Callable[..., Any]] = dict(cast(Any, _decomp).get_decompositions(known))
     return table | {
-        aten.hardsigmoid_backward.default: _hardsigmoid_backward,
-        aten.flip.default: _flip,
-        aten.slice_scatter.default: _slice_scatter,
-        aten.select_scatter.default: _select_scatter,
-        aten.constant_pad_nd.default: _pad,
-        aten.roll.default: _roll,
-        aten.repeat.default: _repeat,
-        aten.var.correction: _var,
-        aten.var_mean.correction: _var_mean,
-        aten.native_group_norm.default: _group_norm,
-        aten.index.Tensor: _index,
-        aten.index_put.default: _index_put,
-        aten._weight_norm_interface_backward.default: _weight_norm_backward,
-        aten._linalg_solve_ex.default: _solve,
-        aten.linalg_lu_solve.default: _lu_solve,
-        aten.max.dim: _max,
-        aten.min.dim: _min,
-        aten.convolution.default: convolution,
-        aten.convolution_backward.default: convolution_backward,
+        aten.hardsigmoid_backward.default: _decompose_hardsigmoid_backward,
+        aten.flip.default: _decompose_flip,
+        aten.slice_scatter.default: _decompose_slice_scatter,
+        aten.select_scatter.default: _decompose_select_scatter,
+        aten.constant_pad_nd.default: _decompose_pad,
+        aten.roll.default: _decompose_roll,
+        aten.repeat.default: _decompose_repeat,
+        aten.var.correction: _decompose_var,
+        aten.var_mean.correction: _decompose_var_mean,
+        aten.native_group_norm.default: _decompose_group_norm,
+        aten.index.Tensor: _decompose_index,
+        aten.index_put.default: _decompose_index_put,
+        aten._weight_norm_interface_backward.default: _decompose_weight_norm_backward,
+        aten._linalg_solve_ex.default: _decompose_solve,
+        aten.linalg_lu_solve.default: _decompose_lu_solve,
+        aten.max.dim: _decompose_max,
+        aten.min.dim: _decompose_min,
+        aten.convolution.default: decompose_convolution,
+        aten.convolution_backward.default: decompose_convolution_backward,
     }
 
 
-def _flip(x: Tensor, axes: Sequence[int]) -> Tensor:
+def _decompose_flip(x: Tensor, axes: Sequence[int]) -> Tensor:
     for axis in axes:
         x = x.index_select(axis, torch.arange(x.shape[axis] - 1, -1, -1, device=x.device))
     return x.clone() if not axes else x
 
 
-def _slice_scatter(
+def _decompose_slice_scatter(
     x: Tensor, piece: Tensor, axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    """What is before, the piece, what is behind; every nth element by index."""
+    """Replace a slice: concatenate the part before it, `piece` and the part after it. Use an index for step > 1."""
     axis %= x.dim()
     places = range(*slice(start, end, step).indices(x.shape[axis]))
     if step == 1:
@@ -392,16 +409,17 @@ def _slice_scatter(
 
 
 def _joined(pieces: Sequence[Tensor], axis: int) -> Tensor:
-    return torch.cat([each for each in pieces if each.shape[axis]] or list(pieces[:1]), axis)
+    """Concatenate the pieces that are not empty."""
+    return torch.cat([piece for piece in pieces if piece.shape[axis]] or list(pieces[:1]), axis)
 
 
-def _select_scatter(x: Tensor, piece: Tensor, axis: int, index: int) -> Tensor:
+def _decompose_select_scatter(x: Tensor, piece: Tensor, axis: int, index: int) -> Tensor:
     index %= x.shape[axis]
-    return _slice_scatter(x, piece.unsqueeze(axis), axis, index, index + 1)
+    return _decompose_slice_scatter(x, piece.unsqueeze(axis), axis, index, index + 1)
 
 
-def _pad(x: Tensor, widths: Sequence[int], value: bool | int | float = 0) -> Tensor:
-    """A number all around; less where a width is negative."""
+def _decompose_pad(x: Tensor, widths: Sequence[int], value: bool | int | float = 0) -> Tensor:
+    """Add a border of one number. A negative width removes elements."""
     for axis, low, high in zip(range(x.dim() - 1, -1, -1), widths[::2], widths[1::2], strict=False):
         x = x.narrow(axis, max(-low, 0), x.shape[axis] - max(-low, 0) - max(-high, 0))
         edges = [x.new_full((*x.shape[:axis], max(width, 0), *x.shape[axis + 1 :]), value) for width in (low, high)]
@@ -409,43 +427,47 @@ def _pad(x: Tensor, widths: Sequence[int], value: bool | int | float = 0) -> Ten
     return x
 
 
-def _roll(x: Tensor, shifts: Sequence[int], axes: Sequence[int] = ()) -> Tensor:
-    if not axes:  # of all elements in a row
-        return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
+def _decompose_roll(x: Tensor, shifts: Sequence[int], axes: Sequence[int] = ()) -> Tensor:
+    if not axes:  # without axes, PyTorch rolls the flattened tensor
+        return _decompose_roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
     for shift, axis in zip(shifts, axes, strict=True):
         size = x.shape[axis]
-        at = size - shift % max(size, 1)
-        x = _joined([x.narrow(axis, at, size - at), x.narrow(axis, 0, at)], axis)
+        start = size - shift % max(size, 1)
+        x = _joined([x.narrow(axis, start, size - start), x.narrow(axis, 0, start)], axis)
     return x
 
 
-def _repeat(x: Tensor, times: Sequence[int]) -> Tensor:
+def _decompose_repeat(x: Tensor, times: Sequence[int]) -> Tensor:
+    """Insert an axis of size 1 before each axis, expand it, and merge the two."""
     sizes = [*[1] * (len(times) - x.dim()), *x.shape]
-    pairs = [each for pair in zip(times, sizes, strict=True) for each in pair]
-    apart = x.reshape([each for size in sizes for each in (1, size)])
-    return apart.expand(pairs).reshape([count * size for count, size in zip(times, sizes, strict=True)])
+    expanded = [size for pair in zip(times, sizes, strict=True) for size in pair]
+    with_axes = x.reshape([part for size in sizes for part in (1, size)])
+    return with_axes.expand(expanded).reshape([count * size for count, size in zip(times, sizes, strict=True)])
 
 
-def _var(
+def _decompose_var(
     x: Tensor, axes: Sequence[int] | None = None, *, correction: int | float | None = None, keepdim: bool = False
 ) -> Tensor:
-    """As the mean of the squared distances from the mean: two passes, so that nothing cancels."""
     axes, wide = list(axes or range(x.dim())), x.to(compute_dtype(x.dtype))
     count = math.prod(x.shape[axis] for axis in axes)
-    apart = wide - wide.mean(axes, True)
-    total = (apart * apart).sum(axes, keepdim)
+    # Two passes: the mean of squares minus the square of the mean would cancel for a large mean.
+    distance = wide - wide.mean(axes, True)
+    total = (distance * distance).sum(axes, keepdim)
     return (total / max(count - (1.0 if correction is None else correction), 0.0)).to(x.dtype)
 
 
-def _var_mean(
+def _decompose_var_mean(
     x: Tensor, axes: Sequence[int] | None = None, *, correction: int | float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     mean = x.mean(list(axes or range(x.dim())), keepdim)
-    return _var(x, axes, correction=correction, keepdim=keepdim), mean
+    return _decompose_var(x, axes, correction=correction, keepdim=keepdim), mean
 
 
-def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's function without weights: with weights it reads by strides, which stacked values do not have."""
+def _decompose_group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    # PyTorch's function reads weights by strides that the stacked values of several steps do not have. So it gets
+    # none, and they are applied here.
     plain = cast("Callable[..., tuple[Tensor, ...]]", _decomp.decomposition_table[aten.native_group_norm.default])
     out, mean, rstd = plain(x, None, None, *rest)
     shape = (1, -1, *[1] * (x.dim() - 2))
@@ -453,27 +475,29 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: An
     return (out if bias is None else out + bias.reshape(shape)).to(x.dtype), mean, rstd
 
 
-def _weight_norm_backward(gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+def _decompose_weight_norm_backward(
+    gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, axis: int
+) -> tuple[Tensor, Tensor]:
     """The gradients of v * (g / norms), for which `vmap` has no rule."""
     others = [i for i in range(v.dim()) if i != axis]
     along = (gradient * v).sum(others, True) / norms
     return g / norms * (gradient - v * (along / norms)), along
 
 
-def _flattened(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, list[int], int] | None:
-    """Several indices of integers as one; None if there is only one, or a mask.
+def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, list[int], int] | None:
+    """Several indices of integers as a single one, or None for a single index or a mask.
 
-    Returns x with the indexed axes in front, as a single one; the index into that; the order of x's axes; and the place
-    of the index's axes in the result.
+    Returns x with the indexed axes in front, merged into one, and the index into that axis. Also the order of x's axes,
+    and the position of the index's axes in the result.
     """
-    places = [i for i, each in enumerate(indices) if each is not None]
-    given = [each for each in indices if each is not None]
-    if len(places) < 2 or any(each.dtype not in (torch.int64, torch.int32) for each in given):
+    places = [i for i, index in enumerate(indices) if index is not None]
+    used = [index for index in indices if index is not None]
+    if len(places) < 2 or any(index.dtype not in (torch.int64, torch.int32) for index in used):
         return None
     order = [*places, *(i for i in range(x.dim()) if i not in places)]
     table = x.permute(order).reshape(-1, *[x.shape[i] for i in order[len(places) :]])
-    flat, within = given[0] * 0, given[0] == given[0]
-    for i, index in zip(places, given, strict=True):
+    flat, within = used[0] * 0, used[0] == used[0]
+    for i, index in zip(places, used, strict=True):
         flat = flat * x.shape[i] + torch.where(index < 0, index + x.shape[i], index)
         within = within & (index >= -x.shape[i]) & (index < x.shape[i])
     # An index that is out of range along one axis must not reach another element, so it stays out of range.
@@ -481,39 +505,40 @@ def _flattened(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Tensor, Ten
     return table, flat, order, places[0] if places[-1] - places[0] == len(places) - 1 else 0
 
 
-def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
-    found = _flattened(x, indices)
-    if found is None:
+def _decompose_index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    flattened = _flatten_indices(x, indices)
+    if flattened is None:
         return NotImplemented
-    table, flat, _, start = found
+    table, flat, _, start = flattened
     picked = table.index_select(0, flat.reshape(-1)).reshape(*flat.shape, *table.shape[1:])
     return picked.movedim(list(range(flat.dim())), list(range(start, start + flat.dim()))).contiguous()
 
 
-def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
-    found = _flattened(x, indices)
-    if found is None:
+def _decompose_index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    flattened = _flatten_indices(x, indices)
+    if flattened is None:
         return NotImplemented
-    (table, flat, order, start), dims = found, found[1].dim()
+    (table, flat, order, start), dims = flattened, flattened[1].dim()
     rest = table.shape[1:]
     values = values.expand(*rest[:start], *flat.shape, *rest[start:])
     values = values.movedim(list(range(start, start + dims)), list(range(dims))).reshape(-1, *rest)
     flat = flat.reshape(-1)
-    made = table.index_add(0, flat, values) if accumulate else table.index_put([flat], values)
-    back = sorted(range(x.dim()), key=order.__getitem__)
-    return made.reshape([x.shape[i] for i in order]).permute(back).contiguous()
+    written = table.index_add(0, flat, values) if accumulate else table.index_put([flat], values)
+    inverse = sorted(range(x.dim()), key=order.__getitem__)
+    return written.reshape([x.shape[i] for i in order]).permute(inverse).contiguous()
 
 
-def _solve(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
+def _decompose_solve(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
     if a.dim() != 2 or a.is_complex():
         return NotImplemented
     lu, pivots, info = aten.linalg_lu_factor_ex.default(a)
-    found = _lu_solve(lu, pivots, b.unsqueeze(-1) if b.dim() == 1 else b, left=left)
-    return found.squeeze(-1) if b.dim() == 1 else found, lu, pivots, info
+    solution = _decompose_lu_solve(lu, pivots, b.unsqueeze(-1) if b.dim() == 1 else b, left=left)
+    return solution.squeeze(-1) if b.dim() == 1 else solution, lu, pivots, info
 
 
-def _lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, adjoint: bool = False) -> Any:
-    """A product by the inverse, which is made once where the factors are those of a weight."""
+def _decompose_lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, adjoint: bool = False) -> Any:
+    # Solving by substitution would be more precise, but it is sequential. The inverse of a weight is a constant, so
+    # each step is left with one product.
     if lu.dim() != 2 or lu.is_complex():
         return NotImplemented
     permuted, lower, upper = aten.lu_unpack.default(lu, pivots)
@@ -523,14 +548,14 @@ def _lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, adjoi
     return inverse @ b if left else b @ inverse
 
 
-def _max(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def _decompose_max(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     return x.amax(axis, keepdim), x.argmax(axis, keepdim)
 
 
-def _min(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def _decompose_min(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     return x.amin(axis, keepdim), x.argmin(axis, keepdim)
 
 
-def _hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    """As PyTorch's kernels have it: in float64, too, they multiply by a sixth of float32."""
+def _decompose_hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    # PyTorch's kernels multiply by a sixth in float32, even for float64. 1 / 6 would differ from the eager loop.
     return torch.where((x > -3) & (x < 3), gradient * _SIXTH, 0.0)
