@@ -1,10 +1,10 @@
-"""A recording, laid over stages: what each stage runs, and which values cross from where to whom.
+"""A recording divided into stages: the instructions of each stage, and the values that cross between stages.
 
 recording    %0 %1 %2 | %3 %4 | %5 %6         cuts: before the first step of a split point
 stage           0        1       2
 crossing     %1: 0 -> (1, 2)                  a value goes straight from its source to each stage that reads it
-made anew    %2 = mask(in1)                   of inputs alone, and larger than they: stages 1 and 2 make it again
-prelude      guards that inputs answer        asked before a step begins; they choose between programs
+remade       %2 = mask(in1)                   depends only on inputs, and is larger than they: stages 1 and 2 remake it
+prelude      guards that depend on inputs     evaluated before a step starts, to choose between programs
 """
 
 from bisect import bisect
@@ -29,31 +29,34 @@ from weft.pipeline.stage import ModuleScan, Skip, Stage
 
 @dataclass(eq=False, slots=True)
 class RecordedValue:
-    """What steps read. By its `kind`, `key` is the name of an input ("in"), or of a parameter or buffer ("own"), the
-    tensor itself ("const"), or which leaf of a step's result it is ("made"; -1: an argument that was written into)."""
+    """A value that instructions read.
+
+    The meaning of `key` depends on `kind`: the name of an input ("in"), the name of a parameter or buffer ("own"), the
+    tensor itself ("const"), or the index of a leaf in the result of a step ("made"; -1: an argument written in place).
+    """
 
     kind: Literal["in", "own", "const", "made"]
     key: Any
     step: int = -1  # the number of the step that made it
     bytes: int = 0
     storage: int | None = None
-    kept: Any = None  # a copy, if a recording was to keep some
+    kept: Any = None  # a copy, if the recording keeps copies
 
 
 Reads = dict[int, RecordedValue]
-"""Which leaves, of arguments or of the result, are which values."""
+"""The values of leaves of the arguments or of the result, by the index of the leaf."""
 Values = dict[RecordedValue, Any]
 Owned = Callable[[str], Tensor]
 """The parameter or buffer of that name."""
 
 HERE = object()
-"""Stands among the constants of a step for the device of the stage that runs it."""
+"""Placeholder among the constants of a step for the device of the stage that runs it."""
 
 
 @dataclass(eq=False, slots=True)
 class Instruction:
-    """One instruction. Its arguments are `leaves`, with None where `reads` says what is there: in order, the last of
-    them by `names`; or nested as `structure` says, if it is set."""
+    """One instruction. Its arguments are `leaves`, which are None at the indices of `reads`. They are positional, the
+    last ones keywords with `names`. If `structure` is set, they are nested as it says."""
 
     name: str
     call: Callable[..., Any]
@@ -65,15 +68,15 @@ class Instruction:
     reads: Reads = field(default_factory=Reads)
     # Leaves of the result, then `writes`:
     makes: list[RecordedValue | None] = field(default_factory=list[RecordedValue | None])
-    # Leaves of the result that are no tensors, and shapes of those that are, which Python may go by:
+    # Leaves of the result that are not tensors, and shapes of tensors. Python code can depend on both:
     plain: list[tuple[int, Any]] = field(default_factory=list[tuple[int, Any]])
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    expects: tuple[Any] | None = None  # the answer of a guard, which makes no value
-    writes: list[int] = field(default_factory=list[int])  # which argument leaves it wrote into
-    stored: set[int] = field(default_factory=set[int])  # the storages that it wrote into
+    expects: tuple[Any] | None = None  # the recorded result of a guard, which makes no value
+    writes: list[int] = field(default_factory=list[int])  # indices of the argument leaves written in place
+    stored: set[int] = field(default_factory=set[int])  # the storages written in place
     draws: bool = False
     dynamic: bool = False  # the shape of its result depends on data
-    advice: str = "move that decision into a submodule, which may decide as it likes"  # where it is a guard
+    advice: str = "move that decision into a submodule, which can make it freely"  # for a guard
 
     def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         if self.structure is not None:
@@ -87,7 +90,7 @@ class Instruction:
 
 @dataclass
 class Recording:
-    """What one run of forward() did. The result is `leaves` and `reads`, as a step's arguments are."""
+    """The instructions of one run of forward(). `leaves` and `reads` hold its result, as for arguments."""
 
     inputs: list[RecordedValue]  # the leaves of the arguments
     steps: list[Instruction] = field(default_factory=list[Instruction])
@@ -96,12 +99,12 @@ class Recording:
     reads: Reads = field(default_factory=Reads)
     structure: Structure = LEAF
     has_scalars: bool = False  # whether a leaf of the result is one number per micro-batch
-    # Read after a write through another tensor: the steps that made it, and that wrote it (-1: before the first one).
+    # Tensors read after a write through a view: the steps that made them, and that wrote (-1: before the first one).
     aliases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of that name, as the model has it now."""
+    """The parameter or buffer of that name that the model has now."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     return cast(Tensor, module._parameters[key] if key in module._parameters else module._buffers[key])
@@ -114,24 +117,25 @@ class InterBlockParameters(nn.Module):
         super().__init__()
         self._names, self._find = list(names), partial(tensor_of, model)
         modules = {model.get_submodule(name.rpartition(".")[0]) for name in self._names}
-        generators = [each for m in modules for each in vars(m).values() if type(each) is torch.Generator]
-        vars(self).update({f"generator{id(each)}": each for each in generators})  # where a scan finds them
+        generators = [value for m in modules for value in vars(m).values() if type(value) is torch.Generator]
+        # As attributes, because the scan of a stage looks for generators there.
+        vars(self).update({f"generator{id(generator)}": generator for generator in generators})
         self.refresh()
 
     def refresh(self) -> None:
-        """Take the tensors that the model has now."""
+        """Read the tensors again that the model has now."""
         for name in self._names:
-            each = cast("Tensor | None", self._find(name))
-            if each is None:  # another rank has it
+            tensor = cast("Tensor | None", self._find(name))
+            if tensor is None:  # another rank has it
                 continue
-            (self._parameters if isinstance(each, nn.Parameter) else self._buffers)[name] = cast(Any, each)
+            (self._parameters if isinstance(tensor, nn.Parameter) else self._buffers)[name] = cast(Any, tensor)
 
     def get(self, name: str) -> Tensor:
         return cast(Tensor, self._parameters[name] if name in self._parameters else self._buffers[name])
 
 
 class CrossingValue(NamedTuple):
-    """A value that goes from one stage to others: `bytes` for one micro-batch, and which stages read it."""
+    """A value that goes from one stage to others: its `bytes` per micro-batch, and the stages that read it."""
 
     name: str
     bytes: int
@@ -140,20 +144,20 @@ class CrossingValue(NamedTuple):
 
 
 class StageProgram:
-    """One stage's share of a program."""
+    """The part of a program that one stage runs."""
 
     def __init__(self) -> None:
-        # Each step with its number, the constants among its arguments, and the values that nobody here needs after it:
+        # Each step with its number, the constants among its arguments, and the values that this stage can drop then:
         self.steps: list[tuple[int, Instruction, list[Any], list[RecordedValue]]] = []
-        self.takes: dict[int, list[RecordedValue]] = {}  # by the stage at the other end
-        self.gives: dict[int, list[RecordedValue]] = {}
+        self.takes: dict[int, list[RecordedValue]] = {}  # values from other stages, by source
+        self.gives: dict[int, list[RecordedValue]] = {}  # values for other stages, by reader
         self.held: list[RecordedValue] = []  # the model's tensors and constants that it reads
-        self.clones: set[RecordedValue] = set()  # that come in, and are written into here
+        self.clones: set[RecordedValue] = set()  # incoming values that this stage writes to
 
 
 @dataclass(eq=False, slots=True)
 class ProgramGroup:
-    """Programs with the same steps, which differ only in sizes: how far they were compared with forward()."""
+    """Progress of comparing programs with forward(), for programs with the same steps that differ only in sizes."""
 
     verified: int = 0  # programs that were compared on another micro-batch than their own
     steps: int = 0  # calls that ran one of them
@@ -161,10 +165,10 @@ class ProgramGroup:
 
 
 class Program:
-    """What stages run for micro-batches of one key. It holds no tensor but constants of the model's code.
+    """The instructions of all stages for micro-batches of one key. Its only tensors are constants of the model's code.
 
-    Raises SplitError where a stage would be empty or an object would hide tensors, InPlaceError for a write through a
-    view into a tensor of another stage.
+    Raises SplitError if a stage would be empty or an object would hide tensors, InPlaceError for a write through a view
+    to a tensor of another stage.
     """
 
     def __init__(
@@ -174,8 +178,8 @@ class Program:
         self.recording, self._foreign = recording, foreign
         self.verified = False
         self.group = ProgramGroup()
-        self.number = 0  # by which ranks tell each other programs
-        self.used = 0  # a number that is larger the later it was chosen
+        self.number = 0  # identifies the program in messages between ranks
+        self.used = 0  # time of the last use, as a count
         self.anchors: Sequence[Any] = ()
         self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)
         self.parts = [StageProgram() for _ in devices]
@@ -185,7 +189,7 @@ class Program:
         for name, start, before in zip(self.order, starts[1:], starts, strict=False):
             if start == before:
                 where = "forward begins with it" if not start else "another split point comes right before it"
-                raise SplitError(f"nothing would run in the stage before {name!r}, for {where}; leave it out of split")
+                raise SplitError(f"the stage before {name!r} would be empty, because {where}; leave it out of split")
         self._stage_at = [bisect(starts, k) - 1 for k in range(len(steps))]
         self._written = {storage for step in steps for storage in step.stored}
         self._check_writes()
@@ -200,7 +204,8 @@ class Program:
         ]
 
     def _check_writes(self) -> None:
-        """Stages work on several micro-batches at one time, so what one writes into must be its own."""
+        """Raise InPlaceError for writes to tensors that several stages use."""
+        # Stages work on several micro-batches at one time, so a stage can write only to its own tensors.
         steps = self.recording.steps
         for made, written in self.recording.aliases:
             if self._stage_at[max(made, 0)] != self._stage_at[max(written, 0)]:
@@ -213,7 +218,7 @@ class Program:
         for s, step in zip(self._stage_at, steps, strict=True):
             for value in step.reads.values():
                 readers.setdefault(value, set()).add(s)
-        for step, value in [(each, each.reads[k]) for each in steps for k in each.writes]:
+        for step, value in [(step, step.reads[k]) for step in steps for k in step.writes]:
             if value.kind == "own" and len(readers[value]) > 1:
                 raise InPlaceError(
                     f"{step} writes into {value.key!r}, which the code between blocks of several stages "
@@ -221,51 +226,56 @@ class Program:
                 )
 
     def _prelude(self, members: Sequence[set[int]]) -> list[Instruction]:
-        """The guards that inputs alone answer, with what they need. Those that also need parameters or buffers, which a
-        step may change, are asked again in their stage; or there alone, if the first stage's process lacks them."""
+        """The guards that depend only on inputs, and the steps that they need.
+
+        Guards that also depend on parameters or buffers are evaluated again in their stage, because a step can change
+        these. If the process of the first stage lacks them, they are evaluated only there.
+        """
         ahead: set[int] = set()
         for k, step in enumerate(self.recording.steps):
             decides = step.expects is not None or (step.shapes and step.dynamic)
-            if decides and (found := self._from_inputs(k, own=True)) is not None:
-                ahead |= found
+            if decides and (needed := self._from_inputs(k, own=True)) is not None:
+                ahead |= needed
                 if step.expects is not None and self._from_inputs(k) is not None:
                     members[self._stage_at[k]].discard(k)
         return [self.recording.steps[k] for k in sorted(ahead)]
 
     def _from_inputs(self, last: int, *, own: bool = False) -> set[int] | None:
-        """The steps up to this one that make its result of inputs (and `own` parameters) alone, always the same way."""
-        found: set[int] = set()
+        """The steps that compute the result of step `last` from inputs (and `own` parameters) only. None if it depends
+        on anything else, or if a step has side effects."""
+        needed: set[int] = set()
         todo = [last]
         while todo:
             k = todo.pop()
-            if k in found:
+            if k in needed:
                 continue
             step = self.recording.steps[k]
             pure = step.module is None and not (step.writes or step.draws)
             if not pure or any(value and value.storage in self._written for value in step.makes):
                 return None
-            found.add(k)
+            needed.add(k)
             for value in step.reads.values():
                 if value.kind == "made":
                     todo.append(value.step)
                 barred = (not own or value.key in self._foreign) if value.kind == "own" else False
                 if barred or (value.kind == "in" and value.storage in self._written):
                     return None
-        return found
+        return needed
 
     def _readers(self, members: Sequence[set[int]]) -> dict[RecordedValue, list[int]]:
-        """Every value that crosses, with its readers. Adds to `members` what a stage makes anew."""
+        """Every value that crosses, with its readers. Adds to `members` the steps that a stage repeats."""
         steps, crossing = self.recording.steps, dict[RecordedValue, list[int]]()
         for s in range(1, len(members)):
             takes: dict[RecordedValue, None] = {}
             reads = [value for k in sorted(members[s]) for value in steps[k].reads.values()]
             for value in [*reads, *self._leaves_at(s)]:
-                here = value.kind in ("own", "const") or value.step in members[s]
-                if here or value in takes:
+                present = value.kind in ("own", "const") or value.step in members[s]
+                if present or value in takes:
                     continue
                 again = sorted(self._from_inputs(value.step) or ()) if value.kind == "made" else []
-                inputs = {each: None for k in again for each in steps[k].reads.values() if each.kind == "in"}
-                if again and sum(each.bytes for each in inputs if each not in takes) < value.bytes:
+                inputs = {read: None for k in again for read in steps[k].reads.values() if read.kind == "in"}
+                # Sending the inputs and repeating the steps is cheaper than sending a larger result.
+                if again and sum(read.bytes for read in inputs if read not in takes) < value.bytes:
                     members[s].update(again)
                     takes |= inputs
                 else:
@@ -275,7 +285,7 @@ class Program:
         return crossing
 
     def _leaves_at(self, stage: int) -> Iterable[RecordedValue]:
-        """What forward() returns, if that is the stage which does."""
+        """The values that forward() returns, if `stage` is the last one. Otherwise empty."""
         return self.recording.reads.values() if stage == len(self.parts) - 1 else ()
 
     def _source(self, value: RecordedValue) -> int:
@@ -284,7 +294,7 @@ class Program:
     def _fill(
         self, stage: int, part: StageProgram, members: Sequence[int], crossing: Mapping[RecordedValue, Sequence[int]]
     ) -> None:
-        """What a stage runs, takes, gives, clones and drops."""
+        """Fill in the steps of a stage, and the values that it takes, gives, clones and drops."""
         for value, readers in crossing.items():
             source = self._source(value)
             if stage in readers:
@@ -323,7 +333,7 @@ class Program:
         return {value.key for value in held if value.kind == "own"}
 
     def fits(self, leaves: Sequence[Any], owned: Owned) -> bool:
-        """Whether forward() would go the way of this program for these inputs, as far as they tell."""
+        """Whether forward() takes the branches of this program for these inputs, as far as inputs determine them."""
         if not self.prelude:
             return True
         with suppress(GuardError), torch.no_grad():
@@ -336,14 +346,14 @@ class Program:
     def given(
         self, leaves: Sequence[Any], owned: Owned, steps: Iterable[Instruction], more: Iterable[RecordedValue] = ()
     ) -> Values:
-        """What is there before the first of these steps runs: inputs, and what they and `more` hold."""
+        """The values before these steps: inputs, and the tensors and constants that steps and `more` read."""
         values: Values = dict(zip(self.recording.inputs, leaves, strict=True))
         _load(values, _held(steps, *more), owned)
         return values
 
     def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = None) -> Values:
-        """Run one stage on what comes in. Returns the values that it has at its end. Layers, which have random numbers
-        of their own, are blocks, and steps that draw."""
+        """Run one stage on its incoming values. Returns the values that it has at the end. For random numbers, blocks
+        and steps that draw count as layers."""
         part, device = self.parts[stage], self._device[stage]
         _load(values, part.held, owned)
         for value in part.clones:
@@ -362,7 +372,7 @@ class Program:
         return values
 
     def replay(self, leaves: Sequence[Any], owned: Owned) -> Any:
-        """Run all stages, one after the other, on the leaves of the arguments."""
+        """Run all stages in turn, on the leaves of the arguments."""
         sent: list[Values] = [{} for _ in self.parts]
         sent[0].update(zip(self.recording.inputs, leaves, strict=True))
         for s, part in enumerate(self.parts):
@@ -373,8 +383,8 @@ class Program:
         return self.result(sent[-1])
 
     def result(self, values: Values) -> Any:
-        """What forward() returns, of the values that the last stage has."""
-        return unflatten(self.recording.structure, _filled(self.recording.leaves, self.recording.reads, values))
+        """The result of forward(), from the values of the last stage."""
+        return unflatten(self.recording.structure, _fill_leaves(self.recording.leaves, self.recording.reads, values))
 
 
 def perform(
@@ -384,32 +394,32 @@ def perform(
     device: torch.device | None = None,
     call: Callable[..., Any] | None = None,
 ) -> None:
-    """Run one step on what is in `values`, and put there what it makes. `call` runs in the place of the step's own.
-    Raises GuardError."""
-    leaves = _filled(constants, step.reads, values)
+    """Run one step on `values`, and add its results to them. `call` replaces the function of the step. Raises
+    GuardError."""
+    leaves = _fill_leaves(constants, step.reads, values)
     if device is not None:
         leaves = [moved(x, device) for x in leaves]
     args, kwargs = step.arguments(leaves)
     result = (call or step.call)(*args, **kwargs)
     if step.expects is not None:
-        _agree(step, step.expects[0], result)
+        _check_equal(step, step.expects[0], result)
         return
-    made = [result] if type(result) is Tensor else flatten(result)[0]
+    results = [result] if type(result) is Tensor else flatten(result)[0]
     if step.writes:
-        made = [*made, *(leaves[k] for k in step.writes)]
-    if len(made) != len(step.makes):
-        _agree(step, f"{len(step.makes)} values", f"{len(made)} values")
+        results = [*results, *(leaves[k] for k in step.writes)]
+    if len(results) != len(step.makes):
+        _check_equal(step, f"{len(step.makes)} values", f"{len(results)} values")
     for k, shape in step.shapes.items():
-        _agree(step, shape, tuple(made[k].shape))
+        _check_equal(step, shape, tuple(results[k].shape))
     for k, plain in step.plain:
-        _agree(step, plain, made[k])
-    for value, x in zip(step.makes, made, strict=True):
+        _check_equal(step, plain, results[k])
+    for value, x in zip(step.makes, results, strict=True):
         if value is not None:
             values[value] = x
 
 
 def _held(steps: Iterable[Instruction], *more: RecordedValue) -> list[RecordedValue]:
-    """The model's tensors and the constants among what steps read, and `more`."""
+    """The model's tensors and the constants that `steps` read, and those among `more`."""
     reads = chain(*(step.reads.values() for step in steps), more)
     return list(dict.fromkeys(value for value in reads if value.kind in ("own", "const")))
 
@@ -419,8 +429,8 @@ def _load(values: Values, held: Iterable[RecordedValue], owned: Owned) -> None:
         values[value] = value.key if value.kind == "const" else owned(value.key)
 
 
-def _filled(constants: Sequence[Any], reads: Reads, values: Values) -> list[Any]:
-    """The constants, with what is read in their places."""
+def _fill_leaves(constants: Sequence[Any], reads: Reads, values: Values) -> list[Any]:
+    """The constants, with the values that are read inserted at their indices."""
     leaves = list(constants)
     for k, value in reads.items():
         leaves[k] = values[value]
@@ -428,35 +438,35 @@ def _filled(constants: Sequence[Any], reads: Reads, values: Values) -> list[Any]
 
 
 def moved(leaf: Any, device: torch.device) -> Any:
-    """An argument on the device of a stage; tensors without dimensions may lie anywhere."""
+    """An argument on the device of a stage. Tensors without dimensions can be on any device."""
     return leaf.to(device) if isinstance(leaf, Tensor) and leaf.dim() and leaf.device != device else leaf
 
 
-def _agree(step: Instruction, before: Any, now: Any) -> None:
-    """Raise GuardError if Python would see something else than when the step was recorded."""
+def _check_equal(step: Instruction, before: Any, now: Any) -> None:
+    """Raise GuardError if Python code sees another value than when the step was recorded."""
     if type(now) is not type(before) or now != before:
         raise GuardError(
-            f"the model's code between blocks went by {step}, which gave {before!r} when recorded and {now!r} now, so "
-            f"forward() might go another way; {step.advice}"
+            f"the model's code between blocks depends on {step}, which was {before!r} when recorded and is {now!r} "
+            f"now, so forward() can take another branch; {step.advice}"
         )
 
 
 Copies = dict[int, Tensor]
-"""By the id() of a parameter that an earlier stage has on another device: its copy on this stage's, for one step."""
+"""Copies of parameters that an earlier stage has on another device, by the id() of the parameter. For one step."""
 
 
 class StepPrograms:
-    """What one step runs: a program per micro-batch, and copies of parameters for each stage.
+    """The programs of one step, one per micro-batch, and the copies of parameters for each stage.
 
-    It goes from stage to stage beside the values, so a recomputation finds what its forward found. `lent` are the
-    copies and their originals: trainable tensors that a stage may work with, whatever its modules have just now.
+    It goes from stage to stage with the values, so that a recomputation uses the programs and copies of its forward.
+    `lent` are the copies and their originals: trainable tensors that a stage can use besides those of its modules.
     """
 
     __slots__ = ("copies", "lent", "programs")
 
     def __init__(self, programs: Sequence[Program], copies: Sequence[Copies], originals: Iterable[Tensor]) -> None:
         self.programs, self.copies = programs, copies
-        self.lent = [*originals, *(copy for each in copies for copy in each.values())]
+        self.lent = [*originals, *(copy for of_stage in copies for copy in of_stage.values())]
 
 
 class SplitCall(NamedTuple):
@@ -468,8 +478,8 @@ class SplitCall(NamedTuple):
 
 
 class SplitStage(Stage):
-    """A stage that runs its share of a program instead of a chain of layers. `turns` is entered while it has copies of
-    parameters in the place of modules that other stages call as well."""
+    """A stage that runs its part of a program instead of a chain of layers. `turns` is held while modules that other
+    stages call as well have copies of parameters."""
 
     def __init__(
         self,
@@ -498,7 +508,8 @@ class SplitStage(Stage):
         for source, crossing in part.takes.items():
             values.update(zip(crossing, skips[bundle(source, self.index)], strict=True))
         stashed: dict[Skip, Any] = dict.fromkeys(self.stashed, ())
-        for copy in copies.values():  # of the caller's stream, whose allocator must not reuse what this one reads
+        for copy in copies.values():
+            # The copy was allocated on the caller's stream, which must not reuse its memory while this stream reads it.
             if copy.is_cuda:
                 record_stream(copy, torch.cuda.current_stream(copy.device))
         with self._substituted(copies):
@@ -509,19 +520,19 @@ class SplitStage(Stage):
             return (program.result(values) if last else onward), stashed
 
     def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Any]:
-        """The program of a micro-batch, the copies of parameters that it runs with, and what the next stage gets."""
+        """The program of a micro-batch, its copies of parameters, and the main value for the next stage."""
         choice: StepPrograms = main if self.index else main.choice
         return choice.programs[micro_batch], choice.copies[self.index], choice
 
     def scan(self) -> ModuleScan:
-        """As of any stage, with copies in the place of parameters that another device owns."""
+        """As for any stage, with copies instead of parameters on other devices."""
         self.code.refresh()
         with self._substituted(self.copies):
             return super().scan()
 
     @contextmanager
     def _substituted(self, copies: Copies) -> Generator[None]:
-        """Let the stage's modules have these copies."""
+        """Context in which the stage's modules have these copies."""
         with self.turns:
             modules = [module for _, layer in self.layers for module in layer.modules()] if copies else []
             before = [(m, k, p) for m in modules for k, p in m._parameters.items() if p is not None and id(p) in copies]
@@ -535,5 +546,5 @@ class SplitStage(Stage):
 
 
 def bundle(source: int, reader: int) -> Skip:
-    """The name of all that goes from one stage to another for one micro-batch."""
+    """The name of the values that go from one stage to another for one micro-batch."""
     return None, f"{source} to {reader}"
