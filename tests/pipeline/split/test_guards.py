@@ -203,8 +203,8 @@ def _to_data(_: Between, x: Tensor) -> Tensor:
         (lambda _, x: torch.vmap(torch.sin)(x), "runs under vmap or grad"),
         (lambda _, x: torch.autograd.grad(x.sum(), x)[0], "asks torch.autograd for a gradient"),
         (lambda self, x: self.storing(x, _Cache()), "_Cache carries tensors between blocks.*use_cache=False"),
-        (_halved_gradient, "hangs a hook on a tensor's gradient"),
-        (_swap, "puts another tensor in the place of a buffer"),
+        (_halved_gradient, "attaches a hook to a tensor's gradient"),
+        (_swap, "replaces a buffer by another tensor"),
         (_to_data, r"forward sets \.data between blocks"),
     ],
 )

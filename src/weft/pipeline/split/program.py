@@ -218,7 +218,7 @@ class Program:
         for s, step in zip(self._stage_at, steps, strict=True):
             for value in step.reads.values():
                 readers.setdefault(value, set()).add(s)
-        for step, value in [(step, step.reads[k]) for step in steps for k in step.writes]:
+        for step, value in [(writer, writer.reads[k]) for writer in steps for k in writer.writes]:
             if value.kind == "own" and len(readers[value]) > 1:
                 raise InPlaceError(
                     f"{step} writes into {value.key!r}, which the code between blocks of several stages "
