@@ -168,7 +168,7 @@ class Others(nn.Module):
 @pytest.mark.parametrize("rows", [8, 16])
 def test_outputs_that_do_not_follow_the_rows_are_refused(other: Callable[[Tensor], Tensor], rows: int) -> None:
     """With 8 rows in 4 chunks, [2, 4] looks as if it had a row for each that came in."""
-    with pytest.raises(BatchError, match=r"do not have one row(.|\n)*output\[1\] has shape"):
+    with pytest.raises(BatchError, match=r"do not have the same number of rows(.|\n)*output\[1\] has shape"):
         cut(Others(other))(torch.randn(rows, 4))
 
 

@@ -6,7 +6,7 @@
 
 The obvious rule, a mean by rows, is wrong for a loss that leaves out tokens (a mask, ``ignore_index``) unless all
 micro-batches leave out equal numbers. So the two micro-batches are those that differ most in how often an input holds
-a value that may mark such tokens. As long as the micro-batches never differed in an input, each step checks whether
+a value that can mark such tokens. As long as the micro-batches never differed in an input, each step checks whether
 they do, and then compares again.
 """
 
@@ -37,7 +37,7 @@ QUIET: tuple[Quiet, ...] = ("none", "blocks", "all")
 IGNORED = -100
 """PyTorch's default of ``ignore_index``."""
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "cross_entropy", "nll_loss"}
-"""Functions whose number among the arguments may mark what a loss leaves out."""
+"""Functions that compare with a number, which can mark the tokens that a loss leaves out."""
 
 
 class _Outputs(NamedTuple):
@@ -52,8 +52,8 @@ class OutputJoin:
     """Rules by which the outputs of one kind of call are joined."""
 
     def __init__(self, recorder: ForwardRecorder, run: RunQuietly, axes: Any, stated: Reduction | None) -> None:
-        """`run` runs the model, `axes` are those of the rows in the output, `stated` the reduction that the caller
-        wants, if any."""
+        """`run` runs the model. `axes` are the axes of the rows in the output. `stated` is the caller's reduction, or
+        None."""
         self._recorder, self._run_model, self._axes = recorder, run, axes
         self._stated: Reduction | None = stated
         self._reduction: Reduction | None = None
@@ -61,22 +61,23 @@ class OutputJoin:
         layers = recorder.model.modules()
         self._marks: set[int | float] = {
             IGNORED,
-            *(each for m in layers if isinstance(each := getattr(m, "ignore_index", None), int)),
+            *(index for m in layers if isinstance(index := getattr(m, "ignore_index", None), int)),
         }
         # By the number of an input: the marks of which unequal numbers were in two micro-batches that were compared.
         self._compared_marks: dict[int, set[Any]] = {}
 
     def add_marks(self, recording: Recording) -> None:
-        """Add numbers of a recording that may mark tokens which a loss leaves out."""
+        """Add the numbers of a recording that can mark tokens left out by a loss."""
         steps = [step for step in recording.steps if step.name.strip("_") in _COMPARISONS]
-        numbers = {each for step in steps for each in step.leaves if type(each) in (int, float)}
-        self._marks |= numbers - {0.0}  # a label_smoothing, say; zeros and ones count where an input has nothing else
+        numbers = {leaf for step in steps for leaf in step.leaves if type(leaf) in (int, float)}
+        # 0.0 is often a label_smoothing. Zeros and ones are marks only in inputs that have no other values.
+        self._marks |= numbers - {0.0}
 
     def reduction(self, plan: SplitPlan, leaves: Sequence[Any], *, numbers: bool) -> Reduction:
-        """The reduction of `numbers` in the output, if there are some, after comparing where that is due.
+        """The reduction of `numbers` in the output, if there are any, after the comparisons that are due.
 
-        Raises BatchError that names each tensor which does not follow the rows, and each number which is neither the
-        mean by rows nor the sum of those of the micro-batches.
+        Raises BatchError that names each tensor whose length is not proportional to the rows, and each number that is
+        neither the mean by rows nor the sum of the numbers of the micro-batches.
         """
         if len(plan.sizes) > 1:
             if not self._rows_checked:
@@ -101,7 +102,7 @@ class OutputJoin:
             pair = rates.index(max(rates)), rates.index(min(rates))
             found = self._compared(plan, leaves, pair)
             if found is None:
-                break  # the numbers told nothing: again at the next step
+                break  # all numbers are zero or not finite, so the next step compares again
             self._reduction = found
             for k, mark, seen in due:
                 if seen[pair[0]] != seen[pair[1]]:
@@ -125,8 +126,8 @@ class OutputJoin:
                 )
         if faults:
             headline = (
-                "the results of the micro-batches cannot be joined: these do not have one row, or as many, for each "
-                "row that came in, so pieces of them would not make that of all rows. Leave them out of the output, "
+                "the results of the micro-batches cannot be joined: these do not have the same number of rows for "
+                "each input row, so their pieces would not make the result for all rows. Leave them out of the output, "
                 "compute them outside from outputs that have rows, or inside with loss= and target=:"
             )
             raise BatchError(listed(headline, faults))
@@ -147,19 +148,18 @@ class OutputJoin:
                 faults.append(f"{name} has {len(x)} rows for 2")
         if faults:
             headline = (
-                "the results of the micro-batches cannot be joined: rows that come of one row do not stand side by "
-                "side, as those of its tokens would. Let the model return one row for each that came in, and regroup "
-                "outside:"
+                "the results of the micro-batches cannot be joined: output rows of one input row are not adjacent, as "
+                "those of its tokens would be. Let the model return one row for each input row, and regroup outside:"
             )
             raise BatchError(listed(headline, faults))
 
     def _compared(self, plan: SplitPlan, leaves: Sequence[Any], pair: tuple[int, int]) -> Reduction | None:
-        """The reduction by which the numbers for each micro-batch give that for both; None if all of them are zero or
-        not finite, so that any would do. Raises BatchError if neither reduction fits.
+        """The reduction that turns the numbers of each micro-batch into the number for both. None if all of them are
+        zero or not finite, so that both reductions fit. Raises BatchError if neither reduction fits.
 
-        Dropout and batch norm change numbers from run to run. So if nothing fits, the comparison is repeated with
-        blocks in eval mode, and then with all modules. The second run exists because the code between blocks may
-        compute a loss in training mode only.
+        Dropout and batch norm change numbers from run to run. So if neither fits, the comparison is repeated with
+        blocks in eval mode, and then with all modules in eval mode. The run with blocks is needed because the code
+        between blocks can compute a loss in training mode only.
         """
         first, second = pair
         seen = ""
@@ -191,8 +191,8 @@ class OutputJoin:
             "labels or masks leave out unequal numbers in the micro-batches, classes have weights, or the number is "
             "another function of all rows. Give num_items_in_batch= if the model divides its loss by it, such as "
             "(labels[:, 1:] != -100).sum() for a causal one; or compute the loss inside, with loss= and loss_weight=, "
-            "or outside, from outputs that have rows. Where numbers of micro-batches are what you want, say how to "
-            "combine them: loss_reduction='mean' (by rows) or 'sum'. Compared were:"
+            "or outside, from outputs that have rows. If you want the numbers of micro-batches, choose how to combine "
+            "them: loss_reduction='mean' (by rows) or 'sum'. Compared were:"
         )
 
     def _tolerance(self, number: Tensor) -> float:
@@ -220,15 +220,15 @@ class OutputJoin:
 
 
 def run_quietly(recorder: ForwardRecorder, call: Any, quiet: Quiet) -> tuple[Any, bool]:
-    """Run the model without gradients, with the modules `quiet` in eval mode. The result, and whether it drew random
-    numbers. The model and the generators are as before."""
+    """Run the model without gradients, with the modules `quiet` in eval mode. Returns the result, and whether it drew
+    random numbers. Leaves the model and the generators unchanged."""
     modules = [] if quiet == "none" else list(recorder.model.modules())
     before = [(module, module.training) for module in modules if quiet == "all" or module not in recorder.open]
     sources = generators(recorder.devices)
     leaves, structure = flatten(call)
     isolated = undisturbed(recorder.model, recorder.devices)
     with torch.inference_mode(False), isolated, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as one about gradients that nobody wants here
+        warnings.simplefilter("ignore")  # such as warnings about gradients, which this run does not compute
         drawn = states(sources)
         try:
             for module, _ in before:
@@ -252,7 +252,7 @@ def _by_rows(x: Tensor, axis: int) -> Tensor:
 
 
 def _spans(tables: Sequence[Tensor]) -> list[list[float]]:
-    """The least and largest value of each, with one wait for the device in all."""
+    """The least and largest value of each table, with a single wait for the device."""
     ends = [end.double().to(tables[0].device) for table in tables for end in table.aminmax()]
     return cast("list[list[float]]", torch.stack(ends).reshape(-1, 2).tolist()) if ends else []
 
@@ -286,8 +286,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _fitting(parts: Sequence[tuple[Any, int]], whole: Tensor, tolerance: float) -> set[Reduction] | None:
-    """The reductions by which the numbers of two parts, each with its rows, make that of the whole; None where they
-    tell nothing."""
+    """The reductions that turn the numbers of two parts, each with its rows, into the number of the whole. None if all
+    numbers are zero or not finite."""
     if not all(_is_number(number) for number, _ in parts):
         return set()
     (a, rows), (b, other_rows) = ((number.double().item(), rows) for number, rows in parts)
