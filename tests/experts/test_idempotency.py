@@ -31,14 +31,14 @@ def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again(backend
     assert backend.steps == 1 and weights(backend) == after
     again.result(0)[0].zero_()  # what somebody does with an answer does not reach the record
     assert send(backend, "k").result(0)[0].any()
-    assert backend.records.step_of("backward", "ann", "k") == 1
+    assert backend.idempotency.step_of("backward", "ann", "k") == 1
     assert backend.backward_pool.statistics().joined == 3
 
 
 def test_a_key_belongs_to_its_client(backend: ExpertBackend) -> None:
     futures = [send(backend, "k", client) for client in ("ann", "bob", None)]
     assert len(answered(backend, *futures)) == len({id(future) for future in futures}) == 3
-    assert (backend.records.statistics().keys, backend.backward_pool.statistics().joined) == (3, 0)
+    assert (backend.idempotency.statistics().keys, backend.backward_pool.statistics().joined) == (3, 0)
 
 
 def test_those_who_joined_may_give_up_without_hurting_each_other(backend: ExpertBackend) -> None:
@@ -89,7 +89,7 @@ def test_the_fingerprint_is_of_the_numbers_and_not_of_how_they_lie_in_memory() -
 
 
 def test_a_result_that_is_gone_is_an_error_and_not_a_second_step() -> None:
-    backend = fussy_backend(records=IdempotencyOptions(max_result_bytes=0))
+    backend = fussy_backend(idempotency=IdempotencyOptions(max_result_bytes=0))
     send(backend, "k")
     work(backend)
     with pytest.raises(ResultEvictedError, match="was applied in step 1, but its result is no longer stored"):
@@ -178,7 +178,7 @@ def test_results_of_others_are_evicted_only_below_those_of_the_largest_holder() 
 
 
 def test_foreign_keys_do_not_make_a_repeated_backward_step_twice() -> None:
-    backend = fussy_backend(records=IdempotencyOptions(max_keys=8))
+    backend = fussy_backend(idempotency=IdempotencyOptions(max_keys=8))
     first = send(backend, "k")
     work(backend)
     for number in range(20):
@@ -205,11 +205,11 @@ def test_the_state_of_a_table_goes_into_another(backend: ExpertBackend) -> None:
     restarted = fussy_backend(mini_batches=AccumulationOptions(mini_batches=1))
     assert isinstance(*answered(restarted, send(restarted, "o", "bob", mini_batch="gone")), list)
     restarted.load_state_dict(backend.state_dict())
-    restarted.records.load_state_dict(backend.records.state_dict())
+    restarted.idempotency.load_state_dict(backend.idempotency.state_dict())
     for i, future in enumerate(sent):
         assert torch.equal(send(restarted, f"k{i}", seed=i).result(0)[0], future.result(0)[0])
-    assert restarted.records.step_of("backward", "ann", "o") is None  # its sum is not part of any step
-    assert restarted.records.step_of("dropped", "bob", "gone") is not None
+    assert restarted.idempotency.step_of("backward", "ann", "o") is None  # its sum is not part of any step
+    assert restarted.idempotency.step_of("dropped", "bob", "gone") is not None
     assert restarted.steps == 1
 
 

@@ -34,7 +34,7 @@ from weft.core.errors import UsageError
 from weft.core.validation import Validator
 from weft.experts.errors import KeyReusedError, OverloadError, ResultEvictedError
 from weft.experts.task import Results, Task
-from weft.experts.telemetry import RecordsStatistics
+from weft.experts.telemetry import IdempotencyStatistics
 
 RequestKind = Literal["backward", "commit"]
 MiniBatch = tuple[str | None, str]
@@ -65,8 +65,8 @@ class IdempotencyOptions:
     Raises ``UsageError`` that lists all bounds that make no sense.
 
     Example:
-        >>> rows, records = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.IdempotencyOptions(max_age=600.0)
-        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, records=records)
+        >>> rows, bounds = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.IdempotencyOptions(max_age=600.0)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, idempotency=bounds)
     """
 
     max_result_bytes: int = 64 << 20
@@ -265,11 +265,11 @@ class IdempotencyTable:
                     self._store(digest, applied[digest][:8], tensors, now + seconds)
             self._expire(at_once=True)
 
-    def statistics(self) -> RecordsStatistics:
+    def statistics(self) -> IdempotencyStatistics:
         with self._lock:
             self._expire(at_once=True)
             results = sum(len(share.results) for share in self._shares.values())
-            return RecordsStatistics(
+            return IdempotencyStatistics(
                 len(self._running), len(self._applied), results, self._result_bytes, self._repeated
             )
 

@@ -178,7 +178,7 @@ class TaskPool:
         process: works on a batch, in the runtime's thread; see `Process`.
         columns: the flat tensors of one task.
         options: see `PoolOptions`.
-        records: of the requests that were applied, by idempotency key; without one ``key`` is only carried along.
+        idempotency: of the requests that were applied, by idempotency key; without one ``key`` is only carried along.
         kind: of these requests.
         splits: whether tasks may name a mini-batch. Tasks of different mini-batches never share a batch.
         callers: of pools that have the same callers, such as those of one expert.
@@ -198,7 +198,7 @@ class TaskPool:
         columns: FlatSchema,
         options: PoolOptions | None = None,
         *,
-        records: IdempotencyTable | None = None,
+        idempotency: IdempotencyTable | None = None,
         kind: RequestKind = "backward",
         splits: bool = False,
         callers: CallerGroup | None = None,
@@ -208,7 +208,7 @@ class TaskPool:
         self.options = options or PoolOptions()
         self.columns = columns
         self.process = process  # an observer puts something around it
-        self._records = records
+        self._idempotency = idempotency
         self._kind: RequestKind = kind
         self._splits = splits
         self._alone = alone
@@ -265,7 +265,7 @@ class TaskPool:
             if not all([tensor.is_cpu and not tensor.requires_grad for tensor in tensors]):
                 tensors = tuple([tensor.detach().cpu() for tensor in tensors])
             task = Task(tensors, rows, batch_key, deadline, client, key, mini_batch, evaluation, keep, payer, stream)
-            if self._records is not None and key is not None:
+            if self._idempotency is not None and key is not None:
                 fingerprint(task)  # in its author's thread, since it reads the whole payload
             future, news = self._enter(task)
         except Exception as error:
@@ -278,7 +278,7 @@ class TaskPool:
 
     def _enter(self, task: Task) -> "tuple[Future[Results], bool]":
         """The task's future, and whether to wake the runtime."""
-        queue, records = self.queue, None if task.key is None else self._records
+        queue, records = self.queue, None if task.key is None else self._idempotency
         with self._lock:
             if self._closed is not None:
                 raise ClosedError(f"pool {self.name!r} takes no more tasks: {self._closed}; ask elsewhere")
@@ -459,8 +459,8 @@ class TaskPool:
             tasks, rows = self._held.pop(task.principal)
             if tasks > 1:
                 self._held[task.principal] = (tasks - 1, rows - task.rows)
-        if self._records is not None and task.key is not None:
-            self._records.abandon(self._kind, task)
+        if self._idempotency is not None and task.key is not None:
+            self._idempotency.abandon(self._kind, task)
         return task.release()
 
     def _finish(self, tasks: Sequence[Task], answers: Sequence[Answer], ran: int = 0, seconds: float = 0.0) -> None:

@@ -143,7 +143,7 @@ class PoolStatistics:
 
 
 @dataclass(frozen=True)
-class RecordsStatistics:
+class IdempotencyStatistics:
     """The memory of idempotency keys: ``results`` are still held, ``keys`` are known to be applied."""
 
     running: int
@@ -170,7 +170,7 @@ class BackendStatistics:
     used_graphs: int
     journal_failures: int
     buffer_bytes: int
-    records: RecordsStatistics
+    idempotency: IdempotencyStatistics
     pools: Mapping[str, PoolStatistics]
 
 

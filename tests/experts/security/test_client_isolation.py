@@ -175,18 +175,18 @@ def test_graphs_that_one_client_has_kept_push_out_none_of_others() -> None:
 
 
 def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
-    backend = fussy_backend(records=IdempotencyOptions(max_keys=100))
+    backend = fussy_backend(idempotency=IdempotencyOptions(max_keys=100))
     assert isinstance(*answered(backend, backward(backend, client="ann", key="a", mini_batch="m")), list)
     backend.discard("m", client="ann")
     assert backend.statistics().open_mini_batches == 0
     for number in range(10_000):
         backend.discard(f"made up {number}", client="eve")
-    assert not backend.executor.mini_batches.discarded and backend.records.statistics().keys == 1
+    assert not backend.executor.mini_batches.discarded and backend.idempotency.statistics().keys == 1
     for number in range(100):
         assert answered(backend, backward(backend, client="eve", mini_batch=str(number)))
         backend.discard(str(number), client="eve")
     work(backend)
-    assert backend.records.statistics().keys <= 51
+    assert backend.idempotency.statistics().keys <= 51
     (late,) = answered(backend, backward(backend, 2, client="ann", key="b", mini_batch="m"))
     assert isinstance(late, CommitError), "else a commit would apply a part of the mini-batch"
 

@@ -72,13 +72,13 @@ def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered
     table = {
         **parse_expert("F=ffn:hidden=8"),
         "optimizer": "SGD",
-        "records": {"max_keys": 7, "max_age": 60},
+        "idempotency": {"max_keys": 7, "max_age": 60},
         "mini_batches": {"mini_batches": 3, "max_client_mini_batches": 2, "orphan_seconds": 1},
         "journal": {"folder": str(tmp_path / "a" / "log"), "max_file_bytes": 5000},
     }
     with build({"address": "127.0.0.1:0", "experts": [table]}) as server:
         backend = server._dispatcher.experts()["F"].backend
-        assert backend.records.options == IdempotencyOptions(max_keys=7, max_age=60.0)
+        assert backend.idempotency.options == IdempotencyOptions(max_keys=7, max_age=60.0)
         assert backend.executor.mini_batches._options == AccumulationOptions(3, 2, orphan_seconds=1.0)
         for _ in range(40):
             backend.backward_pool.submit_task(torch.ones(2, 8), torch.ones(2, 8)).result(10)
@@ -90,10 +90,10 @@ def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered
     assert backend.journal is not None
     with pytest.raises(ClosedError):
         backend.journal.write(Entry("commit", 1, 0, "m", (), 1), [])
-    wrong = {"records": {"keys": 1}, "mini_batches": {"seconds": "x"}, "journal": {"max_files": 2}}
+    wrong = {"idempotency": {"keys": 1}, "mini_batches": {"seconds": "x"}, "journal": {"max_files": 2}}
     with pytest.raises(UsageError) as caught:
         build({"experts": [{**table, **wrong}]})
-    told = ("records has 'keys'", "mini_batches.seconds is 'x'", "journal has no folder")
+    told = ("idempotency has 'keys'", "mini_batches.seconds is 'x'", "journal has no folder")
     assert all(f"experts[0].{word}" in str(caught.value) for word in told), caught.value
 
 

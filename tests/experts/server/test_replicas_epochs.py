@@ -67,7 +67,7 @@ def test_what_an_owner_of_this_epoch_stepped_is_never_replaced_by_a_checkpoint_o
 ) -> None:
     store = CheckpointStore(tmp_path)
     owner = owning(token_of(epoch, old), *"abc"[:saved])
-    state, records = owner.backend.state_dict(), owner.backend.records.state_dict()
+    state, records = owner.backend.state_dict(), owner.backend.idempotency.state_dict()
     store.save("fussy", state, saved, {"records": records, "token": token_of(epoch, old)})
     replica = Replica(fussy_backend(), lambda lease: float("inf"), store=store)
     if heard:

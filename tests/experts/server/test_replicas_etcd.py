@@ -112,7 +112,7 @@ def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, Etc
     etcd, there = directory
     reference = make_expert("ffn", hidden=8).backend("ffn.0", torch.optim.Adam)
     store = CheckpointStore(tmp_path / "kept")
-    store.save("ffn.0", reference.state_dict(), 0, {"records": reference.records.state_dict(), "token": 0})
+    store.save("ffn.0", reference.state_dict(), 0, {"records": reference.idempotency.state_dict(), "token": 0})
     inputs = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(0))
     with ExitStack() as stack:
         served = serving(tmp_path, etcd, free_ports(2), stack)

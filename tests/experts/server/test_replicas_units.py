@@ -75,7 +75,7 @@ def test_a_state_is_taken_in_whole_with_its_keys_and_its_mark() -> None:
     taken = one.encode()
     assert taken is not None and other.load(*taken) and other.may_lead
     assert weights(one.backend) == weights(other.backend) and other.version == one.version == StateVersion(7, 1, 1)
-    assert other.backend.records.step_of("backward", "c", "k") == 1
+    assert other.backend.idempotency.step_of("backward", "c", "k") == 1
 
 
 def test_a_follower_never_steps_even_what_had_been_accepted() -> None:
@@ -85,7 +85,7 @@ def test_a_follower_never_steps_even_what_had_been_accepted() -> None:
     replica.follow(THEIRS)
     work(replica.backend)
     assert isinstance(future.exception(0), NotOwnerError) and weights(replica.backend) == before
-    assert replica.backend.records.step_of("backward", "c", "k") is None
+    assert replica.backend.idempotency.step_of("backward", "c", "k") is None
 
 
 def test_a_commit_is_not_applied_by_who_was_replaced() -> None:

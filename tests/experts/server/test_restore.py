@@ -93,8 +93,8 @@ def test_a_checkpoint_of_another_optimizer_or_schedule_is_refused_and_one_of_the
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda backend: (expert(hidden=8).state_dict(), {"records": backend.records.state_dict()}),
-        lambda backend: ([1, 2], {"records": backend.records.state_dict()}),
+        lambda backend: (expert(hidden=8).state_dict(), {"records": backend.idempotency.state_dict()}),
+        lambda backend: ([1, 2], {"records": backend.idempotency.state_dict()}),
         lambda backend: (backend.state_dict(), 5),
         lambda backend: (backend.state_dict(), {"records": "x"}),
         lambda backend: ({**backend.state_dict(), "optimizer": {"state": {}, "param_groups": []}}, None),

@@ -294,7 +294,7 @@ class Replica:
             return None
         try:
             version = self.version
-            state, keys = self.backend.state_dict(), self.backend.records.snapshot()
+            state, keys = self.backend.state_dict(), self.backend.idempotency.snapshot()
         finally:
             lock.release()
         self.sent += 1
@@ -335,6 +335,6 @@ class Replica:
         with self.backend.executor.lock:
             self.backend.load_state_dict(state)
             if records is not None:
-                self.backend.records.load_state_dict(records)
+                self.backend.idempotency.load_state_dict(records)
         self.broken, self.has_state, self._token = False, True, version.token
         self._loaded()

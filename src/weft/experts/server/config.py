@@ -129,7 +129,7 @@ class ExpertTable(_Table):
     options: Annotated[PoolOptions, _From(PoolOptions)] = PoolOptions()
     guards: Annotated[Guards, _From(Guards)] | None = None
     keep_graphs: Annotated[GraphBudget, _From(GraphBudget)] | None = None
-    records: Annotated[IdempotencyOptions, _From(IdempotencyOptions)] | None = None
+    idempotency: Annotated[IdempotencyOptions, _From(IdempotencyOptions)] | None = None
     mini_batches: Annotated[AccumulationOptions, _From(AccumulationOptions)] | None = None
     journal: JournalTable | None = None
 
@@ -153,7 +153,7 @@ class ExpertTable(_Table):
 
     def make(self, name: str) -> ExpertBackend:
         """One expert of this entry. Raises whatever its kind and its optimizer raise."""
-        named = ("guards", "keep_graphs", "records", "mini_batches", "clip_grad_norm")
+        named = ("guards", "keep_graphs", "idempotency", "mini_batches", "clip_grad_norm")
         more = {**vars(self.options), **{each: getattr(self, each) for each in named if each in self.model_fields_set}}
         # before the module, which may take long
         optimizer = _factory(torch.optim, Optimizer, self.optimizer, self.optimizer_arguments, "optimizer", "params")

@@ -163,7 +163,7 @@ class RequestDispatcher:
             client, name = _mini_batch(caller, header)
             if (
                 header.data
-                and backend.records.step_of("commit", client, name) is None
+                and backend.idempotency.step_of("commit", client, name) is None
                 and read_receipt(header.data).incarnation != served.incarnation
             ):
                 raise CommitError(

@@ -116,7 +116,7 @@ class HostedExpert:
             extra: dict[str, Any] = {} if found.extra is None else found.extra  # None: saved by hand, without keys
             self.backend.load_state_dict(found.state)
             if "records" in extra:
-                self.backend.records.load_state_dict(extra["records"])
+                self.backend.idempotency.load_state_dict(extra["records"])
             token: int = extra.get("token", 0)
         except Exception as error:  # whatever module and optimizer raise: it is not of this expert
             raise UsageError(
@@ -148,7 +148,7 @@ class HostedExpert:
             if not self._owns or (self.durable == self.backend.steps and store.has(uid, self.backend.steps)):
                 return False
             with _held(self.backend.executor.lock, max_wait, uid):
-                state, keys = self.backend.state_dict(), self.backend.records.snapshot()
+                state, keys = self.backend.state_dict(), self.backend.idempotency.snapshot()
                 token = 0 if self.replica is None else self.replica.version.token
             step: int = state["steps"]
             encoded = store.encode(uid, state, step, {"records": keys(), "token": token})
