@@ -13,7 +13,7 @@ from tests.experts.expert_cases import answered, backward, fussy_backend, rows, 
 from weft.core.errors import UsageError
 from weft.experts import AccumulationOptions, ExpertBackend, IdempotencyOptions, Runtime, idempotency
 from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
-from weft.experts.idempotency import IdempotencyTable, fingerprint
+from weft.experts.idempotency import IdempotencyTable
 from weft.experts.serialization import deserialize, serialize
 from weft.experts.task import Results, Task
 
@@ -82,9 +82,9 @@ def test_the_fingerprint_is_of_the_numbers_and_not_of_how_they_lie_in_memory() -
     assert not strided.is_contiguous() and conjugate.is_conj()
     pairs = [(x, strided), (conjugate, conjugate.resolve_conj()), (x[:0], x.new_empty(0, 4)), (x.bfloat16(),) * 2]
     for one, other in pairs:
-        assert fingerprint(Task((one,), 6)) == fingerprint(Task((other,), 6))
+        assert Task((one,), 6).fingerprint() == Task((other,), 6).fingerprint()
     others = [x.flip(0), x[:5], x.float(), x.view(12, 2)]
-    found = {fingerprint(Task((each,), 6)) for each in (x, *others)}
+    found = {Task((each,), 6).fingerprint() for each in (x, *others)}
     assert len(found) == 5 and all(0 <= each < 1 << 64 for each in found)
 
 

@@ -12,7 +12,7 @@ _MOST = 65535
 _STRANGE = frozenset("/\\@,?#%&=\"'<>[]")
 
 
-def split(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
     """Host, without brackets, and port. Raises ``UsageError``."""
     host, _, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -25,7 +25,7 @@ def split(address: str) -> tuple[str, int]:
 def address_fault(name: str, address: Any, *, free: bool = False) -> list[str]:
     """What is wrong with an address, in words. ``free``: whether port 0 makes sense, which takes a free one."""
     try:
-        port = split(address)[1] if isinstance(address, str) else -1
+        port = parse_address(address)[1] if isinstance(address, str) else -1
     except UsageError:
         port = -1
     if port > 0 or (free and not port):

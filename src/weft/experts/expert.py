@@ -40,7 +40,7 @@ from weft.experts.schema import FlatSchema, call_schema, check_ranges
 from weft.experts.side_effects import SideEffects
 from weft.experts.task import Results
 from weft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
-from weft.experts.telemetry import BackendStatistics
+from weft.experts.telemetry import UNOBSERVED, BackendStatistics, WorkObserver
 
 
 class ExpertBackend:
@@ -115,8 +115,9 @@ class ExpertBackend:
         check_ranges(name, call, self.module, self.device)
         self.idempotency = IdempotencyTable(idempotency)
         effects = SideEffects(self.module, self.device, crc32(name.encode()))
-        step = None if self.optimizer is None else lambda: self.apply_gradients()  # noqa: PLW0108  (users may replace it)
+        step = None if self.optimizer is None else self._apply_observed
         self._stepper = OptimizerStep(name, step, journal)
+        self._observer: WorkObserver = UNOBSERVED
         parts = (guards or Guards(), GradientAccumulators(mini_batches), GraphCache(keep_graphs))
         executor = self.executor = BatchExecutor(
             name, self.module, effects, call, outputs_schema, self._stepper, self.idempotency, *parts
@@ -194,6 +195,16 @@ class ExpertBackend:
             self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
+
+    def _apply_observed(self) -> None:
+        with self._observer.step_span(self.name, self.steps + 1):
+            self.apply_gradients()  # looked up at every step, because users may replace it
+
+    def observe(self, observer: WorkObserver | None) -> None:
+        """Report every batch and every optimizer step to this observer, or to none."""
+        self._observer = observer or UNOBSERVED
+        for pool in self.pools:
+            pool.observe(observer)
 
     def make_empty(self, batch: int) -> tuple[Any, Any]:
         """A sample of the arguments, ``(args, kwargs)``, of zeros; every free axis has this size."""

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Literal
-from zlib import crc32
 
 import torch
 
@@ -121,7 +120,7 @@ class IdempotencyTable:
 
         Raises `KeyReusedError`, `ResultEvictedError`, and `OverloadError` if the table is full.
         """
-        digest, given = _request(kind, task), fingerprint(task)
+        digest, given = _request(kind, task), task.fingerprint()
         with self._lock:
             self._expire()
             running, entry = self._running.get(digest), self._entry(digest)
@@ -129,7 +128,7 @@ class IdempotencyTable:
                 self._check_room(task)
                 self._running[digest] = task
                 return None
-            known = fingerprint(running) if running is not None else entry[2] if entry is not None else given
+            known = running.fingerprint() if running is not None else entry[2] if entry is not None else given
             if known != given:
                 what = "payload" if known >> 32 == given >> 32 else "mini-batch, mode or shapes"
                 raise KeyReusedError(
@@ -164,7 +163,7 @@ class IdempotencyTable:
         """
         digest, principal = _request(kind, task), _principal(task)
         with self._lock:
-            self._insert(digest, principal, step, fingerprint(task))
+            self._insert(digest, principal, step, task.fingerprint())
             if kind == "backward" and task.mini_batch is not None:
                 self._unsaved[digest] = (task.client, task.mini_batch)
             expires_at = self._now() + self.options.max_result_age
@@ -358,22 +357,6 @@ class IdempotencyTable:
                 f"clients, all applied in the last {self.options.max_result_age:g} s; come back later, or "
                 "raise max_keys"
             )
-
-
-def fingerprint(task: Task) -> int:
-    """Checksums of what a retry has to repeat: mode, mini-batch and shapes, and payload. Computed once, at first."""
-    if not task.fingerprint:
-        shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in task.tensors]
-        form = crc32(repr((task.mini_batch, task.evaluation, shapes)).encode("utf-8", "backslashreplace"))
-        payload = 0
-        for tensor in task.tensors:
-            plain = tensor
-            if tensor.is_conj() or tensor.is_neg() or not (tensor.is_cpu and tensor.is_contiguous()):
-                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            # Not by way of numpy, which is not needed in a process that only has its own experts.
-            payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
-        task.fingerprint = form << 32 | payload
-    return task.fingerprint
 
 
 def _read_shares(rows: torch.Tensor, applied: dict[bytes, bytes], max_result_age: float) -> dict[bytes, _Share]:

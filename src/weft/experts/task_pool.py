@@ -34,10 +34,10 @@ from weft.experts.errors import (
     TooManyRowsError,
     reason_of,
 )
-from weft.experts.idempotency import IdempotencyTable, RequestKind, fingerprint
+from weft.experts.idempotency import IdempotencyTable, RequestKind
 from weft.experts.schema import FlatSchema
 from weft.experts.task import Answer, BatchQueue, CallerStream, Results, Task, answer
-from weft.experts.telemetry import PoolStatistics
+from weft.experts.telemetry import UNOBSERVED, PoolStatistics, WorkObserver
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,8 @@ class TaskPool:
         self.name = name
         self.options = options or PoolOptions()
         self.columns = columns
-        self.process = process  # an observer puts something around it
+        self.process = process
+        self._observer: WorkObserver = UNOBSERVED
         self._idempotency = idempotency
         self._kind: RequestKind = kind
         self._splits = splits
@@ -266,7 +267,7 @@ class TaskPool:
                 tensors = tuple([tensor.detach().cpu() for tensor in tensors])
             task = Task(tensors, rows, batch_key, deadline, client, key, mini_batch, evaluation, keep, payer, stream)
             if self._idempotency is not None and key is not None:
-                fingerprint(task)  # in its author's thread, since it reads the whole payload
+                task.fingerprint()  # in its author's thread, since it reads the whole payload
             future, news = self._enter(task)
         except Exception as error:
             with self._lock:
@@ -326,6 +327,10 @@ class TaskPool:
             )
         self._held[client] = (tasks + 1, held + rows)
 
+    def observe(self, observer: WorkObserver | None) -> None:
+        """Report every batch to this observer, or to none."""
+        self._observer = observer or UNOBSERVED
+
     def urgency(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest task that may run now, or None and when to look again (None: nothing waits)."""
         with self._lock:
@@ -372,7 +377,8 @@ class TaskPool:
         """Process a batch from `take` and answer everyone in it. Raises nothing but `DeviceLostError`."""
         start = time.monotonic()
         try:
-            answers = self.process(tasks)
+            with self._observer.batch_span(self.name, tasks):
+                answers = self.process(tasks)
             if len(answers) != len(tasks):
                 raise ExpertError(f"{self._where}: its process gave {len(answers)} answers for {len(tasks)} tasks")
         except BaseException as error:  # a fault of the process, not of a task; but every waiter needs an answer

@@ -28,7 +28,7 @@ import grpc
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, token_fault
-from weft.experts.address import address_fault, is_loopback, split
+from weft.experts.address import address_fault, is_loopback, parse_address
 
 _LOG = logging.getLogger("weft.experts.tls")
 _grpc = cast("Any", grpc)
@@ -171,7 +171,7 @@ def address_faults(address: str, tls: ClientTls | None, token: str | None) -> li
     """Why a client must not speak to a server at this address."""
     if faults := address_fault("the address of a server", address):
         return faults
-    host = split(address)[0]
+    host = parse_address(address)[0]
     if tls is None:
         if token is None or is_loopback(host):
             return []

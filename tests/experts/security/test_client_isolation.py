@@ -119,7 +119,7 @@ def test_one_client_leaves_memory_for_calls_to_others(calls: list[tuple[str, int
         assert sum(held[client]) <= max([75, *held[client][:1]])
     for client, sizes in held.items():
         for nbytes in sizes:
-            budget.leave(nbytes, client)
+            budget.release(nbytes, client)
     assert budget.held == 0 and not budget._clients
 
 
@@ -255,7 +255,7 @@ def test_a_stream_of_states_takes_a_place_only_with_rights_and_only_while_it_ask
     monkeypatch.setattr(streams, "IDLE", 0.1)
     directory = LocalDirectory()
     with Server([fussy_backend()], access=MIXED, directory=directory, replicas=ReplicaOptions()) as server:
-        following = server._grpc_server._leader_streams
+        following = server._grpc_server.handlers.leader_streams
         assert following is not None
         with states(server, "t-token") as code:
             assert code() is grpc.StatusCode.PERMISSION_DENIED and not following.open

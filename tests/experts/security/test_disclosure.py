@@ -76,7 +76,7 @@ def test_a_program_that_serves_everybody_is_warned(caplog: pytest.LogCaptureFixt
         assert not caplog.text
         with Server([], address="0.0.0.0:0"):
             pass
-    assert "whoever reaches 0.0.0.0:0 may" in caplog.text
+    assert "anybody who reaches 0.0.0.0:0 can" in caplog.text
 
 
 def test_a_stranger_cannot_fill_the_audit_log(caplog: pytest.LogCaptureFixture) -> None:

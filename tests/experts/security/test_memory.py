@@ -141,7 +141,7 @@ def test_a_frame_of_several_messages_is_one_call() -> None:
         whole = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x]), 10.0).result(10.0)
         half = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x[:100]]), 10.0).result(10.0)
         assert torch.equal(whole.tensors()[0][:100], half.tensors()[0])
-        wait_until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: server._grpc_server.handlers.budget.held == 0)
 
 
 FIRST, SECOND, _ = encode_parts([Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(40_000, 0)])])
@@ -168,7 +168,9 @@ def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: li
         (answer,) = stream.receive()
         error = read_fault(answer.header.data)
         assert isinstance(error, TruncatedError) and words in str(error) and answer.header.call_id == 0
-        wait_until(lambda: (server._grpc_server.budget.held, server._grpc_server.budget.streams) == (0, 0))
+        wait_until(
+            lambda: (server._grpc_server.handlers.budget.held, server._grpc_server.handlers.budget.streams) == (0, 0)
+        )
 
 
 def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +179,7 @@ def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPat
         stream.send(FIRST)
         (answer,) = stream.receive()
         assert "not sent to its end in time" in str(read_fault(answer.header.data))
-        wait_until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: server._grpc_server.handlers.budget.held == 0)
 
 
 def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +188,13 @@ def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest
         streams = [stack.enter_context(raw_stream(server.address)) for _ in range(8)]
         for stream in streams[:7]:
             stream.send(FIRST)
-        wait_until(lambda: server._grpc_server.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
+        wait_until(
+            lambda: server._grpc_server.handlers.budget.held > 8 * MB
+        )  # of seven; one more is beyond three quarters
         streams[7].send(FIRST)
         (answer,) = streams[7].receive()
         assert isinstance(read_fault(answer.header.data), QuotaError)
-    wait_until(lambda: server._grpc_server.budget.held == 0)
+    wait_until(lambda: server._grpc_server.handlers.budget.held == 0)
 
 
 def test_a_stream_too_many_for_the_budget_is_turned_away() -> None:

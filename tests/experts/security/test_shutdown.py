@@ -36,7 +36,7 @@ def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(store:
     assert store.steps("fussy")[0] == 1
 
 
-@pytest.mark.parametrize("broken", ["_grpc_server.drain", "_leave", "experts.save"])
+@pytest.mark.parametrize("broken", ["_grpc_server.announce_end", "_lease.withdraw", "experts.save"])
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
 def test_what_fails_on_the_way_does_not_keep_the_rest_from_being_saved(
     broken: str,
@@ -83,4 +83,4 @@ def test_a_module_that_does_not_end_holds_up_nothing_else(replicas: ReplicaOptio
         assert isinstance(waiting.exception(PATIENCE), ClosedError) and not running.done()
         assert not directory.get().owners
         assert store.steps("steady")[0] == 1
-    server._runtimes["cpu"].shutdown(timeout=PATIENCE)
+    server._runtimes._by_device["cpu"].shutdown(timeout=PATIENCE)

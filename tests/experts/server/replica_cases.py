@@ -109,9 +109,9 @@ def owning(token: int, *keys: str) -> Replica:
 def die(server: Server) -> None:
     """As SIGKILL: it renews no more, answers no more, and tells nobody."""
     server._replication.stop()
-    server._tasks["lease"].stop(1.0)
-    server._running, server._ended = False, True
-    server._close(1.0)
+    server._background.stop_periodic("lease", 1.0)
+    server._state.end()
+    server._background.close(1.0)
 
 
 class HungTransport(GrpcTransport):
@@ -129,7 +129,7 @@ def hang(server: Server, connections: Connections) -> None:
     assert isinstance(transport, HungTransport)
     transport.hangs = True
     server._replication.stop()
-    server._tasks["lease"].stop(1.0)
+    server._background.stop_periodic("lease", 1.0)
 
 
 @contextmanager

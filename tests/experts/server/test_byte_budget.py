@@ -30,7 +30,7 @@ def test_no_more_is_held_than_may_be_unless_one_call_alone_is_larger(sizes: list
             assert size and budget.held + size > most
             while held:
                 size = held.pop()
-                budget.leave(size, f"client {len(held)}")
+                budget.release(size, f"client {len(held)}")
             assert budget.held == 0
         assert budget.held == sum(held) <= max(most, *held, 0)
 
@@ -41,7 +41,7 @@ def test_what_does_not_fit_beside_the_others_is_refused_to_its_author_and_fits_w
     with Server([backend, fussy_backend()], options=options) as server, GrpcTransport(server.address) as other, gate:
         with raw_stream(server.address) as stream:
             stream.send(*[forward(number, rows(2, 0), "gate") for number in (1, 2, 3)])
-            wait_until(lambda: server._grpc_server.budget.held == 3 * BYTES)
+            wait_until(lambda: server._grpc_server.handlers.budget.held == 3 * BYTES)
             error = other.submit(forward(0), PATIENCE).exception(PATIENCE)
             assert isinstance(error, OverloadError) and f"take {options.total_bytes} of" in str(error)
             assert server.statistics().errors["overload"] == 1
@@ -50,7 +50,7 @@ def test_what_does_not_fit_beside_the_others_is_refused_to_its_author_and_fits_w
             while len(answered) < 3:
                 answered += [answer.header.kind for answer in stream.receive()]
             assert answered == [Kind.RESULT] * 3
-        wait_until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: server._grpc_server.handlers.budget.held == 0)
         other.submit(forward(0), PATIENCE).result(PATIENCE)
 
 
@@ -59,8 +59,8 @@ def test_a_client_that_vanishes_gives_back_what_it_held() -> None:
     with Server([backend], options=ServerOptions(total_bytes=BYTES)) as server, gate:
         with raw_stream(server.address) as stream:
             stream.send(forward(1, rows(2, 0), "gate"))
-            wait_until(lambda: server._grpc_server.budget.held == BYTES)
-        wait_until(lambda: server._grpc_server.budget.held == 0)
+            wait_until(lambda: server._grpc_server.handlers.budget.held == BYTES)
+        wait_until(lambda: server._grpc_server.handlers.budget.held == 0)
 
 
 def test_an_expert_is_asked_again_until_there_is_room() -> None:
@@ -74,7 +74,7 @@ def test_an_expert_is_asked_again_until_there_is_room() -> None:
     ):
         remote.describe()
         stream.send(forward(1, rows(2, 0), "gate"))
-        wait_until(lambda: server._grpc_server.budget.held == BYTES)
+        wait_until(lambda: server._grpc_server.handlers.budget.held == BYTES)
         release = threading.Thread(
             target=lambda: wait_until(lambda: server.statistics().errors.get("overload")) or gate.go.set()
         )

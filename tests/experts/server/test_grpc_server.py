@@ -193,7 +193,7 @@ def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None
             slow.send(forward(number, rows(4000, 0)))  # 128 kB there and back
         for _ in range(20):
             quick.submit(forward(0), PATIENCE).result(PATIENCE)
-        connection = max(server._grpc_server.connections, key=lambda each: each.nbytes)
+        connection = max(server._grpc_server.handlers.connections, key=lambda each: each.nbytes)
         assert connection.calls <= 8 + 1 and connection.nbytes <= 4 << 20
         seen = 0
         while seen < 199:  # what it sent comes back once it reads

@@ -14,7 +14,7 @@ from weft.experts.discovery import Lease, LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.server import Server, ServerOptions
-from weft.experts.server.server import PeriodicTask
+from weft.experts.server.background import PeriodicTask
 
 
 def test_a_renewal_does_not_wait_behind_a_look_at_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_damaged_checkpoints_that_were_passed_over_are_told(tmp_path: Path, capl
         assert status["keeping"]["f"]["restored"] == 1
         for text in (status["failures"]["restore of f"], shown(status), caplog.text):
             assert "went on from step 1" in text and newest.name in text
-        server._tasks["checkpoints"]._act()
+        server._background.periodic["checkpoints"].run_turn()
         assert server.status()["failures"] == status["failures"]
     store = saved(tmp_path, 6)
     caplog.clear()

@@ -60,7 +60,7 @@ def test_it_saves_now_and_then_what_has_stepped(store: CheckpointStore, tmp_path
         trained(server, 2)
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
         saved = sorted(tmp_path.rglob("*.safetensors"))  # names have the number of what was saved
-        server._tasks["checkpoints"]._act()
+        server._background.periodic["checkpoints"].run_turn()
         assert sorted(tmp_path.rglob("*.safetensors")) == saved
         assert server.checkpoint() == 0
 
@@ -151,9 +151,9 @@ def test_an_expert_that_cannot_be_called_is_misuse() -> None:
     with pytest.raises(UsageError, match=r"args\[1\] is torch.float32"):
         Server([ExpertBackend("odd", Odd(), args_schema=(X, torch.float32))])
     long = "\u00e9" * 513
-    with pytest.raises(UsageError, match="has a name of 1026 bytes, and nobody can call one of more than 1024"):
+    with pytest.raises(UsageError, match="has a name of 1026 bytes, but a call can name at most 1024"):
         Server([called(long)])
-    with pytest.raises(UsageError, match="4 bytes, and nobody can call one of more than 3 "):
+    with pytest.raises(UsageError, match="4 bytes, but a call can name at most 3 "):
         Server([called("long")], options=ServerOptions(limits=Limits(name_bytes=3)))
     with pytest.raises(UsageError, match="served already"):
         Server([called("x"), called("x")])

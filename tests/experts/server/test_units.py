@@ -15,7 +15,7 @@ from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.server import HostedExpert
-from weft.experts.server.server import PeriodicTask
+from weft.experts.server.background import PeriodicTask
 from weft.experts.wire.service import read_receipt
 
 

@@ -42,7 +42,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from weft.core.errors import UsageError, WeftError, unlisted
 from weft.core.validation import Validator
-from weft.experts.address import address_fault, is_loopback, split
+from weft.experts.address import address_fault, is_loopback, parse_address
 from weft.experts.checkpoint import CheckpointStore, folder_name
 from weft.experts.discovery.etcd import EtcdTls, open_directory
 from weft.experts.expert import ExpertBackend
@@ -341,7 +341,7 @@ def _relation_faults(table: Mapping[str, Any]) -> list[str]:
         tls = table.get("tls")
         closed = "grants" in table or (isinstance(tls, dict) and "authority" in tls)
         spoken_of = closed or table.get("insecure") is True or address_fault("address", address, free=True)
-        if not (spoken_of or is_loopback(split(address)[0])):
+        if not (spoken_of or is_loopback(parse_address(address)[0])):
             faults.append(
                 f"address is {address!r}, where others reach it, and there is neither [[grants]] nor an authority= in "
                 "[tls], so that whoever connects may read and train everything; say who may do what, or insecure = "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from weft.core.validation import Validator
-from weft.experts.address import address_fault, is_wildcard, split
+from weft.experts.address import address_fault, is_wildcard, parse_address
 from weft.experts.wire.frame import Limits
 
 # mallopt's numbers, as in malloc.h; and by which variable a user may have set the same
@@ -75,9 +75,9 @@ def listen_faults(address: object, advertise: object, listed_there: bool) -> lis
         faults += address_fault("advertise", advertise)
         if not listed_there:
             faults.append("there is advertise= and no directory, which would list it")
-        elif not faults and is_wildcard(split(str(advertise))[0]):
+        elif not faults and is_wildcard(parse_address(str(advertise))[0]):
             faults.append(f"advertise is {advertise!r}, which is no address that others could call")
-    elif listed_there and not faults and is_wildcard(split(str(address))[0]):
+    elif listed_there and not faults and is_wildcard(parse_address(str(address))[0]):
         faults.append(
             f"address is {address!r}, which is no address that others could call, but the directory would list it; "
             'say by which one they reach this machine, such as advertise = "10.0.0.7:7070"'

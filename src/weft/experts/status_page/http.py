@@ -38,7 +38,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, token_fault
-from weft.experts.address import is_loopback, split
+from weft.experts.address import is_loopback, parse_address
 from weft.experts.status_page.metrics import Status, exposition
 
 STATUS_SECONDS = 0.2
@@ -91,7 +91,7 @@ class PanelOptions:
     token: str | None = None
 
     def __post_init__(self) -> None:
-        host, _ = split(self.address)
+        host, _ = parse_address(self.address)
         hosts: Any = self.allowed_hosts
         with Validator("invalid panel options") as check:
             fault = token_fault(self.token)
@@ -113,7 +113,7 @@ class StatusServer:
 
     def __init__(self, options: PanelOptions | str, status: Callable[[], Status]) -> None:
         self._options = PanelOptions(options) if isinstance(options, str) else options
-        self._host, self._port = split(self._options.address)
+        self._host, self._port = parse_address(self._options.address)
         self._loopback = is_loopback(self._host)
         self._hosts = {host.lower() for host in self._options.allowed_hosts}
         self._status = status
