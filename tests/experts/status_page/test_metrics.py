@@ -57,7 +57,7 @@ def test_every_family_has_help_a_type_and_a_name_with_its_unit() -> None:
         assert all((s.name == f"{family.name}_total") for s in family.samples if family.type == "counter")
 
 
-def test_a_directory_and_checkpoints_are_told_where_they_are() -> None:
+def test_directory_and_checkpoints_have_metrics() -> None:
     nasty = samples(status([NASTY, "\udc00", "\udc01", 'a\\b"\n']))  # any name is a label, and two names stay two
     assert sum(key[0] == "weft_expert_steps_total" for key in nasty) == 4
     assert not any("directory" in key[0] or "durable" in key[0] for key in samples(status()))
