@@ -67,7 +67,7 @@ def moments(keep: int) -> int:
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(keep: int, seed: int) -> None:
+def test_crash_leaves_the_old_or_the_new_checkpoint(keep: int, seed: int) -> None:
     count = moments(keep)
     assert count > 40
     for crash_at in range(count):
@@ -92,7 +92,7 @@ def test_crash_after_crash_nothing_that_was_promised_is_lost(crashes: list[int],
 
 
 @pytest.mark.parametrize("crash_at", range(0, 40, 3))
-def test_when_only_the_process_dies_the_files_that_it_left_are_as_good(tmp_path: Path, crash_at: int) -> None:
+def test_files_of_a_dead_process_are_loaded(tmp_path: Path, crash_at: int) -> None:
     class Dying(Disk):
         left = crash_at
 
@@ -139,7 +139,7 @@ def test_when_only_the_process_dies_the_files_that_it_left_are_as_good(tmp_path:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_is_killed_while_saving_loses_nothing_that_it_reported(tmp_path: Path) -> None:
+def test_killed_process_loses_no_reported_checkpoint(tmp_path: Path) -> None:
     draw = random.Random(5)
     for _ in range(8):
         reader, writer = os.pipe()
@@ -210,7 +210,7 @@ def test_a_file_of_another_expert_is_not_encoded_for_ones_own(store: CheckpointS
         store.load_newest("b")
 
 
-def test_so_many_newest_stay_as_asked_also_after_a_return_to_an_earlier_step(tmp_path: Path) -> None:
+def test_newest_checkpoints_stay_after_a_return(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for step in range(10, 20):
         save(store, step)
@@ -235,7 +235,7 @@ def test_only_a_stores_own_line_of_checkpoints_is_pruned(tmp_path: Path) -> None
     assert mine.steps(UID) == [20, 19]
 
 
-def test_a_folder_that_was_removed_meanwhile_keeps_what_is_saved_after(tmp_path: Path) -> None:
+def test_removed_folder_is_created_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in range(1, 6):
         save(store, step)
@@ -322,7 +322,7 @@ class Small(Disk):
 
 
 @pytest.mark.parametrize(("room", "keep"), [(3, 3), (2, 3), (2, 2), (4, 3)])
-def test_a_disk_without_room_for_one_more_goes_on_saving_with_fewer_old_ones(
+def test_full_disk_keeps_fewer_old_checkpoints(
     room: int, keep: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path, keep=keep, disk=Small(room))
@@ -333,7 +333,7 @@ def test_a_disk_without_room_for_one_more_goes_on_saving_with_fewer_old_ones(
     assert caplog.text.count("the disk has no room for") == (room <= keep)  # once, however many saves meet it
 
 
-def test_room_is_never_made_at_the_cost_of_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> None:
+def test_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         save(store, step)
@@ -369,7 +369,8 @@ def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_lock_ends_with_its_process_and_is_not_held_by_a_forked_child(tmp_path: Path) -> None:
+def test_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """A forked child does not hold it."""
     lock, (reader, writer), (began, begin) = CheckpointStore(tmp_path).lock(UID), os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:

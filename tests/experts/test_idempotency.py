@@ -22,7 +22,7 @@ def send(backend: ExpertBackend, key: str, client: str | None = "ann", seed: int
     return backward(backend, seed, client=client, key=key, **more)
 
 
-def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again(backend: ExpertBackend) -> None:
+def test_retried_backward_steps_once(backend: ExpertBackend) -> None:
     first, joined = send(backend, "k"), send(backend, "k")
     work(backend)
     after = weights(backend)
@@ -60,7 +60,8 @@ def test_a_task_that_failed_may_be_sent_again_under_its_key(backend: ExpertBacke
     assert isinstance(*answered(backend, send(backend, "k")), list) and backend.steps == 1
 
 
-def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_afterwards(backend: ExpertBackend) -> None:
+def test_key_reused_for_another_payload_is_refused(backend: ExpertBackend) -> None:
+    """While the first request runs, and afterwards."""
     send(backend, "k")
     for _ in range(2):
         after = weights(backend)
@@ -75,7 +76,7 @@ def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_aft
     assert backend.steps == 1 and send(backend, "k").result(0)
 
 
-def test_the_fingerprint_is_of_the_numbers_and_not_of_how_they_lie_in_memory() -> None:
+def test_fingerprint_ignores_the_memory_layout() -> None:
     x = rows(6, 0)
     strided = torch.stack([x, x], 1)[:, 0]
     conjugate = torch.complex(x, x).conj()
@@ -126,7 +127,7 @@ def test_bytes_keys_and_ages_stay_within_their_bounds(history: list[tuple[str, i
             assert known == (when > clock.now - 10.0)
 
 
-def test_a_client_beyond_its_share_replaces_its_own_oldest_key_only() -> None:
+def test_client_beyond_its_share_replaces_its_own_key() -> None:
     table = IdempotencyTable(IdempotencyOptions(max_keys=10))
     recorded(table, "ann", "mine")
     for number in range(100):
@@ -136,7 +137,8 @@ def test_a_client_beyond_its_share_replaces_its_own_oldest_key_only() -> None:
     assert [table.step_of("backward", "eve", str(number)) for number in (94, 95)] == [None, 1]
 
 
-def test_a_full_table_refuses_a_newcomer_while_retries_may_come_and_then_forgets_of_its_largest_holder() -> None:
+def test_full_table_refuses_newcomers_while_retries_can_come() -> None:
+    """Later it forgets keys of the largest holder."""
     clock = FakeClock()
     table = IdempotencyTable(IdempotencyOptions(max_keys=10, max_client_keys=6), clock.monotonic)
     for number in range(6):
@@ -168,7 +170,7 @@ def test_a_key_is_protected_until_the_deadline_of_its_request(max_result_bytes: 
     assert table.step_of("backward", "bob", "patient") is None
 
 
-def test_results_of_others_are_evicted_only_below_those_of_the_largest_holder() -> None:
+def test_largest_holder_loses_results_first() -> None:
     table = IdempotencyTable(IdempotencyOptions(max_result_bytes=100))
     mine = recorded(table, "ann", "k", size=40)
     for number in range(20):
@@ -232,7 +234,7 @@ def test_ages_go_on_in_another_process() -> None:
 def test_what_is_no_state_is_refused_and_changes_nothing(state: object) -> None:
     table = IdempotencyTable()
     recorded(table, "ann", "k")
-    with pytest.raises(UsageError, match="no state of an idempotency table"):
+    with pytest.raises(UsageError, match="not a state of an idempotency table"):
         table.load_state_dict(state)
     assert table.step_of("backward", "ann", "k") == 1
 

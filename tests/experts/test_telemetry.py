@@ -142,7 +142,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("place", ["enter", "leave", "current"])
-def test_an_observer_that_fails_is_logged_and_hurts_nobody(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_observer_is_logged_and_harmless(place: str, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.ERROR, "weft.experts.telemetry"),
         Server([layer("a")], observer=Faulty(place)) as server,
@@ -163,7 +163,7 @@ def exported() -> tuple[OpenTelemetryObserver, Any]:
     return OpenTelemetryObserver(provider.get_tracer("test")), memory
 
 
-def test_opentelemetry_gets_one_trace_from_the_client_to_the_step() -> None:
+def test_opentelemetry_trace_spans_client_and_step() -> None:
     observer, memory = exported()
     with (
         Server([layer("a")], observer=observer) as server,

@@ -45,7 +45,7 @@ def ask(transport: GrpcTransport, kind: Kind, client: str, name: str = "", seed:
     return transport.submit(Call(header, tensors), 10.0).result(10.0)
 
 
-def test_who_proves_no_name_cannot_act_as_one_who_does() -> None:
+def test_unproven_client_cannot_act_as_a_proven_one() -> None:
     with (
         served() as (server, backend),
         GrpcTransport(server.address, token="t-token") as trainer,
@@ -62,8 +62,8 @@ def test_who_proves_no_name_cannot_act_as_one_who_does() -> None:
 
 
 @pytest.mark.parametrize("name", ["unproven:trainer", "peer:ipv4:127.0.0.1"])
-def test_no_name_is_proven_that_looks_unproven(name: str) -> None:
-    with pytest.raises(UsageError, match="as clients that have proved no name are called"):
+def test_proven_name_cannot_look_unproven(name: str) -> None:
+    with pytest.raises(UsageError, match="which are reserved for clients without a proven name"):
         Access([Grant()], {"token": name})
     with pytest.raises(ForbiddenError, match="the name in the certificate"):
         authenticate(Access(), {"x509_common_name": [name.encode()]}, (), "ipv4:1.2.3.4:5")
@@ -79,12 +79,12 @@ def test_no_name_is_proven_that_looks_unproven(name: str) -> None:
         ("unix:/tmp/socket", "peer:unix:/tmp/socket"),
     ],
 )
-def test_quotas_go_by_what_is_proven_else_by_the_host(peer: str, principal: str) -> None:
+def test_principal_is_the_proven_name_or_the_host(peer: str, principal: str) -> None:
     assert Caller("", peer).principal == principal
     assert Caller("trainer", peer).principal == "trainer"
 
 
-def test_made_up_names_share_one_quota_and_leave_that_of_a_proven_name() -> None:
+def test_unproven_names_share_one_quota() -> None:
     gate = BlockingProcess(lambda tasks: [list(task.tensors[:1]) for task in tasks])
     with (
         served(max_client_tasks=4, max_batch_size=2) as (server, backend),
@@ -123,7 +123,8 @@ def test_one_client_leaves_memory_for_calls_to_others(calls: list[tuple[str, int
     assert budget.held == 0 and not budget._clients
 
 
-def test_one_trainer_leaves_slots_of_mini_batches_to_others_and_an_error_names_who_holds_them() -> None:
+def test_one_client_cannot_take_all_mini_batches() -> None:
+    """The error names the holders."""
     with (
         served(mini_batches=AccumulationOptions(mini_batches=4, max_client_mini_batches=3)) as (server, _),
         GrpcTransport(server.address, token="t-token") as trainer,
@@ -140,7 +141,7 @@ def test_one_trainer_leaves_slots_of_mini_batches_to_others_and_an_error_names_w
         ask(trainer, Kind.COMMIT, "me", "m")
 
 
-def test_one_client_leaves_connections_and_places_in_queues_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_client_cannot_take_all_connections_and_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerOptions, "client_connections", 2)
     with served() as (server, backend), contextlib.ExitStack() as stack:
         for token, wanted in [("o-token", True)] * 2 + [("o-token", False), ("t-token", True)]:
@@ -191,13 +192,13 @@ def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
     assert isinstance(late, CommitError), "else a commit would apply a part of the mini-batch"
 
 
-def test_a_discard_reaches_gradients_that_still_wait_in_the_queue(backend: ExpertBackend) -> None:
+def test_discard_reaches_queued_gradients(backend: ExpertBackend) -> None:
     waiting = backward(backend, client="ann", mini_batch="m")
     backend.discard("m", client="ann")
     assert isinstance(*answered(backend, waiting), CommitError) and backend.statistics().open_mini_batches == 0
 
 
-def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mini_batches_of_a_gone_client_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock().install(monkeypatch, "weft.experts.gradients")
     backend = fussy_backend(mini_batches=AccumulationOptions(mini_batches=2, orphan_seconds=30.0))
     backend.executor.mini_batches._clock = clock.monotonic
@@ -219,7 +220,7 @@ def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypa
     assert isinstance(done, list) and backend.steps == 1
 
 
-def test_the_end_of_a_stream_is_seen_by_the_mini_batches_that_came_by_it() -> None:
+def test_mini_batches_notice_the_end_of_their_stream() -> None:
     with served(mini_batches=AccumulationOptions(orphan_seconds=0.0)) as (server, backend):
         with GrpcTransport(server.address) as transport:
             ask(transport, Kind.BACKWARD, "me", "m")
@@ -249,7 +250,7 @@ def states(server: Server, token: str) -> Iterator[Callable[[], Any]]:
             call.cancel()
 
 
-def test_a_stream_of_states_takes_a_place_only_with_rights_and_only_while_it_asks(
+def test_state_streams_need_rights_and_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streams, "IDLE", 0.1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.experts.expert_cases import fussy_backend
+from tests.experts.server.server_cases import access_of
 from weft.cli import main
 from weft.core.errors import UsageError, escaped
 from weft.experts.client import GrpcTransport
@@ -42,12 +43,12 @@ def test_a_grant_without_a_client_is_for_named_ones() -> None:
     assert access.role("", "ffn.0") is Role.NONE and not access.admits("")
     assert Access([Grant("*", "ffn.*")]).role("", "ffn.0") is Role.TRAIN  # in so many words
     served = build(table(tokens={"s3cret": "me"}, grants=[{"expert": "*", "role": "train"}]))
-    assert not served._dispatcher.access.admits("") and served._dispatcher.access.admits("me")
+    assert not access_of(served).admits("") and access_of(served).admits("me")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:7070", "10.0.0.7:7070", "host.example:7070"])
 @pytest.mark.parametrize("more", [{}, {"tls": {"key": "k", "certificate": "c"}}])
-def test_what_is_open_to_a_network_is_refused_unless_that_is_said(address: str, more: dict[str, Any]) -> None:
+def test_open_server_on_a_network_is_refused(address: str, more: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--insecure"):
         build(table(address=address, **more))
     for mine in ("127.0.0.1:0", "127.8.8.8:0", "[::1]:0", "localhost:0"):  # what only this machine reaches
@@ -156,7 +157,7 @@ def test_a_file_that_is_no_toml_is_refused_without_its_tokens(tmp_path: Path) ->
         "a = = b",
     ):
         file.write_text(text, "utf-8")
-        with pytest.raises(UsageError, match=r"is no TOML: .*\(at line") as caught:
+        with pytest.raises(UsageError, match=r"is not TOML: .*\(at line") as caught:
             read_config(file)
         assert "s3cret" not in str(caught.value)
     with pytest.raises(UsageError, match="cannot be read"):

@@ -22,7 +22,7 @@ LIMIT = 200
 
 
 @pytest.mark.long
-def test_silent_connections_leave_descriptors_for_clients_and_checkpoints(tmp_path: Path) -> None:
+def test_silent_connections_leave_file_descriptors_free(tmp_path: Path) -> None:
     more = f'checkpoints = "{tmp_path}"\noptions = {{ checkpoint_seconds = 0.1 }}'
     with served(tmp_path, more, LIMIT) as server, ExitStack() as stack:
         host, port = server.address.split(":")

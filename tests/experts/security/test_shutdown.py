@@ -25,7 +25,7 @@ def step(backend: ExpertBackend) -> None:
     backend.backward_pool.submit_task(rows(2, 0), rows(2, 1)).result(PATIENCE)
 
 
-def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(store: CheckpointStore) -> None:
+def test_unread_health_checks_do_not_prevent_saving(store: CheckpointStore) -> None:
     server = Server([fussy_backend()], checkpoints=store)
     with server, RawHttp2(server.address, window=0) as watcher, RemoteExpert("fussy", server.address) as remote:
         for _ in range(2):
@@ -38,7 +38,7 @@ def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(store:
 
 @pytest.mark.parametrize("broken", ["_grpc_server.announce_end", "_lease.withdraw", "experts.save"])
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
-def test_what_fails_on_the_way_does_not_keep_the_rest_from_being_saved(
+def test_failed_shutdown_step_does_not_prevent_saving(
     broken: str,
     replicas: ReplicaOptions | None,
     tmp_path: Path,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.experts.expert_cases import fussy_backend, rows, work
+from tests.experts.server.server_cases import backend_of
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, GrpcTransport, RemoteExpert
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership
@@ -80,10 +81,6 @@ def make(directory: Directory, *backends: ExpertBackend, replicas: ReplicaOption
 
 def role(server: Server, uid: str = "fussy") -> str:
     return server.statistics().replicas[uid].role
-
-
-def backend_of(server: Server, uid: str = "fussy") -> ExpertBackend:
-    return server._dispatcher.experts()[uid].backend
 
 
 def step(remote: RemoteExpert, seed: int = 0) -> None:

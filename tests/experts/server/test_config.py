@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.experts.expert_cases import work
+from tests.experts.server.server_cases import access_of, backend_of
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.errors import GradientError
@@ -97,7 +98,7 @@ def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> Non
         ({"advertise": "not an address", "directory": "local"}, ["advertise is 'not an address'"]),
         ({"advertise": "", "directory": "local"}, ["advertise is ''"]),
         ({"address": "127.0.0.1:70000", "panel": "x"}, ["address is '127.0.0.1:70000'", "panel is 'x'"]),
-        ({"tokens": {"a": 5}, "grants": []}, ["tokens has a client that is no text"]),
+        ({"tokens": {"a": 5}, "grants": []}, ["tokens has a client that is not text"]),
         ({"tokens": {"a": ""}, "grants": []}, ["tokens: ", "empty"]),
         ({"tokens": {"s3cret\n": "me"}, "grants": []}, ["tokens: ", "of client 'me': token ", "strip()"]),
         ({"tokens": {"s3cret": "me"}}, ["[tokens] and no grants"]),
@@ -169,14 +170,14 @@ def test_an_entry_may_say_all_that_training_needs() -> None:
         "schedule_arguments": {"step_size": 1, "gamma": 0.5},
         "guards": {"max_norm": 3, "finite": False},
     }
-    backend = build(expert(**more))._dispatcher.experts()["a"].backend
+    backend = backend_of(build(expert(**more)), "a")
     for size in (1e-3, 1e3):
         done = backend.backward_pool.submit_task(torch.ones(2, 8), torch.full((2, 8), size))
         work(backend)
     with pytest.raises(GradientError, match="norm"):
         done.result(0.0)
     assert backend.optimizer is not None and backend.optimizer.param_groups[0]["lr"] == 0.5 and backend.steps == 1
-    backend = build(expert(optimizer="SGD", schedule="ConstantLR"))._dispatcher.experts()["a"].backend
+    backend = backend_of(build(expert(optimizer="SGD", schedule="ConstantLR")), "a")
     assert isinstance(backend.schedule, torch.optim.lr_scheduler.ConstantLR)
 
 
@@ -195,7 +196,7 @@ def test_faults_of_several_entries_are_told_together() -> None:
     config = {**GOOD, "experts": entries, "tokens": {"a": ""}, "grants": [], "directory": "zk"}
     text = refused(config)
     assert text.count("\n") == 6
-    for word in ("tokens: ", "directory: ", "experts[0], called 'a': ", "experts[1] is called 'a'", "experts[3]"):
+    for word in ("tokens: ", "directory: ", "experts[0], called 'a': ", "experts[1] has the name 'a'", "experts[3]"):
         assert word in text
 
 
@@ -214,16 +215,16 @@ def test_a_module_that_fails_says_why(source: str, word: str, tmp_path: Path, mo
     assert word in text and "'spoiled_kinds'" in text and "'no.such.module'" in text
 
 
-def test_nothing_is_made_on_the_disk_for_a_configuration_that_is_refused(tmp_path: Path) -> None:
+def test_refused_configuration_leaves_no_files(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     refused({**GOOD, "checkpoints": str(folder), "directory": "zk"})
     assert not folder.exists()
     assert os.listdir(tmp_path) == []
 
 
-def test_who_may_do_what_is_open_only_where_nothing_is_said_of_it() -> None:
+def test_access_is_open_only_without_grants() -> None:
     def access(**more: Any) -> Any:
-        return build({**GOOD, **more})._dispatcher.access
+        return access_of(build({**GOOD, **more}))
 
     assert access().role("", "a") is Role.ADMIN
     assert not access(grants=[]).admits("") and not access(grants=[], tokens={"s": "me"}).admits("me")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows, weights
 from tests.experts.server.raw_stream import PATIENCE, RawStream, raw_stream
+from tests.experts.server.server_cases import backend_of
 from tests.experts.wire_cases import frames
 from weft.core.errors import SpecError
 from weft.experts.client import GrpcTransport
@@ -67,9 +68,10 @@ def stream(server: Server) -> Iterator[RawStream]:
         (next(encode_parts([Call(Header(Kind.FORWARD, 1), [torch.empty(1 << 18, 2)])])), LimitError),
     ],
 )
-def test_a_broken_frame_ends_its_stream_with_an_error_of_call_0_and_no_other(
+def test_invalid_frame_ends_only_its_stream(
     server: Server, stream: RawStream, bad: bytes, error: type[Exception]
 ) -> None:
+    """The stream gets an error of call 0."""
     with raw_stream(server.address) as other:
         other.send(forward(1))
         assert other.receive()[0].header.kind is Kind.RESULT
@@ -104,7 +106,7 @@ def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server: Server,
 
 
 def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: RawStream) -> None:
-    backend = server._dispatcher.experts()["fussy"].backend
+    backend = backend_of(server)
     before = weights(backend)
     nan = torch.full((2, WIDTH), float("nan"), dtype=torch.float64)
     bad: list[tuple[Call, type[Exception]]] = [
@@ -182,7 +184,7 @@ def test_a_client_that_vanishes_takes_its_waiting_calls_along() -> None:
         assert backend.forward_pool.statistics().cancelled == 6
 
 
-def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None:
+def test_client_that_does_not_read_slows_no_other() -> None:
     options = ServerOptions(connection_calls=8, connection_bytes=1 << 20)
     with (
         Server([fussy_backend()], options=options) as server,

@@ -29,7 +29,8 @@ def test_a_renewal_does_not_wait_behind_a_look_at_the_directory(monkeypatch: pyt
         gate.set()
 
 
-def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_renewal_is_retried_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns are counted from their start."""
     now, pauses = [0.0], list[float]()
 
     class Waits(threading.Event):
@@ -50,7 +51,8 @@ def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_start(m
     assert task.last_failure is None
 
 
-def test_an_owner_stops_before_its_lease_ends_and_tells_how_late_renewals_were(directory: LocalDirectory) -> None:
+def test_owner_stops_before_its_lease_ends(directory: LocalDirectory) -> None:
+    """The statistics report late renewals."""
     presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     assert presence.statistics() is None
     start = time.monotonic()

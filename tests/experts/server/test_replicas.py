@@ -59,7 +59,8 @@ def test_a_follower_becomes_equal_to_its_owner_and_never_steps(directory: LocalD
         assert f"follows {owner.address}" in shown(follower.status()) and "owner" in shown(owner.status())
 
 
-def test_only_what_the_patterns_name_is_a_replica_and_one_for_nobody_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_patterns_select_replicas(caplog: pytest.LogCaptureFixture) -> None:
+    """A pattern that matches no expert is logged."""
     directory = LocalDirectory()
     with make(directory, expert(), expert("other"), replicas=ReplicaOptions(["oth*", "fnn.*"])) as server:
         assert list(server.statistics().replicas) == ["other"] and list(directory.get().owners) == ["other"]
@@ -73,7 +74,7 @@ def test_only_what_the_patterns_name_is_a_replica_and_one_for_nobody_is_told(cap
 
 
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(["other"])])
-def test_a_replica_of_an_expert_that_another_server_lists_alone_is_refused(replicas: ReplicaOptions | None) -> None:
+def test_replica_of_an_unreplicated_expert_is_refused(replicas: ReplicaOptions | None) -> None:
     directory = LocalDirectory()
     with Server([expert()], directory=directory, replicas=replicas) as alone:
         words = rf"the server at {alone.address} lists expert 'fussy' without replicas="
@@ -85,7 +86,7 @@ def test_a_replica_of_an_expert_that_another_server_lists_alone_is_refused(repli
         assert role(second) == "owner"
 
 
-def test_when_the_owner_dies_a_follower_takes_over_and_steps_no_key_twice(directory: LocalDirectory) -> None:
+def test_follower_takes_over_and_steps_no_key_twice(directory: LocalDirectory) -> None:
     with make(directory) as first, make(directory, expert()) as second, Connections(directory) as connections:
         with LocalTransport(first.handler()) as transport:
             answer = transport.submit(backward("once"), PATIENCE).result(PATIENCE).tensors()
@@ -142,7 +143,7 @@ def test_a_rolling_restart_fails_no_call() -> None:
         server.shutdown()
 
 
-def test_an_owner_whose_lease_lapsed_refuses_to_step_and_answers_forwards() -> None:
+def test_owner_with_lapsed_lease_only_answers_forwards() -> None:
     directory = Away()
     with make(directory) as owner, Connections(directory) as connections:
         remote = RemoteExpert("fussy", connections, retry=NEVER)
@@ -160,7 +161,7 @@ def test_an_owner_whose_lease_lapsed_refuses_to_step_and_answers_forwards() -> N
         assert backend_of(owner).steps == 3
 
 
-def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows(directory: LocalDirectory) -> None:
+def test_owner_with_outdated_fence_becomes_follower(directory: LocalDirectory) -> None:
     cut = Cut(directory)
     with (
         make(cut) as old,
@@ -183,7 +184,7 @@ def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows(di
         assert weights(backend_of(old)) == weights(backend_of(new))
 
 
-def test_a_call_that_knows_of_a_newer_owner_is_refused_and_hurts_nobody_else(directory: LocalDirectory) -> None:
+def test_call_with_a_newer_token_is_refused_alone(directory: LocalDirectory) -> None:
     with make(directory) as server, LocalTransport(server.handler()) as transport:
         token = server.statistics().replicas["fussy"].token
         error = transport.submit(backward("x", token + 1), PATIENCE).exception(PATIENCE)
@@ -229,7 +230,7 @@ def test_a_checkpoint_that_was_made_by_hand_is_led_from(tmp_path: Path) -> None:
         assert server.statistics().replicas["fussy"].failure == ""
 
 
-def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed(directory: LocalDirectory) -> None:
+def test_restarted_owner_takes_the_followers_state(directory: LocalDirectory) -> None:
     with make(directory) as first, make(directory, expert()) as second:
         with LocalTransport(first.handler()) as transport:
             transport.submit(backward("a"), PATIENCE).result(PATIENCE)
@@ -240,7 +241,7 @@ def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed
             assert backend_of(again).steps == 1
 
 
-def test_a_state_of_another_kind_of_expert_is_told_and_nobody_owns_by_it(directory: LocalDirectory) -> None:
+def test_state_of_another_kind_never_makes_an_owner(directory: LocalDirectory) -> None:
     quick = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=0.3)
     with make(directory) as first, make(directory, expert(optimizer=None), replicas=quick) as other:
         wait_until(lambda: "UsageError" in other.statistics().replicas["fussy"].failure)

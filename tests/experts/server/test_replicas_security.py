@@ -55,13 +55,13 @@ def test_a_server_with_a_certificate_follows(owner: tuple[Server, LocalDirectory
         ("plain", "UnreachableError: .* called without TLS"),
         ("nobody", "CertificateError: .* shown no certificate"),
         ("stranger", "CertificateError: .* check both ends' certificates"),
-        ("expired", "(?s)UsageError: .* the other end will refuse the certificate: certificate has expired"),
+        ("expired", "(?s)UsageError: .* the other end will reject the certificate: certificate has expired"),
         ("mistrusts", "CertificateError: .* check both ends' certificates"),
         ("trainer", "ForbiddenError: .* client 'trainer' has role ADMIN for no expert"),
         ("intern", "ForbiddenError: .* nothing is granted to client 'intern'"),
     ],
 )
-def test_a_server_without_the_right_one_gets_no_state_and_says_why(
+def test_server_with_wrong_credentials_gets_no_state(
     owner: tuple[Server, LocalDirectory], authority: Authority, who: str, words: str
 ) -> None:
     first, directory = owner

@@ -98,7 +98,7 @@ def test_a_commit_is_not_applied_by_who_was_replaced() -> None:
     assert isinstance(future.exception(0), NotOwnerError) and replica.backend.steps == 0
 
 
-def test_no_state_of_an_owner_that_was_replaced_comes_in_and_no_other_bytes() -> None:
+def test_state_of_a_replaced_owner_is_rejected() -> None:
     taken, other = owning(7, "k").encode(), follower()
     assert taken is not None
     before = weights(other.backend)
@@ -112,7 +112,7 @@ def test_no_state_of_an_owner_that_was_replaced_comes_in_and_no_other_bytes() ->
     assert other.load(*taken, taking_over=True)
 
 
-def test_a_state_is_of_the_token_under_which_it_was_made_until_it_is_led_under_another() -> None:
+def test_state_keeps_its_token_until_it_is_led() -> None:
     replica, claim = owning(7, "k"), Ownership("fussy", "here:1", 12)
     before = replica.incarnation
     replica.follow(None)

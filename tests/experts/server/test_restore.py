@@ -76,7 +76,7 @@ OTHERS += [  # PyTorch would mix both: the numbers of one, and those of the othe
 
 
 @pytest.mark.parametrize(("before", "after", "words"), OTHERS)
-def test_a_checkpoint_of_another_optimizer_or_schedule_is_refused_and_one_of_the_same_goes_on(
+def test_checkpoint_of_another_optimizer_is_refused(
     before: dict[str, Any], after: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     store = saved(tmp_path, **before)
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_optimizer_or_schedule_is_refused_and_one_of_the
         lambda backend: ({**backend.state_dict(), "optimizer": {"state": {}, "param_groups": []}}, None),
     ],
 )
-def test_what_cannot_be_loaded_is_misuse_and_tells_of_every_expert(wrong: Any, tmp_path: Path) -> None:
+def test_unloadable_checkpoints_are_listed_by_expert(wrong: Any, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for name in ("f", "g"):
         state, extra = wrong(expert(name=name))
@@ -173,9 +173,7 @@ def test_another_learning_rate_than_the_checkpoint_s_is_told(tmp_path: Path, cap
         ),
     ],
 )
-def test_settings_of_a_schedule_and_beside_it_that_are_not_as_asked_for_are_told(
-    before: Any, after: Any, told: list[str], tmp_path: Path
-) -> None:
+def test_changed_hyperparameters_are_reported(before: Any, after: Any, told: list[str], tmp_path: Path) -> None:
     store = saved(tmp_path, 3, optimizer=partial(AdamW, weight_decay=0.1), schedule=before)
     same = expert(partial(AdamW, weight_decay=0.1), schedule=before)
     with Server([same], checkpoints=store) as server:
@@ -224,7 +222,7 @@ def test_a_disk_that_does_not_answer_is_not_asked_to_save_again(tmp_path: Path) 
     assert store.has("f", 1)
 
 
-def test_a_second_server_on_the_folder_of_one_that_runs_is_refused_by_name(tmp_path: Path) -> None:
+def test_second_server_on_a_locked_folder_is_refused(tmp_path: Path) -> None:
     first = Server([expert()], checkpoints=CheckpointStore(tmp_path))
     with first:
         second = Server([expert(name="other"), expert()], checkpoints=CheckpointStore(tmp_path))

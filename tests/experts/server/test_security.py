@@ -70,7 +70,7 @@ PING = Call(Header(kind=Kind.PING, call_id=0))
         ("other name", "Hostname Verification"),
     ],
 )
-def test_a_wrong_certificate_is_an_error_at_once_and_not_at_the_deadline(
+def test_wrong_certificate_fails_before_the_deadline(
     secured: Server, authority: Authority, who: str, words: str
 ) -> None:
     tls = {
@@ -109,11 +109,11 @@ def test_an_authority_made_again_is_rejected_at_once(rsa_key: bool) -> None:
 
 @pytest.mark.parametrize(("days", "why"), [((-3, -1), "has expired"), ((1, 3), "is not yet valid")])
 def test_an_own_certificate_with_wrong_dates_is_misuse(authority: Authority, days: tuple[int, int], why: str) -> None:
-    with pytest.raises(UsageError, match=f"the other end will refuse the certificate: .*{why}"):
+    with pytest.raises(UsageError, match=f"the other end will reject the certificate: .*{why}"):
         RemoteExpert("fussy", "localhost:1", tls=authority.client("trainer", days=days)).close()
 
 
-def test_a_certified_client_to_whom_nothing_is_granted_is_refused(secured: Server, authority: Authority) -> None:
+def test_certified_client_without_a_grant_is_refused(secured: Server, authority: Authority) -> None:
     with expert(secured, tls=authority.client("intern")) as remote, pytest.raises(ForbiddenError, match="granted"):
         remote.describe()
 
@@ -138,7 +138,7 @@ def test_a_token_says_who_a_client_is(by_token: Server) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-def test_a_missing_or_wrong_token_is_refused_before_a_frame_is_read(by_token: Server, token: str | None) -> None:
+def test_wrong_token_is_refused_before_a_frame_is_read(by_token: Server, token: str | None) -> None:
     before = by_token.statistics()
     with expert(by_token, token=token) as remote, pytest.raises(ForbiddenError):
         remote.describe()
@@ -194,7 +194,7 @@ def test_a_proven_client_cannot_take_another_ones_key(by_token: Server) -> None:
     assert by_token.statistics().experts["fussy"].steps == steps + 2
 
 
-def test_processes_with_one_certificate_do_not_mix_their_mini_batches(by_token: Server) -> None:
+def test_processes_with_one_certificate_keep_mini_batches_apart(by_token: Server) -> None:
     with GrpcTransport(by_token.address, token="t-token") as transport:
 
         def send(kind: Kind, client: str, *tensors: torch.Tensor) -> BaseException | None:
@@ -221,9 +221,7 @@ def test_certificates_that_are_none_are_misuse(make: Any, words: str) -> None:
 
 @pytest.mark.parametrize("key", ["as text", None, 5, bytearray(b"x"), "nul\0"])
 @pytest.mark.parametrize("make", [ServerTls, partial(ClientTls, b"-----BEGIN")])
-def test_what_is_neither_a_pem_nor_a_path_is_misuse_and_a_key_given_as_text_is_not_printed(
-    key: Any, make: Any, authority: Authority
-) -> None:
+def test_invalid_pem_is_misuse_and_is_not_printed(key: Any, make: Any, authority: Authority) -> None:
     pem, certificate = authority.issue("x")
     wanted = {"nul\0": "cannot be read"}.get(str(key), "is of type")
     if key is None and make is not ServerTls:

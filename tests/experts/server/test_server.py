@@ -34,7 +34,7 @@ def trained(server: Server, steps: int) -> None:
             remote(rows(3, step)).square().sum().backward()
 
 
-def test_it_goes_on_from_its_checkpoint_by_itself(store: CheckpointStore) -> None:
+def test_server_restores_its_checkpoint(store: CheckpointStore) -> None:
     first = fussy_backend()
     with Server([first], checkpoints=store) as server:
         trained(server, 3)
@@ -55,7 +55,7 @@ def test_even_the_first_weights_survive(tmp_path: Path) -> None:
     assert weights(first) == weights(second)
 
 
-def test_it_saves_now_and_then_what_has_stepped(store: CheckpointStore, tmp_path: Path) -> None:
+def test_server_saves_stepped_experts_periodically(store: CheckpointStore, tmp_path: Path) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         trained(server, 2)
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
@@ -65,7 +65,7 @@ def test_it_saves_now_and_then_what_has_stepped(store: CheckpointStore, tmp_path
         assert server.checkpoint() == 0
 
 
-def test_a_disk_that_is_full_is_told_and_stops_nothing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_and_stops_nothing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         full = OSError("no space left")
         monkeypatch.setattr(store._disk, "write", lambda *_: (_ for _ in ()).throw(full))
@@ -76,7 +76,7 @@ def test_a_disk_that_is_full_is_told_and_stops_nothing(store: CheckpointStore, m
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
 
 
-def test_it_is_listed_as_long_as_it_takes_work() -> None:
+def test_server_is_listed_until_it_drains() -> None:
     renewals = list[Lease]()
 
     class Counting(LocalDirectory):
@@ -93,7 +93,7 @@ def test_it_is_listed_as_long_as_it_takes_work() -> None:
         assert "fussy" not in directory.get()
 
 
-def test_an_expert_that_another_server_lists_is_refused_at_the_second_and_stays_at_the_first() -> None:
+def test_expert_of_another_server_is_refused() -> None:
     directory, options = LocalDirectory(), ServerOptions(lease_seconds=0.2)
     directory.declare("fussy", "dead:1", 0.2)  # the end of its lease is waited for
     with Server([fussy_backend()], directory=directory, options=options) as first:
@@ -109,7 +109,7 @@ def test_an_expert_that_another_server_lists_is_refused_at_the_second_and_stays_
     directory.close()
 
 
-def test_of_two_servers_that_look_before_either_declares_none_stays_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_declarations_are_both_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = LocalDirectory()
     first, second = (LeaseHeartbeat(directory, lambda: ("fussy",), address, 60.0) for address in ("a:1", "b:1"))
     first.turn()
@@ -122,7 +122,7 @@ def test_of_two_servers_that_look_before_either_declares_none_stays_listed(monke
     directory.close()
 
 
-def test_experts_come_and_go_while_it_runs(directory: LocalDirectory, tmp_path: Path) -> None:
+def test_experts_are_added_and_removed_while_serving(directory: LocalDirectory, tmp_path: Path) -> None:
     with (
         Server([], directory=directory, checkpoints=CheckpointStore(tmp_path)) as server,
         LocalTransport(server.handler()) as transport,
@@ -143,7 +143,7 @@ def called(name: str) -> ExpertBackend:
     return ExpertBackend(name, nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
 
 
-def test_an_expert_that_cannot_be_called_is_misuse() -> None:
+def test_uncallable_expert_is_misuse() -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor, kind: object) -> torch.Tensor:
             return x
@@ -164,14 +164,14 @@ def test_an_expert_that_cannot_be_called_is_misuse() -> None:
                 server.add(called(name))
 
 
-def test_a_name_with_a_line_break_does_not_break_the_table_of_the_status() -> None:
+def test_line_break_in_a_name_keeps_the_status_table() -> None:
     server = Server([called("two\nlines")], directory=LocalDirectory(), replicas=ReplicaOptions())
     lines = shown(server.status()).splitlines()
     assert lines[2].startswith(r"two\nlines  ") and lines[3].startswith(r"two\nlines: has no owner")
     assert len(lines) == 4
 
 
-def test_it_is_started_once() -> None:
+def test_server_starts_once() -> None:
     server = Server([fussy_backend()])
     with pytest.raises(UsageError, match="no address"):
         _ = server.address
@@ -186,7 +186,7 @@ def test_it_is_started_once() -> None:
 
 
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
-def test_a_directory_that_falls_silent_does_not_hold_the_end_up(replicas: ReplicaOptions | None) -> None:
+def test_silent_directory_does_not_delay_the_shutdown(replicas: ReplicaOptions | None) -> None:
     directory = Silent()
     options = ServerOptions(lease_seconds=0.03)
     server = Server([fussy_backend()], directory=directory, options=options, replicas=replicas)
@@ -199,7 +199,7 @@ def test_a_directory_that_falls_silent_does_not_hold_the_end_up(replicas: Replic
         directory.gate.set()
 
 
-def test_calls_from_within_are_refused_while_it_drains() -> None:
+def test_local_calls_are_refused_while_draining() -> None:
     with Server([fussy_backend()]) as server, LocalTransport(server.handler()) as transport:
         server.drain("for a test")
         call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])
@@ -208,7 +208,9 @@ def test_calls_from_within_are_refused_while_it_drains() -> None:
         assert server.statistics().draining == "for a test"
 
 
-def test_a_commit_for_an_earlier_incarnation_is_refused_unless_it_was_applied() -> None:
+def test_commit_of_an_earlier_incarnation_is_refused() -> None:
+    """Unless it was applied before."""
+
     def commit(transport: LocalTransport, name: str, incarnation: int) -> BaseException | None:
         data = Receipt(None, incarnation).to_bytes()
         header = Header(kind=Kind.COMMIT, call_id=0, uid="fussy", client="c", key=name, mini_batch=name, data=data)

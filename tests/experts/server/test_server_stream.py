@@ -49,7 +49,7 @@ def connection(limits: Limits | None = None, **more: int) -> ServerStream:
         (Limits(frame_bytes=4000), [2, 1000, 2], [[1], [-2], [3]]),  # what cannot be sent becomes its own error
     ],
 )
-def test_what_waits_together_leaves_together_in_frames_within_the_limits(
+def test_waiting_answers_share_frames_within_the_limits(
     limits: Limits, rows_of_answers: list[int], frames: list[list[int]]
 ) -> None:
     async def run() -> list[list[int]]:

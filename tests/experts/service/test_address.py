@@ -67,7 +67,7 @@ def test_a_directory_lists_no_address_that_nobody_can_call(host: str) -> None:
         with pytest.raises(UsageError, match=next(iter(more), r"address is .*advertise = ")):
             build({**CONFIG, "address": address, "directory": "local", **more})
     directory = LocalDirectory()
-    with pytest.raises(UsageError, match="no address that others could call"):
+    with pytest.raises(UsageError, match="which others cannot call"):
         Server([], address=address, directory=directory)
     with pytest.raises(UsageError, match="advertise= and no directory"):
         Server([], advertise="gpu-7:1")

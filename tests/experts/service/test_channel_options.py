@@ -63,7 +63,7 @@ def test_a_client_may_get_frames_whole_and_a_server_in_parts() -> None:
     assert MESSAGE_BYTES <= number(server, "max_receive_message_length") < 2 * MESSAGE_BYTES
 
 
-def test_a_connection_that_swallows_everything_is_given_up_under_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_connection_is_closed_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     times = ("keepalive_time_ms", "keepalive_timeout_ms", "ping_timeout_ms")
 
     def hasty(limits: Limits) -> Options:

@@ -58,7 +58,8 @@ def test_real_experts_survive(backend: ExpertBackend) -> None:
     assert found.durable is None
 
 
-def test_a_named_tuple_keeps_its_fields_and_an_ordered_dict_becomes_a_dict_in_order() -> None:
+def test_named_tuple_keeps_its_fields() -> None:
+    """An ordered dict becomes a dict in the same order."""
     pair = namedtuple("pair", ["first", "second"])
     value = [pair(1, {"x": None}), OrderedDict(b=1, a=2)]
     named, ordered = read_description(describe(info(outputs=value), None, 1)).outputs

@@ -37,7 +37,7 @@ def test_a_closed_connection_leaves_no_thread(directory: LocalDirectory, how: st
             assert set(threading.enumerate()) <= before
 
 
-def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_for() -> None:
+def test_thread_of_a_short_call_is_waited_for() -> None:
     asked, through = threading.Event(), threading.Event()
 
     def answer(request: bytes, context: object) -> bytes:
@@ -78,7 +78,7 @@ def test_a_call_that_does_not_begin_is_not_waited_for() -> None:
     assert crew.wait(0.0)
 
 
-def test_who_waits_in_vain_hears_of_it_and_not_for_threads_that_are_not_of_grpc() -> None:
+def test_wait_reports_a_timeout_and_ignores_other_threads() -> None:
     end, crew = threading.Event(), GrpcThreads()
 
     def _run() -> None:
