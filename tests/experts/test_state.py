@@ -135,14 +135,14 @@ def test_a_state_that_is_refused_leaves_nothing_of_itself(place: tuple[Any, ...]
 
 @pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
 def test_loaded_state_steps_with_another_memory_layout(factory: Any) -> None:
-    def made() -> ExpertBackend:
+    def make_backend() -> ExpertBackend:
         module = seeded(lambda: nn.Conv2d(3, 5, 3, dtype=torch.float64)).to(memory_format=torch.channels_last)
         return ExpertBackend("e", module, factory, args_schema=(TensorSpec((None, 3, 6, 6), torch.float64),))
 
     def image(seed: int) -> tuple[Tensor, Tensor]:
         return rows(2, seed, 108).view(2, 3, 6, 6), rows(2, seed, 80).view(2, 5, 4, 4)
 
-    one, other = made(), made()
+    one, other = make_backend(), make_backend()
     good(one.executor.backward([task(*image(0))]))
     other.load_state_dict(deserialize(serialize(one.state_dict())))
     for backend in (one, other):

@@ -37,8 +37,8 @@ class Notes:
         outer: str | None = getattr(self.here, "now", None)
         with self.lock:
             number = f"{len(self.spans)}"
-            told = {"name": name, "outer": outer, "parents": list(parents), "waited": waited, "failed": False}
-            self.spans.append({**told, **attributes})
+            span = {"name": name, "outer": outer, "parents": list(parents), "waited": waited, "failed": False}
+            self.spans.append({**span, **attributes})
         self.here.now = number
         try:
             yield
@@ -51,7 +51,7 @@ class Notes:
     def current(self) -> str | None:
         return getattr(self.here, "now", None)
 
-    def called(self, name: str) -> list[dict[str, Any]]:
+    def spans_named(self, name: str) -> list[dict[str, Any]]:
         return [span for span in self.spans if span["name"] == f"weft.{name}"]
 
 
@@ -60,15 +60,17 @@ def test_a_backward_is_received_waits_runs_and_steps() -> None:
     assert isinstance(notes, SpanObserver) and isinstance(SafeObserver(notes), SpanObserver)
     with Server([layer("a")], observer=notes) as server:
         train(server, "a", 2)
-    received, queued = notes.called("receive"), notes.called("queue")
+    received, queued = notes.spans_named("receive"), notes.spans_named("queue")
     assert [one["weft.direction"] for one in received] == ["info"] + ["forward", "backward"] * 2
     assert all(one["weft.expert"] == "a" and one["weft.client"] for one in received)
     numbers = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "weft.receive"][1:]
     assert [one["parents"] for one in queued] == [[number] for number in numbers]
-    assert [one["parents"] for one in notes.called("batch")] == [[number] for number in numbers]
+    assert [one["parents"] for one in notes.spans_named("batch")] == [[number] for number in numbers]
     assert all(one["waited"] >= 0.0 and one["weft.rows"] == 3 for one in queued)
     backwards = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "weft.batch"][1::2]
-    assert [(one["outer"], one["weft.steps"]) for one in notes.called("step")] == [*zip(backwards, (1, 2), strict=True)]
+    assert [(one["outer"], one["weft.steps"]) for one in notes.spans_named("step")] == [
+        *zip(backwards, (1, 2), strict=True)
+    ]
 
 
 def test_a_batch_of_several_tasks_names_them_all() -> None:
@@ -83,7 +85,7 @@ def test_a_batch_of_several_tasks_names_them_all() -> None:
             wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 3)
         for each in threads:
             each.join()
-    merged = next(one for one in notes.called("batch") if one["weft.tasks"] > 1)
+    merged = next(one for one in notes.spans_named("batch") if one["weft.tasks"] > 1)
     assert merged["weft.tasks"] == 3 == len(merged["parents"]) and merged["weft.rows"] == 9
     assert {notes.spans[int(number)]["name"] for number in merged["parents"]} == {"weft.receive"}
 
@@ -94,7 +96,7 @@ def test_the_trace_of_a_client_comes_with_its_connection() -> None:
         for trace in (lambda: TRACE, None, lambda: None, lambda: "no traceparent"):
             with GrpcTransport(server.address, trace=trace) as transport, torch.no_grad():
                 RemoteExpert("a", transport)(X)
-    found = [one["parents"] for one in notes.called("receive") if one["weft.direction"] == "forward"]
+    found = [one["parents"] for one in notes.spans_named("receive") if one["weft.direction"] == "forward"]
     assert found == [[TRACE], [], [], []]
 
 
@@ -109,7 +111,7 @@ def test_a_removed_expert_is_not_observed() -> None:
     backend.apply_gradients = replaced  # type: ignore[method-assign]
     with Server([backend], observer=notes) as server:
         train(server, "a")
-        assert len(notes.called("step")) == len(applied) == 1
+        assert len(notes.spans_named("step")) == len(applied) == 1
         assert not server._dispatcher._traces  # type: ignore[attr-defined]
         assert server.remove("a")
     count = len(notes.spans)

@@ -47,7 +47,6 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this address is that of the machine itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

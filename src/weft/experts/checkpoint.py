@@ -67,7 +67,6 @@ class CheckpointLock(Protocol):
 
     def hold(self) -> None:
         """Take the lock again if it was lost. Raises ``CheckpointError`` if another server has it."""
-        ...
 
     def release(self) -> None: ...
 
@@ -81,23 +80,21 @@ class CheckpointStorage(Protocol):
 
     def lock(self, uid: str, *, shared: bool = False) -> CheckpointLock:
         """Lock the checkpoints of an expert, ``shared`` among its replicas. Raises ``CheckpointError`` if locked."""
-        ...
 
     def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
-        """A copy of ``state`` and ``extra`` as of ``step``. Raises ``UsageError`` if they cannot be stored."""
-        ...
+        """A copy of ``state`` (a state dict) and ``extra`` (such as idempotency keys), between two steps.
+
+        Raises ``UsageError`` that lists every value that cannot be stored.
+        """
 
     def write(self, encoded: EncodedCheckpoint) -> object:
         """Make a checkpoint durable before this returns. Raises ``CheckpointError``; then the previous one is."""
-        ...
 
     def load_newest(self, uid: str) -> Checkpoint | None:
-        """The newest undamaged checkpoint; None if there are none. Raises ``CheckpointError`` if all are damaged."""
-        ...
+        """The newest whole checkpoint, on the CPU. None without any. Raises ``CheckpointError`` if all are damaged."""
 
     def has(self, uid: str, step: int) -> bool:
         """Whether a checkpoint of this step exists. True if the storage does not answer."""
-        ...
 
 
 class Disk:
@@ -114,7 +111,6 @@ class Disk:
         return folder.is_dir()
 
     def names(self, folder: Path) -> list[str]:
-        """Names of all files in ``folder``. Empty if the folder does not exist."""
         with suppress(FileNotFoundError):
             return os.listdir(folder)
         return []
@@ -239,11 +235,7 @@ class CheckpointStore:
             self._make_folder(self.root)
 
     def lock(self, uid: str, *, shared: bool = False) -> FolderLock:
-        """Lock the folder of this expert, until `FolderLock.release` or the end of the process.
-
-        ``shared``: for replicas. Raises ``CheckpointError`` that names the process which holds the lock. That can be
-        this process.
-        """
+        """Lock the folder until `FolderLock.release` or the end of the process. The error names the holder."""
         lock = FolderLock(uid, self._folder(uid), self._make_folder, shared)
         lock.hold()
         return lock
@@ -253,20 +245,12 @@ class CheckpointStore:
         return self.write(self.encode(uid, state, step, extra))
 
     def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
-        """A copy of ``state`` (a state dict) and ``extra`` (such as idempotency keys), both as of ``step``.
-
-        Call it between two steps. Raises ``UsageError`` that lists every value that cannot be stored.
-        """
         if step < 0:
             raise UsageError(f"step is {step}, wanted 0 or more")
         return EncodedCheckpoint(uid, step, serialize({"uid": uid, "step": step, "state": state, "extra": extra}))
 
     def write(self, encoded: EncodedCheckpoint) -> Path:
-        """Write a checkpoint. It survives a crash of the machine once this returns; until then the previous one does.
-
-        On a full disk, older checkpoints are removed to make room, but never the newest whole one. Raises
-        ``CheckpointError``.
-        """
+        """On a full disk, older checkpoints are removed to make room, but never the newest whole one."""
         folder = self._folder(encoded.uid)
         with self._locks.setdefault(encoded.uid, threading.Lock()):
             try:
@@ -287,11 +271,7 @@ class CheckpointStore:
             return path
 
     def load_newest(self, uid: str) -> Checkpoint | None:
-        """The newest whole checkpoint of this expert, with tensors on the CPU. ``None`` if it has none.
-
-        Raises ``CheckpointError`` if the folder cannot be read or all files are damaged. Returning None in that case
-        would start with new weights, and overwrite the files that can still be repaired.
-        """
+        # Damaged files raise. None would start with new weights, and overwrite files that can still be repaired.
         folder = self._folder(uid)
         try:
             names = self._names(folder)
@@ -321,7 +301,6 @@ class CheckpointStore:
         return [int(name.split("-")[1]) for name in self._names(self._folder(uid))]
 
     def has(self, uid: str, step: int) -> bool:
-        """Whether there is a checkpoint of this step. True if the disk does not answer."""
         with suppress(OSError):
             return step in self.steps(uid)
         return True
@@ -342,6 +321,7 @@ class CheckpointStore:
             with suppress(OSError):  # the first error is the one to raise
                 self._disk.remove(draft)
             raise
+        # Without this sync, a crash of the machine could undo the rename after `write` has returned.
         self._disk.sync(folder)
         return final
 
@@ -357,6 +337,7 @@ class CheckpointStore:
                     old = self._dispensable(encoded.uid, folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else []
                 if not old:
                     raise
+                # The draft goes first: it is incomplete and holds the space that the next attempt needs.
                 self._disk.remove(draft)
                 self._disk.remove(folder / old.pop())
             if encoded.uid not in self._warned:
@@ -381,7 +362,6 @@ class CheckpointStore:
         self._disk.sync(folder.parent)
 
     def _names(self, folder: Path) -> list[str]:
-        """The checkpoints in ``folder``, newest first."""
         return sorted(filter(_FILE.fullmatch, self._disk.names(folder)), reverse=True)
 
     def _read(self, path: Path, uid: str) -> dict[str, Any]:

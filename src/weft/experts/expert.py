@@ -12,6 +12,7 @@ with a key steps once however often it is sent, and the log of the batches repla
 
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, cast
 from zlib import crc32
@@ -40,7 +41,7 @@ from weft.experts.schema import FlatSchema, call_schema, check_ranges
 from weft.experts.side_effects import SideEffects
 from weft.experts.task import Results
 from weft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
-from weft.experts.telemetry import UNOBSERVED, BackendStatistics, WorkObserver
+from weft.experts.telemetry import BackendStatistics, WorkObserver
 
 
 class ExpertBackend:
@@ -117,7 +118,7 @@ class ExpertBackend:
         effects = SideEffects(self.module, self.device, crc32(name.encode()))
         step = None if self.optimizer is None else self._apply_observed
         self._stepper = OptimizerStep(name, step, journal)
-        self._observer: WorkObserver = UNOBSERVED
+        self._observer: WorkObserver | None = None
         parts = (guards or Guards(), GradientAccumulators(mini_batches), GraphCache(keep_graphs))
         executor = self.executor = BatchExecutor(
             name, self.module, effects, call, outputs_schema, self._stepper, self.idempotency, *parts
@@ -197,12 +198,12 @@ class ExpertBackend:
             self.schedule.step()
 
     def _apply_observed(self) -> None:
-        with self._observer.step_span(self.name, self.steps + 1):
+        with self._observer.step_span(self.name, self.steps + 1) if self._observer else nullcontext():
             self.apply_gradients()  # looked up at every step, because users may replace it
 
     def observe(self, observer: WorkObserver | None) -> None:
         """Report every batch and every optimizer step to this observer, or to none."""
-        self._observer = observer or UNOBSERVED
+        self._observer = observer
         for pool in self.pools:
             pool.observe(observer)
 

@@ -44,6 +44,7 @@ SAVED_RESULT_BYTES = 1_000_000
 """Bound of the results in a saved state. Exactly-once only needs keys and steps, and states are saved often."""
 _RESULT_OVERHEAD = 512  # bytes of a result in a file, in addition to its tensors
 
+# Packed bytes, because 100,000 tuples would take several times the memory, and a state is a plain join of the rows.
 _VALUE = struct.Struct("<8sqQd")  # digest of the principal, step, fingerprint, time of recording
 _ROW = struct.Struct(f"<16s{_VALUE.size}s")  # digest of the request, and the value
 _DROPPED = -1  # stands for a step in the entry of a mini-batch that must not be continued
@@ -84,7 +85,6 @@ class IdempotencyOptions:
 
     @property
     def client_share(self) -> int:
-        """The number of keys that one principal can hold."""
         most = max(1, self.max_keys // 2) if self.max_client_keys is None else self.max_client_keys
         return min(most, self.max_keys)
 
@@ -230,13 +230,10 @@ class IdempotencyTable:
         """Return a function that builds the `state_dict` of this moment later, without holding the lock."""
         with self._lock:
             self._expire(at_once=True)
+            # Shallow copies suffice: packed entries are immutable, and stored tensors are never written to.
             keys, unsaved = self._applied.copy(), self._unsaved.copy()
             shares = self._shares.values()
-            results = [
-                (share.keys[digest], digest, result)
-                for share in shares
-                for digest, result in reversed(share.results.items())
-            ]
+            results = [(s.keys[key], key, result) for s in shares for key, result in reversed(s.results.items())]
             now = self._now()
 
         def build_state() -> dict[str, Any]:
@@ -307,7 +304,7 @@ class IdempotencyTable:
         return [digest for digest, owner in self._unsaved.items() if owner == mini_batch]
 
     def _insert(self, digest: bytes, principal: bytes, step: int, fingerprint: int) -> None:
-        self._forget(digest)
+        self._forget(digest)  # a dict keeps the position of a known key, but it must become the newest
         share = self._shares.get(principal)
         if share is not None and len(share.keys) >= self.options.client_share:
             self._forget(next(iter(share.keys)))
@@ -331,6 +328,7 @@ class IdempotencyTable:
     def _store(self, digest: bytes, principal: bytes, result: Results, expires_at: float) -> None:
         self._shares[principal].add_result(digest, result, expires_at)
         self._result_bytes += _bytes_of(result)
+        # From the largest holder, so that many results of one client do not displace those of others.
         while self._result_bytes > self.options.max_result_bytes:
             largest = max(self._shares.values(), key=lambda share: share.result_bytes)
             self._result_bytes -= largest.evict_result(next(iter(largest.results)))
@@ -359,7 +357,6 @@ class IdempotencyTable:
         self._unsaved.pop(digest, None)
 
     def _check_room(self, task: Task) -> None:
-        """Raise ``OverloadError`` if there is no room for a new key."""
         if len(self._applied) < self.options.max_keys:
             return
         self._expire(at_once=True)

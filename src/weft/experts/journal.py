@@ -61,16 +61,11 @@ class Member:
 class Entry:
     """One logged event: a batch that counted (``backward``, ``commit``), or a change of state without a batch.
 
-    Args:
-        kind: ``restored``: a state was loaded. ``dropped``: the sum of a mini-batch was discarded, refused or too old.
-        step: the number of optimizer steps after the batch.
-        threads: the number of intra-op threads.
-        failed: whether the optimizer raised. Later batches cannot be replayed.
-        batch: the number of backward batches after the batch. A ``state_dict`` belongs to the entry that equals its
-            ``steps`` and ``backward_batches``.
-        evaluation: whether the module ran as after ``eval()``.
-        branch: the name of the branch, see `weft.experts.journal`.
-        terms: the number of backward batches in the sum that a ``commit`` applied.
+    ``restored``: a state was loaded. ``dropped``: the sum of a mini-batch was discarded, refused or too old. ``step``
+    and ``batch`` count optimizer steps and backward batches after the entry, like ``steps`` and ``backward_batches`` of
+    a ``state_dict``. ``threads``: intra-op threads. ``failed``: the optimizer raised, so that later batches cannot be
+    replayed. ``evaluation``: the module ran as after ``eval()``. ``branch``: see `weft.experts.journal`. ``terms``:
+    backward batches in the sum of a ``commit``.
 
     Example:
         >>> from weft.experts import Entry, Member
@@ -148,6 +143,7 @@ def _remove_torn_line(path: Path) -> None:
         head = file.read(len(_LINE_START)).rstrip(b"\0")
         if not _LINE_START.encode().startswith(head):
             raise UsageError(f"{path} is not a journal, because it begins with {head!r}; give the path of another file")
+        # Read backwards in blocks, because a journal can be large and only its last line matters.
         size = end = file.seek(0, os.SEEK_END)
         tail = b""
         while end and b"\n" not in tail:
@@ -155,6 +151,7 @@ def _remove_torn_line(path: Path) -> None:
             file.seek(start)
             tail, end = file.read(end - start) + tail, start
         tail = tail[tail.rfind(b"\n") + 1 :]
+        # A complete line that only lacks its line break is kept: its batch has counted.
         if _is_json(tail.decode(errors="replace")):
             file.seek(size)
             file.write(b"\n")

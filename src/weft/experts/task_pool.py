@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
@@ -37,7 +38,7 @@ from weft.experts.errors import (
 from weft.experts.idempotency import IdempotencyTable, RequestKind
 from weft.experts.schema import FlatSchema
 from weft.experts.task import Answer, BatchQueue, CallerStream, Results, Task, answer
-from weft.experts.telemetry import UNOBSERVED, PoolStatistics, WorkObserver
+from weft.experts.telemetry import PoolStatistics, WorkObserver
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class TaskPool:
         self.options = options or PoolOptions()
         self.columns = columns
         self.process = process
-        self._observer: WorkObserver = UNOBSERVED
+        self._observer: WorkObserver | None = None
         self._idempotency = idempotency
         self._kind: RequestKind = kind
         self._splits = splits
@@ -329,7 +330,7 @@ class TaskPool:
 
     def observe(self, observer: WorkObserver | None) -> None:
         """Report every batch to this observer, or to none."""
-        self._observer = observer or UNOBSERVED
+        self._observer = observer
 
     def urgency(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest task that may run now, or None and when to look again (None: nothing waits)."""
@@ -377,7 +378,7 @@ class TaskPool:
         """Process a batch from `take` and answer everyone in it. Raises nothing but `DeviceLostError`."""
         start = time.monotonic()
         try:
-            with self._observer.batch_span(self.name, tasks):
+            with self._observer.batch_span(self.name, tasks) if self._observer else nullcontext():
                 answers = self.process(tasks)
             if len(answers) != len(tasks):
                 raise ExpertError(f"{self._where}: its process gave {len(answers)} answers for {len(tasks)} tasks")

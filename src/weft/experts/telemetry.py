@@ -16,7 +16,7 @@ package: opentelemetry-api is optional, and the application chooses the SDK that
 import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -46,35 +46,19 @@ class SpanObserver(Protocol):
         ``parents`` are traceparents: one is the parent, several are links. Without any, the parent is the span that is
         open in this thread. The work began ``waited`` seconds ago.
         """
-        ...
 
     def current(self) -> str | None:
         """The traceparent of the span that is open in this thread."""
-        ...
 
 
 @runtime_checkable
 class WorkObserver(Protocol):
     """Opens spans around the work of experts. Called in the runtime's thread."""
 
-    def batch_span(self, pool: str, tasks: Sequence[Task]) -> AbstractContextManager[object]:
-        """A context around the run of a batch. ``pool``: its name."""
-        ...
+    def batch_span(self, pool: str, tasks: Sequence[Task]) -> AbstractContextManager[object]: ...
 
     def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
-        """A context around an optimizer step. ``step``: the number of steps after it."""
-        ...
-
-
-class _Unobserved:
-    def batch_span(self, pool: str, tasks: Sequence[Task]) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
-UNOBSERVED: WorkObserver = _Unobserved()
+        """``step``: the number of steps after this one."""
 
 
 class SafeObserver:

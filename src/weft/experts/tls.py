@@ -69,7 +69,6 @@ class Certificates:
         return _grpc.ssl_channel_credentials(*pems)
 
     def options(self) -> list[tuple[str, str]]:
-        """Options of a gRPC channel with these certificates."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
 
 
@@ -166,14 +165,12 @@ def _check_pems(
 
 
 def credential_faults(tls: Any, token: Any) -> list[str]:
-    """Faults of a client's credentials, in words."""
     check = Validator("invalid credentials")
     check.instance("tls", tls, ClientTls, "a ClientTls", optional=True)
     return [*check.faults, *token_fault(token)]
 
 
 def address_faults(address: str, tls: ClientTls | None, token: str | None) -> list[str]:
-    """Reasons why a client must not connect to this address."""
     if faults := address_fault("the address of a server", address):
         return faults
     host = parse_address(address)[0]
@@ -265,6 +262,7 @@ def _date_fault(server: ssl.SSLContext, certificate: bytes) -> str:
         return ""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    # Client hello, server hello, verification: two rounds bring the client to the certificate.
     for end in [*ends, *ends]:
         try:
             end.do_handshake()

@@ -33,13 +33,15 @@ MIXED = Access(
 
 
 @contextmanager
-def served(**options: Any) -> Iterator[tuple[Server, ExpertBackend]]:
+def mixed_server(**options: Any) -> Iterator[tuple[Server, ExpertBackend]]:
     backend = fussy_backend(**options)
     with Server([backend], access=MIXED) as server:
         yield server, backend
 
 
-def ask(transport: GrpcTransport, kind: Kind, client: str, name: str = "", seed: int = 0, key: str = "") -> Received:
+def ask_server(
+    transport: GrpcTransport, kind: Kind, client: str, name: str = "", seed: int = 0, key: str = ""
+) -> Received:
     tensors = [rows(2, seed), rows(2, seed + 1)] if kind is Kind.BACKWARD else []
     header = Header(kind=kind, call_id=0, uid="fussy", client=client, mini_batch=name, key=key or name)
     return transport.submit(Call(header, tensors), 10.0).result(10.0)
@@ -47,17 +49,17 @@ def ask(transport: GrpcTransport, kind: Kind, client: str, name: str = "", seed:
 
 def test_unproven_client_cannot_act_as_a_proven_one() -> None:
     with (
-        served() as (server, backend),
+        mixed_server() as (server, backend),
         GrpcTransport(server.address, token="t-token") as trainer,
         GrpcTransport(server.address) as stranger,
     ):
-        ask(trainer, Kind.BACKWARD, "me", "m", key="k")
+        ask_server(trainer, Kind.BACKWARD, "me", "m", key="k")
         for client, name in (("trainer", "me/m"), ("me", "m"), ("trainer", "m")):
             with pytest.raises(CommitError, match="client 'unproven:"):
-                ask(stranger, Kind.COMMIT, client, name)
-            ask(stranger, Kind.DISCARD, client, name)
+                ask_server(stranger, Kind.COMMIT, client, name)
+            ask_server(stranger, Kind.DISCARD, client, name)
         assert backend.steps == 0
-        ask(trainer, Kind.COMMIT, "me", "m")
+        ask_server(trainer, Kind.COMMIT, "me", "m")
         assert backend.steps == 1
 
 
@@ -87,7 +89,7 @@ def test_principal_is_the_proven_name_or_the_host(peer: str, principal: str) -> 
 def test_unproven_names_share_one_quota() -> None:
     gate = BlockingProcess(lambda tasks: [list(task.tensors[:1]) for task in tasks])
     with (
-        served(max_client_tasks=4, max_batch_size=2) as (server, backend),
+        mixed_server(max_client_tasks=4, max_batch_size=2) as (server, backend),
         GrpcTransport(server.address, token="t-token") as trainer,
         GrpcTransport(server.address) as stranger,
     ):
@@ -126,31 +128,31 @@ def test_one_client_leaves_memory_for_calls_to_others(calls: list[tuple[str, int
 def test_one_client_cannot_take_all_mini_batches() -> None:
     """The error names the holders."""
     with (
-        served(mini_batches=AccumulationOptions(mini_batches=4, max_client_mini_batches=3)) as (server, _),
+        mixed_server(mini_batches=AccumulationOptions(mini_batches=4, max_client_mini_batches=3)) as (server, _),
         GrpcTransport(server.address, token="t-token") as trainer,
         GrpcTransport(server.address, token="o-token") as greedy,
         GrpcTransport(server.address) as stranger,
     ):
         for number in range(3):
-            ask(greedy, Kind.BACKWARD, "me", str(number))
+            ask_server(greedy, Kind.BACKWARD, "me", str(number))
         with pytest.raises(QuotaError, match="client 'other' has 3 mini-batches open, and one client may have 3"):
-            ask(greedy, Kind.BACKWARD, "me too", "3")
-        ask(trainer, Kind.BACKWARD, "me", "m")
+            ask_server(greedy, Kind.BACKWARD, "me too", "3")
+        ask_server(trainer, Kind.BACKWARD, "me", "m")
         with pytest.raises(OverloadError, match=r"'other' has 3 \(the oldest idle for \d+ s\), client 'trainer'"):
-            ask(stranger, Kind.BACKWARD, "me", "m")
-        ask(trainer, Kind.COMMIT, "me", "m")
+            ask_server(stranger, Kind.BACKWARD, "me", "m")
+        ask_server(trainer, Kind.COMMIT, "me", "m")
 
 
 def test_one_client_cannot_take_all_connections_and_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerOptions, "client_connections", 2)
-    with served() as (server, backend), contextlib.ExitStack() as stack:
+    with mixed_server() as (server, backend), contextlib.ExitStack() as stack:
         for token, wanted in [("o-token", True)] * 2 + [("o-token", False), ("t-token", True)]:
             transport = stack.enter_context(GrpcTransport(server.address, token=token))
             if wanted:
-                ask(transport, Kind.PING, "me")
+                ask_server(transport, Kind.PING, "me")
             else:
                 with pytest.raises(OverloadError, match="client 'other' has 2 connections, and one client may have"):
-                    ask(transport, Kind.PING, "me")
+                    ask_server(transport, Kind.PING, "me")
     gate, x = BlockingProcess(), rows(1, 0)
     pool = TaskPool("p", gate, backend.forward_pool.columns, PoolOptions(max_tasks=4))
     for _ in range(2):
@@ -221,15 +223,15 @@ def test_mini_batches_of_a_gone_client_are_freed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_mini_batches_notice_the_end_of_their_stream() -> None:
-    with served(mini_batches=AccumulationOptions(orphan_seconds=0.0)) as (server, backend):
+    with mixed_server(mini_batches=AccumulationOptions(orphan_seconds=0.0)) as (server, backend):
         with GrpcTransport(server.address) as transport:
-            ask(transport, Kind.BACKWARD, "me", "m")
+            ask_server(transport, Kind.BACKWARD, "me", "m")
             assert backend.statistics().open_mini_batches == 1
         wait_until(lambda: backend.statistics().open_mini_batches == 0)
 
 
 def test_closing_an_expert_discards_its_open_mini_batch() -> None:
-    with served() as (server, backend), GrpcTransport(server.address) as shared:
+    with mixed_server() as (server, backend), GrpcTransport(server.address) as shared:
         for where in (server.address, shared):
             with RemoteExpert("fussy", where, accumulate=True) as remote:
                 remote(rows(2, 0)).sum().backward()

@@ -21,7 +21,7 @@ from weft.experts.wire import Call, Header, Kind
 PATIENCE = 10.0
 
 
-def step(backend: ExpertBackend) -> None:
+def take_step(backend: ExpertBackend) -> None:
     backend.backward_pool.submit_task(rows(2, 0), rows(2, 1)).result(PATIENCE)
 
 
@@ -53,8 +53,8 @@ def test_failed_shutdown_step_does_not_prevent_saving(
     server.start()
     if broken == "experts.save":  # from here on: an owner saves what it took over, maybe with a step
         monkeypatch.setattr(first, "state_dict", fail)
-    step(first)
-    step(last)
+    take_step(first)
+    take_step(last)
     if broken == "experts.save":
         with pytest.raises(RuntimeError, match="broken"):
             server.shutdown()
@@ -75,7 +75,7 @@ def test_a_module_that_does_not_end_holds_up_nothing_else(replicas: ReplicaOptio
     server.start()
     call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [rows(1, 0)])
     with LocalTransport(server.handler()) as transport, gate:
-        step(steady)
+        take_step(steady)
         running = transport.submit(call, PATIENCE)
         assert gate.entered.wait(PATIENCE)
         waiting = transport.submit(call, PATIENCE)

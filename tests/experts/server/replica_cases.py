@@ -87,7 +87,7 @@ def step(remote: RemoteExpert, seed: int = 0) -> None:
     remote(rows(2, seed)).square().sum().backward()
 
 
-def same(one: Server, other: Server, uid: str = "fussy") -> bool:
+def same_steps(one: Server, other: Server, uid: str = "fussy") -> bool:
     return backend_of(one, uid).steps == backend_of(other, uid).steps
 
 

@@ -128,7 +128,7 @@ def test_status_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[experts]\nname = 'f'", "experts is {'name': 'f'}, wanted a valid list, which [[experts]] begins"),
+        ("[experts]\nname = 'f'", "experts is {'name': 'f'}, wanted a valid list; start each with [[experts]]"),
         ("experts = 5", "experts is 5, wanted a valid list"),
         ("imports = 'json'", "imports is 'json', wanted a valid list"),
         ("imports = 5", "imports is 5, wanted a valid list"),

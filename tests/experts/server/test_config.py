@@ -28,11 +28,11 @@ LISTS = ["experts", "grants", "imports"]
 
 
 @register_expert("zz-spoiled")
-def spoiled(hidden: int) -> ExpertFactory:
+def failing_kind(hidden: int) -> ExpertFactory:
     raise RuntimeError("no such device")
 
 
-def refused(config: dict[str, Any]) -> str:
+def refusal_of(config: dict[str, Any]) -> str:
     with pytest.raises(UsageError) as caught:
         build(config)
     text = str(caught.value)
@@ -61,10 +61,10 @@ def test_a_value_of_a_wrong_type_is_told_with_its_name(subtests: pytest.Subtests
         with subtests.test(wrong=wrong, name=name):
             seen = f"of type {type(wrong).__name__}" if name in ("tokens", "replicas") else repr(wrong)
             kind = "table" if name in TABLES else "valid list"
-            assert f"{name} is {seen}, wanted a {kind}" in refused({**GOOD, name: wrong})
+            assert f"{name} is {seen}, wanted a {kind}" in refusal_of({**GOOD, name: wrong})
     for wrong, name in product([5, True, "x", [1]], ["experts", "grants"]):
         with subtests.test(wrong=wrong, name=name):
-            assert f"{name}[0] is {wrong!r}, wanted a table" in refused({**GOOD, name: [wrong]})
+            assert f"{name}[0] is {wrong!r}, wanted a table" in refusal_of({**GOOD, name: [wrong]})
 
 
 def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> None:
@@ -109,7 +109,7 @@ def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> Non
         (replicas(tls={"key": "x"}), ["replicas.tls: a key goes with its certificate"]),
     ]:
         with subtests.test(more=more, words=words):
-            text = refused({**GOOD, **more})
+            text = refusal_of({**GOOD, **more})
             for word in words:
                 assert word in text
             assert "s3cret" not in text
@@ -158,7 +158,7 @@ def test_an_entry_that_cannot_be_made_is_told_with_its_number(subtests: pytest.S
         ({"name": ""}, "name is ''"),
     ]:
         with subtests.test(more=more, word=word):
-            text = refused(expert(**more))
+            text = refusal_of(expert(**more))
             assert word in text and "experts[0]" in text
 
 
@@ -194,7 +194,7 @@ def test_the_docs_tell_every_name() -> None:
 def test_faults_of_several_entries_are_told_together() -> None:
     entries = [{**EXPERT, "kind": "zebra"}, EXPERT, EXPERT, {**EXPERT, "name": "{}", "count": 3, "arguments": {}}]
     config = {**GOOD, "experts": entries, "tokens": {"a": ""}, "grants": [], "directory": "zk"}
-    text = refused(config)
+    text = refusal_of(config)
     assert text.count("\n") == 6
     for word in ("tokens: ", "directory: ", "experts[0], called 'a': ", "experts[1] has the name 'a'", "experts[3]"):
         assert word in text
@@ -211,13 +211,13 @@ def test_faults_of_several_entries_are_told_together() -> None:
 def test_a_module_that_fails_says_why(source: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spoiled_kinds.py").write_text(source, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    text = refused({**GOOD, "imports": ["spoiled_kinds", "no.such.module"]})
+    text = refusal_of({**GOOD, "imports": ["spoiled_kinds", "no.such.module"]})
     assert word in text and "'spoiled_kinds'" in text and "'no.such.module'" in text
 
 
 def test_refused_configuration_leaves_no_files(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    refused({**GOOD, "checkpoints": str(folder), "directory": "zk"})
+    refusal_of({**GOOD, "checkpoints": str(folder), "directory": "zk"})
     assert not folder.exists()
     assert os.listdir(tmp_path) == []
 

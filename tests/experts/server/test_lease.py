@@ -46,7 +46,7 @@ def test_failed_renewal_is_retried_soon(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("weft.experts.server.server.time", SimpleNamespace(monotonic=lambda: now[0]))
     task = PeriodicTask("lease", 0.5, 0.05, act)
     task._stop = Waits()
-    task._run()
+    task._run_turns()
     assert pauses == pytest.approx([0.5, 0.05, 0.05, 0.375, 0.375, 0.375])  # a tenth after a failure
     assert task.last_failure is None
 

@@ -19,7 +19,7 @@ from tests.experts.server.replica_cases import (
     expert,
     make,
     role,
-    same,
+    same_steps,
     step,
 )
 from weft.core.errors import UsageError
@@ -47,7 +47,7 @@ def test_a_follower_becomes_equal_to_its_owner_and_never_steps(directory: LocalD
         remote = RemoteExpert("fussy", connections)
         for seed in range(5):
             step(remote, seed)
-        wait_until(lambda: same(owner, follower))
+        wait_until(lambda: same_steps(owner, follower))
         assert backend_of(owner).steps == 5 and weights(backend_of(owner)) == weights(backend_of(follower))
         with LocalTransport(follower.handler()) as transport:
             for call in (backward("k"), Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])):
@@ -93,7 +93,7 @@ def test_follower_takes_over_and_steps_no_key_twice(directory: LocalDirectory) -
         remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
         for seed in range(2):
             step(remote, seed)
-        wait_until(lambda: same(first, second))
+        wait_until(lambda: same_steps(first, second))
         before, token = weights(backend_of(second)), first.statistics().replicas["fussy"].token
         die(first)
         assert weights(backend_of(second)) == before
@@ -170,7 +170,7 @@ def test_owner_with_outdated_fence_becomes_follower(directory: LocalDirectory) -
         LocalTransport(old.handler()) as transport,
     ):
         transport.submit(backward("a"), PATIENCE).result(PATIENCE)
-        wait_until(lambda: same(old, new))
+        wait_until(lambda: same_steps(old, new))
         cut.cut = True
         wait_until(lambda: role(new) == "owner")
         assert role(old) == "owner"  # it cannot know
@@ -180,7 +180,7 @@ def test_owner_with_outdated_fence_becomes_follower(directory: LocalDirectory) -
         step(remote, 5)
         assert remote.steps == 2
         cut.cut = False
-        wait_until(lambda: role(old) == "follower" and same(old, new))
+        wait_until(lambda: role(old) == "follower" and same_steps(old, new))
         assert weights(backend_of(old)) == weights(backend_of(new))
 
 
@@ -234,10 +234,10 @@ def test_restarted_owner_takes_the_followers_state(directory: LocalDirectory) ->
     with make(directory) as first, make(directory, expert()) as second:
         with LocalTransport(first.handler()) as transport:
             transport.submit(backward("a"), PATIENCE).result(PATIENCE)
-        wait_until(lambda: same(first, second))
+        wait_until(lambda: same_steps(first, second))
         die(first)
         with make(directory, expert(), address=first.address) as again:  # before its old lease ends
-            wait_until(lambda: "owner" in (role(again), role(second)) and same(again, second))
+            wait_until(lambda: "owner" in (role(again), role(second)) and same_steps(again, second))
             assert backend_of(again).steps == 1
 
 

@@ -20,7 +20,7 @@ from tests.experts.server.replica_cases import (
     make,
     owning,
     role,
-    same,
+    same_steps,
     step,
 )
 from weft.experts.checkpoint import CheckpointStore
@@ -130,7 +130,7 @@ def test_training_continues_after_the_directory_lost_its_data(first: int, second
         step(remote, 3)  # it may still have been made with the old token
         wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"])
         step(remote, 4)
-        wait_until(lambda: same(one, other))
+        wait_until(lambda: same_steps(one, other))
         assert remote.steps == 5 and weights(backend_of(one)) == weights(backend_of(other))
         owner = directory.get().owners["fussy"]
         assert epoch_of(owner.token) != epoch_of(before)
@@ -141,19 +141,19 @@ def test_two_owners_never_step_after_a_directory_restart() -> None:
     directory, seen = LocalDirectory(), list[bool]()
     here, there = Cut(directory), Cut(directory)
     with make(here) as old, make(there, expert()) as new:
-        wait_until(lambda: same(old, new) and role(new) == "follower")
+        wait_until(lambda: same_steps(old, new) and role(new) == "follower")
         here.cut = True
         there.begin_anew()
 
-        def both() -> bool:
+        def new_server_leads() -> bool:
             leads = role(new) == "owner"
             seen.append(leads and old.statistics().replicas["fussy"].lasts)  # looked at later: so it lasted before too
             return leads
 
-        wait_until(both)
+        wait_until(new_server_leads)
         assert not any(seen)
         here.inner, here.cut = there.inner, False
-        wait_until(lambda: role(old) == "follower" and same(old, new))
+        wait_until(lambda: role(old) == "follower" and same_steps(old, new))
 
 
 @pytest.mark.long
@@ -170,7 +170,7 @@ def test_old_checkpoint_does_not_undo_steps_of_a_new_epoch(revisions: int, dies:
             remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
             for seed in range(steps):
                 step(remote, seed)
-            wait_until(lambda: same(first, second))
+            wait_until(lambda: same_steps(first, second))
             done = backend_of(first).steps
             while directory.get().revision < revisions:
                 directory.withdraw(directory.declare("else", "elsewhere:1", 60.0))

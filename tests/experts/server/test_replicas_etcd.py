@@ -16,7 +16,7 @@ import torch
 
 from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import cluster, free_ports
-from tests.experts.server.replica_cases import expert, make, role, same, step
+from tests.experts.server.replica_cases import expert, make, role, same_steps, step
 from tests.processes import SOURCE
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import Connections, RemoteExpert
@@ -167,5 +167,5 @@ def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) 
         wait_until(lambda: connections.snapshot().owner("fussy") not in (None, before))
         assert connections.snapshot().revision < 50
         step(remote, 4)
-        wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"] and same(one, other))
+        wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"] and same_steps(one, other))
         assert remote.steps == 5

@@ -27,7 +27,7 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 PATIENCE = 10.0
 
 
-def trained(server: Server, steps: int) -> None:
+def train_steps(server: Server, steps: int) -> None:
     with LocalTransport(server.handler()) as transport:
         remote = RemoteExpert("fussy", transport)
         for step in range(steps):
@@ -37,7 +37,7 @@ def trained(server: Server, steps: int) -> None:
 def test_server_restores_its_checkpoint(store: CheckpointStore) -> None:
     first = fussy_backend()
     with Server([first], checkpoints=store) as server:
-        trained(server, 3)
+        train_steps(server, 3)
         assert server.statistics().keeping["fussy"].durable == 0
     assert store.steps("fussy")[0] == 3  # it is saved at the end
     second = fussy_backend()
@@ -47,7 +47,7 @@ def test_server_restores_its_checkpoint(store: CheckpointStore) -> None:
 
 
 def test_even_the_first_weights_survive(tmp_path: Path) -> None:
-    first, second = called("layer"), called("layer")
+    first, second = expert_named("layer"), expert_named("layer")
     assert weights(first) != weights(second)
     for backend in (first, second):
         with Server([backend], checkpoints=CheckpointStore(tmp_path)):
@@ -57,7 +57,7 @@ def test_even_the_first_weights_survive(tmp_path: Path) -> None:
 
 def test_server_saves_stepped_experts_periodically(store: CheckpointStore, tmp_path: Path) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
-        trained(server, 2)
+        train_steps(server, 2)
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
         saved = sorted(tmp_path.rglob("*.safetensors"))  # names have the number of what was saved
         server._background.periodic["checkpoints"].run_turn()
@@ -69,9 +69,9 @@ def test_full_disk_is_reported_and_stops_nothing(store: CheckpointStore, monkeyp
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         full = OSError("no space left")
         monkeypatch.setattr(store._disk, "write", lambda *_: (_ for _ in ()).throw(full))
-        trained(server, 1)
+        train_steps(server, 1)
         wait_until(lambda: "no space left" in server.statistics().failures.get("checkpoints", ""))
-        trained(server, 1)
+        train_steps(server, 1)
         monkeypatch.undo()
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
 
@@ -130,7 +130,7 @@ def test_experts_are_added_and_removed_while_serving(directory: LocalDirectory, 
         assert server.experts == [] and not len(directory.get())
         server.add(fussy_backend())
         assert "fussy" in directory.get()
-        trained(server, 1)
+        train_steps(server, 1)
         assert server.remove("fussy")
         assert "fussy" not in directory.get()
         call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])
@@ -139,7 +139,7 @@ def test_experts_are_added_and_removed_while_serving(directory: LocalDirectory, 
         assert server.statistics().experts["fussy"].steps == 1
 
 
-def called(name: str) -> ExpertBackend:
+def expert_named(name: str) -> ExpertBackend:
     return ExpertBackend(name, nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
 
 
@@ -152,20 +152,20 @@ def test_uncallable_expert_is_misuse() -> None:
         Server([ExpertBackend("odd", Odd(), args_schema=(X, torch.float32))])
     long = "\u00e9" * 513
     with pytest.raises(UsageError, match="has a name of 1026 bytes, but a call can name at most 1024"):
-        Server([called(long)])
+        Server([expert_named(long)])
     with pytest.raises(UsageError, match="4 bytes, but a call can name at most 3 "):
-        Server([called("long")], options=ServerOptions(limits=Limits(name_bytes=3)))
+        Server([expert_named("long")], options=ServerOptions(limits=Limits(name_bytes=3)))
     with pytest.raises(UsageError, match="served already"):
-        Server([called("x"), called("x")])
-    with Server([called(long[1:])]) as server, LocalTransport(server.handler()) as transport:
+        Server([expert_named("x"), expert_named("x")])
+    with Server([expert_named(long[1:])]) as server, LocalTransport(server.handler()) as transport:
         assert RemoteExpert(long[1:], transport)(rows(1, 0)).shape == (1, 4)
         for name, words in ((long, "1026 bytes"), (long[1:], "served already")):
             with pytest.raises(UsageError, match=words):
-                server.add(called(name))
+                server.add(expert_named(name))
 
 
 def test_line_break_in_a_name_keeps_the_status_table() -> None:
-    server = Server([called("two\nlines")], directory=LocalDirectory(), replicas=ReplicaOptions())
+    server = Server([expert_named("two\nlines")], directory=LocalDirectory(), replicas=ReplicaOptions())
     lines = shown(server.status()).splitlines()
     assert lines[2].startswith(r"two\nlines  ") and lines[3].startswith(r"two\nlines: has no owner")
     assert len(lines) == 4

@@ -19,7 +19,7 @@ from weft.experts.wire import LIMITS
 Way = Callable[[Server, LocalDirectory], AbstractContextManager[Any]]
 
 
-def trained(remote: RemoteExpert) -> None:
+def train_once(remote: RemoteExpert) -> None:
     remote(rows(2, 0).requires_grad_()).sum().backward()
 
 
@@ -30,10 +30,10 @@ def test_a_closed_connection_leaves_no_thread(directory: LocalDirectory, how: st
             before = set(threading.enumerate())
             if how == "connections":
                 with Connections(directory) as connections:
-                    trained(RemoteExpert("fussy", connections))
+                    train_once(RemoteExpert("fussy", connections))
             else:
                 with RemoteExpert("fussy", server.address) as remote:
-                    remote.describe() if how == "describe" else trained(remote)
+                    remote.describe() if how == "describe" else train_once(remote)
             assert set(threading.enumerate()) <= before
 
 
@@ -52,14 +52,14 @@ def test_thread_of_a_short_call_is_waited_for() -> None:
         before, crew = set(threading.enumerate()), GrpcThreads()
         opened = transport.open_channel(f"127.0.0.1:{port}", None, LIMITS)
 
-        def at_once() -> Any:
+        def call_to_the_end() -> Any:
             call = opened.unary_unary("/test/Echo").future(b"")
             call.add_done_callback(lambda _: through.wait(60.0))  # in gRPC's thread, for the call has not ended yet
             asked.set()
             call.result()
             return call
 
-        assert crew.stream(lambda _: at_once(), iter([])).done()
+        assert crew.stream(lambda _: call_to_the_end(), iter([])).done()
         assert not crew.wait(0.0)
         through.set()
         opened.close()

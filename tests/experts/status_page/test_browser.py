@@ -37,14 +37,14 @@ def browse(url: str, profile: Path, *words: str) -> tuple[str, list[str]]:
 def watched(monkeypatch: pytest.MonkeyPatch, server: Server, between: Callable[[int], None]) -> list[int]:
     """Call ``between`` with the number of each status that is asked for, before it is told."""
     count: list[int] = []
-    tell = server.statistics
+    statistics = server.statistics
 
-    def told() -> Any:
+    def counted() -> Any:
         between(len(count))
         count.append(1)
-        return tell()
+        return statistics()
 
-    monkeypatch.setattr(server, "statistics", told)
+    monkeypatch.setattr(server, "statistics", counted)
     monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)  # the browser's clock runs ahead of ours
     return count
 
@@ -93,7 +93,7 @@ def test_page_is_not_wider_than_the_screen(tmp_path: Path, width: int) -> None:
 LISTEN = "<script>onmessage = e => document.getElementById('said').textContent = e.data</script>"
 
 
-def _told(status: dict[str, Any]) -> str:
+def _page_with(status: dict[str, Any]) -> str:
     answer = json.dumps(page_status(status)).replace("</", "<\\/")
     fetch = f"<script>fetch = async () => ({{ ok: true, json: async () => ({answer}) }})</script>"
     return http._PAGE.replace("<head>", f"<head>{fetch}")
@@ -102,12 +102,12 @@ def _told(status: dict[str, Any]) -> str:
 def _measured(status: dict[str, Any]) -> str:
     root = "document.documentElement"
     tell = f"parent.postMessage({root}.scrollWidth + ' ' + {root}.clientWidth, '*')"
-    return _told(status).replace("</body>", f"<script>setTimeout(() => {tell}, 1500)</script></body>")
+    return _page_with(status).replace("</body>", f"<script>setTimeout(() => {tell}, 1500)</script></body>")
 
 
 def drawn(found: dict[str, Any], folder: Path) -> str:
     page = folder / "page.html"
-    page.write_text(_told(found), "utf-8")
+    page.write_text(_page_with(found), "utf-8")
     document, said = browse(page.as_uri(), folder / "p", "--virtual-time-budget=1000", "--dump-dom")
     assert said == [] and 'data-state="live">live<' in document
     return re.sub("<script>.*?</script>", "", document, flags=re.DOTALL)

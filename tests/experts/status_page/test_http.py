@@ -22,8 +22,8 @@ Listening = Callable[..., str]
 def listening() -> Iterator[Listening]:
     made: list[StatusServer] = []
 
-    def start(options: PanelOptions | str = "127.0.0.1:0", told: Callable[[], Any] = status) -> str:
-        made.append(StatusServer(options, told))
+    def start(options: PanelOptions | str = "127.0.0.1:0", make_status: Callable[[], Any] = status) -> str:
+        made.append(StatusServer(options, make_status))
         made[-1].start()
         return made[-1].url.replace("0.0.0.0", "127.0.0.1")
 
@@ -91,7 +91,7 @@ def test_silent_clients_do_not_keep_prometheus_out(listening: Listening) -> None
 
 def test_a_client_that_sends_or_takes_slowly_is_dropped(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "REQUEST_SECONDS", 0.2)
-    url = listening(told=lambda: status(address="x" * 20_000_000))
+    url = listening(make_status=lambda: status(address="x" * 20_000_000))
     with socket.create_connection(address(url), timeout=PATIENCE) as silent:
         silent.sendall(b"GET / HT")
         with pytest.raises(ConnectionResetError):
@@ -137,12 +137,12 @@ def test_failed_status_reports_only_the_type(listening: Listening, monkeypatch: 
     monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)
     failures = [RuntimeError("secret")]
 
-    def told() -> Any:
+    def failing_once() -> Any:
         if failures:
             raise failures.pop()
         return status()
 
-    url = listening(told=told)
+    url = listening(make_status=failing_once)
     code, fields, body = get(url, "/status.json")
     assert code == 500 and "secret" not in body and "content-security-policy" in fields
     assert get(url, "/status.json")[0] == 200

@@ -40,7 +40,7 @@ def no_status_is_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)
 
 
-def seen(server: Server) -> dict[str, Any]:
+def fetch_status(server: Server) -> dict[str, Any]:
     return json.loads(get(url(server), "/status.json")[2])
 
 
@@ -81,8 +81,8 @@ def test_a_module_that_hangs_hides_nothing() -> None:
         calls += [transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [x]), 20.0) for _ in range(3)]
         try:
             start = time.monotonic()
-            wait_until(lambda: seen(server)["experts"]["gate"]["pools"]["gate.forward"]["oldest_age"] > 0.2)
-            found = seen(server)
+            wait_until(lambda: fetch_status(server)["experts"]["gate"]["pools"]["gate.forward"]["oldest_age"] > 0.2)
+            found = fetch_status(server)
             assert get(url(server))[0] == 200
             metrics = get(url(server), "/metrics")[2]
             told = status(server.address)
@@ -96,26 +96,26 @@ def test_a_module_that_hangs_hides_nothing() -> None:
             gate.go.set()
         for call in calls:
             assert call.result(PATIENCE) is not None
-        wait_until(lambda: seen(server)["experts"]["gate"]["forward_batches"] == 2)
+        wait_until(lambda: fetch_status(server)["experts"]["gate"]["forward_batches"] == 2)
 
 
 def test_the_directory_says_who_else_is_alive(directory: LocalDirectory) -> None:
     options = ServerOptions(lease_seconds=0.3)
     with Server([layer("a")], directory=directory, panel=LOCAL, options=options) as server:
         with Server([layer("b"), layer("c")], directory=directory, options=options) as other:
-            wait_until(lambda: other.address in seen(server)["directory"]["servers"])
-            servers = seen(server)["directory"]["servers"]
+            wait_until(lambda: other.address in fetch_status(server)["directory"]["servers"])
+            servers = fetch_status(server)["directory"]["servers"]
             assert servers == {server.address: {"experts": 1, "owns": 0}, other.address: {"experts": 2, "owns": 0}}
             assert f"alive: {other.address}, 2 experts" in status(server.address)
-        wait_until(lambda: other.address not in seen(server)["directory"]["servers"])
+        wait_until(lambda: other.address not in fetch_status(server)["directory"]["servers"])
     directory.close()
 
 
 def test_unavailable_directory_still_shows_its_servers(directory: LocalDirectory) -> None:
     with Server([layer("a")], directory=directory, options=ServerOptions(lease_seconds=0.3), panel=LOCAL) as server:
         directory.close()
-        wait_until(lambda: seen(server)["directory"]["away_seconds"])
-        found = seen(server)["directory"]
+        wait_until(lambda: fetch_status(server)["directory"]["away_seconds"])
+        found = fetch_status(server)["directory"]
         assert list(found["servers"]) == [server.address]
 
 

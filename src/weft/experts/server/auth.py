@@ -202,12 +202,12 @@ class Audit:
         self._counts: Counter[str] = Counter()
 
     def refused(self, caller: Caller, expert: str, what: str, why: str) -> None:
-        """Record a refusal."""
         client, peer, uid = [escaped(name, _NAME) for name in (caller.name, caller.peer, expert)]
         refusal = Refusal(time.time(), client, peer, uid, what, escaped(why, _WHY))
         with self._lock:
             self._last.append(refusal)
             self._counts[what] += 1
+            # The bucket is refilled here instead of by a timer: no refusal, no work.
             now = self._clock()
             self._tokens = min(float(_BURST), self._tokens + (now - self._filled) * _PER_SECOND)
             self._filled = now
@@ -226,7 +226,6 @@ class Audit:
             return list(self._last)
 
     def counts(self) -> dict[str, int]:
-        """The number of refusals by kind of call."""
         with self._lock:
             return dict(self._counts)
 

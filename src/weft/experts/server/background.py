@@ -34,19 +34,17 @@ class PeriodicTask:
         self._thread = threading.Thread(target=self._run_turns, name=f"weft-{name}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. The first turn comes after ``seconds``."""
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
         """Prevent further turns. Return whether the current one ended within ``timeout``. A second call never waits."""
         waited = self._stop.is_set()
         self._stop.set()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None:  # None: it was never started, and cannot be joined
             self._thread.join(0.0 if waited else max(0.0, timeout))
         return not self._thread.is_alive()
 
     def run_turn(self) -> None:
-        """Call ``act`` once. Raises its errors."""
         self._act()
 
     def _run_turns(self) -> None:
@@ -85,18 +83,15 @@ class BackgroundTasks:
         self._closing.callback(close)
 
     def start_periodic(self, name: str, seconds: float, retry_seconds: float, act: Callable[[], object]) -> None:
-        """Start a `PeriodicTask`, which `close` stops."""
         task = self.periodic[name] = PeriodicTask(name, seconds, retry_seconds, act)
         self.on_close(lambda: task.stop(self.seconds_left()))
         task.start()
 
     def stop_periodic(self, name: str, timeout: float) -> None:
-        """Stop a task, if it was started."""
         if name in self.periodic:
             self.periodic[name].stop(timeout)
 
     def failures(self) -> dict[str, str]:
-        """The last errors of the periodic tasks that fail now."""
         tasks = dict(self.periodic)  # a copy, because tasks can be started during the iteration
         return {name: str(task.last_failure) for name, task in tasks.items() if task.last_failure}
 
@@ -123,7 +118,6 @@ class DeviceRuntimes:
         return next(iter(self.failures().values()), None)
 
     def add(self, backend: ExpertBackend) -> None:
-        """Work on the tasks of this expert from now on."""
         device = str(backend.device)
         if device not in self._by_device:
             runtime = self._by_device[device] = Runtime(name=device)
@@ -132,7 +126,7 @@ class DeviceRuntimes:
         self._by_device[device].add(backend)
 
     def remove(self, backend: ExpertBackend, timeout: float) -> bool:
-        """Finish the accepted tasks of this expert. Return whether that took less than ``timeout`` seconds."""
+        """Finish the accepted tasks of this expert. Return whether that ended in time."""
         return self._by_device[str(backend.device)].remove(backend, timeout=timeout)
 
     def finish(self, deadline: float) -> bool:
@@ -140,7 +134,6 @@ class DeviceRuntimes:
         return all([runtime.shutdown(timeout=max(0.0, deadline - time.monotonic())) for runtime in self._all()])
 
     def failures(self) -> dict[str, str]:
-        """The errors of threads that ended, by device."""
         return {runtime.name: runtime.lost for runtime in self._all() if runtime.lost is not None}
 
     def statistics(self) -> dict[str, RuntimeStatistics]:

@@ -107,7 +107,6 @@ class JournalTable(_Table):
     max_files: int = 4
 
     def open_journal(self, name: str) -> Journal:
-        """The journal of one expert."""
         folder = Path(self.folder)
         # Not `mkdir(parents=True)`, which ignores the mode for the parents.
         for part in (*reversed(folder.parents), folder):
@@ -150,7 +149,6 @@ class ExpertTable(_Table):
 
     @property
     def names(self) -> list[str]:
-        """The names of the experts of this entry."""
         return [self.name] if self.count is None else [self.name.replace("{}", str(i)) for i in range(self.count)]
 
     def make(self, name: str) -> ExpertBackend:
@@ -254,6 +252,7 @@ class ServeConfig(_Table):
                 if self.checkpoints is not None and not check.faults:  # last, because it creates the folder
                     store = partial(CheckpointStore, self.checkpoints, keep=self.keep)
                     parts["checkpoints"] = _try_make(check, "checkpoints", store)
+            # From here on the server closes what was opened. Before, the stack does if anything raises.
             server = Server(experts, address=self.address, advertise=self.advertise, tls=self.tls, **parts)
             server.own(opened.pop_all().close)
             return server
@@ -333,7 +332,6 @@ def _path(loc: Sequence[int | str]) -> str:
 
 
 def _known_names(loc: Sequence[int | str]) -> list[str]:
-    """The names that are allowed in the table at this place."""
     table: Any = ServeConfig
     for name in [part for part in loc if isinstance(part, str)]:
         hints: list[Any] = [table.model_fields[name].annotation, *table.model_fields[name].metadata]
@@ -343,7 +341,6 @@ def _known_names(loc: Sequence[int | str]) -> list[str]:
 
 
 def _relation_faults(table: Mapping[str, Any]) -> list[str]:
-    """Faults of combinations of values."""
     faults: list[str] = []
     address, advertise = table.get("address", "127.0.0.1:7070"), table.get("advertise")
     if isinstance(address, str) and isinstance(advertise, str | None):

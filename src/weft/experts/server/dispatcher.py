@@ -75,7 +75,6 @@ class RequestDispatcher:
         self._experts[hosted.backend.name] = hosted
 
     def check_new(self, uid: str) -> None:
-        """Raise ``UsageError`` if an expert of this name is served."""
         if uid in self._experts:
             raise UsageError(f"expert {uid!r} is served already; give each expert its own name")
 
@@ -120,13 +119,11 @@ class RequestDispatcher:
             raise
 
     def answer_error(self, call_id: int, error: BaseException, reply: Reply) -> None:
-        """Answer with an error, and count it."""
         with self._lock:
             self._errors["wire" if isinstance(error, WireError) else reason_of(error)] += 1
         reply(error_call(call_id, error))
 
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Calls by kind, and answered errors by reason."""
         with self._lock:
             return dict(self._calls), dict(self._errors)
 

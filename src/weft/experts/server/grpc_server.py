@@ -89,12 +89,10 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """Host and port, after the start with the port that it got."""
         return f"{self._address.rpartition(':')[0]}:{self.port}" if self.port else self._address
 
     @property
     def authenticates(self) -> bool:
-        """Whether clients must show a certificate."""
         return self._tls is not None and self._tls.authority is not None
 
     def start(self) -> None:
@@ -111,7 +109,6 @@ class GrpcServer:
         self.port = listening.result(_START_SECONDS)
 
     def announce_end(self) -> None:
-        """Tell clients to send new work elsewhere. Does not wait for them."""
         self._call_in_loop(self.handlers.announce_end)
 
     def stop(self, seconds: float) -> None:
@@ -209,7 +206,6 @@ class GrpcHandlers:
         }
 
     def announce_end(self) -> None:
-        """Tell all clients to send new work elsewhere."""
         for connection in self.connections:
             connection.send(goaway_call())
 
@@ -219,6 +215,7 @@ class GrpcHandlers:
         host = Caller("", context.peer()).principal
         if len(self._checks) >= _CHECKS or self._checks.count(host) >= _HOST_CHECKS:
             await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks leave their answer unread")
+        # Counted until the answer was read, because an unread answer keeps its call and its memory.
         self._checks.append(host)
         try:
             response = _health.HealthCheckResponse
@@ -258,7 +255,6 @@ class GrpcHandlers:
                 connection.abandon()
 
     async def _check_connections(self, caller: Caller, context: Any) -> None:
-        """Reject one connection too many, of this client or of all."""
         if len(self.connections) >= self._options.connections:
             text = f"{len(self.connections)} clients are connected, and no more are allowed; come back later"
             await self._turn_away(context, text)
@@ -331,6 +327,7 @@ class GrpcHandlers:
                 self._dispatcher.check_role(caller, "", Role.ADMIN, "the server's status", "STATUS")
             except ForbiddenError as error:
                 await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
+            # In a thread of the pool: with many experts, JSON would block the loop for all clients.
             loop = asyncio.get_running_loop()
             await context.write(write_status(json.dumps(await loop.run_in_executor(None, self._status))))
 
@@ -406,7 +403,6 @@ def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
 
 
 def _descriptor_pool() -> Any:
-    """The services of this server, for reflection."""
     pool = cast("Any", descriptor_pool.DescriptorPool)()
     for file in (PROTO, _health.DESCRIPTOR.serialized_pb, _reflection_pb2.DESCRIPTOR.serialized_pb):
         pool.AddSerializedFile(file)

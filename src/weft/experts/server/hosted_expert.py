@@ -76,11 +76,9 @@ class HostedExpert:
         return self._incarnation if self.replica is None else self.replica.incarnation
 
     def describe(self) -> bytes:
-        """The answer to an ``info`` call."""
         return describe(self.backend.get_info(), self.durable, self.incarnation)
 
     def receipt(self) -> bytes:
-        """The receipt that is sent with every result."""
         token = 0 if self.replica is None else self.replica.leadership.token
         return Receipt(self.durable, self.incarnation, token).to_bytes()
 

@@ -63,7 +63,6 @@ class ServerOptions:
 
     @property
     def client_connections(self) -> int:
-        """The streams that one client can have."""
         return max(64, self.connections // 2)
 
 

@@ -146,7 +146,6 @@ class Server:
 
     @property
     def audit(self) -> Audit:
-        """The log of refused calls."""
         return self._dispatcher.audit
 
     @property
@@ -191,6 +190,7 @@ class Server:
                 hosted.restore()
                 self._runtimes.add(backend)
             self._dispatcher.add(hosted)
+        # Without the lock: this can wait for a lease to end, and a shutdown must not wait for it.
         try:
             self._lease.announce()
         except UsageError:
@@ -352,6 +352,7 @@ class Server:
 
     def _start_all(self) -> None:
         self._warn_if_open()
+        # Before listening, so that no client can step weights that a checkpoint then replaces.
         with Validator("the server cannot start") as check:
             for hosted in self._dispatcher.experts().values():
                 check.call(hosted.restore)
@@ -366,6 +367,7 @@ class Server:
         if self._store is not None:
             seconds = self.options.checkpoint_seconds
             self._background.start_periodic("checkpoints", seconds, seconds, partial(self._save_all, pause=True))
+        # After listening, because clients call a listed address at once.
         self._lease.start(lambda: self.experts, self._advertise or self.address, self._replication.covers)
         if self._lease.heartbeat is not None:
             self._background.on_close(self._replication.stop)

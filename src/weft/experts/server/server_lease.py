@@ -47,7 +47,7 @@ class ServerLease:
                 self.heartbeat.turn()
                 self.heartbeat.look()
                 return
-            except ConnectionError:
+            except ConnectionError:  # the directory is unavailable, which does not prevent serving
                 return
             except AlreadyDeclaredError as error:
                 if time.monotonic() >= deadline:
@@ -56,7 +56,6 @@ class ServerLease:
             time.sleep(self._seconds * random.uniform(0.05, 0.15))
 
     def withdraw(self) -> None:
-        """Remove the entry. A second call does nothing."""
         if self.heartbeat is not None:
             self.heartbeat.withdraw()
         self._background.stop_periodic("lease", LEAST_SECONDS)  # a turn that still runs declares nothing after this
@@ -67,6 +66,5 @@ class ServerLease:
         return () if self.heartbeat is None else self.heartbeat.listed
 
     def statistics(self) -> tuple[dict[str, Any] | None, LeaseStatistics | None]:
-        """Statistics of the directory and of the lease. None without them."""
         heartbeat = self.heartbeat
         return (None, None) if heartbeat is None else (heartbeat.directory_statistics(), heartbeat.statistics())

@@ -26,18 +26,10 @@ class CheckpointStatistics:
 class ServerStatistics:
     """``connections``, ``calls`` and ``nbytes`` are those of this moment. The other numbers count since the start.
 
-    Args:
-        seconds: since the start.
-        draining: why no new work is taken; None while it is.
-        turned_away: clients that found the server full.
-        broken: clients that sent an invalid frame.
-        answered, refusals: calls, and forbidden calls, by kind.
-        errors: answered errors, by reason.
-        failures: the errors of tasks that fail now (directory, checkpoints, devices), and checkpoints that could not
-            be read at the start. Empty if everything works.
-        keeping: checkpoints, by expert.
-        directory: the live servers, by address. None without a directory, as is ``lease``.
-        lease: how the renewals keep up.
+    ``draining``: why no new work is taken, or None. ``turned_away``: clients that found the server full. ``broken``:
+    clients that sent an invalid frame. ``answered`` and ``refusals`` are by kind of call, ``errors`` by reason.
+    ``failures``: present errors of directory, checkpoints and devices, and checkpoints that the start could not read.
+    ``keeping``: checkpoints by expert. ``directory`` and ``lease`` are None without a directory.
     """
 
     address: str

@@ -72,6 +72,7 @@ class ByteBudget:
         Raises ``OverloadError`` or ``QuotaError``, but never for the only call: the limits of a frame bound its size.
         """
         share, own = self.most * 3 // 4, self._clients[client]
+        # The first call of a client is exempt, as is the only call below. Otherwise a large call could never run.
         if own and nbytes and own + nbytes > share:
             raise QuotaError(
                 f"running calls of client {client!r} take {own} of the {share} bytes that one client may take at "
@@ -83,7 +84,6 @@ class ByteBudget:
         self._clients[client] += nbytes
 
     def release(self, nbytes: int, client: str) -> None:
-        """Give back what `admit` or `reserve` held."""
         self.held -= nbytes
         self._clients[client] -= nbytes
         if not self._clients[client]:
@@ -109,7 +109,8 @@ class ServerStream:
         self._dispatcher, self._options, self._budget = dispatcher, options, budget
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._lock = threading.Lock()  # of the outbox, `_woken` and `nbytes`
+        # Guards the outbox, `_woken` and `nbytes`. `calls` and `_held` are changed by the loop only.
+        self._lock = threading.Lock()
         self._outbox: deque[tuple[Call, int]] = deque()
         self._woken = False
         self._wake = asyncio.Event()
@@ -118,7 +119,6 @@ class ServerStream:
         self._futures: set[Future[Results]] = set()
 
     def dispatch_call(self, call: Received) -> None:
-        """Dispatch a call whose answer goes to this stream."""
         cost = sum(max(tensor.nbytes, tensor.decoded_bytes) for tensor in call.descriptors)
         self.calls += 1
         try:
@@ -149,7 +149,6 @@ class ServerStream:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def wait_for_room(self) -> None:
-        """Wait until calls and bytes of this stream are below its bounds."""
         while self.calls >= self._options.connection_calls or self.nbytes >= self._options.connection_bytes:
             self._room.clear()
             await self._room.wait()
@@ -181,7 +180,6 @@ class ServerStream:
         self._held = 0
 
     def _next_batch(self) -> list[tuple[Call, int]]:
-        """The answers of the next frame."""
         batch: list[tuple[Call, int]] = []
         total = 0
         while self._outbox and len(batch) < self._options.limits.calls:
@@ -203,7 +201,6 @@ class ServerStream:
 
 
 def goaway_call() -> Call:
-    """Tells a client to send new work elsewhere."""
     return Call(Header(kind=Kind.GOAWAY, call_id=0))
 
 

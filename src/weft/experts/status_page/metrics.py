@@ -24,13 +24,10 @@ Status = Mapping[str, Any]
 
 
 class Metric(NamedTuple):
-    """A row of the table.
+    """A row of the table. ``scope``: a key of `_SCOPES`. ``on_page``: the status page shows it among the connections.
 
-    Args:
-        scope: what one sample describes, a key of `_SCOPES`.
-        value: the field of that part of the status, or a function of the part. None: no sample. A mapping: one sample
-            per key, which becomes the value of ``label``.
-        on_page: whether the status page shows it among the connections.
+    ``value``: a field of that part of the status, or a function of the part. None gives no sample, and a mapping gives
+    one sample per key, which becomes the value of ``label``.
     """
 
     name: str
@@ -90,43 +87,27 @@ METRICS = (
     Metric("weft_calls_running_bytes", Gauge, "Bytes of running calls", "server", "nbytes", on_page=True),
     Metric("weft_connections_accepted", Counter, "Accepted streams", "server", "accepted", on_page=True),
     Metric(
-        "weft_connections_turned_away", Counter, "Clients that found the server full", "server", "turned_away", "", True
+        "weft_connections_turned_away", Counter, "Clients rejected when full", "server", "turned_away", on_page=True
     ),
-    Metric("weft_connections_broken", Counter, "Streams closed after an invalid frame", "server", "broken", "", True),
+    Metric("weft_connections_broken", Counter, "Streams with an invalid frame", "server", "broken", on_page=True),
     Metric("weft_calls", Counter, "Received calls", "server", "answered", "kind", on_page=True),
     Metric("weft_call_errors", Counter, "Answered errors", "server", "errors", "reason", on_page=True),
     Metric("weft_calls_forbidden", Counter, "Calls that access does not allow", "server", "refusals", "kind"),
     Metric("weft_draining", Gauge, "1 while no new work is taken", "server", _is_draining),
-    Metric(
-        "weft_failing",
-        Gauge,
-        "1 while this fails, e.g. lease or checkpoints",
-        "server",
-        _failures,
-        "what",
-    ),
+    Metric("weft_failing", Gauge, "1 while this fails", "server", _failures, "what"),
     Metric("weft_expert_steps", Counter, "Optimizer steps, also before a restart", "expert", "steps"),
     Metric("weft_expert_retried_batches", Counter, "Batches taken apart after a failure", "expert", "retried_batches"),
     Metric("weft_expert_used_graphs", Counter, "Backwards that used a kept graph", "expert", "used_graphs"),
     Metric("weft_expert_journal_failures", Counter, "Batches that were not logged", "expert", "journal_failures"),
     Metric("weft_expert_open_mini_batches", Gauge, "Uncommitted mini-batches", "expert", "open_mini_batches"),
-    Metric(
-        "weft_expert_open_mini_batch_bytes", Gauge, "Memory of open mini-batches", "expert", "open_mini_batch_bytes"
-    ),
+    Metric("weft_expert_open_mini_batch_bytes", Gauge, "Bytes of open mini-batches", "expert", "open_mini_batch_bytes"),
     Metric("weft_expert_kept_graph_bytes", Gauge, "Memory of kept graphs and inputs", "expert", "kept_graph_bytes"),
     Metric("weft_expert_buffer_bytes", Gauge, "Memory of batch buffers", "expert", "buffer_bytes"),
-    Metric(
-        "weft_expert_batches",
-        Counter,
-        "Batches that counted",
-        "expert",
-        _batches,
-        "direction",
-    ),
+    Metric("weft_expert_batches", Counter, "Batches that counted", "expert", _batches, "direction"),
     Metric(
         "weft_expert_refused_gradients",
         Counter,
-        "Gradients that guards refused",
+        "Refused gradients",
         "expert",
         "refused_gradients",
         "reason",
@@ -150,14 +131,8 @@ METRICS = (
     Metric("weft_runtime_busy_seconds", Counter, "Time that a device worked on batches", "device", "busy"),
     Metric("weft_runtime_batches", Counter, "Batches of a device", "device", "batches"),
     Metric("weft_replica_behind_steps", Gauge, "Steps that this follower lacks", "replica", "behind"),
-    Metric("weft_replica_token", Gauge, "Fencing token of the owner, larger after each take-over", "replica", "token"),
-    Metric(
-        "weft_replica_owned",
-        Gauge,
-        "1 if this server owns the expert, 0 if it follows",
-        "replica",
-        _is_owner,
-    ),
+    Metric("weft_replica_token", Gauge, "Fencing token of the owner", "replica", "token"),
+    Metric("weft_replica_owned", Gauge, "1 for the owner, 0 for a follower", "replica", _is_owner),
     Metric("weft_directory_servers", Gauge, "Listed servers", "directory", _count_servers),
     Metric("weft_directory_away_seconds", Gauge, "Time without an answer of it", "directory", "away_seconds"),
 )
