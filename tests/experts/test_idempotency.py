@@ -41,7 +41,7 @@ def test_a_key_belongs_to_its_client(backend: ExpertBackend) -> None:
     assert (backend.idempotency.statistics().keys, backend.backward_pool.statistics().joined) == (3, 0)
 
 
-def test_those_who_joined_may_give_up_without_hurting_each_other(backend: ExpertBackend) -> None:
+def test_joined_retries_cancel_independently(backend: ExpertBackend) -> None:
     first, joined = send(backend, "k"), send(backend, "k")
     assert first.cancel()
     work(backend)
@@ -54,7 +54,7 @@ def test_those_who_joined_may_give_up_without_hurting_each_other(backend: Expert
     assert backend.steps == 2
 
 
-def test_a_task_that_failed_may_be_sent_again_under_its_key(backend: ExpertBackend) -> None:
+def test_failed_task_is_retried_under_its_key(backend: ExpertBackend) -> None:
     bad = backend.backward_pool.submit_task(*spoiled_gradient(), client="ann", key="k")
     assert isinstance(*answered(backend, bad), GradientError)
     assert isinstance(*answered(backend, send(backend, "k")), list) and backend.steps == 1
@@ -200,7 +200,7 @@ def test_names_of_open_mini_batches_do_not_outlive_their_keys() -> None:
     assert [table.step_of("backward", "ann", key) for key in ("992", "999", "998")] == [None, 3, 1]
 
 
-def test_the_state_of_a_table_goes_into_another(backend: ExpertBackend) -> None:
+def test_table_state_is_loaded_by_another_table(backend: ExpertBackend) -> None:
     sent = [send(backend, f"k{i}", seed=i) for i in range(3)]
     work(backend)
     assert isinstance(*answered(backend, send(backend, "o", mini_batch="m")), list)
@@ -231,11 +231,14 @@ def test_ages_go_on_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("state", ["", {}, {"now": 0.0, "keys": torch.zeros(3), "results": []}, {"now": "x"}])
-def test_what_is_no_state_is_refused_and_changes_nothing(state: object) -> None:
+def test_invalid_state_changes_nothing(state: object) -> None:
     table = IdempotencyTable()
     recorded(table, "ann", "k")
     with pytest.raises(UsageError, match="not a state of an idempotency table"):
         table.load_state_dict(state)
+    saved = table.state_dict()
+    with pytest.raises(UsageError, match="2 keys, of which 1 are different"):
+        table.load_state_dict({**saved, "keys": saved["keys"].repeat(2, 1)})
     assert table.step_of("backward", "ann", "k") == 1
 
 
@@ -275,14 +278,6 @@ def test_keys_are_restored_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     for principal, share in table._shares.items():
         assert list(share.keys.items()) == list(other._shares[principal].keys.items())
     assert other._shares.keys() == table._shares.keys()
-
-
-def test_a_state_with_a_key_twice_is_refused() -> None:
-    table = IdempotencyTable()
-    recorded(table, "ann", "k")
-    state = table.state_dict()
-    with pytest.raises(UsageError, match="2 keys, of which 1 are different"):
-        table.load_state_dict({**state, "keys": state["keys"].repeat(2, 1)})
 
 
 @pytest.mark.parametrize("size", [1, 3000])

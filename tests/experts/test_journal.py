@@ -123,7 +123,7 @@ def test_a_log_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         replay(fussy_backend(), [first], lambda member: [rows(3, 0), rows(3, 1)])
 
 
-def test_what_follows_an_optimizer_that_raised_is_not_replayed() -> None:
+def test_failed_optimizer_step_is_not_replayed() -> None:
     journal = Journal(new_path())
     backend = fussy_backend(journal=journal)
 
@@ -173,7 +173,7 @@ def test_torn_journal_keeps_all_whole_lines(tmp_path: Path, zeros: int) -> None:
         assert steps(path) == [*whole, 3]
 
 
-def test_only_the_last_line_may_be_torn() -> None:
+def test_only_the_last_line_can_be_torn() -> None:
     good, torn = entry(1).to_json(), entry(2).to_json()[:30]
     assert [each.step for each in read_journal([good, torn])] == [1]
     for lines in ([torn, good], [good, torn + "\n"], [good, "hello"], [good, "{}"], [good, '{"kind": "backward"}']):
@@ -182,7 +182,7 @@ def test_only_the_last_line_may_be_torn() -> None:
 
 
 @pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"name": 1}\n', b"\x80\x02weights"])
-def test_what_is_no_journal_is_not_written_to(tmp_path: Path, content: bytes) -> None:
+def test_file_of_another_kind_is_not_written_to(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "mine"
     path.write_bytes(content)
     with pytest.raises(UsageError, match="is not a journal"):
@@ -451,7 +451,7 @@ def test_every_wrong_field_of_a_line_is_named(field: str) -> None:
             Entry.from_json(json.dumps({**good, field: value}))
 
 
-def test_all_that_is_wrong_with_a_line_is_told_at_once() -> None:
+def test_every_fault_of_a_line_is_listed() -> None:
     member = {"client": 1, "key": 2, "rows": 0, "number": "x", "more": 1}
     lines = {
         json.dumps({"kind": "foo", "step": "x", "seed": 1, "mini_batch": None, "members": [], "more": 1}): 4,

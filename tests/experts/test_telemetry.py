@@ -197,7 +197,7 @@ def test_opentelemetry_links_a_batch_to_all_that_it_joined() -> None:
     assert observer.current() is None
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_opentelemetry_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_trace", None)
     with pytest.raises(UsageError, match="pip install opentelemetry-api"):
         OpenTelemetryObserver()

@@ -49,7 +49,7 @@ def test_token_is_never_sent_in_plain_text(directory: LocalDirectory) -> None:
         assert not connections.statistics()
 
 
-def test_only_hosts_among_servers_are_spoken_to(authority: Authority) -> None:
+def test_client_connects_only_to_matching_servers(authority: Authority) -> None:
     tls = ClientTls(authority.pem, servers=["weft-*.weft", "LOCALHOST"])
     for address in ("weft-0.weft:7070", "Weft-17.WEFT:7070", "localhost:1"):
         GrpcTransport(address, tls=tls).close()
@@ -65,7 +65,7 @@ def test_servers_that_are_no_patterns_are_misuse(wrong: Any) -> None:
         ClientTls(servers=wrong)
 
 
-def test_a_listed_address_that_is_no_servers_is_passed_over(authority: Authority) -> None:
+def test_listed_address_of_no_server_is_skipped(authority: Authority) -> None:
     """The one that is listed falsely comes first, owns the expert, and even has a certificate of the authority."""
     directory = LocalDirectory()
     tls = ClientTls(authority.pem, servers=["localhost"])
@@ -236,7 +236,7 @@ def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str,
                     outside()
 
 
-def test_nobody_else_reads_or_writes(secured: tuple[str, str, Certificates], authority: Authority) -> None:
+def test_etcd_rejects_other_readers_and_writers(secured: tuple[str, str, Certificates], authority: Authority) -> None:
     at, _, certificates = secured
     for name in ("etcd", "somebody"):  # of etcd's authority, but no user
         with (

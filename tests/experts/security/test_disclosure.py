@@ -24,7 +24,7 @@ def table(**more: Any) -> dict[str, Any]:
     return {"experts": [parse_expert("f=ffn:hidden=8")], **more}
 
 
-def test_an_error_tells_only_names_that_its_reader_may_use() -> None:
+def test_error_lists_only_permitted_experts() -> None:
     access = Access([Grant("me", "mine.*", Role.TRAIN)], {"s3cret": "me"})
     experts = build({"experts": [parse_expert(f"{name}=ffn:hidden=8") for name in ("mine.0", "theirs.0")]})
     backends = [each.backend for each in experts._dispatcher.experts().values()]
@@ -70,7 +70,7 @@ def test_the_command_line_says_insecure(monkeypatch: pytest.MonkeyPatch, capsys:
     assert stop.value.code == 2 and "--insecure" in capsys.readouterr().err
 
 
-def test_a_program_that_serves_everybody_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+def test_open_server_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "weft.experts.server"):
         with Server([], address="0.0.0.0:0", access=Access([])):
             pass
@@ -98,7 +98,7 @@ def test_a_stranger_cannot_fill_the_audit_log(caplog: pytest.LogCaptureFixture) 
     assert max(len(each.expert) + len(each.why) + len(each.client) for each in audit.last()) < 1000
 
 
-def test_what_came_from_elsewhere_does_not_steer_a_terminal(
+def test_foreign_text_cannot_control_a_terminal(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     audit = Audit()
@@ -147,7 +147,7 @@ def test_a_mistyped_token_is_not_printed(more: dict[str, Any]) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_file_that_is_no_toml_is_refused_without_its_tokens(tmp_path: Path) -> None:
+def test_invalid_toml_is_reported_without_tokens(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     for text in (
         'tokens = { s3cret = "a", s3cret = "b" }',

@@ -93,7 +93,7 @@ def test_half_sent_frames_of_clients_stay_within_total_bytes(tmp_path: Path) -> 
         assert 10 * MB < grown <= most + of_grpc, f"{grown / MB:.0f} MB"
 
 
-def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
+def test_health_check_reads_no_message() -> None:
     with Server([fussy_backend()]) as server, RawHttp2(server.address) as client:
         check = client.open(f"{HEALTH}/Check")  # no message is ever sent
         assert client.status(check) == 0
@@ -124,7 +124,7 @@ def test_unread_health_checks_are_bounded() -> None:
             wait_until(lambda: other.status(other.open(f"{HEALTH}/Check")) == 0)
 
 
-def test_reflection_is_for_those_who_are_admitted() -> None:
+def test_reflection_needs_admission() -> None:
     access = Access([Grant("trainer")], {"s3cret": "trainer"})
     with Server([], access=access) as server, grpc.insecure_channel(server.address) as channel:
         ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo

@@ -55,7 +55,7 @@ def test_call_beyond_the_budget_is_refused_until_others_end() -> None:
         other.submit(forward(0), PATIENCE).result(PATIENCE)
 
 
-def test_a_client_that_vanishes_gives_back_what_it_held() -> None:
+def test_disconnected_client_frees_its_bytes() -> None:
     gate, backend = blocking_expert()
     with Server([backend], options=ServerOptions(total_bytes=BYTES)) as server, gate:
         with raw_stream(server.address) as stream:
@@ -64,7 +64,7 @@ def test_a_client_that_vanishes_gives_back_what_it_held() -> None:
         wait_until(lambda: budget_of(server).held == 0)
 
 
-def test_an_expert_is_asked_again_until_there_is_room() -> None:
+def test_client_retries_until_there_is_room() -> None:
     gate, backend = blocking_expert()
     options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + BYTES)
     with (

@@ -191,7 +191,7 @@ def test_ctrl_c_ends_a_server_and_leaves_the_signal_as_it_was(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("wrong", ["f=nothing-like-it", "f"])
-def test_what_cannot_be_served_leaves_the_signals_as_they_were(wrong: str) -> None:
+def test_failed_serve_restores_the_signal_handlers(wrong: str) -> None:
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(SystemExit):
         main(["serve", "--expert", wrong, "--address", "127.0.0.1:0"])

@@ -56,7 +56,7 @@ def scheduled(name: str, **arguments: Any) -> dict[str, Any]:
     return {"optimizer": "SGD", "schedule": name, "schedule_arguments": arguments}
 
 
-def test_a_value_of_a_wrong_type_is_told_with_its_name(subtests: pytest.Subtests) -> None:
+def test_wrong_type_is_reported_with_its_name(subtests: pytest.Subtests) -> None:
     for wrong, name in product([5, True, "x", 1.5], [*TABLES, *LISTS]):
         with subtests.test(wrong=wrong, name=name):
             seen = f"of type {type(wrong).__name__}" if name in ("tokens", "replicas") else repr(wrong)
@@ -67,7 +67,7 @@ def test_a_value_of_a_wrong_type_is_told_with_its_name(subtests: pytest.Subtests
             assert f"{name}[0] is {wrong!r}, wanted a table" in refusal_of({**GOOD, name: [wrong]})
 
 
-def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> None:
+def test_every_table_reports_invalid_values(subtests: pytest.Subtests) -> None:
     for more, words in [
         ({"grants": [{"role": ["train"]}]}, ["grants[0].role is ['train']"]),
         ({"grants": [{"role": 1}, {"role": "king"}]}, ["grants[0].role is 1", "'king'"]),
@@ -115,7 +115,7 @@ def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> Non
             assert "s3cret" not in text
 
 
-def test_an_entry_that_cannot_be_made_is_told_with_its_number(subtests: pytest.Subtests) -> None:
+def test_failed_entry_is_reported_with_its_number(subtests: pytest.Subtests) -> None:
     for more, word in [
         *(({"arguments": {"hidden": wrong}}, "hidden") for wrong in ("8", 8.5, True)),
         ({"arguments": {"hidden": -8}}, "hidden is -8, wanted an int"),
@@ -162,7 +162,7 @@ def test_an_entry_that_cannot_be_made_is_told_with_its_number(subtests: pytest.S
             assert word in text and "experts[0]" in text
 
 
-def test_an_entry_may_say_all_that_training_needs() -> None:
+def test_entry_configures_optimizer_schedule_and_guards() -> None:
     more = {
         "optimizer": "SGD",
         "optimizer_arguments": {"lr": 1.0},
@@ -191,7 +191,7 @@ def test_the_docs_tell_every_name() -> None:
     assert {name for name in wanted if f"`{name}`" not in table} == set()
 
 
-def test_faults_of_several_entries_are_told_together() -> None:
+def test_faults_of_several_entries_are_reported_together() -> None:
     entries = [{**EXPERT, "kind": "zebra"}, EXPERT, EXPERT, {**EXPERT, "name": "{}", "count": 3, "arguments": {}}]
     config = {**GOOD, "experts": entries, "tokens": {"a": ""}, "grants": [], "directory": "zk"}
     text = refusal_of(config)

@@ -87,7 +87,7 @@ def test_invalid_frame_ends_only_its_stream(
 
 
 @given(frames(), st.integers(0, 1 << 20), st.integers(0, 255))
-def test_whatever_is_sent_the_server_goes_on(server: Server, frame: bytes, place: int, byte: int) -> None:
+def test_server_survives_arbitrary_bytes(server: Server, frame: bytes, place: int, byte: int) -> None:
     spoiled = bytearray(frame)
     if spoiled:
         spoiled[place % len(spoiled)] = byte
@@ -105,7 +105,7 @@ def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server: Server,
     assert stream.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: RawStream) -> None:
+def test_bad_calls_do_not_affect_good_ones(server: Server, stream: RawStream) -> None:
     backend = backend_of(server)
     before = weights(backend)
     nan = torch.full((2, WIDTH), float("nan"), dtype=torch.float64)
@@ -202,7 +202,7 @@ def test_client_that_does_not_read_slows_no_other() -> None:
             seen += len(slow.receive())
 
 
-def test_draining_answers_what_was_accepted_and_refuses_the_rest() -> None:
+def test_draining_answers_only_accepted_calls() -> None:
     gate, backend = blocking_expert()
     with Server([backend, fussy_backend()]) as server, raw_stream(server.address) as stream, gate:
         stream.send(forward(1, rows(1, 0), "gate"))

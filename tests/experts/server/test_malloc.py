@@ -50,7 +50,7 @@ def test_the_next_batch_pages_nothing_in() -> None:
 
 
 @pytest.mark.long
-def test_otherwise_it_would_and_what_the_environment_says_holds() -> None:
+def test_malloc_settings_of_the_environment_are_respected() -> None:
     limits = {"MALLOC_TRIM_THRESHOLD_": "100000", "MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_ARENA_MAX": "8"}
     assert min(faults(**limits)) > PAGES / 2
 

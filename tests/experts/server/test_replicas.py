@@ -204,7 +204,7 @@ def test_an_open_mini_batch_does_not_survive_its_owner_by_half(directory: LocalD
         assert backend_of(second).steps == 0
 
 
-def test_who_takes_over_goes_on_from_a_checkpoint_that_is_newer(tmp_path: Path) -> None:
+def test_new_owner_loads_a_newer_checkpoint(tmp_path: Path) -> None:
     directory, seldom = LocalDirectory(), ReplicaOptions(follow_seconds=600.0, follow_steps=10**6)
     with (
         make(directory, replicas=seldom, checkpoints=CheckpointStore(tmp_path)) as first,

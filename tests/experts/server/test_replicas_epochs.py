@@ -94,7 +94,7 @@ def test_granted_claim_excludes_states_of_earlier_owners(number: int) -> None:
     assert replica.quiet(LEASED) > 0 and replica.backend.steps == 0
 
 
-def test_nobody_waits_in_a_directory_that_did_not_begin_anew() -> None:
+def test_new_owner_does_not_wait_without_a_restart() -> None:
     replica = owning(token_of(NOW, 3))
     replica.follow(Ownership("fussy", "there:1", token_of(NOW, 5)))
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, 9)), LEASED)

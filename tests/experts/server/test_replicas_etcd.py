@@ -68,9 +68,7 @@ def serving(
 
 
 @pytest.mark.long
-def test_training_goes_on_after_sigkill_and_sigterm_of_owners(
-    tmp_path: Path, directory: tuple[str, EtcdDirectory]
-) -> None:
+def test_training_continues_after_owners_are_killed(tmp_path: Path, directory: tuple[str, EtcdDirectory]) -> None:
     etcd, there = directory
     with ExitStack() as stack:
         served = serving(tmp_path, etcd, free_ports(2), stack)
@@ -149,7 +147,7 @@ def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, Etc
 
 
 @pytest.mark.long
-def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) -> None:
+def test_training_continues_after_etcd_lost_its_data(tmp_path: Path) -> None:
     with cluster(tmp_path) as (member,), ExitStack() as stack:
         made = [stack.enter_context(EtcdDirectory(member.endpoint)) for _ in range(3)]
         for _ in range(50):  # so that tokens were larger before

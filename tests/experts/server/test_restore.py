@@ -121,7 +121,7 @@ def test_a_checkpoint_that_was_made_by_hand_needs_no_keys(tmp_path: Path) -> Non
         assert server.statistics().keeping["f"].restored == 0
 
 
-def test_damaged_checkpoints_that_were_passed_over_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_checkpoints_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = save_steps(tmp_path, 1, 5)
     newest = max((tmp_path / "f").iterdir())
     newest.write_bytes(newest.read_bytes()[:100])
@@ -138,7 +138,7 @@ def test_damaged_checkpoints_that_were_passed_over_are_told(tmp_path: Path, capl
         assert server.status()["failures"] == {} and caplog.text == ""
 
 
-def test_another_learning_rate_than_the_checkpoint_s_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_learning_rate_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = save_steps(tmp_path, optimizer=partial(Adam, lr=0.01, betas=(0.5, 0.9)))
     backend = expert(partial(Adam, lr=0.5))
     with caplog.at_level(logging.WARNING), Server([backend], checkpoints=store) as server:
@@ -200,7 +200,7 @@ def test_a_folder_that_was_removed_is_made_again(removed: str, steps: int, tmp_p
         assert store.steps("f") == [1 + steps] and store.steps("idle") == [0]
 
 
-def test_what_is_made_again_survives_a_crash_as_well() -> None:
+def test_recreated_folder_survives_a_crash() -> None:
     disk, root = CrashingDisk(), Path("/data/experts")
     store = CheckpointStore(root, disk=disk)
     store.save("f", {"a": 1}, 1)

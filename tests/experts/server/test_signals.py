@@ -61,7 +61,7 @@ def test_signal_to_another_thread_ends_the_server(number: signal.Signals, capsys
     assert handlers() == before
 
 
-def test_what_is_left_to_ignore_a_hang_up_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ignored_sighup_stays_ignored(capsys: pytest.CaptureFixture[str]) -> None:
     def send() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGTERM)
@@ -150,7 +150,7 @@ def test_late_failure_of_a_start_closes_everything(tmp_path: Path, capsys: pytes
         assert server.shutdown() and server.drain()
 
 
-def test_who_reads_no_more_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_pipe_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     lines: list[str] = []
 

@@ -46,6 +46,7 @@ BEGUN = b"-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n"
         ("authority", "the authority cannot be read"),
         ("cut and authority", rf"(?s){CUT}.*the authority cannot be read"),
         ("missing", "none.pem' cannot be read"),
+        ("no pem", "no PEM block"),
     ],
 )
 def test_invalid_certificates_fail_before_any_call(
@@ -61,6 +62,7 @@ def test_invalid_certificates_fail_before_any_call(
         "authority": {2: BEGUN},
         "cut and authority": {1: certificate[:200], 2: BEGUN},
         "missing": {0: tmp_path / "none.pem"},
+        "no pem": {0: b"nothing"},
     }
     pems: list[Any] = [changes[wrong].get(index, pem) for index, pem in enumerate((key, certificate, authority.pem))]
     if end == "server with files":

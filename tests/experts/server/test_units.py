@@ -9,7 +9,6 @@ import torch
 from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import Away
-from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
@@ -114,19 +113,7 @@ class Silent(LocalDirectory):
         super()._expire()
 
 
-def test_shutdown_does_not_wait_for_a_silent_directory() -> None:
-    directory = Silent()
-    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
-    presence.turn()
-    directory.away = True
-    presence.withdraw(patience=0.01)
-    presence.withdraw()
-    assert directory.asked.wait(60.0) and presence.listed == ()  # both came back, though nothing was answered
-    directory.gate.set()
-    wait_until(lambda: directory.get().uids == ())
-
-
-def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
+def test_late_declaration_is_withdrawn() -> None:
     directory = Silent()
     presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     directory.away = True
@@ -161,12 +148,3 @@ def test_checkpoint_has_weights_and_keys_of_one_step(tmp_path: Path) -> None:
     assert weights(second) == weights(first) and again.restored == again.durable == 1
     repeated = second.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
     assert torch.equal(repeated.result(0)[0], answer.result(0)[0]) and second.steps == 1
-
-
-def test_checkpoint_of_another_kind_names_its_file(store: CheckpointStore, tmp_path: Path) -> None:
-    first = HostedExpert(fussy_backend(), store, 1)
-    first.restore()
-    first.close()
-    with pytest.raises(UsageError) as caught:
-        HostedExpert(fussy_backend(optimizer=None), store, 1).restore()
-    assert str(tmp_path) in str(caught.value)

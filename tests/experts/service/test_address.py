@@ -47,7 +47,7 @@ def test_an_address_is_a_host_and_a_port_that_there_can_be(host: str, port: int)
     assert (not address_fault("it", address)) == (0 < port <= 65535)
 
 
-def test_what_is_none_is_refused_by_all_who_take_addresses(subtests: pytest.Subtests) -> None:
+def test_every_interface_rejects_invalid_addresses(subtests: pytest.Subtests) -> None:
     for address in [*NONE, None, 5, b"a:80", ("a", 80)]:
         (fault,) = address_fault("where", address)
         assert fault.startswith("where is ") and repr(address) in fault and "wanted host:port" in fault
@@ -59,7 +59,7 @@ def test_what_is_none_is_refused_by_all_who_take_addresses(subtests: pytest.Subt
 
 
 @pytest.mark.parametrize("host", WILD)
-def test_a_directory_lists_no_address_that_nobody_can_call(host: str) -> None:
+def test_uncallable_address_is_not_listed(host: str) -> None:
     address = f"{host}:0"
     assert is_wildcard(parse_address(address)[0]) and not any(is_wildcard(each) for each in HOSTS.values())
     assert build({**CONFIG, "address": address, "insecure": True}).experts  # without a directory nobody is told of it

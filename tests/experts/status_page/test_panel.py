@@ -99,7 +99,7 @@ def test_a_module_that_hangs_hides_nothing() -> None:
         wait_until(lambda: fetch_status(server)["experts"]["gate"]["forward_batches"] == 2)
 
 
-def test_the_directory_says_who_else_is_alive(directory: LocalDirectory) -> None:
+def test_panel_lists_live_servers(directory: LocalDirectory) -> None:
     options = ServerOptions(lease_seconds=0.3)
     with Server([layer("a")], directory=directory, panel=LOCAL, options=options) as server:
         with Server([layer("b"), layer("c")], directory=directory, options=options) as other:

@@ -174,11 +174,8 @@ class GrpcHandlers:
     def tables(self) -> list[Any]:
         """The handlers as gRPC takes them, one object per service."""
         stream = _grpc.stream_stream_rpc_method_handler
-        methods = {
-            "Stream": stream(self._serve_stream),
-            "Info": stream(self._answer_info),
-            "Status": stream(self._send_status),
-        }
+        methods = {"Stream": stream(self._serve_stream), "Info": stream(self._answer_info)}
+        methods["Status"] = stream(self._send_status)
         if self.leader_streams is not None:
             methods["State"] = stream(self._serve_states)
         reflect = stream(

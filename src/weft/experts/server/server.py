@@ -296,7 +296,7 @@ class Server:
         """Counters since the start, and the present load. Never waits for a module, a disk or a network."""
         dispatcher, hosted = self._dispatcher, self._dispatcher.experts()
         answered, errors = dispatcher.counts()
-        directory, lease = self._lease.statistics()
+        listed, directory, lease = self._lease.statistics()
         failures = self._background.failures()
         failures |= {f"runtime {name}": why for name, why in self._runtimes.failures().items()}
         failures |= {f"restore of {uid}": one.failure for uid, one in hosted.items() if one.failure is not None}
@@ -311,7 +311,7 @@ class Server:
             errors=errors,
             refusals=dispatcher.audit.counts(),
             failures=failures,
-            listed=self._lease.listed,
+            listed=listed,
             experts={uid: one.backend.statistics(wait=False) for uid, one in hosted.items()},
             keeping={uid: CheckpointStatistics(one.durable, one.restored, one.notes) for uid, one in hosted.items()},
             runtimes=self._runtimes.statistics(),

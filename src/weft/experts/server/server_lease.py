@@ -60,11 +60,7 @@ class ServerLease:
             self.heartbeat.withdraw()
         self._background.stop_periodic("lease", LEAST_SECONDS)  # a turn that still runs declares nothing after this
 
-    @property
-    def listed(self) -> tuple[str, ...]:
-        """The experts that the directory lists here, as far as is known."""
-        return () if self.heartbeat is None else self.heartbeat.listed
-
-    def statistics(self) -> tuple[dict[str, Any] | None, LeaseStatistics | None]:
-        heartbeat = self.heartbeat
-        return (None, None) if heartbeat is None else (heartbeat.directory_statistics(), heartbeat.statistics())
+    def statistics(self) -> tuple[tuple[str, ...], dict[str, Any] | None, LeaseStatistics | None]:
+        """The listed experts, as far as is known, and statistics of the directory and of the lease."""
+        own = self.heartbeat
+        return ((), None, None) if own is None else (own.listed, own.directory_statistics(), own.statistics())
