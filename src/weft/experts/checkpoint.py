@@ -80,21 +80,26 @@ class CheckpointStorage(Protocol):
 
     def lock(self, uid: str, *, shared: bool = False) -> CheckpointLock:
         """Lock the checkpoints of an expert, ``shared`` among its replicas. Raises ``CheckpointError`` if locked."""
+        ...
 
     def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
         """A copy of ``state`` (a state dict) and ``extra`` (such as idempotency keys), between two steps.
 
         Raises ``UsageError`` that lists every value that cannot be stored.
         """
+        ...
 
     def write(self, encoded: EncodedCheckpoint) -> object:
         """Make a checkpoint durable before this returns. Raises ``CheckpointError``; then the previous one is."""
+        ...
 
     def load_newest(self, uid: str) -> Checkpoint | None:
         """The newest whole checkpoint, on the CPU. None without any. Raises ``CheckpointError`` if all are damaged."""
+        ...
 
     def has(self, uid: str, step: int) -> bool:
         """Whether a checkpoint of this step exists. True if the storage does not answer."""
+        ...
 
 
 class Disk:

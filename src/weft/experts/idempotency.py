@@ -106,7 +106,6 @@ class _Share:
         self.result_bytes += _bytes_of(result)
 
     def evict_result(self, digest: bytes) -> int:
-        """Remove a result, if it is stored. Return its bytes."""
         result = self.results.pop(digest, None)
         nbytes = 0 if result is None else _bytes_of(result)
         self.result_bytes -= nbytes

@@ -46,9 +46,11 @@ class SpanObserver(Protocol):
         ``parents`` are traceparents: one is the parent, several are links. Without any, the parent is the span that is
         open in this thread. The work began ``waited`` seconds ago.
         """
+        ...
 
     def current(self) -> str | None:
         """The traceparent of the span that is open in this thread."""
+        ...
 
 
 @runtime_checkable
@@ -59,6 +61,7 @@ class WorkObserver(Protocol):
 
     def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
         """``step``: the number of steps after this one."""
+        ...
 
 
 class SafeObserver:

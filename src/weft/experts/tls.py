@@ -185,7 +185,6 @@ def address_faults(address: str, tls: ClientTls | None, token: str | None) -> li
 
 
 def check_address(address: str, tls: ClientTls | None, token: str | None) -> None:
-    """Raise ``UsageError`` for an address that a client must not connect to."""
     with Validator("invalid transport options") as check:
         check.add(*address_faults(address, tls, token))
 
@@ -241,7 +240,6 @@ def pair_faults(context: ssl.SSLContext, key: bytes, certificate: bytes) -> list
 
 
 def _authority_faults(context: ssl.SSLContext, authority: bytes) -> list[str]:
-    """Faults of the certificate of an authority. Without faults, the context trusts it."""
     try:
         context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
     except ssl.SSLError as error:

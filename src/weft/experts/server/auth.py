@@ -96,7 +96,6 @@ class Caller:
 
     @property
     def described(self) -> str:
-        """The client, in words for an error message."""
         return f"client {self.name!r}" if self.name else f"a client without certificate or token ({self.peer})"
 
     def owner(self, client: str, mini_batch: str | None) -> tuple[str, str | None]:
@@ -221,7 +220,6 @@ class Audit:
         _LOG.warning("refused: client='%s' peer='%s' expert='%s' what=%s: %s", client, peer, uid, what, refusal.why)
 
     def last(self) -> list[Refusal]:
-        """The last refusals, oldest first."""
         with self._lock:
             return list(self._last)
 

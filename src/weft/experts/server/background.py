@@ -16,8 +16,7 @@ from weft.experts.runtime import Runtime
 from weft.experts.telemetry import RuntimeStatistics
 
 _LOG = logging.getLogger("weft.experts.server")
-LEAST_SECONDS = 0.1
-"""Seconds that each thread has to end, even if the deadline has passed."""
+LEAST_SECONDS = 0.1  # for each thread to end, even if the deadline has passed
 
 
 class PeriodicTask:
@@ -114,7 +113,6 @@ class DeviceRuntimes:
 
     @property
     def lost(self) -> str | None:
-        """The error that ended the thread of a device, such as a failed GPU; None if all threads work."""
         return next(iter(self.failures().values()), None)
 
     def add(self, backend: ExpertBackend) -> None:

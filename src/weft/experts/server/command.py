@@ -90,7 +90,8 @@ def serve(config: Mapping[str, Any]) -> None:
             if server.panel_url is not None:
                 _print_line(f"weft: status page at {server.panel_url}")
             while not (stop.received or server.lost):
-                stop.wait(_POLL_SECONDS)  # with a timeout, because a failed GPU sends no signal
+                # With a timeout: a signal that the system delivers to another thread does not wake this one.
+                stop.wait(_POLL_SECONDS)
             if server.lost:  # `shutdown` below still saves the experts of other devices
                 raise ExpertError(server.lost)
             _print_line("weft: draining")

@@ -152,7 +152,6 @@ class ExpertTable(_Table):
         return [self.name] if self.count is None else [self.name.replace("{}", str(i)) for i in range(self.count)]
 
     def make(self, name: str) -> ExpertBackend:
-        """One expert of this entry. Raises the errors of its kind and its optimizer."""
         named = ("guards", "keep_graphs", "idempotency", "mini_batches", "clip_grad_norm")
         more = {
             **vars(self.options),

@@ -86,7 +86,6 @@ class RequestDispatcher:
         return hosted
 
     def experts(self) -> dict[str, HostedExpert]:
-        """A copy of the table of served experts, by name."""
         return dict(self._experts)
 
     def refuse_new_work(self, why: str) -> None:

@@ -172,7 +172,6 @@ class GrpcHandlers:
         self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
 
     def tables(self) -> list[Any]:
-        """The handlers as gRPC takes them, one object per service."""
         stream = _grpc.stream_stream_rpc_method_handler
         methods = {"Stream": stream(self._serve_stream), "Info": stream(self._answer_info)}
         methods["Status"] = stream(self._send_status)

@@ -185,7 +185,6 @@ def _check_callable(name: str, description: bytes, limits: Limits) -> None:
 
 @contextmanager
 def _acquire(lock: "threading.Lock | threading.RLock", max_wait: float, uid: str) -> Generator[None]:
-    """Hold a lock of an expert. Raises ``ExpertError`` if that takes longer than ``max_wait`` seconds."""
     if not lock.acquire(timeout=max_wait):
         raise ExpertError(f"expert {uid!r} was not saved: its module ran for longer than {max_wait:g} s")
     try:

@@ -52,17 +52,13 @@ class _RunState:
     def __init__(self) -> None:
         self.running = self.ended = False
         self.started_at: float | None = None
-        self._guard = ForkGuard()
-
-    @property
-    def in_this_process(self) -> bool:
-        return self._guard.here
+        self.guard = ForkGuard()
 
     def prepare(self) -> None:
         """Raise ``UsageError`` unless the server is new. The process that starts it is the one that can end it."""
         if self.running or self.ended:
             raise UsageError("a server is started once; make a new one")
-        self._guard = ForkGuard()
+        self.guard = ForkGuard()
 
     def begin(self) -> None:
         self.running, self.started_at = True, time.monotonic()
@@ -160,7 +156,6 @@ class Server:
 
     @property
     def experts(self) -> list[str]:
-        """The names of the experts, sorted."""
         return sorted(self._dispatcher.experts())
 
     def start(self) -> None:
@@ -268,7 +263,7 @@ class Server:
         checkpoint. Whatever fails, all remaining steps are taken. Raises the errors of saving at the end. Does nothing
         in a fork of the server's process.
         """
-        if not self._state.in_this_process:
+        if not self._state.guard.here:
             return True
         with self._lock:
             finished = self.drain()

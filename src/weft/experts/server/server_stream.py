@@ -54,7 +54,6 @@ class ByteBudget:
         self._freed.set()
 
     async def reserve(self, nbytes: int, client: str, seconds: float) -> None:
-        """`admit`, but wait up to ``seconds`` for room."""
         end = asyncio.get_running_loop().time() + seconds
         while True:
             try:

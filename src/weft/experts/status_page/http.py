@@ -223,7 +223,6 @@ async def _report_failure(_: Request, error: Exception) -> Response:
 
 
 def _sent_token(headers: Headers) -> str:
-    """The bearer token or password of a request; "" without one."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "basic":
         try:
