@@ -23,13 +23,12 @@ Fetch = Callable[[Member], Sequence[Tensor]]
 def replay(backend: ExpertBackend, entries: Iterable[Entry], fetch: Fetch) -> int:
     """Run logged batches on a backend in the state before the first of them. Return the number of batches that ran.
 
-    The entries to run after loading a ``state_dict`` are those whose ``place`` is greater than its
-    ``(steps, backward_batches)``. A batch runs with its logged members, order, random seed and number of intra-op
-    threads, because rounding depends on them. The caller provides the same kind of machine and the same PyTorch, and
-    ensures that nothing else uses the backend during the replay.
+    After a ``state_dict``, replay the entries whose ``place`` is beyond its ``(steps, backward_batches)``. Rounding
+    depends on the number of intra-op threads, which is logged, and on machine and PyTorch, which the caller provides.
+    Nothing else can use the backend during the replay.
 
-    Raises `ReplayError` if an entry does not fit the backend's state or options, such as a mini-batch that began before
-    that state. Also raises the errors of module and optimizer. The batches before the failed one stay applied.
+    Raises `ReplayError` if an entry does not fit the backend, such as a mini-batch that began before its state. Also
+    raises the errors of module and optimizer. The batches before the failed one stay applied.
 
     Example:
         >>> from weft.experts import Entry, Member, replay

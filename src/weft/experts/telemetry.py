@@ -9,8 +9,7 @@ one moment that never change and hold no tensor.
       connection: its trace, or none        |                                     to every task that it joined
 
 ``Server(..., observer=...)`` opens the spans. ``GrpcTransport(..., trace=observer.current)`` propagates the trace, a
-W3C ``traceparent`` (Trace Context, 2021): ``00-<trace>-<span>-<flags>``. An observer of one's own needs no further
-package: opentelemetry-api is optional, and the application chooses the SDK that exports the spans.
+W3C ``traceparent`` (Trace Context, 2021): ``00-<trace>-<span>-<flags>``. opentelemetry-api is optional.
 """
 
 import logging

@@ -39,13 +39,9 @@ _KEYS, _TOKEN = "records", "token"
 
 
 class HostedExpert:
-    """A backend and its storage (None: it is not saved).
+    """A backend and its storage (None: it is not saved). ``incarnation``: of the server. ``limits``: of frames.
 
-    Args:
-        incarnation: of the server.
-        until: if given, the expert is a replica; the time until which a lease lasts, see
-            `weft.experts.replication.Leadership`.
-        limits: of the frames of its calls.
+    ``until`` makes it a replica: the time until which a lease lasts, see `weft.experts.replication.Leadership`.
     """
 
     def __init__(

@@ -116,7 +116,8 @@ class Server:
             check.add(*listen_faults(address, advertise, directory is not None))
         self._advertise = advertise
         self._store = checkpoints
-        allowed = access, Audit(), self.options.longest_seconds
+        self.audit = Audit()
+        allowed = access, self.audit, self.options.longest_seconds
         self._dispatcher = ObservedDispatcher(observer, *allowed) if observer else RequestDispatcher(*allowed)
         self._background = BackgroundTasks()
         self._background.on_close(self._dispatcher.close)
@@ -139,10 +140,6 @@ class Server:
         if not self._grpc_server.port:
             raise UsageError("the server has no address before it is started; use it in a with block, or call start()")
         return self._grpc_server.address
-
-    @property
-    def audit(self) -> Audit:
-        return self._dispatcher.audit
 
     @property
     def panel_url(self) -> str | None:
