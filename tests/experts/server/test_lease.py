@@ -43,7 +43,7 @@ def test_failed_renewal_is_retried_soon(monkeypatch: pytest.MonkeyPatch) -> None
             raise DirectoryUnavailableError("away")
         now[0] += 0.125
 
-    monkeypatch.setattr("weft.experts.server.server.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("weft.experts.server.background.time", SimpleNamespace(monotonic=lambda: now[0]))
     task = PeriodicTask("lease", 0.5, 0.05, act)
     task._stop = Waits()
     task._run_turns()
