@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from tests.experts.expert_cases import X, fussy_backend, rows, weights
 from tests.experts.server.test_units import Silent
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
-from weft.experts.checkpoint import CheckpointStore
+from weft.experts.checkpoint import Checkpoint, CheckpointStorage, CheckpointStore, EncodedCheckpoint
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
 from weft.experts.discovery import Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import AlreadyDeclaredError, CommitError
 from weft.experts.replication import ReplicaOptions
+from weft.experts.serialization import deserialize, serialize
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
 from weft.experts.wire.service import Receipt
@@ -44,6 +46,42 @@ def test_server_restores_its_checkpoint(store: CheckpointStore) -> None:
     with Server([second], checkpoints=store) as server:
         assert server.statistics().keeping["fussy"].restored == 3
         assert weights(second) == weights(first)
+
+
+class InMemory:
+    """The least that a storage of checkpoints needs; also its own lock."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, EncodedCheckpoint] = {}
+
+    def lock(self, uid: str, *, shared: bool = False) -> "InMemory":
+        return self
+
+    def hold(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
+        return EncodedCheckpoint(uid, step, serialize([state, extra]))
+
+    def write(self, encoded: EncodedCheckpoint) -> None:
+        self.newest[encoded.uid] = encoded
+
+    def load_newest(self, uid: str) -> Checkpoint | None:
+        found = self.newest.get(uid)
+        return None if found is None else Checkpoint(uid, found.step, *deserialize(found.data), "memory")
+
+    def has(self, uid: str, step: int) -> bool:
+        return uid in self.newest and self.newest[uid].step == step
+
+
+def test_storage_other_than_a_folder_restores_an_expert(store: CheckpointStore) -> None:
+    storage, first, second = InMemory(), fussy_backend(), fussy_backend()
+    assert isinstance(storage, CheckpointStorage) and isinstance(store, CheckpointStorage)
+    for backend in (first, second):
+        with Server([backend], checkpoints=storage) as server:
+            train_steps(server, 2)
+    assert second.steps == 4 == storage.newest["fussy"].step
 
 
 def test_even_the_first_weights_survive(tmp_path: Path) -> None:
