@@ -1,4 +1,4 @@
-"""Checkpoints of experts: what a server needs of their storage, and a storage in a folder of a file system.
+"""Checkpoints of experts: the interface of their storage, and a storage in a folder of a file system.
 
     root/
       ffn.3/                                              one folder per expert, see `folder_name`

@@ -11,7 +11,7 @@ A plain least-recently-used cache would not be safe: a client with many keys cou
 retries would step twice. Therefore every principal (the holder of a quota) has a share of the keys and of the result
 bytes. A key beyond that share replaces the principal's own oldest key. A full table forgets the oldest key of the
 largest holder as soon as no retry of it is expected any more, and rejects new principals until then. Within these
-bounds no optimizer step is applied twice, whatever the network loses or repeats.
+bounds no optimizer step is applied twice, even if the network loses or repeats messages.
 
 A key takes 48 bytes in a saved state and about 400 in memory, because requests and principals are stored as digests. A
 saved state contains the newest results, up to `SAVED_RESULT_BYTES`.
@@ -204,7 +204,7 @@ class IdempotencyTable:
                 del self._unsaved[digest]
 
     def forget_mini_batch(self, client: str | None, mini_batch: str) -> None:
-        """Forget the requests of a mini-batch whose accumulated gradient was lost; retries run again."""
+        """Forget the requests of a mini-batch after its gradient sum was lost, so that retries run again."""
         with self._lock:
             for digest in self._requests_of(client, mini_batch):
                 self._forget(digest)

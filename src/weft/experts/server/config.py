@@ -306,7 +306,7 @@ def build(table: Mapping[str, Any]) -> Server:
 
 
 def _describe_fault(error: ErrorDetails) -> list[str]:
-    """A fault that pydantic found: the place, the value unless it could be a secret, and what was wanted."""
+    """A fault that pydantic found: the place, the value unless it could be a secret, and the expected one."""
     loc, kind, seen, where = error["loc"], error["type"], error["input"], _path(error["loc"])
     *table, name = loc or [""]
     if "tokens" in table:  # the key is the token itself, so it must not be quoted

@@ -256,9 +256,9 @@ class Server:
     def shutdown(self) -> bool:
         """`drain`, save, let the answers leave, and end all threads. Can be called twice.
 
-        Return False if a module still runs or a GPU failed; an expert whose module still runs keeps its last
-        checkpoint. Whatever fails, all remaining steps are taken. Raises the errors of saving at the end. Does nothing
-        in a fork of the server's process.
+        Return False if a module still runs or a GPU failed. An expert with a running module keeps its last checkpoint.
+        All remaining steps are taken even after an error. Raises the errors of saving at the end. Does nothing in a
+        fork of the server's process.
         """
         if not self._state.guard.here:
             return True

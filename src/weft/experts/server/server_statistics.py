@@ -14,7 +14,7 @@ from weft.experts.telemetry import BackendStatistics, RuntimeStatistics
 class CheckpointStatistics:
     """One expert. ``durable``: the step on the disk (None: no checkpoint). ``restored``: the step it started from.
 
-    ``notes``: differences between the configuration and the checkpoint, whose values are used.
+    ``notes``: differences between the configuration and the checkpoint. The values of the checkpoint are used.
     """
 
     durable: int | None

@@ -5,7 +5,7 @@
        '── waits while too much is running <── room <───────────── sent ───────────'
 
 Answers come in any thread and in any order. The writer packs all waiting answers into one frame, so many small answers
-cost as much as one. A client that does not read its answers is no longer read itself, and so stays within its bound.
+cost as much as one. The server stops reading a client that does not read its answers, so each stays within its bound.
 A thousand streams within their bounds would still exhaust any machine. Therefore all share one `ByteBudget`:
 
     add_stream  a stream         MESSAGE_BYTES, which gRPC can hold of it unseen   no room: the stream is rejected
@@ -208,7 +208,7 @@ def _answer_bytes(call: Call) -> int:
 
 
 def _encode_frames(calls: list[Call], limits: Limits) -> list[bytes]:
-    """One frame for all calls. If that fails, one frame for each, with an error in place of what cannot be encoded."""
+    """One frame for all calls. If that fails, one for each, with an error in place of an invalid answer."""
     try:
         return [encode(calls, limits)]
     except Exception as error:
