@@ -118,7 +118,7 @@ def crowded(idle: int, slow: int, calls: int) -> list[Verdict]:
         frame = base64.b64encode(message(*[forward(rows(0, MOST_ROWS), number=n) for n in range(1, 129)])).decode()
         sent = crowd.ask({"slow": slow, "frame": frame}, 60.0)["sent"] if slow else 0
         beside_slow = _latencies(mine, calls)
-        held = max((each.nbytes for each in server._grpc_server.connections), default=0) / _MB
+        held = max((each.nbytes for each in server._grpc_server.handlers.connections), default=0) / _MB
         connections = server.statistics().connections
     all_there = connections == idle + slow + 1
     verdicts: list[Verdict] = []

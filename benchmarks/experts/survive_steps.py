@@ -31,7 +31,7 @@ def marks(keys: int) -> ExpertBackend:
         partial(torch.optim.SGD, lr=1.0),
         args_schema=(TensorSpec((None,), torch.int64),),
         max_batch_size=1,
-        records=IdempotencyOptions(max_keys=2000),
+        idempotency=IdempotencyOptions(max_keys=2000),
     )
 
 

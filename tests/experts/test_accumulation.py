@@ -52,12 +52,12 @@ def test_one_step_per_mini_batch_with_the_gradients_of_all_its_tasks(tasks: list
 
 def test_a_commit_is_applied_once_and_closes_its_mini_batch(backend: ExpertBackend) -> None:
     answered(backend, added := add(backend, "m", 0, key="k"))
-    assert backend.records.step_of("backward", "ann", "k") == 0
+    assert backend.idempotency.step_of("backward", "ann", "k") == 0
     first, joined = backend.commit("m", client="ann"), backend.commit("m", client="ann")
     work(backend)
     again = backend.commit("m", client="ann")
     assert [each.result(0)[0].item() for each in (first, joined, again)] == [1, 1, 1]
-    assert backend.steps == 1 and backend.records.step_of("backward", "ann", "k") == 1
+    assert backend.steps == 1 and backend.idempotency.step_of("backward", "ann", "k") == 1
     assert is_commit_error(*answered(backend, add(backend, "m", 1)), "was committed")
     assert torch.equal(add(backend, "m", 0, key="k").result(0)[0], added.result(0)[0])
 
@@ -86,7 +86,7 @@ def test_a_sum_that_the_guards_refuse_is_dropped_and_may_be_built_again() -> Non
     backend.executor.mini_batches[("ann", "m")].total.totals[0] = torch.full((8, 4), 1e9, dtype=torch.float64)
     assert isinstance(*answered(backend, backend.commit("m", client="ann")), GradientError)
     assert weights(backend) == before and backend.statistics().open_mini_batches == 0
-    assert backend.records.step_of("backward", "ann", "g") is None
+    assert backend.idempotency.step_of("backward", "ann", "g") is None
     add(backend, "m", 0, key="g")
     assert answered(backend, backend.commit("m", client="ann")) and backend.steps == 1
 
@@ -105,7 +105,7 @@ def test_open_mini_batches_are_few_and_what_is_given_up_makes_room_and_takes_not
     other, late = answered(backend, add(backend, "b", 0), add(backend, "a", 1))
     assert isinstance(other, list) and is_commit_error(late), "else a commit would apply the second half of it"
     assert answered(backend, backend.commit("b", client="ann"))[0][0].item() == 1 == backend.steps
-    assert backend.records.step_of("backward", "ann", "k") is None
+    assert backend.idempotency.step_of("backward", "ann", "k") is None
 
 
 def test_a_sum_does_not_go_on_after_other_weights_were_loaded_or_layers_frozen(backend: ExpertBackend) -> None:
@@ -126,7 +126,7 @@ def test_an_optimizer_that_raises_on_a_commit_is_told_and_the_sum_is_gone() -> N
     backend.apply_gradients = fails  # type: ignore[method-assign]
     assert isinstance(*answered(backend, backend.commit("m", client="ann")), StepError)
     assert backend.steps == 0 and backend.statistics().open_mini_batches == 0
-    assert backend.records.step_of("backward", "ann", "k") is None
+    assert backend.idempotency.step_of("backward", "ann", "k") is None
 
 
 def test_sums_of_sparse_gradients_are_counted_and_committed() -> None:

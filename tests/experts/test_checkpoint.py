@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.experts.concurrency import in_threads
@@ -67,7 +67,7 @@ def moments(keep: int) -> int:
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(keep: int, seed: int) -> None:
+def test_crash_leaves_the_old_or_the_new_checkpoint(keep: int, seed: int) -> None:
     count = moments(keep)
     assert count > 40
     for crash_at in range(count):
@@ -91,55 +91,9 @@ def test_crash_after_crash_nothing_that_was_promised_is_lost(crashes: list[int],
         promised = found
 
 
-@pytest.mark.parametrize("crash_at", range(0, 40, 3))
-def test_when_only_the_process_dies_the_files_that_it_left_are_as_good(tmp_path: Path, crash_at: int) -> None:
-    class Dying(Disk):
-        left = crash_at
-
-        def _count(self) -> None:
-            self.left -= 1
-            if self.left < 0:
-                raise Crash
-
-        def write(self, path: Path, data: bytes | memoryview) -> None:
-            self._count()
-            path.write_bytes(data[: len(data) // 2])
-            self._count()
-            path.unlink()
-            super().write(path, data)
-
-        def rename(self, old: Path, new: Path) -> None:
-            self._count()
-            super().rename(old, new)
-            self._count()
-
-        def sync(self, folder: Path) -> None:
-            self._count()
-            super().sync(folder)
-
-        def remove(self, path: Path) -> None:
-            self._count()
-            super().remove(path)
-
-    promised, root = 0, tmp_path / "a" / "b"
-    try:
-        store = CheckpointStore(root, keep=2, disk=Dying())
-        for step in range(1, 6):
-            save(store, step)
-            promised = step
-    except Crash:
-        pass
-    store = CheckpointStore(root, keep=2)
-    assert (step_of(store.load_newest(UID)) or 0) in (promised, promised + 1)
-    save(store, 10)
-    assert step_of(store.load_newest(UID)) == 10
-    assert not [name for name in os.listdir(root / UID) if name.startswith(".")]
-    assert len(os.listdir(root / UID)) <= 2
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_is_killed_while_saving_loses_nothing_that_it_reported(tmp_path: Path) -> None:
+def test_killed_process_loses_no_reported_checkpoint(tmp_path: Path) -> None:
     draw = random.Random(5)
     for _ in range(8):
         reader, writer = os.pipe()
@@ -165,7 +119,7 @@ def test_a_process_that_is_killed_while_saving_loses_nothing_that_it_reported(tm
         assert step_of(CheckpointStore(tmp_path).load_newest(UID)) in (promised, promised + 1)
 
 
-def test_a_damaged_file_is_passed_over_and_told(tmp_path: Path) -> None:
+def test_damaged_file_is_skipped_and_reported(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=9)
     for step in (1, 2, 3):
         save(store, step)
@@ -192,7 +146,7 @@ def test_a_damaged_file_is_passed_over_and_told(tmp_path: Path) -> None:
     assert str(caught.value).count("\n") == 2
 
 
-def test_a_folder_that_cannot_be_looked_into_is_told(store: CheckpointStore, tmp_path: Path) -> None:
+def test_unreadable_folder_is_reported(store: CheckpointStore, tmp_path: Path) -> None:
     save(store, 1)
     (folder,) = tmp_path.iterdir()
     folder.rename(tmp_path / "elsewhere")
@@ -202,7 +156,7 @@ def test_a_folder_that_cannot_be_looked_into_is_told(store: CheckpointStore, tmp
     assert str(folder) in str(caught.value)
 
 
-def test_a_file_of_another_expert_is_not_encoded_for_ones_own(store: CheckpointStore, tmp_path: Path) -> None:
+def test_file_of_another_expert_is_rejected(store: CheckpointStore, tmp_path: Path) -> None:
     path = store.save("a", state(1), 1)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
@@ -210,7 +164,7 @@ def test_a_file_of_another_expert_is_not_encoded_for_ones_own(store: CheckpointS
         store.load_newest("b")
 
 
-def test_so_many_newest_stay_as_asked_also_after_a_return_to_an_earlier_step(tmp_path: Path) -> None:
+def test_newest_checkpoints_stay_after_a_return(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for step in range(10, 20):
         save(store, step)
@@ -235,7 +189,7 @@ def test_only_a_stores_own_line_of_checkpoints_is_pruned(tmp_path: Path) -> None
     assert mine.steps(UID) == [20, 19]
 
 
-def test_a_folder_that_was_removed_meanwhile_keeps_what_is_saved_after(tmp_path: Path) -> None:
+def test_removed_folder_is_created_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in range(1, 6):
         save(store, step)
@@ -247,28 +201,21 @@ def test_a_folder_that_was_removed_meanwhile_keeps_what_is_saved_after(tmp_path:
 
 
 @given(st.lists(st.text(min_size=1, max_size=300), min_size=2, max_size=6, unique=True))
+@example(["..", ".", "../../etc/passwd", "a/b", "A", "a", "ä", "\udc80", "x" * 900, "CON", "a\0b"])
 @settings(max_examples=30)
 def test_experts_of_any_name_keep_apart_and_below_the_root(uids: list[str]) -> None:
     disk = CrashingDisk()
     store = CheckpointStore(ROOT, disk=disk)
     for number, uid in enumerate(uids):
-        assert store.save(uid, {"n": number}, number).parent.parent == ROOT
+        folder = store.save(uid, {"n": number}, number).parent
+        assert folder.parent == ROOT and not folder.name.startswith(".") and len(os.fsencode(folder.name)) <= 200
+        assert folder.name == folder.name.lower() or "%" in folder.name  # some file systems ignore case
     for number, uid in enumerate(uids):
         found = store.load_newest(uid)
         assert found is not None and (found.state["n"], found.uid) == (number, uid)
 
 
-@pytest.mark.parametrize(
-    "uid", ["..", ".", "../../etc/passwd", "a/b", "A", "a", "ä", "\udc80", "x" * 900, "CON", "a\0b"]
-)
-def test_no_name_leads_out_of_the_root(store: CheckpointStore, tmp_path: Path, uid: str) -> None:
-    path = store.save(uid, {}, 0)
-    assert path.parent.parent == tmp_path and path.exists()
-    assert not path.parent.name.startswith(".") and len(os.fsencode(path.parent.name)) <= 200
-    assert path.parent.name == path.parent.name.lower() or "%" in path.parent.name
-
-
-def test_what_was_encoded_may_be_written_later_while_steps_go_on(tmp_path: Path) -> None:
+def test_encoded_state_is_independent_of_later_steps(tmp_path: Path) -> None:
     store, w = CheckpointStore(tmp_path), torch.zeros(3)
     encoded = store.encode(UID, {"w": w}, 1)
     w.add_(1)
@@ -283,7 +230,7 @@ def test_many_threads_save_many_experts(tmp_path: Path) -> None:
     assert store.steps("a")[0] == 5 and len(store.steps("a")) == 2
 
 
-def test_whoever_loads_while_another_saves_gets_one_or_the_next(tmp_path: Path) -> None:
+def test_loading_during_a_save_finds_a_checkpoint(tmp_path: Path) -> None:
     writer = CheckpointStore(tmp_path, keep=1)
     save(writer, 1)
 
@@ -322,7 +269,7 @@ class Small(Disk):
 
 
 @pytest.mark.parametrize(("room", "keep"), [(3, 3), (2, 3), (2, 2), (4, 3)])
-def test_a_disk_without_room_for_one_more_goes_on_saving_with_fewer_old_ones(
+def test_full_disk_keeps_fewer_old_checkpoints(
     room: int, keep: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path, keep=keep, disk=Small(room))
@@ -333,7 +280,7 @@ def test_a_disk_without_room_for_one_more_goes_on_saving_with_fewer_old_ones(
     assert caplog.text.count("the disk has no room for") == (room <= keep)  # once, however many saves meet it
 
 
-def test_room_is_never_made_at_the_cost_of_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> None:
+def test_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         save(store, step)
@@ -369,7 +316,8 @@ def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_lock_ends_with_its_process_and_is_not_held_by_a_forked_child(tmp_path: Path) -> None:
+def test_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """A forked child does not hold it."""
     lock, (reader, writer), (began, begin) = CheckpointStore(tmp_path).lock(UID), os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -387,7 +335,7 @@ def test_a_lock_ends_with_its_process_and_is_not_held_by_a_forked_child(tmp_path
     CheckpointStore(tmp_path).lock(UID).release()
 
 
-def test_a_file_system_without_locks_is_told_of(
+def test_file_system_without_locks_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lockless(*_: object) -> None:
@@ -400,7 +348,7 @@ def test_a_file_system_without_locks_is_told_of(
     assert caplog.text.count("cannot be locked: [Errno 37] No locks available") == 1
 
 
-def test_nobody_else_may_read_what_is_saved(tmp_path: Path) -> None:
+def test_checkpoints_are_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         store = CheckpointStore(tmp_path / "a" / "b")

@@ -14,7 +14,7 @@ import pytest
 from tests.experts.certificates import Authority
 from tests.experts.status_page.panel_cases import get
 from weft import cli
-from weft.experts.address import split
+from weft.experts.address import parse_address
 from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, open_directory
 from weft.experts.registry import expert_kinds, make_expert
 from weft.experts.server import Server
@@ -150,7 +150,7 @@ def served_here(text: str, folder: Path, authority: Authority) -> Server:
     if "token_file" in table["panel"]:
         (folder / "token").write_text(TOKEN + "\n", "utf-8")
         table["panel"]["token_file"] = str(folder / "token")
-    table["panel"]["address"] = f"{split(table['panel']['address'])[0]}:0"
+    table["panel"]["address"] = f"{parse_address(table['panel']['address'])[0]}:0"
     return build({**table, "address": "localhost:0", "experts": [{**table["experts"][0], "count": 1}]})
 
 
@@ -183,7 +183,7 @@ def test_weft_status_works_as_shipped(
 
 def test_metrics_have_one_port_as_shipped(tmp_path: Path, authority: Authority) -> None:
     """The panel's port is that of the pod, the service and the policy, and is open to one label and to the token."""
-    ports = {split(tomllib.loads(text())["panel"]["address"])[1] for text in SHIPPED.values()}
+    ports = {parse_address(tomllib.loads(text())["panel"]["address"])[1] for text in SHIPPED.values()}
     found = {document["kind"]: document["spec"] for document in documents("experts.yaml") if "spec" in document}
     (container,) = found["StatefulSet"]["template"]["spec"]["containers"]
     ports |= {each["containerPort"] for each in container["ports"] if each["name"] == "metrics"}

@@ -291,7 +291,9 @@ def test_the_dummy_run_leaves_module_and_generator_as_they_were() -> None:
 
 def check(name: Any, module: Any = None, optimizer: Any = None, *, clip_grad_norm: Any = None, **options: Any) -> None:
     """As `ExpertBackend` does, past the types that tests enforce."""
-    known = {name: options.pop(name, None) for name in ("guards", "records", "mini_batches", "keep_graphs", "journal")}
+    known = {
+        name: options.pop(name, None) for name in ("guards", "idempotency", "mini_batches", "keep_graphs", "journal")
+    }
     with Validator("e") as validator:
         _check_arguments(validator, name, module, optimizer, {"clip_grad_norm": clip_grad_norm, **known}, options)
 
@@ -314,7 +316,7 @@ def test_all_arguments_of_a_wrong_kind_are_told_at_once() -> None:
         "optimizer": 3,
         "clip_grad_norm": "1",
         "guards": 5,
-        "records": 5,
+        "idempotency": 5,
         "mini_batches": 4,
         "keep_graphs": 1 << 20,
         "journal": "path",

@@ -13,7 +13,7 @@ from tests.experts.expert_cases import answered, backward, fussy_backend, rows, 
 from weft.core.errors import UsageError
 from weft.experts import AccumulationOptions, ExpertBackend, IdempotencyOptions, Runtime, idempotency
 from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
-from weft.experts.idempotency import IdempotencyTable, fingerprint
+from weft.experts.idempotency import IdempotencyTable
 from weft.experts.serialization import deserialize, serialize
 from weft.experts.task import Results, Task
 
@@ -22,7 +22,7 @@ def send(backend: ExpertBackend, key: str, client: str | None = "ann", seed: int
     return backward(backend, seed, client=client, key=key, **more)
 
 
-def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again(backend: ExpertBackend) -> None:
+def test_retried_backward_steps_once(backend: ExpertBackend) -> None:
     first, joined = send(backend, "k"), send(backend, "k")
     work(backend)
     after = weights(backend)
@@ -31,17 +31,17 @@ def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again(backend
     assert backend.steps == 1 and weights(backend) == after
     again.result(0)[0].zero_()  # what somebody does with an answer does not reach the record
     assert send(backend, "k").result(0)[0].any()
-    assert backend.records.step_of("backward", "ann", "k") == 1
+    assert backend.idempotency.step_of("backward", "ann", "k") == 1
     assert backend.backward_pool.statistics().joined == 3
 
 
 def test_a_key_belongs_to_its_client(backend: ExpertBackend) -> None:
     futures = [send(backend, "k", client) for client in ("ann", "bob", None)]
     assert len(answered(backend, *futures)) == len({id(future) for future in futures}) == 3
-    assert (backend.records.statistics().keys, backend.backward_pool.statistics().joined) == (3, 0)
+    assert (backend.idempotency.statistics().keys, backend.backward_pool.statistics().joined) == (3, 0)
 
 
-def test_those_who_joined_may_give_up_without_hurting_each_other(backend: ExpertBackend) -> None:
+def test_joined_retries_cancel_independently(backend: ExpertBackend) -> None:
     first, joined = send(backend, "k"), send(backend, "k")
     assert first.cancel()
     work(backend)
@@ -54,13 +54,14 @@ def test_those_who_joined_may_give_up_without_hurting_each_other(backend: Expert
     assert backend.steps == 2
 
 
-def test_a_task_that_failed_may_be_sent_again_under_its_key(backend: ExpertBackend) -> None:
+def test_failed_task_is_retried_under_its_key(backend: ExpertBackend) -> None:
     bad = backend.backward_pool.submit_task(*spoiled_gradient(), client="ann", key="k")
     assert isinstance(*answered(backend, bad), GradientError)
     assert isinstance(*answered(backend, send(backend, "k")), list) and backend.steps == 1
 
 
-def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_afterwards(backend: ExpertBackend) -> None:
+def test_key_reused_for_another_payload_is_refused(backend: ExpertBackend) -> None:
+    """While the first request runs, and afterwards."""
     send(backend, "k")
     for _ in range(2):
         after = weights(backend)
@@ -75,21 +76,21 @@ def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_aft
     assert backend.steps == 1 and send(backend, "k").result(0)
 
 
-def test_the_fingerprint_is_of_the_numbers_and_not_of_how_they_lie_in_memory() -> None:
+def test_fingerprint_ignores_the_memory_layout() -> None:
     x = rows(6, 0)
     strided = torch.stack([x, x], 1)[:, 0]
     conjugate = torch.complex(x, x).conj()
     assert not strided.is_contiguous() and conjugate.is_conj()
     pairs = [(x, strided), (conjugate, conjugate.resolve_conj()), (x[:0], x.new_empty(0, 4)), (x.bfloat16(),) * 2]
     for one, other in pairs:
-        assert fingerprint(Task((one,), 6)) == fingerprint(Task((other,), 6))
+        assert Task((one,), 6).fingerprint() == Task((other,), 6).fingerprint()
     others = [x.flip(0), x[:5], x.float(), x.view(12, 2)]
-    found = {fingerprint(Task((each,), 6)) for each in (x, *others)}
+    found = {Task((each,), 6).fingerprint() for each in (x, *others)}
     assert len(found) == 5 and all(0 <= each < 1 << 64 for each in found)
 
 
 def test_a_result_that_is_gone_is_an_error_and_not_a_second_step() -> None:
-    backend = fussy_backend(records=IdempotencyOptions(max_result_bytes=0))
+    backend = fussy_backend(idempotency=IdempotencyOptions(max_result_bytes=0))
     send(backend, "k")
     work(backend)
     with pytest.raises(ResultEvictedError, match="was applied in step 1, but its result is no longer stored"):
@@ -126,7 +127,7 @@ def test_bytes_keys_and_ages_stay_within_their_bounds(history: list[tuple[str, i
             assert known == (when > clock.now - 10.0)
 
 
-def test_a_client_beyond_its_share_replaces_its_own_oldest_key_only() -> None:
+def test_client_beyond_its_share_replaces_its_own_key() -> None:
     table = IdempotencyTable(IdempotencyOptions(max_keys=10))
     recorded(table, "ann", "mine")
     for number in range(100):
@@ -136,7 +137,8 @@ def test_a_client_beyond_its_share_replaces_its_own_oldest_key_only() -> None:
     assert [table.step_of("backward", "eve", str(number)) for number in (94, 95)] == [None, 1]
 
 
-def test_a_full_table_refuses_a_newcomer_while_retries_may_come_and_then_forgets_of_its_largest_holder() -> None:
+def test_full_table_refuses_newcomers_while_retries_can_come() -> None:
+    """Later it forgets keys of the largest holder."""
     clock = FakeClock()
     table = IdempotencyTable(IdempotencyOptions(max_keys=10, max_client_keys=6), clock.monotonic)
     for number in range(6):
@@ -168,7 +170,7 @@ def test_a_key_is_protected_until_the_deadline_of_its_request(max_result_bytes: 
     assert table.step_of("backward", "bob", "patient") is None
 
 
-def test_results_of_others_are_evicted_only_below_those_of_the_largest_holder() -> None:
+def test_largest_holder_loses_results_first() -> None:
     table = IdempotencyTable(IdempotencyOptions(max_result_bytes=100))
     mine = recorded(table, "ann", "k", size=40)
     for number in range(20):
@@ -178,7 +180,7 @@ def test_results_of_others_are_evicted_only_below_those_of_the_largest_holder() 
 
 
 def test_foreign_keys_do_not_make_a_repeated_backward_step_twice() -> None:
-    backend = fussy_backend(records=IdempotencyOptions(max_keys=8))
+    backend = fussy_backend(idempotency=IdempotencyOptions(max_keys=8))
     first = send(backend, "k")
     work(backend)
     for number in range(20):
@@ -198,18 +200,18 @@ def test_names_of_open_mini_batches_do_not_outlive_their_keys() -> None:
     assert [table.step_of("backward", "ann", key) for key in ("992", "999", "998")] == [None, 3, 1]
 
 
-def test_the_state_of_a_table_goes_into_another(backend: ExpertBackend) -> None:
+def test_table_state_is_loaded_by_another_table(backend: ExpertBackend) -> None:
     sent = [send(backend, f"k{i}", seed=i) for i in range(3)]
     work(backend)
     assert isinstance(*answered(backend, send(backend, "o", mini_batch="m")), list)
     restarted = fussy_backend(mini_batches=AccumulationOptions(mini_batches=1))
     assert isinstance(*answered(restarted, send(restarted, "o", "bob", mini_batch="gone")), list)
     restarted.load_state_dict(backend.state_dict())
-    restarted.records.load_state_dict(backend.records.state_dict())
+    restarted.idempotency.load_state_dict(backend.idempotency.state_dict())
     for i, future in enumerate(sent):
         assert torch.equal(send(restarted, f"k{i}", seed=i).result(0)[0], future.result(0)[0])
-    assert restarted.records.step_of("backward", "ann", "o") is None  # its sum is not part of any step
-    assert restarted.records.step_of("dropped", "bob", "gone") is not None
+    assert restarted.idempotency.step_of("backward", "ann", "o") is None  # its sum is not part of any step
+    assert restarted.idempotency.step_of("dropped", "bob", "gone") is not None
     assert restarted.steps == 1
 
 
@@ -229,11 +231,14 @@ def test_ages_go_on_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("state", ["", {}, {"now": 0.0, "keys": torch.zeros(3), "results": []}, {"now": "x"}])
-def test_what_is_no_state_is_refused_and_changes_nothing(state: object) -> None:
+def test_invalid_state_changes_nothing(state: object) -> None:
     table = IdempotencyTable()
     recorded(table, "ann", "k")
-    with pytest.raises(UsageError, match="no state of an idempotency table"):
+    with pytest.raises(UsageError, match="not a state of an idempotency table"):
         table.load_state_dict(state)
+    saved = table.state_dict()
+    with pytest.raises(UsageError, match="2 keys, of which 1 are different"):
+        table.load_state_dict({**saved, "keys": saved["keys"].repeat(2, 1)})
     assert table.step_of("backward", "ann", "k") == 1
 
 
@@ -273,14 +278,6 @@ def test_keys_are_restored_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     for principal, share in table._shares.items():
         assert list(share.keys.items()) == list(other._shares[principal].keys.items())
     assert other._shares.keys() == table._shares.keys()
-
-
-def test_a_state_with_a_key_twice_is_refused() -> None:
-    table = IdempotencyTable()
-    recorded(table, "ann", "k")
-    state = table.state_dict()
-    with pytest.raises(UsageError, match="2 keys, of which 1 are different"):
-        table.load_state_dict({**state, "keys": state["keys"].repeat(2, 1)})
 
 
 @pytest.mark.parametrize("size", [1, 3000])

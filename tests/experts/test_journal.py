@@ -100,7 +100,7 @@ def logged(tmp_path: Path) -> tuple[Path, Store]:
     return tmp_path / "log", store
 
 
-def test_a_journal_goes_through_a_file_and_tells_who_was_in_a_batch(tmp_path: Path) -> None:
+def test_journal_file_lists_the_members_of_a_batch(tmp_path: Path) -> None:
     path, store = logged(tmp_path)
     entries = read_journal(path.read_text().splitlines())
     assert [(e.kind, e.step, e.members[0].client, e.members[0].key, e.members[0].rows) for e in entries] == [
@@ -108,7 +108,7 @@ def test_a_journal_goes_through_a_file_and_tells_who_was_in_a_batch(tmp_path: Pa
         ("backward", 2, "ann", "1", 2),
     ]
     assert replay(fussy_backend(), entries, store.fetch) == 2
-    with pytest.raises(UsageError, match="no line of an expert's journal"):
+    with pytest.raises(UsageError, match="not a line of an expert's journal"):
         read_journal(['{"kind": "backward"}'])
 
 
@@ -123,7 +123,7 @@ def test_a_log_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         replay(fussy_backend(), [first], lambda member: [rows(3, 0), rows(3, 1)])
 
 
-def test_what_follows_an_optimizer_that_raised_is_not_replayed() -> None:
+def test_failed_optimizer_step_is_not_replayed() -> None:
     journal = Journal(new_path())
     backend = fussy_backend(journal=journal)
 
@@ -136,7 +136,7 @@ def test_what_follows_an_optimizer_that_raised_is_not_replayed() -> None:
     journal.close()
     [entry] = journal.entries()
     assert entry.failed
-    with pytest.raises(ReplayError, match="the optimizer raised"):
+    with pytest.raises(ReplayError, match="the optimizer failed after step 0"):
         replay(fussy_backend(), [entry], lambda member: [])
 
 
@@ -158,7 +158,7 @@ def written(path: Path, *numbers: int, since: int) -> None:
 
 
 @pytest.mark.parametrize("zeros", [0, 5])
-def test_a_journal_that_was_torn_anywhere_keeps_all_whole_lines_and_goes_on(tmp_path: Path, zeros: int) -> None:
+def test_torn_journal_keeps_all_whole_lines(tmp_path: Path, zeros: int) -> None:
     path = tmp_path / "log"
     written(path, 1, 2, since=0)
     data = path.read_bytes()
@@ -173,19 +173,19 @@ def test_a_journal_that_was_torn_anywhere_keeps_all_whole_lines_and_goes_on(tmp_
         assert steps(path) == [*whole, 3]
 
 
-def test_only_the_last_line_may_be_torn() -> None:
+def test_only_the_last_line_can_be_torn() -> None:
     good, torn = entry(1).to_json(), entry(2).to_json()[:30]
     assert [each.step for each in read_journal([good, torn])] == [1]
     for lines in ([torn, good], [good, torn + "\n"], [good, "hello"], [good, "{}"], [good, '{"kind": "backward"}']):
-        with pytest.raises(UsageError, match="no line of an expert's journal"):
+        with pytest.raises(UsageError, match="not a line of an expert's journal"):
             read_journal(lines)
 
 
 @pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"name": 1}\n', b"\x80\x02weights"])
-def test_what_is_no_journal_is_not_written_to(tmp_path: Path, content: bytes) -> None:
+def test_file_of_another_kind_is_not_written_to(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "mine"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match="is no journal"):
+    with pytest.raises(UsageError, match="is not a journal"):
         Journal(path)
     assert path.read_bytes() == content
 
@@ -206,9 +206,8 @@ class Full:
 
 
 @pytest.mark.parametrize("room", [0, 1, 100])
-def test_a_batch_that_the_disk_has_no_room_for_is_told_to_the_listener_and_leaves_no_part_of_a_line(
-    tmp_path: Path, room: int
-) -> None:
+def test_full_disk_leaves_no_part_of_a_line(tmp_path: Path, room: int) -> None:
+    """The listener is called all the same."""
     path, heard = tmp_path / "log", list[int]()
     with Journal(path, listener=lambda entry, tasks: heard.append(entry.step)) as journal:
         backend = fussy_backend(journal=journal)
@@ -255,9 +254,7 @@ def test_a_journal_is_bounded_and_its_files_read_as_one(tmp_path: Path) -> None:
     assert left == list(range(left[0], 21)) and 7 <= len(left) <= 12
 
 
-def test_a_journal_whose_files_cannot_be_renamed_goes_on_in_the_one_that_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rotation_continues_in_the_full_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise PermissionError("not now")
 
@@ -345,7 +342,7 @@ TURNS = ["step", "step", "add", "add", "commit", "discard", "save", "save b", "l
 @given(st.lists(st.sampled_from(TURNS), max_size=30), st.booleans())
 @example(["step", "save", "step", "save b", "load", "step", "load b"], False)  # two states of step 2, one after another
 @example(["add", "save", "crash", "add", "commit"], False)  # an open mini-batch does not come back, but its name does
-def test_the_entries_after_any_returns_replay_to_the_bytes_of_the_expert(history: list[str], norm: bool) -> None:
+def test_replay_after_any_loads_gives_the_same_bytes(history: list[str], norm: bool) -> None:
     life = Life(norm)
     life.act(*history, "step")
     entries = read_journal(life.lines)
@@ -360,7 +357,7 @@ def test_the_entries_after_any_returns_replay_to_the_bytes_of_the_expert(history
             assert life.is_replayed([each for each in entries if each.place > place], count, saved)
 
 
-def test_more_mini_batches_may_be_discarded_than_may_be_open_and_the_log_still_replays() -> None:
+def test_many_discarded_mini_batches_replay() -> None:
     life = Life.of("add, add, discard, " * 20 + "add, commit, step")
     entries = read_journal(life.lines)
     assert [each.kind for each in entries].count("dropped") == 20 and life.is_replayed(entries, 43)
@@ -369,7 +366,7 @@ def test_more_mini_batches_may_be_discarded_than_may_be_open_and_the_log_still_r
         replay(fussy_backend(), unsaid, life.store.fetch)
 
 
-def test_a_mini_batch_of_which_a_part_ran_before_the_state_is_not_replayed() -> None:
+def test_mini_batch_begun_before_the_state_is_not_replayed() -> None:
     life = Life.of("add, save, add, commit")
     entries = [each for each in read_journal(life.lines) if each.place > (0, 1)]
     again = fussy_backend()
@@ -378,7 +375,7 @@ def test_a_mini_batch_of_which_a_part_ran_before_the_state_is_not_replayed() -> 
         replay(again, entries, life.store.fetch)
 
 
-def test_a_state_that_another_expert_made_is_not_taken_for_one_of_the_same_step() -> None:
+def test_state_of_another_expert_at_the_same_step_is_rejected() -> None:
     other = fussy_backend()
     for number in range(2):
         other.backward_pool.submit_task(rows(2, number), rows(2, number + 50))
@@ -392,7 +389,7 @@ def test_a_state_that_another_expert_made_is_not_taken_for_one_of_the_same_step(
     assert weights(other) == weights(life.live)
 
 
-def test_a_commit_that_failed_did_not_lead_to_a_state_of_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_commit_is_not_part_of_the_state_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def bad() -> None:
         raise ArithmeticError("no step")
 
@@ -405,7 +402,8 @@ def test_a_commit_that_failed_did_not_lead_to_a_state_of_before_it(monkeypatch: 
         assert [each.kind for each in entries] == ["backward"] * 3 and life.is_replayed(entries, 3)
 
 
-def test_what_is_in_memory_goes_back_at_once_and_the_listener_hears_of_batches_alone() -> None:
+def test_entries_forget_abandoned_batches_at_once() -> None:
+    """The listener is only called with batches."""
     life = Life.of("step, save, step, step, load")
     assert [each.step for each in life.journal.entries()] == [1]
     assert len(life.store.tensors) == 3
@@ -415,14 +413,14 @@ def test_what_is_in_memory_goes_back_at_once_and_the_listener_hears_of_batches_a
     assert kinds == ["restored", "backward", "backward", "backward", "restored", "backward"]
 
 
-def test_a_state_that_none_of_the_entries_led_to_begins_a_new_line() -> None:
+def test_unknown_state_starts_a_new_lineage() -> None:
     marks = [Entry("restored", step, 0, None, (), 1, batch=step) for step in (2, 9)]
     lines = [each.to_json() for each in (entry(1), entry(2), entry(3), marks[0], entry(3), marks[1], entry(10))]
     assert [each.step for each in read_journal(lines[:5])] == [1, 2, 3]
     assert [each.step for each in read_journal(lines)] == [10]
 
 
-def test_replay_notices_a_return_that_was_not_dropped_and_a_batch_that_is_missing() -> None:
+def test_replay_detects_missing_and_abandoned_batches() -> None:
     life = Life.of("add, step, save, step, load, step")
     with pytest.raises(ReplayError, match="`read_journal` drops"):
         replay(fussy_backend(), [*map(Entry.from_json, life.lines)], life.store.fetch)
@@ -449,11 +447,11 @@ WRONG: dict[str, list[Any]] = {
 def test_every_wrong_field_of_a_line_is_named(field: str) -> None:
     good = json.loads(entry(1).to_json())
     for value in WRONG[field]:
-        with pytest.raises(UsageError, match=f"no line of an expert's journal.*\n  - {field}"):
+        with pytest.raises(UsageError, match=f"not a line of an expert's journal.*\n  - {field}"):
             Entry.from_json(json.dumps({**good, field: value}))
 
 
-def test_all_that_is_wrong_with_a_line_is_told_at_once() -> None:
+def test_every_fault_of_a_line_is_listed() -> None:
     member = {"client": 1, "key": 2, "rows": 0, "number": "x", "more": 1}
     lines = {
         json.dumps({"kind": "foo", "step": "x", "seed": 1, "mini_batch": None, "members": [], "more": 1}): 4,
@@ -474,7 +472,7 @@ def test_a_journal_is_that_of_one_expert() -> None:
     make = partial(ExpertBackend, module=nn.Linear(4, 4), args_schema=(TensorSpec((None, 4), torch.float32),))
     make("one", journal=journal)
     journal.write(entry(1), [])
-    with pytest.raises(UsageError, match=r"'other' was given the journal of expert 'one'.* of its own"):
+    with pytest.raises(UsageError, match=r"'other' was given the journal of expert 'one'; give each its own"):
         make("other", journal=journal)
     assert len(journal.entries()) == 1
     make("one", journal=journal)  # made anew, it begins with its first weights

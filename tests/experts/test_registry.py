@@ -57,7 +57,7 @@ def test_the_bundled_layers_are_trained_like_any_other() -> None:
         ("transformer", {"hidden": 8, "dropout": float("nan")}, ["dropout"]),
     ],
 )
-def test_sizes_of_which_no_layer_can_be_made_are_told_at_once(kind: str, arguments: Any, names: list[str]) -> None:
+def test_invalid_sizes_are_listed(kind: str, arguments: Any, names: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         make_expert(kind, **arguments)
     assert [fault.split()[1] for fault in str(caught.value).splitlines()[1:]] == names

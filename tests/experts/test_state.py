@@ -69,7 +69,7 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("mini_batch", [False, True])
 @pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
-def test_a_layer_that_was_frozen_at_first_is_trained_once_it_is_freed(factory: Any, mini_batch: bool) -> None:
+def test_unfrozen_layer_is_trained(factory: Any, mini_batch: bool) -> None:
     backend = half_frozen(factory)
     plain = copy.deepcopy(backend.module)
     optimizer = factory(plain.parameters())
@@ -134,15 +134,15 @@ def test_a_state_that_is_refused_leaves_nothing_of_itself(place: tuple[Any, ...]
 
 
 @pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
-def test_a_state_out_of_a_file_steps_on_also_where_weights_are_in_another_layout(factory: Any) -> None:
-    def made() -> ExpertBackend:
+def test_loaded_state_steps_with_another_memory_layout(factory: Any) -> None:
+    def make_backend() -> ExpertBackend:
         module = seeded(lambda: nn.Conv2d(3, 5, 3, dtype=torch.float64)).to(memory_format=torch.channels_last)
         return ExpertBackend("e", module, factory, args_schema=(TensorSpec((None, 3, 6, 6), torch.float64),))
 
     def image(seed: int) -> tuple[Tensor, Tensor]:
         return rows(2, seed, 108).view(2, 3, 6, 6), rows(2, seed, 80).view(2, 5, 4, 4)
 
-    one, other = made(), made()
+    one, other = make_backend(), make_backend()
     good(one.executor.backward([task(*image(0))]))
     other.load_state_dict(deserialize(serialize(one.state_dict())))
     for backend in (one, other):

@@ -10,11 +10,12 @@ side_effects.py      what running a module changes, and undoing that
 gradients.py         which are refused, and the sums of open mini-batches
 optimizer_step.py    the optimizer: made, stepped, saved, loaded; idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
-journal.py           the log of batches, its files, and the replay from it
+journal.py           the log of batches and its files    journal_replay.py  the replay from it
 checkpoint.py        what survives the process            serialization.py  state dicts as safetensors files
 telemetry.py         statistics and spans                 errors.py  what can go wrong
 wire/, compression.py, protobuf.py                        tensors as bytes, behind a checked header
 discovery/, replication/, mixture/                        who serves what; one expert at several servers; the best k
+tensors.py           memory of tensors of any layout
 server/, client/, status_page/                            over gRPC: Server, RemoteExpert; the status page
 extras.py            what more than torch is needed, and how to install it
 """
@@ -31,7 +32,8 @@ from weft.experts.expert import ExpertBackend
 from weft.experts.gradients import AccumulationOptions, Guards
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
-from weft.experts.journal import Entry, Journal, Member, journal_lines, read_journal, replay
+from weft.experts.journal import Entry, Journal, Member, journal_lines, read_journal
+from weft.experts.journal_replay import replay
 from weft.experts.registry import ExpertFactory, FeedForward, expert_kinds, make_expert, register_expert
 from weft.experts.runtime import Runtime
 from weft.experts.task_pool import PoolOptions, TaskPool

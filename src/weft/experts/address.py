@@ -1,6 +1,6 @@
 """Addresses as users write them: ``host:port``, with brackets around an IPv6 address.
 
-gRPC takes more than makes sense: port 70000 is 4464 to it, -1 is 65535, and no port is 443.
+gRPC does not validate: it reads port 70000 as 4464, -1 as 65535, and a missing port as 443.
 """
 
 import ipaddress
@@ -8,36 +8,38 @@ from typing import Any
 
 from weft.core.errors import UsageError
 
-_MOST = 65535
-_STRANGE = frozenset("/\\@,?#%&=\"'<>[]")
+_LARGEST_PORT = 65535
+_INVALID = frozenset("/\\@,?#%&=\"'<>[]")
 
 
-def split(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
     """Host, without brackets, and port. Raises ``UsageError``."""
     host, _, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
-    if not (port.isascii() and port.isdecimal() and int(port) <= _MOST and _is_host(host, bracketed)):
+    if not (port.isascii() and port.isdecimal() and int(port) <= _LARGEST_PORT and _is_host(host, bracketed)):
         raise UsageError(f"an address is {address!r}, wanted host:port, such as 127.0.0.1:7070, or [::1]:7070 for IPv6")
     return host, int(port)
 
 
 def address_fault(name: str, address: Any, *, free: bool = False) -> list[str]:
-    """What is wrong with an address, in words. ``free``: whether port 0 makes sense, which takes a free one."""
+    """The fault of an address, in words. ``free``: whether port 0 is allowed, which takes a free one."""
     try:
-        port = split(address)[1] if isinstance(address, str) else -1
+        port = parse_address(address)[1] if isinstance(address, str) else -1
     except UsageError:
         port = -1
     if port > 0 or (free and not port):
         return []
     least = "0" if free else "1"
-    return [f"{name} is {address!r}, wanted host:port, such as 10.0.0.1:7070, with a port from {least} to {_MOST}"]
+    wanted = f"wanted host:port, such as 10.0.0.1:7070, with a port from {least} to {_LARGEST_PORT}"
+    return [f"{name} is {address!r}, {wanted}"]
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether this stands for all addresses of a machine, such as 0.0.0.0: there one can listen, but not call."""
+    """Whether this stands for all addresses of a machine, such as 0.0.0.0, where servers only listen."""
     try:
-        number = ipaddress.ip_address("0.0.0.0" if host.isdecimal() and not int(host) else host)  # also "0"
+        # Systems read "0" as 0.0.0.0, but `ipaddress` does not.
+        number = ipaddress.ip_address("0.0.0.0" if host.isdecimal() and not int(host) else host)
     except ValueError:
         return False
     mapped = getattr(number, "ipv4_mapped", None)
@@ -45,7 +47,6 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this leads to the machine itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,4 +59,4 @@ def _is_host(host: str, bracketed: bool) -> bool:
             return bool(ipaddress.IPv6Address(host))
         except ValueError:
             return False
-    return bool(host) and ":" not in host and host.isprintable() and " " not in host and not _STRANGE & set(host)
+    return bool(host) and ":" not in host and host.isprintable() and " " not in host and not _INVALID & set(host)

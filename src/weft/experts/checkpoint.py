@@ -1,19 +1,20 @@
-"""Checkpoints of experts: atomic, of one step, retained, found by themselves at the next start.
+"""Checkpoints of experts: the interface of their storage, and a storage in a folder of a file system.
 
     root/
       ffn.3/                                              one folder per expert, see `folder_name`
         000000000007-000000004200-<hash>.safetensors      serial, step, hash of all its bytes
-        000000000008-000000004300-<hash>.safetensors      the newest: it has the highest serial
+        000000000008-000000004300-<hash>.safetensors      the newest, because it has the highest serial
         .new-000000000009                                 being written, or left by a crash; never read
-        .lock                                             held by the server whose expert it is
+        .lock                                             held by the server that serves this expert
 
-    save     encode -> write .new, fsync -> rename -> fsync the folder -> remove what is too old
+    save     encode -> write .new, fsync -> rename -> fsync the folder -> remove the oldest files
                        |                    |
                        |                    before: the old file is the newest; after: the new one is
                        disk full: remove the oldest if a newer one is whole, and try again
 
-A file is there whole, or not at all, or is known to be damaged by its hash. The serial orders what was saved, since
-steps repeat after a return to an earlier one.
+Overwriting one file would not be safe: a crash in the middle would lose the old state and the new one. Here a file is
+complete or absent, and the hash in its name detects later damage. A serial orders the files because steps repeat after
+a return to an earlier state.
 """
 
 import errno
@@ -27,10 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from weft.core.errors import UsageError, escaped, listed
-from weft.experts import extras as extras  # noqa: PLC0414  (says what is not installed)
+from weft.experts import extras as extras  # noqa: PLC0414  (reports missing packages)
 from weft.experts.errors import CheckpointError, DamagedError
 from weft.experts.serialization import deserialize, serialize
 
@@ -39,11 +40,73 @@ _FILE = re.compile(r"(\d{12})-(\d{12,})-([0-9a-f]{32})\.safetensors")  # serial,
 _DRAFT = ".new-"
 
 
-class Disk:
-    """What a checkpoint needs of a file system, after each of which a crash may follow.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint. ``location``: where it was read from. ``skipped``: faults of newer ones, one text each."""
 
-    The rules are POSIX's as file systems keep them: Pillai et al., "All File Systems Are Not Created Equal" (OSDI
-    2014). Every method raises ``OSError``. Files are made with mode 0600, folders with 0700.
+    uid: str
+    step: int
+    state: Any
+    extra: Any
+    location: str
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EncodedCheckpoint:
+    """A copy of an expert as bytes."""
+
+    uid: str
+    step: int
+    data: bytes | memoryview = field(repr=False)
+
+
+@runtime_checkable
+class CheckpointLock(Protocol):
+    """The right to save one expert, until it is released."""
+
+    def hold(self) -> None:
+        """Take the lock again if it was lost. Raises ``CheckpointError`` if another server has it."""
+
+    def release(self) -> None: ...
+
+
+@runtime_checkable
+class CheckpointStorage(Protocol):
+    """The storage that a server saves its experts in and restores them from, e.g. `CheckpointStore`. Thread-safe.
+
+    `encode` and `write` are two calls, because the state is copied under the expert's lock and written without it.
+    """
+
+    def lock(self, uid: str, *, shared: bool = False) -> CheckpointLock:
+        """Lock the checkpoints of an expert, ``shared`` among its replicas. Raises ``CheckpointError`` if locked."""
+        ...
+
+    def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
+        """A copy of ``state`` (a state dict) and ``extra`` (such as idempotency keys), between two steps.
+
+        Raises ``UsageError`` that lists every value that cannot be stored.
+        """
+        ...
+
+    def write(self, encoded: EncodedCheckpoint) -> object:
+        """Make a checkpoint durable before this returns. Raises ``CheckpointError``; then the previous one is."""
+        ...
+
+    def load_newest(self, uid: str) -> Checkpoint | None:
+        """The newest whole checkpoint, on the CPU. None without any. Raises ``CheckpointError`` if all are damaged."""
+        ...
+
+    def has(self, uid: str, step: int) -> bool:
+        """Whether a checkpoint of this step exists. True if the storage does not answer."""
+        ...
+
+
+class Disk:
+    """The operations of a file system that a checkpoint needs. A crash can follow each of them.
+
+    They rely on POSIX semantics as file systems implement them: Pillai et al., "All File Systems Are Not Created Equal"
+    (OSDI 2014). Every method raises ``OSError``. Files have mode 0600, folders 0700.
     """
 
     def make_folder(self, folder: Path) -> None:
@@ -53,7 +116,6 @@ class Disk:
         return folder.is_dir()
 
     def names(self, folder: Path) -> list[str]:
-        """Names of all files in ``folder``; none if there is no such folder."""
         with suppress(FileNotFoundError):
             return os.listdir(folder)
         return []
@@ -62,18 +124,18 @@ class Disk:
         return path.read_bytes()
 
     def write(self, path: Path, data: bytes | memoryview) -> None:
-        """A new file that holds ``data``, which is on the disk when this returns; its name is not yet."""
+        """Create a file. When this returns, its data is on the disk, but its name is not yet."""
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file another name, at once for all readers; on the disk it has that after `sync`."""
+        """Rename a file, atomically for readers. The new name is on the disk after `sync`."""
         os.rename(old, new)
 
     def sync(self, folder: Path) -> None:
-        """Return when what was created, renamed or removed in ``folder`` is on the disk."""
+        """Return when all creations, renames and removals in ``folder`` are on the disk."""
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -85,23 +147,23 @@ class Disk:
 
 
 _LOCKS: set[int] = set()
-# A forked child that outlives its parent must not go on holding the parent's locks.
+# A forked child inherits the descriptors. If it outlived its parent, it would keep the parent's locks.
 os.register_at_fork(after_in_child=lambda: [os.close(_LOCKS.pop()) for _ in range(len(_LOCKS))])
 
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_.")
-_LONGEST = 200  # bytes of a folder's name; most file systems end at 255
+_LONGEST = 200  # bytes of a folder's name; most file systems allow 255
 
 
 def folder_name(uid: str) -> str:
-    """The name of an expert as the name of a folder, whatever the expert is called.
+    """The folder name for any name of an expert. Two experts never share a folder.
 
         ffn.3.14      ffn.3.14             letters a-z, digits, "-", "_" and "." stand for themselves
-        Ffn           %46fn                not all file systems tell large from small letters
-        ../../etc     %2E.%2F..%2Fetc      no name leads out of the root, and none starts with a dot
+        Ffn           %46fn                some file systems ignore case
+        ../../etc     %2E.%2F..%2Fetc      a name cannot leave the root, and cannot start with a dot
         ä             %C3%A4
         (too long)    %~ and a hash
 
-    Two experts never share a folder. Raises ``UsageError`` for an empty name.
+    Raises ``UsageError`` for an empty name.
     """
     if not uid:
         raise UsageError("an expert's uid is empty; wanted at least one character")
@@ -114,8 +176,8 @@ def folder_name(uid: str) -> str:
 class FolderLock:
     """A lock on the folder of one expert; see `CheckpointStore.lock`."""
 
-    def __init__(self, uid: str, folder: Path, make: Callable[[Path], None], shared: bool) -> None:
-        self._uid, self._folder, self._make = uid, folder, make
+    def __init__(self, uid: str, folder: Path, make_folder: Callable[[Path], None], shared: bool) -> None:
+        self._uid, self._folder, self._make_folder = uid, folder, make_folder
         self._kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
         self._handle: int | None = None
         self._warned = False
@@ -127,7 +189,7 @@ class FolderLock:
         self.release()
         holder = ""
         try:
-            self._make(self._folder)
+            self._make_folder(self._folder)
             self._handle = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             holder = os.pread(self._handle, 100, 0).decode("utf-8", "replace").strip()
             fcntl.flock(self._handle, self._kind)
@@ -139,6 +201,7 @@ class FolderLock:
                 "folder"
             ) from None
         except OSError as error:
+            # Some network file systems have no locks. Serving without a lock is better than not serving.
             self.release()
             if not self._warned:
                 words = "the checkpoints of expert %r in %s cannot be locked: %s. See that no other server uses them"
@@ -146,7 +209,7 @@ class FolderLock:
             self._warned = True
             return
         _LOCKS.add(self._handle)
-        with suppress(OSError):  # a full disk: the lock holds all the same
+        with suppress(OSError):  # on a full disk the lock is held all the same, only without the holder's name
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
@@ -157,32 +220,11 @@ class FolderLock:
             self._handle = None
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What was loaded. ``skipped``: for every newer file that could not be used, why."""
-
-    uid: str
-    step: int
-    state: Any
-    extra: Any
-    path: Path
-    skipped: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class EncodedCheckpoint:
-    """A copy of an expert as the bytes of its file."""
-
-    uid: str
-    step: int
-    data: bytes | memoryview = field(repr=False)
-
-
 class CheckpointStore:
-    """Checkpoints of any number of experts below ``root``; the ``keep`` newest of each stay. Thread-safe.
+    """A `CheckpointStorage` in a folder: the ``keep`` newest checkpoints of any number of experts. Thread-safe.
 
-    It removes what it wrote, or found when it last loaded; what another server writes beside it stays.
-    Makes ``root`` if it is missing. Raises ``UsageError`` if ``keep`` is not positive.
+    It removes only files that it wrote, or found when it last loaded. Files of another server stay. Creates ``root`` if
+    it is missing. Raises ``UsageError`` if ``keep`` is not positive.
     """
 
     def __init__(self, root: str | Path, *, keep: int = 3, disk: Disk | None = None) -> None:
@@ -192,71 +234,58 @@ class CheckpointStore:
         self._keep = keep
         self._disk = disk or Disk()
         self._locks: dict[str, threading.Lock] = {}
-        self._line: dict[str, set[str]] = {}  # of each expert, the files that this store may remove
-        self._short_of_room: set[str] = set()  # experts of which the log says so
+        self._removable: dict[str, set[str]] = {}  # by expert: names of files
+        self._warned: set[str] = set()  # experts for which the log says that the disk is too small
         if not self._disk.is_folder(self.root):
-            self._make(self.root)
+            self._make_folder(self.root)
 
     def lock(self, uid: str, *, shared: bool = False) -> FolderLock:
-        """Lock the folder of this expert, until `FolderLock.release` or the end of the process.
-
-        ``shared``: for replicas. Raises ``CheckpointError`` that says which process has it, also if it is this one.
-        """
-        lock = FolderLock(uid, self._folder(uid), self._make, shared)
+        """Lock the folder until `FolderLock.release` or the end of the process. The error names the holder."""
+        lock = FolderLock(uid, self._folder(uid), self._make_folder, shared)
         lock.hold()
         return lock
 
     def save(self, uid: str, state: Any, step: int, extra: Any = None) -> Path:
-        """`encode` and `write` in one: when this returns, the checkpoint survives a crash of the machine."""
+        """`encode` and `write` in one call."""
         return self.write(self.encode(uid, state, step, extra))
 
     def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
-        """A copy of ``state`` (a state dict) and ``extra`` (such as the keys of applied steps), both as of ``step``.
-
-        Call it between two steps. Raises ``UsageError`` that lists what cannot be stored.
-        """
         if step < 0:
             raise UsageError(f"step is {step}, wanted 0 or more")
         return EncodedCheckpoint(uid, step, serialize({"uid": uid, "step": step, "state": state, "extra": extra}))
 
     def write(self, encoded: EncodedCheckpoint) -> Path:
-        """Write a checkpoint. When this returns it survives a crash; until then, the one before does.
-
-        On a full disk, older checkpoints make room, all but the newest that is whole. Raises ``CheckpointError``.
-        """
+        """On a full disk, older checkpoints are removed to make room, but never the newest whole one."""
         folder = self._folder(encoded.uid)
         with self._locks.setdefault(encoded.uid, threading.Lock()):
             try:
-                self._line.setdefault(encoded.uid, set(self._names(folder)))
+                self._removable.setdefault(encoded.uid, set(self._names(folder)))
                 path = self._publish(encoded, folder)
             except OSError as error:
                 raise CheckpointError(
                     f"step {encoded.step} of expert {encoded.uid!r} cannot be saved in {folder}: {error}. Make room or "
                     "mend the folder; the older checkpoints are safe"
                 ) from error
-            line = self._line[encoded.uid]
-            line.add(path.name)
-            with suppress(OSError):  # the new one is safe by now: a disk that refuses is asked again next time
-                names = self._names(folder)  # somebody may have removed files, or the whole folder: serials begin anew
-                line &= {*names}
-                for name in [name for name in names if name in line][self._keep :]:
+            removable = self._removable[encoded.uid]
+            removable.add(path.name)
+            with suppress(OSError):  # the new checkpoint is safe, so removing old ones can wait for the next save
+                names = self._names(folder)
+                removable &= {*names}  # a user can remove files or the whole folder, and then serials repeat
+                for name in [name for name in names if name in removable][self._keep :]:
                     self._disk.remove(folder / name)
             return path
 
     def load_newest(self, uid: str) -> Checkpoint | None:
-        """The newest checkpoint of this expert that is whole, its tensors on the CPU; ``None`` if it has none.
-
-        Raises ``CheckpointError`` if the folder cannot be read, or all are damaged: to start anew would lose them.
-        """
+        # Damaged files raise. None would start with new weights, and overwrite files that can still be repaired.
         folder = self._folder(uid)
         try:
             names = self._names(folder)
         except OSError as error:
             raise CheckpointError(
-                f"the folder of the checkpoints of expert {uid!r} cannot be read: {error}. Mend what is there, "
-                "or give the server another folder"
+                f"the folder of the checkpoints of expert {uid!r} cannot be read: {error}. Mend the folder, "
+                "or give the server another one"
             ) from error
-        self._line[uid] = set(names)
+        self._removable[uid] = set(names)
         while names:
             faults: list[str] = []
             for name in names:
@@ -265,43 +294,44 @@ class CheckpointStore:
                 except (OSError, DamagedError) as error:
                     faults.append(f"{name}: {error}")
                     continue
-                return Checkpoint(uid, value["step"], value["state"], value["extra"], folder / name, tuple(faults))
+                place = str(folder / name)
+                return Checkpoint(uid, value["step"], value["state"], value["extra"], place, tuple(faults))
             before, names = names, self._names(folder)
-            if names == before:  # otherwise they were replaced by newer ones while they were read
+            if names == before:  # otherwise another server replaced the files during the loop
                 raise CheckpointError(listed(f"no checkpoint of expert {uid!r} in {folder} can be read:", faults))
         return None
 
     def steps(self, uid: str) -> list[int]:
-        """The steps of this expert's checkpoints, newest first; whether they are whole is seen when loading."""
+        """The steps of this expert's checkpoints, newest first. Damaged files are included."""
         return [int(name.split("-")[1]) for name in self._names(self._folder(uid))]
 
     def has(self, uid: str, step: int) -> bool:
-        """Whether there is a checkpoint of this step; True also if the disk does not answer."""
         with suppress(OSError):
             return step in self.steps(uid)
         return True
 
     def _publish(self, encoded: EncodedCheckpoint, folder: Path) -> Path:
-        self._make(folder)
-        for name in self._disk.names(folder):  # what a crash left half written
+        self._make_folder(folder)
+        for name in self._disk.names(folder):  # drafts that a crash left
             if name.startswith(_DRAFT):
                 self._disk.remove(folder / name)
         names = self._names(folder)
         serial = int(names[0].split("-")[0]) + 1 if names else 1
         draft = folder / f"{_DRAFT}{serial:012d}"
-        final = folder / f"{serial:012d}-{encoded.step:012d}-{_digest(encoded.data)}.safetensors"
+        final = folder / f"{serial:012d}-{encoded.step:012d}-{_hash_bytes(encoded.data)}.safetensors"
         try:
-            self._write(draft, encoded, folder)
+            self._write_draft(draft, encoded, folder)
             self._disk.rename(draft, final)
         except OSError:
-            with suppress(OSError):  # the reason that counts is the first
+            with suppress(OSError):  # the first error is the one to raise
                 self._disk.remove(draft)
             raise
+        # Without this sync, a crash of the machine could undo the rename after `write` has returned.
         self._disk.sync(folder)
         return final
 
-    def _write(self, draft: Path, encoded: EncodedCheckpoint, folder: Path) -> None:
-        """Write a draft; on a full disk, make room by removing one older checkpoint after the other."""
+    def _write_draft(self, draft: Path, encoded: EncodedCheckpoint, folder: Path) -> None:
+        """Write a draft. On a full disk, remove older checkpoints one by one until it fits."""
         old: list[str] | None = None
         while True:
             try:
@@ -312,37 +342,37 @@ class CheckpointStore:
                     old = self._dispensable(encoded.uid, folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else []
                 if not old:
                     raise
+                # The draft goes first: it is incomplete and holds the space that the next attempt needs.
                 self._disk.remove(draft)
                 self._disk.remove(folder / old.pop())
-            if encoded.uid not in self._short_of_room:
+            if encoded.uid not in self._warned:
                 words = "the disk has no room for %d checkpoints of expert %r in %s: older ones are removed first"
                 _LOG.warning(words, self._keep + 1, encoded.uid, folder)
-            self._short_of_room.add(encoded.uid)
+            self._warned.add(encoded.uid)
 
     def _dispensable(self, uid: str, folder: Path) -> list[str]:
-        """What may be removed before a new checkpoint is safe: all but the newest whole one, oldest last."""
+        """Removable files, oldest last, without the newest whole one: it must stay until the new one is safe."""
         names = self._names(folder)
         for name in names:
             with suppress(OSError, DamagedError):
                 self._read(folder / name, uid)
-                return [other for other in names if other != name and other in self._line[uid]]
+                return [other for other in names if other != name and other in self._removable[uid]]
         return []
 
-    def _make(self, folder: Path) -> None:
-        """Make a folder that survives a crash, and those above it. One that exists may not be synced yet."""
+    def _make_folder(self, folder: Path) -> None:
+        """Create a folder and its parents durably. An existing folder is synced too: its creator can have crashed."""
         if not self._disk.is_folder(folder.parent):
-            self._make(folder.parent)
+            self._make_folder(folder.parent)
         self._disk.make_folder(folder)
         self._disk.sync(folder.parent)
 
     def _names(self, folder: Path) -> list[str]:
-        """The checkpoints in ``folder``, newest first."""
         return sorted(filter(_FILE.fullmatch, self._disk.names(folder)), reverse=True)
 
     def _read(self, path: Path, uid: str) -> dict[str, Any]:
         data = self._disk.read(path)
-        step, digest = path.stem.split("-")[1:]
-        if _digest(data) != digest:
+        step, expected = path.stem.split("-")[1:]
+        if _hash_bytes(data) != expected:
             raise DamagedError(f"its {len(data)} bytes are not those that were written")
         value = deserialize(data)
         fields = cast("dict[str, Any]", value if isinstance(value, dict) else {})
@@ -355,5 +385,5 @@ class CheckpointStore:
         return self.root / folder_name(uid)
 
 
-def _digest(data: bytes | memoryview) -> str:
+def _hash_bytes(data: bytes | memoryview) -> str:
     return blake2b(data, digest_size=16).hexdigest()

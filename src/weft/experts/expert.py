@@ -12,6 +12,7 @@ with a key steps once however often it is sent, and the log of the batches repla
 
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, cast
 from zlib import crc32
@@ -40,7 +41,7 @@ from weft.experts.schema import FlatSchema, call_schema, check_ranges
 from weft.experts.side_effects import SideEffects
 from weft.experts.task import Results
 from weft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
-from weft.experts.telemetry import BackendStatistics
+from weft.experts.telemetry import BackendStatistics, WorkObserver
 
 
 class ExpertBackend:
@@ -60,7 +61,7 @@ class ExpertBackend:
         schedule: a learning-rate schedule, or a function that makes one of the optimizer; stepped after every step.
         clip_grad_norm: the L2 norm to which the gradients of all parameters are scaled down before a step.
         guards: which gradients are refused; see `Guards`.
-        records: how long idempotency keys are known; see `IdempotencyOptions`.
+        idempotency: how long idempotency keys are remembered; see `IdempotencyOptions`.
         mini_batches: how many sums of gradients may be open for `commit`; see `AccumulationOptions`.
         keep_graphs: keep graph and inputs of forwards that have a key for their backward; see `GraphBudget`.
         journal: logs every batch that counts, for `weft.experts.journal`.
@@ -92,13 +93,13 @@ class ExpertBackend:
         schedule: ScheduleLike | None = None,
         clip_grad_norm: float | None = None,
         guards: Guards | None = None,
-        records: IdempotencyOptions | None = None,
+        idempotency: IdempotencyOptions | None = None,
         mini_batches: AccumulationOptions | None = None,
         keep_graphs: GraphBudget | None = None,
         journal: Journal | None = None,
         **pool_options: Any,
     ) -> None:
-        arguments = {"clip_grad_norm": clip_grad_norm, "guards": guards, "records": records}
+        arguments = {"clip_grad_norm": clip_grad_norm, "guards": guards, "idempotency": idempotency}
         arguments |= {"mini_batches": mini_batches, "keep_graphs": keep_graphs, "journal": journal}
         with Validator(f"invalid arguments of expert {name!r}") as check:
             for one, other, words in ((module, expert, "module= and expert="), (optimizer, opt, "optimizer= and opt=")):
@@ -113,17 +114,18 @@ class ExpertBackend:
         self.optimizer, self.schedule = make_stepping(name, every, optimizer, schedule, plainly=not overridden)
         self.device = next((parameter.device for parameter in every), torch.device("cpu"))
         check_ranges(name, call, self.module, self.device)
-        self.records = IdempotencyTable(records)
+        self.idempotency = IdempotencyTable(idempotency)
         effects = SideEffects(self.module, self.device, crc32(name.encode()))
-        step = None if self.optimizer is None else lambda: self.apply_gradients()  # noqa: PLW0108  (users may replace it)
+        step = None if self.optimizer is None else self._apply_observed
         self._stepper = OptimizerStep(name, step, journal)
+        self._observer: WorkObserver | None = None
         parts = (guards or Guards(), GradientAccumulators(mini_batches), GraphCache(keep_graphs))
         executor = self.executor = BatchExecutor(
-            name, self.module, effects, call, outputs_schema, self._stepper, self.records, *parts
+            name, self.module, effects, call, outputs_schema, self._stepper, self.idempotency, *parts
         )
         alone = effects.draws.__getitem__ if options.min_batch_size == 1 else None
         shared: dict[str, Any] = {"options": options, "callers": CallerGroup(), "alone": alone}
-        known: dict[str, Any] = {"records": self.records, "splits": self.optimizer is not None}
+        known: dict[str, Any] = {"idempotency": self.idempotency, "splits": self.optimizer is not None}
         self.forward_pool = TaskPool(f"{name}.forward", executor.forward, executor.columns, **shared)
         columns, single = executor.backward_columns, replace(options, min_batch_size=1)
         self.backward_pool = TaskPool(f"{name}.backward", executor.backward, columns, **shared, **known)
@@ -195,6 +197,16 @@ class ExpertBackend:
         if self.schedule is not None:
             self.schedule.step()
 
+    def _apply_observed(self) -> None:
+        with self._observer.step_span(self.name, self.steps + 1) if self._observer else nullcontext():
+            self.apply_gradients()  # looked up at every step, because users may replace it
+
+    def observe(self, observer: WorkObserver | None) -> None:
+        """Report every batch and every optimizer step to this observer, or to none."""
+        self._observer = observer
+        for pool in self.pools:
+            pool.observe(observer)
+
     def make_empty(self, batch: int) -> tuple[Any, Any]:
         """A sample of the arguments, ``(args, kwargs)``, of zeros; every free axis has this size."""
         call = self.executor.call
@@ -214,7 +226,7 @@ class ExpertBackend:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of module, optimizer, schedule, steps and seed between two batches; `records` have their own."""
+        """A copy of module, optimizer, schedule, steps and seed between two batches; `idempotency` has its own."""
         executor = self.executor
         with executor.lock:
             counts = {
@@ -267,7 +279,7 @@ class ExpertBackend:
                 used_graphs=executor.graphs.used,
                 journal_failures=self._stepper.journal_failures,
                 buffer_bytes=executor.buffer_bytes,
-                records=self.records.statistics(),
+                idempotency=self.idempotency.statistics(),
                 pools={pool.name: pool.statistics() for pool in self.pools},
             )
         finally:

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from weft.core.segment import GradientSum
 from weft.core.validation import Validator, is_number
 from weft.experts.errors import CommitError, GradientError, OverloadError, QuotaError
-from weft.experts.optimizer_step import nbytes
 from weft.experts.side_effects import TensorSnapshot
 from weft.experts.task import CallerStream, Task
+from weft.experts.tensors import tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class GradientAccumulators(dict[Owner, GradientAccumulator]):
         """The memory of all sums."""
         # Of copies: the statistics of a busy expert ask beside its batch.
         totals = [t for one in list(self.values()) for t in list(one.total.totals)]
-        return sum(nbytes(t) for t in totals if t is not None)
+        return sum(tensor_bytes(t) for t in totals if t is not None)
 
     def check(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `OverloadError`, `QuotaError` or `CommitError` if gradients of these parameters cannot be added."""

@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from weft.core.segment import Tape, version
 from weft.core.validation import Validator
-from weft.experts.optimizer_step import strided
 from weft.experts.task import Task, split_rows
+from weft.experts.tensors import strided_parts
 
 Name = tuple[str | None, str]
 """A client, and its key."""
@@ -103,7 +103,7 @@ class SavedTensors:
         """Surrounds the forward that makes the graph."""
 
         def pack(tensor: Tensor) -> _Packed:
-            for part in strided(tensor):
+            for part in strided_parts(tensor):
                 storage = part.untyped_storage()
                 if storage.data_ptr() not in self.ignored:
                     self.sizes[storage.data_ptr()] = storage.nbytes()

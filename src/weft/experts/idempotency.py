@@ -1,19 +1,20 @@
 """Idempotency table: a retried backward or commit is applied once.
 
-    first request with a key     runs; its result is stored under (kind, client, key)
+    first request with a key     runs, and its result is stored under (kind, client, key)
     retry while it is running    joins the running task
     retry afterwards             receives a copy of the stored result
-    retry with another payload   KeyReusedError: nothing runs
-    retry after eviction         ResultEvictedError: it was applied, the result is no longer stored
-    retry after a failure        runs again: nothing was applied
+    retry with another payload   KeyReusedError, because nothing can run under this key
+    retry after eviction         ResultEvictedError, because it was applied and the result is no longer stored
+    retry after a failure        runs again, because nothing was applied
 
-Every principal (whose quota a request counts against) has a share of the keys and of the result bytes, so that no
-client can make another one's retry step twice. A key beyond a principal's own share replaces its own oldest one. A
-full table forgets the oldest key of its largest holder once no retry of that request can come any more, and refuses
-newcomers until then. Within these bounds no optimizer step is applied twice, whatever the network loses or repeats.
+A plain least-recently-used cache would not be safe: a client with many keys could evict the keys of others, and their
+retries would step twice. Therefore every principal (the holder of a quota) has a share of the keys and of the result
+bytes. A key beyond that share replaces the principal's own oldest key. A full table forgets the oldest key of the
+largest holder as soon as no retry of it is expected any more, and rejects new principals until then. Within these
+bounds no optimizer step is applied twice, even if the network loses or repeats messages.
 
-A key takes 48 bytes in a saved state and about 400 in memory: requests and principals are stored as digests. Of the
-results, the newest go into a saved state, up to `SAVED_RESULT_BYTES`.
+A key takes 48 bytes in a saved state and about 400 in memory, because requests and principals are stored as digests. A
+saved state contains the newest results, up to `SAVED_RESULT_BYTES`.
 """
 
 import ctypes
@@ -26,7 +27,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Literal
-from zlib import crc32
 
 import torch
 
@@ -34,19 +34,20 @@ from weft.core.errors import UsageError
 from weft.core.validation import Validator
 from weft.experts.errors import KeyReusedError, OverloadError, ResultEvictedError
 from weft.experts.task import Results, Task
-from weft.experts.telemetry import RecordsStatistics
+from weft.experts.telemetry import IdempotencyStatistics
 
 RequestKind = Literal["backward", "commit"]
 MiniBatch = tuple[str | None, str]
 """Client and name of a mini-batch."""
 
 SAVED_RESULT_BYTES = 1_000_000
-"""Of results in a saved state, which is written again and again: exactly-once needs keys and steps alone there."""
-_RESULT_OVERHEAD = 512  # bytes of a result in a file, besides its tensors
+"""Bound of the results in a saved state. Exactly-once only needs keys and steps, and states are saved often."""
+_RESULT_OVERHEAD = 512  # bytes of a result in a file, in addition to its tensors
 
+# Packed bytes, because 100,000 tuples would take several times the memory, and a state is a plain join of the rows.
 _VALUE = struct.Struct("<8sqQd")  # digest of the principal, step, fingerprint, time of recording
 _ROW = struct.Struct(f"<16s{_VALUE.size}s")  # digest of the request, and the value
-_DROPPED = -1  # in place of a step, for the name of a mini-batch that must not be continued
+_DROPPED = -1  # stands for a step in the entry of a mini-batch that must not be continued
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,18 @@ class IdempotencyOptions:
     """Bounds of an `IdempotencyTable`.
 
     Args:
-        max_result_bytes: total size of stored results; 0 stores none, and every late retry is refused.
+        max_result_bytes: total size of stored results. With 0, every late retry is rejected.
         max_result_age: seconds for which a retry is expected after a request was applied, or until the deadline of
-            the request if that is later. Until then its result is stored and its key is not forgotten for the sake of
-            another principal.
+            the request if that is later. Until then its result is stored, and no other principal can evict its key.
         max_keys: number of remembered keys.
-        max_client_keys: number of keys that one principal may hold; None: half of ``max_keys``.
+        max_client_keys: number of keys that one principal can hold. None: half of ``max_keys``.
         max_age: seconds after which a key is forgotten.
 
-    Raises ``UsageError`` that lists all bounds that make no sense.
+    Raises ``UsageError`` that lists every invalid bound.
 
     Example:
-        >>> rows, records = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.IdempotencyOptions(max_age=600.0)
-        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, records=records)
+        >>> rows, bounds = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.IdempotencyOptions(max_age=600.0)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, idempotency=bounds)
     """
 
     max_result_bytes: int = 64 << 20
@@ -85,18 +85,31 @@ class IdempotencyOptions:
 
     @property
     def client_share(self) -> int:
-        """The number of keys that one principal may hold."""
         most = max(1, self.max_keys // 2) if self.max_client_keys is None else self.max_client_keys
         return min(most, self.max_keys)
 
 
 @dataclass(slots=True)
 class _Share:
-    """What one principal holds, oldest first: until when a retry of each key is expected, and results."""
+    """Keys of one principal, each with the time until which a retry is expected, and results. Oldest first."""
 
     keys: "OrderedDict[bytes, float]" = field(default_factory=OrderedDict["bytes", float])
     results: "OrderedDict[bytes, Results]" = field(default_factory=OrderedDict["bytes", Results])
     result_bytes: int = 0
+
+    def add_key(self, digest: bytes, expected_until: float) -> None:
+        self.keys[digest] = expected_until
+
+    def add_result(self, digest: bytes, result: Results, expected_until: float) -> None:
+        self.keys[digest] = expected_until
+        self.results[digest] = result
+        self.result_bytes += _bytes_of(result)
+
+    def evict_result(self, digest: bytes) -> int:
+        result = self.results.pop(digest, None)
+        nbytes = 0 if result is None else _bytes_of(result)
+        self.result_bytes -= nbytes
+        return nbytes
 
 
 class IdempotencyTable:
@@ -105,23 +118,24 @@ class IdempotencyTable:
     def __init__(self, options: IdempotencyOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options or IdempotencyOptions()
         self._clock = clock
-        self._offset = 0.0  # so that ages go on where a loaded state was saved
+        self._offset = 0.0  # added to the clock, so that ages continue after a load
         self._lock = threading.Lock()
         self._running: dict[bytes, Task] = {}
-        self._applied: dict[bytes, bytes] = {}  # digest of a request, and a packed value; oldest first
+        self._applied: dict[bytes, bytes] = {}  # packed value by digest of the request, oldest first
         self._shares: dict[bytes, _Share] = {}  # by digest of the principal
-        # Part of no step yet, hence of no saved state: uncommitted requests, and (None) names of dropped mini-batches.
+        # Entries that a saved state must not contain, because they belong to no step yet: uncommitted requests with
+        # their mini-batch, and dropped mini-batches (None).
         self._unsaved: dict[bytes, MiniBatch | None] = {}
         self._result_bytes = 0
         self._next_expiry = 0.0
         self._repeated = 0
 
     def begin(self, kind: RequestKind, task: Task) -> Task | Results | None:
-        """Return the running task, a copy of the stored result, or None for a new request, which is running now.
+        """Return the running task, a copy of the stored result, or None for a new request, which is registered.
 
         Raises `KeyReusedError`, `ResultEvictedError`, and `OverloadError` if the table is full.
         """
-        digest, given = _request(kind, task), fingerprint(task)
+        digest, fingerprint = _request_digest(kind, task), task.fingerprint()
         with self._lock:
             self._expire()
             running, entry = self._running.get(digest), self._entry(digest)
@@ -129,9 +143,9 @@ class IdempotencyTable:
                 self._check_room(task)
                 self._running[digest] = task
                 return None
-            known = fingerprint(running) if running is not None else entry[2] if entry is not None else given
-            if known != given:
-                what = "payload" if known >> 32 == given >> 32 else "mini-batch, mode or shapes"
+            known = running.fingerprint() if running is not None else entry[2] if entry is not None else fingerprint
+            if known != fingerprint:
+                what = "payload" if known >> 32 == fingerprint >> 32 else "mini-batch, mode or shapes"
                 raise KeyReusedError(
                     f"key {task.key!r} of client {task.client!r} was used for a {kind} with another {what}; "
                     "use a new key for every new request, and the old one only to retry"
@@ -146,25 +160,25 @@ class IdempotencyTable:
                     "but its result is no longer stored; do not send it again (raise max_result_bytes and "
                     "max_result_age to store results longer)"
                 )
-            # The receiver owns its tensors and may write into them, so the table hands out a copy.
+            # A copy, because the receiver owns its tensors and can write to them.
             return [tensor.clone() for tensor in result]
 
     def abandon(self, kind: RequestKind, task: Task) -> None:
-        """Remove a task that is no longer running; what was recorded stays."""
-        digest = _request(kind, task)
+        """Unregister a task that has failed. A recorded result stays."""
+        digest = _request_digest(kind, task)
         with self._lock:
-            # A retry may have registered another task under the same key in the meantime.
+            # A retry can have registered another task under the same key in the meantime.
             if self._running.get(digest) is task:
                 del self._running[digest]
 
     def record(self, kind: RequestKind, task: Task, result: Results, step: int) -> None:
-        """Store the result of an applied request, which is part of ``step``; or of none yet, if it has a mini-batch.
+        """Store the result of an applied request. It is part of ``step``, or with a mini-batch of no step yet.
 
-        Takes ownership of ``result``. It must not fail: whatever can, such as checksums, happens before the step.
+        Takes ownership of ``result``. This must not fail, so checksums and copies are made before the step.
         """
-        digest, principal = _request(kind, task), _principal(task)
+        digest, principal = _request_digest(kind, task), _principal_digest(task)
         with self._lock:
-            self._insert(digest, principal, step, fingerprint(task))
+            self._insert(digest, principal, step, task.fingerprint())
             if kind == "backward" and task.mini_batch is not None:
                 self._unsaved[digest] = (task.client, task.mini_batch)
             expires_at = self._now() + self.options.max_result_age
@@ -173,9 +187,9 @@ class IdempotencyTable:
             self._store(digest, principal, result, expires_at)
 
     def step_of(self, kind: RequestKind | Literal["dropped"], client: str | None, key: str) -> int | None:
-        """The optimizer step that a request was part of; None if it is not known as applied.
+        """The optimizer step that contains a request; None if it is not known as applied.
 
-        Of kind "dropped": not None if the mini-batch of that name was dropped.
+        With kind "dropped": not None if the mini-batch of that name was dropped.
         """
         with self._lock:
             entry = self._entry(_digest((kind, client, key)))
@@ -190,13 +204,13 @@ class IdempotencyTable:
                 del self._unsaved[digest]
 
     def forget_mini_batch(self, client: str | None, mini_batch: str) -> None:
-        """Forget the requests of a mini-batch whose accumulated gradient was lost; retries run again."""
+        """Forget the requests of a mini-batch after its gradient sum was lost, so that retries run again."""
         with self._lock:
             for digest in self._requests_of(client, mini_batch):
                 self._forget(digest)
 
     def drop_mini_batch(self, client: str | None, mini_batch: str, principal: str | None) -> None:
-        """Forget a mini-batch, and remember its name: it must not be continued, or a commit would apply a part."""
+        """Forget a mini-batch except its name. If it were continued, a commit would apply only a part of it."""
         self.forget_mini_batch(client, mini_batch)
         with self._lock:
             digest = _digest(("dropped", client, mini_batch))
@@ -204,23 +218,24 @@ class IdempotencyTable:
             self._unsaved[digest] = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is part of a step: to be saved with it.
+        """All entries that are part of a step, to be saved with the weights.
 
-        ``keys``: uint8 of shape (number of keys, 48), oldest first; ``results``: digest in hex, seconds for which it is
-        still wanted, and tensors of the newest stored results; ``now``: the time by which keys are dated.
+        ``keys``: uint8 of shape (number of keys, 48), oldest first. ``results``: the newest results as tuples of the
+        digest in hex, the seconds for which it is still expected, and its tensors. ``now``: the clock of the keys.
         """
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that makes the `state_dict` of this moment later, without a lock."""
+        """Return a function that builds the `state_dict` of this moment later, without holding the lock."""
         with self._lock:
             self._expire(at_once=True)
+            # Shallow copies suffice: packed entries are immutable, and stored tensors are never written to.
             keys, unsaved = self._applied.copy(), self._unsaved.copy()
             shares = self._shares.values()
-            results = [(each.keys[one], one, found) for each in shares for one, found in reversed(each.results.items())]
+            results = [(s.keys[key], key, result) for s in shares for key, result in reversed(s.results.items())]
             now = self._now()
 
-        def state() -> dict[str, Any]:
+        def build_state() -> dict[str, Any]:
             rows = bytearray().join(digest + value for digest, value in keys.items() if digest not in unsaved)
             flat = (
                 torch.frombuffer(rows, dtype=torch.uint8) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -229,21 +244,22 @@ class IdempotencyTable:
             room = SAVED_RESULT_BYTES
             for expires_at, digest, result in sorted(results, key=lambda item: item[0], reverse=True):
                 if digest not in unsaved:
-                    room -= _nbytes(result) + _RESULT_OVERHEAD
+                    room -= _bytes_of(result) + _RESULT_OVERHEAD
                     if room < 0:
                         break
                     saved.append((digest.hex(), expires_at - now, result))
             return {"now": now, "keys": flat.view(len(rows) // _ROW.size, _ROW.size), "results": saved[::-1]}
 
-        return state
+        return build_state
 
     def load_state_dict(self, state: Any) -> None:
-        """Replace all but the names of dropped mini-batches by a `state_dict`. Raises ``UsageError`` if it is none."""
+        """Replace all entries except dropped mini-batches. Raises ``UsageError`` if ``state`` is invalid."""
         try:
             keys, now = state["keys"], float(state["now"])
             if keys.dtype != torch.uint8 or keys.ndim != 2 or keys.shape[1] != _ROW.size:
                 raise ValueError(f"keys of {keys.dtype} and shape {tuple(keys.shape)}")
-            rows = keys.cpu().clone(memory_format=torch.contiguous_format)  # aligned, whatever file it was read from
+            # A copy, because `_read_shares` needs aligned memory, and that of a file is not.
+            rows = keys.cpu().clone(memory_format=torch.contiguous_format)
             applied = dict(_ROW.iter_unpack(ctypes.string_at(rows.data_ptr(), rows.nbytes)))
             if len(applied) != len(rows):
                 raise ValueError(f"{len(rows)} keys, of which {len(applied)} are different")
@@ -252,7 +268,7 @@ class IdempotencyTable:
                 for digest, seconds, tensors in state["results"]
             ]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UsageError(f"this is no state of an idempotency table: {type(error).__name__}: {error}") from error
+            raise UsageError(f"not a state of an idempotency table: {type(error).__name__}: {error}") from error
         with self._lock:
             dropped = {one: self._applied[one][:8] for one, mini_batch in self._unsaved.items() if mini_batch is None}
             self._applied, self._shares = applied, _read_shares(rows, applied, self.options.max_result_age)
@@ -265,43 +281,43 @@ class IdempotencyTable:
                     self._store(digest, applied[digest][:8], tensors, now + seconds)
             self._expire(at_once=True)
 
-    def statistics(self) -> RecordsStatistics:
+    def statistics(self) -> IdempotencyStatistics:
         with self._lock:
             self._expire(at_once=True)
             results = sum(len(share.results) for share in self._shares.values())
-            return RecordsStatistics(
+            return IdempotencyStatistics(
                 len(self._running), len(self._applied), results, self._result_bytes, self._repeated
             )
 
-    # All that follows is called with the lock held.
+    # The methods below are called with the lock held.
 
     def _now(self) -> float:
         return self._clock() + self._offset
 
     def _entry(self, digest: bytes) -> tuple[bytes, int, int, float] | None:
-        """Principal, step, fingerprint and time of recording of a key that is not too old."""
+        """Principal, step, fingerprint and time of a key; None if it is unknown or too old."""
         value = _VALUE.unpack(self._applied[digest]) if digest in self._applied else None
         return None if value is None or value[3] <= self._now() - self.options.max_age else value
 
     def _requests_of(self, *mini_batch: str | None) -> list[bytes]:
-        return [digest for digest, its in self._unsaved.items() if its == mini_batch]
+        return [digest for digest, owner in self._unsaved.items() if owner == mini_batch]
 
     def _insert(self, digest: bytes, principal: bytes, step: int, fingerprint: int) -> None:
-        self._forget(digest)
+        self._forget(digest)  # a dict keeps the position of a known key, but it must become the newest
         share = self._shares.get(principal)
         if share is not None and len(share.keys) >= self.options.client_share:
             self._forget(next(iter(share.keys)))
         if len(self._applied) >= self.options.max_keys:
-            victim = self._victim(self._shares.get(principal))
-            # Without one the table grows by this key, the first of its principal: `begin` admitted it.
+            victim = self._choose_victim(self._shares.get(principal))
+            # Without a victim the table exceeds its bound by this key. It cannot be rejected any more: it was applied.
             if victim is not None:
                 self._forget(victim)
         self._applied[digest] = _VALUE.pack(principal, step, fingerprint, self._now())
-        self._shares.setdefault(principal, _Share()).keys[digest] = self._now() + self.options.max_result_age
+        self._shares.setdefault(principal, _Share()).add_key(digest, self._now() + self.options.max_result_age)
         self._expire()
 
-    def _victim(self, own: _Share | None) -> bytes | None:
-        """The key that a full table forgets for a new one of a principal; None if it must not forget any."""
+    def _choose_victim(self, own: _Share | None) -> bytes | None:
+        """The key that a full table forgets for a new key of a principal with the share ``own``; None: no key."""
         largest = max(self._shares.values(), key=lambda share: len(share.keys))
         oldest, expected_until = next(iter(largest.keys.items()))
         if expected_until <= self._now():
@@ -309,23 +325,22 @@ class IdempotencyTable:
         return None if own is None else next(iter(own.keys))
 
     def _store(self, digest: bytes, principal: bytes, result: Results, expires_at: float) -> None:
-        share = self._shares[principal]
-        share.results[digest], share.keys[digest] = result, expires_at
-        share.result_bytes += _nbytes(result)
-        self._result_bytes += _nbytes(result)
+        self._shares[principal].add_result(digest, result, expires_at)
+        self._result_bytes += _bytes_of(result)
+        # From the largest holder, so that many results of one client do not displace those of others.
         while self._result_bytes > self.options.max_result_bytes:
             largest = max(self._shares.values(), key=lambda share: share.result_bytes)
-            self._evict_result(largest, next(iter(largest.results)))
+            self._result_bytes -= largest.evict_result(next(iter(largest.results)))
 
     def _expire(self, *, at_once: bool = False) -> None:
-        """Forget old keys and evict old results: now and then, since `_entry` does not show what is too old."""
+        """Forget old keys and evict old results. Only now and then, because `_entry` hides old keys anyway."""
         now = self._now()
         if now < self._next_expiry and not at_once:
             return
         self._next_expiry = now + min(self.options.max_age, self.options.max_result_age) / 10
         for share in list(self._shares.values()):
             while share.results and share.keys[next(iter(share.results))] <= now:
-                self._evict_result(share, next(iter(share.results)))
+                self._result_bytes -= share.evict_result(next(iter(share.results)))
             while share.keys and self._entry(next(iter(share.keys))) is None:
                 self._forget(next(iter(share.keys)))
 
@@ -334,25 +349,18 @@ class IdempotencyTable:
             return
         principal = self._applied.pop(digest)[:8]
         share = self._shares[principal]
-        self._evict_result(share, digest)
+        self._result_bytes -= share.evict_result(digest)
         del share.keys[digest]
         if not share.keys:
             del self._shares[principal]
         self._unsaved.pop(digest, None)
 
-    def _evict_result(self, share: _Share, digest: bytes) -> None:
-        result = share.results.pop(digest, None)
-        if result is not None:
-            share.result_bytes -= _nbytes(result)
-            self._result_bytes -= _nbytes(result)
-
     def _check_room(self, task: Task) -> None:
-        """Raise ``OverloadError`` where a new key finds no room."""
         if len(self._applied) < self.options.max_keys:
             return
         self._expire(at_once=True)
-        own = self._shares.get(_principal(task))
-        if len(self._applied) >= self.options.max_keys and self._victim(own) is None:
+        own = self._shares.get(_principal_digest(task))
+        if len(self._applied) >= self.options.max_keys and self._choose_victim(own) is None:
             raise OverloadError(
                 f"the idempotency table is full: it holds {len(self._applied)} keys of {len(self._shares)} "
                 f"clients, all applied in the last {self.options.max_result_age:g} s; come back later, or "
@@ -360,26 +368,10 @@ class IdempotencyTable:
             )
 
 
-def fingerprint(task: Task) -> int:
-    """Checksums of what a retry has to repeat: mode, mini-batch and shapes, and payload. Computed once, at first."""
-    if not task.fingerprint:
-        shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in task.tensors]
-        form = crc32(repr((task.mini_batch, task.evaluation, shapes)).encode("utf-8", "backslashreplace"))
-        payload = 0
-        for tensor in task.tensors:
-            plain = tensor
-            if tensor.is_conj() or tensor.is_neg() or not (tensor.is_cpu and tensor.is_contiguous()):
-                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            # Not by way of numpy, which is not needed in a process that only has its own experts.
-            payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
-        task.fingerprint = form << 32 | payload
-    return task.fingerprint
-
-
 def _read_shares(rows: torch.Tensor, applied: dict[bytes, bytes], max_result_age: float) -> dict[bytes, _Share]:
-    """The keys of each principal, out of saved rows (uint8 of shape (keys, 48)) and the dict that was made of them."""
+    """The share of each principal. ``rows``: saved keys, uint8 of shape (keys, 48). ``applied``: the same as a dict."""
     principals = rows.view(torch.int64).numpy()[:, 2]
-    # A stable sort groups the rows by principal, and in each group the oldest stays first, as eviction expects it.
+    # The sort is stable, so that within each group the oldest key stays first, as eviction expects.
     order = principals.argsort(kind="stable")
     digests = [*map([*applied].__getitem__, order.tolist())]
     until = (rows.view(torch.float64).numpy()[order, 5] + max_result_age).tolist()
@@ -391,12 +383,12 @@ def _read_shares(rows: torch.Tensor, applied: dict[bytes, bytes], max_result_age
     }
 
 
-def _nbytes(result: Results) -> int:
+def _bytes_of(result: Results) -> int:
     return sum([tensor.nbytes for tensor in result])
 
 
-def _request(kind: RequestKind, task: Task) -> bytes:
-    """The identity of a request. Keys are scoped by client: no client can reach another one's results."""
+def _request_digest(kind: RequestKind, task: Task) -> bytes:
+    """The identity of a request. It includes the client, so that no client can reach results of another."""
     return _digest((kind, task.client, task.key))
 
 
@@ -404,5 +396,5 @@ def _digest(value: tuple[str | None, ...] | str | None, size: int = 16) -> bytes
     return blake2b(repr(value).encode("utf-8", "backslashreplace"), digest_size=size).digest()
 
 
-def _principal(task: Task) -> bytes:
+def _principal_digest(task: Task) -> bytes:
     return _digest(task.client if task.principal is None else task.principal, 8)

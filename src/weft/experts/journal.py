@@ -1,16 +1,19 @@
-"""Journal of an expert: the log of its batches, in order, and the replay that computes the same weights from it.
+"""Journal of an expert: an append-only log of its batches, in the order in which they counted.
 
-{"kind": "backward", "step": 7, "seed": 123, "members": [{"client": "a", "key": "k1", "rows": 4}, ...], ...}
-state_dict of step 40 ──> backend ── replay(entries 41, 42, ...) ──> state_dict of step 57, bit for bit
+    {"kind": "backward", "step": 7, "seed": 123, "members": [{"client": "a", "key": "k1", "rows": 4}, ...], ...}
 
-The weights depend on the backward batches alone: their tensors, their order and their random seed; see
-`weft.experts.side_effects`. Batches that were taken apart are logged as they finally ran.
+The weights depend only on the backward batches: their tensors, their order and their random seeds (see
+`weft.experts.side_effects`). So this log and one state suffice to compute all later states; `weft.experts.replay` does
+that. A batch that was taken apart is logged in the parts that finally ran. Tensors are not logged: a `Listener` can
+store them.
 
-    1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 led to nothing
+    1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 are abandoned
 
-Both runs have a state of step 5: what ran from one load to the next is a branch with a name, which entries and states
-carry, so that none is taken for the other, nor for one that another server made. What is read is checked by pydantic.
-A line that a crash tore is cut off by the next opening; one that a full disk tore, at once.
+Both runs contain a state of step 5, so step numbers do not identify a state. The batches between two loads form a
+branch with a random name. Entries and saved states carry that name.
+
+A crash can tear the last line, and the next opening cuts it off. A full disk can also tear a line; it is removed at
+once. Lines are read as untrusted data and are validated by pydantic.
 """
 
 import json
@@ -24,21 +27,18 @@ from io import FileIO
 from itertools import count, takewhile
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from weft.core.errors import UsageError, listed
 from weft.core.validation import Validator
-from weft.experts.errors import ClosedError, GradientError, RefusedError, ReplayError
+from weft.experts.errors import ClosedError
 from weft.experts.task import Task
 
-if TYPE_CHECKING:
-    from weft.experts.expert import ExpertBackend
-
-_BEGINS = '{"kind": '  # each line: its first field is always the same
+_LINE_START = '{"kind": '  # every line: `kind` is the first field, and has no default that `to_json` could leave out
 _STRICT: Any = {"strict": True, "extra": "forbid"}  # how pydantic reads a line
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Entry:
-    """One batch that counted: ``step`` is the number of optimizer steps after it, ``threads`` the intra-op threads.
+    """One logged event: a batch that counted (``backward``, ``commit``), or a change of state without a batch.
 
-    ``failed``: the optimizer raised on it, so what came after cannot be replayed. ``batch``: the number of backward
-    batches after it; a ``state_dict`` lies where its ``steps`` and ``backward_batches`` are those of an entry.
-    ``restored`` is no batch: a state that lies there was loaded. Nor is ``dropped``: the sum of this mini-batch was
-    discarded, refused or too old. ``evaluation``: the module ran as after ``eval()``. ``terms``: of a ``commit``, the
-    backward batches in its sum. ``branch``: the name of what ran from one load of a state to the next.
+    ``restored``: a state was loaded. ``dropped``: the sum of a mini-batch was discarded, refused or too old. ``step``
+    and ``batch`` count optimizer steps and backward batches after the entry, like ``steps`` and ``backward_batches`` of
+    a ``state_dict``. ``threads``: intra-op threads. ``failed``: the optimizer raised, so that later batches cannot be
+    replayed. ``evaluation``: the module ran as after ``eval()``. ``branch``: see `weft.experts.journal`. ``terms``:
+    backward batches in the sum of a ``commit``.
 
     Example:
         >>> from weft.experts import Entry, Member
@@ -89,31 +89,32 @@ class Entry:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where the expert was after it: ``step`` and ``batch``."""
+        """The position in the log of its branch: ``step`` and ``batch``."""
         return (self.step, self.batch)
 
     def to_json(self) -> str:
-        """One line. What has its default is left out: there are many lines."""
-        defaults = {one.name: one.default for one in fields(self)}
+        """One line, without the fields that have their default values."""
+        defaults = {field.name: field.default for field in fields(self)}
         return json.dumps({name: value for name, value in asdict(self).items() if value != defaults[name]})
 
     @staticmethod
     def from_json(line: str) -> "Entry":
-        """The inverse of `to_json`. Raises ``UsageError`` that lists all that is wrong, if the line is none."""
-        from pydantic import ValidationError  # noqa: PLC0415  (whoever writes a journal needs torch alone)
+        """The inverse of `to_json`. Raises ``UsageError`` that lists every fault of an invalid line."""
+        # Imported here because a process that only writes journals does not need pydantic.
+        from pydantic import ValidationError  # noqa: PLC0415
 
         try:
-            return _reader().validate_json(line)
+            return _entry_adapter().validate_json(line)
         except ValidationError as error:
             faults = [
-                f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}, seen {str(each['input'])[:80]!r}"
-                for each in error.errors(include_url=False)
+                f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}, seen {str(fault['input'])[:80]!r}"
+                for fault in error.errors(include_url=False)
             ]
-            raise UsageError(listed(f"this is no line of an expert's journal: {line[:80]!r}:", faults)) from None
+            raise UsageError(listed(f"not a line of an expert's journal: {line[:80]!r}:", faults)) from None
 
 
 @cache
-def _reader() -> Any:
+def _entry_adapter() -> Any:
     from pydantic import TypeAdapter  # noqa: PLC0415
 
     return TypeAdapter(Entry)
@@ -125,25 +126,24 @@ def _is_json(line: str) -> bool:
     return False
 
 
-_BLOCK = 1 << 16
-
-
-def _numbered(path: Path, number: int) -> Path:
+def _numbered_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}") if number else path
 
 
-def _opened(path: Path) -> FileIO:
+def _open_for_append(path: Path) -> FileIO:
     file = FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
-    file.seek(0, os.SEEK_END)  # raises for a pipe, in which a torn line could not be taken back
+    file.seek(0, os.SEEK_END)  # rejects a pipe, because a torn line could not be removed from it
     return file
 
 
-def _mend(path: Path) -> None:
-    """Have the file end with a whole line, and without what was torn. Raises ``UsageError`` if it is no journal."""
+def _remove_torn_line(path: Path) -> None:
+    """Truncate the file after its last whole line. Raises ``UsageError`` if the file is not a journal."""
     with path.open("r+b") as file:
-        head = file.read(len(_BEGINS)).rstrip(b"\0")  # after a loss of power, some disks hold zeros where it was full
-        if not _BEGINS.encode().startswith(head):
-            raise UsageError(f"{path} is no journal, for it begins with {head!r}; give the path of another file")
+        # After a power loss, some file systems leave zeros in place of data that was not written yet.
+        head = file.read(len(_LINE_START)).rstrip(b"\0")
+        if not _LINE_START.encode().startswith(head):
+            raise UsageError(f"{path} is not a journal, because it begins with {head!r}; give the path of another file")
+        # Read backwards in blocks, because a journal can be large and only its last line matters.
         size = end = file.seek(0, os.SEEK_END)
         tail = b""
         while end and b"\n" not in tail:
@@ -151,6 +151,7 @@ def _mend(path: Path) -> None:
             file.seek(start)
             tail, end = file.read(end - start) + tail, start
         tail = tail[tail.rfind(b"\n") + 1 :]
+        # A complete line that only lacks its line break is kept: its batch has counted.
         if _is_json(tail.decode(errors="replace")):
             file.seek(size)
             file.write(b"\n")
@@ -163,17 +164,19 @@ Listener = Callable[[Entry, Sequence[Task]], None]
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Appends all batches of one expert to the file ``path``, and calls ``listener``.
+    """Appends all batches of one expert to the file ``path``, and calls ``listener``. Thread-safe.
 
-    Lines do not contain the expert's name. Close it, or use it as a context manager. Thread-safe.
+    The lines do not contain the expert's name. Close the journal after the runtime, or use it as a context manager.
 
     Args:
-        path: of the file, which only the user of this process may read.
+        path: the log file. Its mode is 0600.
         listener: called with every batch.
-        max_file_bytes: the size at which ``path`` becomes ``path.1``, that ``path.2`` and so on; None: never.
-        max_files: number of these files; older ones are removed.
+        max_file_bytes: the size at which ``path`` is renamed to ``path.1``, that file to ``path.2`` and so on. None:
+            never.
+        max_files: the number of files to keep. Older ones are removed.
 
-    Raises ``UsageError`` that lists all that makes no sense, or if the file is no journal, and what opening it raises.
+    Raises ``UsageError`` that lists every invalid option, or if the file is not a journal. Also raises the errors of
+    opening the file.
 
     Example:
         >>> import pathlib, tempfile
@@ -196,51 +199,51 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> None:
         with Validator("invalid options of a journal") as check:
             check.count("max_file_bytes", max_file_bytes, optional=True)
-            check.count("max_files", max_files, least=2)  # a new file begins empty
+            check.count("max_files", max_files, least=2)  # a rotation starts an empty file, so one file would lose all
         self._path, self._max_bytes, self._max_files = Path(path), max_file_bytes, max_files
         self._listener = listener
         if self._path.is_file():
-            _mend(self._path)
-        self._file = _opened(self._path)
-        self._mark = ""
+            _remove_torn_line(self._path)
+        self._file = _open_for_append(self._path)
+        self._restored_line = ""  # written with the next entry, so that unused loads leave no trace in the file
         self._owner: str | None = None
         self._lock = threading.Lock()
 
     def own(self, name: str) -> None:
-        """From now on it is that of this expert. Raises ``UsageError`` if it is another's."""
+        """Bind the journal to the expert ``name``. Raises ``UsageError`` if it is bound to another expert."""
         with self._lock:
             if self._owner not in (None, name):
                 raise UsageError(
-                    f"expert {name!r} was given the journal of expert {self._owner!r}; give it one of its own"
+                    f"expert {name!r} was given the journal of expert {self._owner!r}; give each its own journal"
                 )
             self._owner = name
 
     def write(self, entry: Entry, tasks: Sequence[Task]) -> None:
-        """Log a batch that has just counted. What goes wrong here is raised; the batch stays as it is."""
+        """Log a batch that has been applied. An error of the disk or the listener does not undo the batch."""
         if self._file.closed:
-            raise ClosedError("the journal is closed, but its expert goes on; close it after the runtime")
+            raise ClosedError("the journal is closed, but its expert still runs; close it after the runtime")
         try:
             with self._lock:
-                self._append((self._mark + entry.to_json() + "\n").encode())
-                self._mark = ""
-        finally:  # the batch counts, whether or not the disk is full
+                self._append((self._restored_line + entry.to_json() + "\n").encode())
+                self._restored_line = ""
+        finally:  # the batch counts even if the disk is full, so its tensors must be stored
             if self._listener is not None and entry.kind != "dropped":
                 self._listener(entry, tasks)
 
     def restored(self, step: int, batch: int, branch: str = "") -> None:
-        """The expert goes on from there, as a new one does from ``(0, 0)``: what came later led to nothing.
+        """Note that a state was loaded, or with ``(0, 0)`` that the expert is new. Later entries are abandoned.
 
-        ``branch``: that of the state; an entry of another branch did not lead to it. The file says so before its next
-        entry; `entries` forgets them at once.
+        ``branch``: the branch of the loaded state. `entries` takes the load into account at once, the file only with
+        its next entry.
         """
         mark = Entry("restored", step, 0, None, (), torch.get_num_threads(), batch=batch, branch=branch)
         with self._lock:
-            self._mark = mark.to_json() + "\n"
+            self._restored_line = mark.to_json() + "\n"
 
     def entries(self) -> list[Entry]:
-        """Those in all its files that led to where the expert is now; see `read_journal`."""
+        """The entries in all files that led to the current state; see `read_journal`."""
         with self._lock:
-            return read_journal([*journal_lines(self._path), self._mark])
+            return read_journal([*journal_lines(self._path), self._restored_line])
 
     def close(self) -> None:
         with self._lock:
@@ -250,7 +253,7 @@ class Journal(AbstractContextManager["Journal"]):
         self.close()
 
     def _append(self, lines: bytes) -> None:
-        """Write all of that, or nothing and raise."""
+        """Write all of ``lines``. If that raises, remove the part that was written."""
         end = self._file.seek(0, os.SEEK_END)
         if self._max_bytes is not None and end and end + len(lines) > self._max_bytes:
             self._rotate()
@@ -263,13 +266,13 @@ class Journal(AbstractContextManager["Journal"]):
             raise
 
     def _rotate(self) -> None:
-        """Begin a new file. If that raises, what is there stays, and is written to as before."""
-        os.fsync(self._file.fileno())  # only the newest file may end with a torn line
+        """Start a new file. If that raises, the journal continues in the current file."""
+        os.fsync(self._file.fileno())  # a reader accepts a torn line only at the end of the newest file
         for number in range(self._max_files - 2, -1, -1):
-            if (old := _numbered(self._path, number)).exists():
-                os.replace(old, _numbered(self._path, number + 1))
-        before, self._file = self._file, _opened(self._path)
-        before.close()
+            if (old := _numbered_path(self._path, number)).exists():
+                os.replace(old, _numbered_path(self._path, number + 1))
+        full, self._file = self._file, _open_for_append(self._path)
+        full.close()
 
 
 def journal_lines(path: "str | PathLike[str]") -> Generator[str]:
@@ -282,140 +285,48 @@ def journal_lines(path: "str | PathLike[str]") -> Generator[str]:
         >>> list(weft.experts.journal_lines(path))
         []
     """
-    older = takewhile(Path.exists, (_numbered(Path(path), number) for number in count(1)))
-    for each in [*[*older][::-1], Path(path)]:
-        with each.open(encoding="utf-8") as file:
+    older = takewhile(Path.exists, (_numbered_path(Path(path), number) for number in count(1)))
+    for file_path in [*[*older][::-1], Path(path)]:
+        with file_path.open(encoding="utf-8") as file:
             yield from file
 
 
 def read_journal(lines: Iterable[str]) -> list[Entry]:
-    """The entries in the lines of a file that led to the last of them, one after another; see `journal_lines`.
+    """The entries that led to the last one, in order. ``lines``: see `journal_lines`.
 
-    Left out are those before a return to an older state that did not lead to it, and a last line that a crash tore.
-    Raises ``UsageError`` for any other line that is none.
+    Entries that a loaded state abandoned are left out, and so is a last line that a crash tore. Raises ``UsageError``
+    for any other invalid line.
 
     Example:
         >>> from weft.experts import Entry, Member
         >>> entry = Entry("backward", step=1, seed=0, mini_batch=None, members=(Member("a", "1", 4, 0),), threads=1)
-        >>> [each.step for each in weft.experts.read_journal([entry.to_json()])]
+        >>> [entry.step for entry in weft.experts.read_journal([entry.to_json()])]
         [1]
     """
-    given = [line for line in lines if line.strip()]
-    if given and not given[-1].endswith("\n") and not _is_json(given[-1]):
-        start = given[-1].rstrip("\0")
-        if start.startswith(_BEGINS) or _BEGINS.startswith(start):
-            given.pop()
-    return _lineage(map(Entry.from_json, given))
+    filled = [line for line in lines if line.strip()]
+    if filled and not filled[-1].endswith("\n") and not _is_json(filled[-1]):
+        start = filled[-1].rstrip("\0")
+        if start.startswith(_LINE_START) or _LINE_START.startswith(start):
+            filled.pop()
+    return _select_lineage(map(Entry.from_json, filled))
 
 
 class _Node(NamedTuple):
     entry: Entry
-    before: "_Node | None"  # what led to it
+    parent: "_Node | None"
 
 
-def _lineage(entries: Iterable[Entry]) -> list[Entry]:
-    """Those that led to the last of them, one after another."""
+def _select_lineage(entries: Iterable[Entry]) -> list[Entry]:
+    """The chain of entries that ends with the last one: each load continues from the node that it restored."""
     last: _Node | None = None
-    known: dict[tuple[tuple[int, int], str], _Node] = {}
+    nodes: dict[tuple[tuple[int, int], str], _Node] = {}
     for entry in entries:
         if entry.kind == "restored":
-            last = known.get((entry.place, entry.branch))
+            last = nodes.get((entry.place, entry.branch))
         else:
-            last = known[entry.place, entry.branch] = _Node(entry, last)
-    found: list[Entry] = []
+            last = nodes[entry.place, entry.branch] = _Node(entry, last)
+    chain: list[Entry] = []
     while last is not None:
-        found.append(last.entry)
-        last = last.before
-    return found[::-1]
-
-
-Fetch = Callable[[Member], Sequence[Tensor]]
-"""Where the tensors of a task are: its flat inputs and gradients, as they were submitted."""
-
-
-def replay(backend: "ExpertBackend", entries: Iterable[Entry], fetch: Fetch) -> int:
-    """Run logged batches on a backend that is in the state before the first of them; how many ran.
-
-    Those after a ``state_dict`` are the entries whose ``place`` is greater than its ``(steps, backward_batches)``.
-    Each runs as it ran then: its members in their order, its random numbers, and the number of intra-op threads, on
-    which rounding depends. The same kind of machine and the same PyTorch are up to the caller. Nobody else may use the
-    backend meanwhile. Raises `ReplayError` if the log does not fit its state or its options, such as a mini-batch of
-    which a part ran before that state, and what module and optimizer raise; the batches before that have run.
-
-    Example:
-        >>> from weft.experts import Entry, Member, replay
-        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
-        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows)
-        >>> entry = Entry("backward", step=1, seed=0, mini_batch=None, members=(Member("a", "1", 4, 0),), threads=1)
-        >>> replay(expert, [entry], lambda member: (torch.ones(4, 8), torch.ones(4, 8)))
-        1
-    """
-    ran, sums = 0, backend.executor.mini_batches
-    for entry in entries:
-        if entry.branch != backend.executor.stepper.branch:  # a state was loaded, and none has open mini-batches
-            sums.clear()
-        _check(backend, entry)
-        if entry.kind in ("restored", "dropped"):
-            for owner in _owners(entry):
-                sums.pop(owner, None)
-            continue
-        tasks = [_task(backend, entry, member, fetch) for member in entry.members]
-        threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(entry.threads)
-            backend.executor.redo(entry.kind, tasks, entry.seed, entry.branch)
-        except (RefusedError, GradientError) as error:
-            raise ReplayError(
-                f"the {entry.kind} batch that led to step {entry.step} cannot be replayed on expert "
-                f"{backend.name!r}: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            torch.set_num_threads(threads)
-        if backend.steps != entry.step:
-            raise ReplayError(f"expert {backend.name!r} is at step {backend.steps} after a batch of step {entry.step}")
-        ran += 1
-    return ran
-
-
-def _task(backend: "ExpertBackend", entry: Entry, member: Member, fetch: Fetch) -> Task:
-    key, mini_batch = member.key, entry.mini_batch
-    if entry.kind == "commit":
-        return Task((), 1, client=member.client, key=key, mini_batch=mini_batch)
-    tensors = tuple(fetch(member))
-    rows = backend.backward_pool.columns.check(tensors, f"the replay of {member}")
-    if rows != member.rows:
-        raise ReplayError(f"the tensors of {member} have {rows} rows, but had {member.rows} when it was logged")
-    return Task(tensors, rows, client=member.client, key=key, mini_batch=mini_batch, evaluation=entry.evaluation)
-
-
-def _check(backend: "ExpertBackend", entry: Entry) -> None:
-    steps = int(
-        entry.kind == "commit"
-        or (entry.kind == "backward" and entry.mini_batch is None and backend.optimizer is not None)
-    )
-    before, expected = backend.executor.backward_batches, entry.batch - (entry.kind == "backward")
-    sums = [backend.executor.mini_batches.get(owner) for owner in _owners(entry)]
-    terms = sums[0].terms if sums and sums[0] is not None else 0
-    with Validator(f"a batch cannot be replayed on expert {backend.name!r}", ReplayError) as check:
-        if check.that(not entry.failed, f"the optimizer raised after step {entry.step}, and left nobody knows what"):
-            check.that(
-                backend.steps + steps == entry.step,
-                f"the expert is at step {backend.steps}, but the batch led from {entry.step - steps} to {entry.step}",
-            )
-            check.that(
-                before == expected or not entry.batch,
-                f"{before} backward batches ran on the expert, but {expected} before this batch",
-            )
-        if check.faults and entry.kind == "restored":
-            check.add("it went on from another state there; `read_journal` drops what did not lead to that")
-        check.that(
-            entry.kind != "commit" or terms == entry.terms,
-            f"{terms} of the {entry.terms} backward batches of mini-batch {entry.mini_batch!r} ran on the expert; "
-            "begin with a state from before its first one",
-        )
-        check.that(bool(entry.members) or entry.kind == "restored", "the batch has no members")
-
-
-def _owners(entry: Entry) -> list[tuple[str | None, str]]:
-    """Whose mini-batch it is."""
-    return [(member.client, entry.mini_batch or "") for member in entry.members]
+        chain.append(last.entry)
+        last = last.parent
+    return chain[::-1]

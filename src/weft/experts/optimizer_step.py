@@ -38,18 +38,6 @@ from weft.experts.journal import Entry, Journal, Member
 from weft.experts.task import Task
 
 
-def strided(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold its memory: itself, or what a sparse one is made of; of rarer layouts none."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    return [tensor] if tensor.layout is torch.strided else []
-
-
-def nbytes(tensor: Tensor) -> int:
-    """How much memory its numbers take. A sparse tensor does not say so itself."""
-    return sum([part.nbytes for part in strided(tensor)])
-
-
 def private_gradients(
     parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]
 ) -> list[Tensor | None]:

@@ -1,9 +1,9 @@
-"""Registry of kinds of experts by name, so that a command line or a configuration file can ask for them.
+"""Registry of kinds of experts by name, so that a command line or a configuration file can refer to them.
 
     @register_expert("ffn")                       make_expert("ffn", hidden=512)
     def ffn(hidden: int) -> ExpertFactory             -> ExpertFactory: the module, and the schemas of its call
 
-Two kinds come with weft, ``ffn`` and ``transformer``; they are ordinary users of `register_expert`.
+Two kinds are built in, ``ffn`` and ``transformer``. They use `register_expert` like any other.
 """
 
 import inspect
@@ -27,8 +27,8 @@ class ExpertFactory:
 
     Example:
         >>> from weft.experts import ExpertFactory
-        >>> blueprint = ExpertFactory(nn.Linear(8, 8), args_schema=(weft.TensorSpec((None, 8), torch.float32),))
-        >>> blueprint.backend("ffn.0", torch.optim.SGD).name
+        >>> factory = ExpertFactory(nn.Linear(8, 8), args_schema=(weft.TensorSpec((None, 8), torch.float32),))
+        >>> factory.backend("ffn.0", torch.optim.SGD).name
         'ffn.0'
     """
 
@@ -38,9 +38,9 @@ class ExpertFactory:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def backend(self, name: str, optimizer: OptimizerLike | None = None, **options: Any) -> ExpertBackend:
-        """The expert of this name. ``options`` are those of `ExpertBackend`, before those of the blueprint."""
-        mine = {"args_schema": self.args_schema, "kwargs_schema": self.kwargs_schema, **self.options}
-        return ExpertBackend(name, self.module, optimizer, **{**mine, **options})
+        """An expert with this name. ``options`` of `ExpertBackend` override those of the factory."""
+        defaults = {"args_schema": self.args_schema, "kwargs_schema": self.kwargs_schema, **self.options}
+        return ExpertBackend(name, self.module, optimizer, **{**defaults, **options})
 
 
 Kind = TypeVar("Kind", bound=Callable[..., ExpertFactory])
@@ -48,7 +48,7 @@ _kinds: dict[str, Callable[..., ExpertFactory]] = {}
 
 
 def register_expert(name: str) -> Callable[[Kind], Kind]:
-    """A decorator for functions that return a `ExpertFactory`. Raises ``UsageError`` for a name that is taken.
+    """A decorator for functions that return an `ExpertFactory`. Raises ``UsageError`` if the name is taken.
 
     Example:
         >>> from weft.experts import ExpertFactory, make_expert, register_expert
@@ -87,7 +87,7 @@ def make_expert(kind: str, **arguments: Any) -> ExpertFactory:
 
 
 def expert_kinds() -> list[str]:
-    """The names of all registered kinds, in order of the alphabet.
+    """The names of all registered kinds, sorted.
 
     Example:
         >>> "ffn" in weft.experts.expert_kinds()
@@ -116,7 +116,7 @@ class FeedForward(nn.Module):
 
 @register_expert("ffn")
 def feed_forward(hidden: int, inner: int | None = None) -> ExpertFactory:
-    """Rows x ``hidden``, float32; ``inner`` is 4 times that unless given."""
+    """Rows x ``hidden``, float32. ``inner``: 4 times ``hidden`` by default."""
     with Validator("invalid arguments of kind 'ffn'") as check:
         check.count("hidden", hidden)
         check.count("inner", inner, optional=True)
@@ -125,7 +125,7 @@ def feed_forward(hidden: int, inner: int | None = None) -> ExpertFactory:
 
 @register_expert("transformer")
 def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: float = 0.0) -> ExpertFactory:
-    """Rows x length x ``hidden``, float32, of any length; ``src_key_padding_mask``: bool, True where padded."""
+    """Rows x length x ``hidden``, float32, any length. ``src_key_padding_mask``: bool, True at padding."""
     with Validator("invalid arguments of kind 'transformer'") as check:
         sizes = [check.count("hidden", hidden), check.count("heads", heads)]
         if all(sizes):

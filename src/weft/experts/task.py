@@ -11,6 +11,7 @@ Usually one future waits; the repetition of a request that is under way joins as
 lock.
 """
 
+import ctypes
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -41,6 +43,9 @@ class CallerStream:
 
     ended_at: float | None = None
 
+    def end(self) -> None:
+        self.ended_at = time.monotonic()
+
 
 @dataclass(eq=False, slots=True)
 class Task:
@@ -61,12 +66,30 @@ class Task:
     number: int = field(default_factory=_next_number)
     waiters: list["Waiter"] = field(default_factory=list["Waiter"])
     taken: bool = False
-    fingerprint: int = 0  # see `weft.experts.idempotency.fingerprint`; of tasks with a key alone
+    _fingerprint: int = 0  # 0: not computed yet
 
     @property
     def owner(self) -> tuple[str | None, str]:
         """Client and name of its mini-batch."""
         return (self.client, self.mini_batch or "")
+
+    def fingerprint(self) -> int:
+        """Checksums of everything that a retry has to repeat: mode, mini-batch and shapes, and payload.
+
+        The first call reads the whole payload, so make it in the thread that submits the task.
+        """
+        if not self._fingerprint:
+            shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in self.tensors]
+            form = crc32(repr((self.mini_batch, self.evaluation, shapes)).encode("utf-8", "backslashreplace"))
+            payload = 0
+            for tensor in self.tensors:
+                plain = tensor
+                if tensor.is_conj() or tensor.is_neg() or not (tensor.is_cpu and tensor.is_contiguous()):
+                    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                # Without numpy, because a process that only has its own experts does not need it.
+                payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
+            self._fingerprint = form << 32 | payload
+        return self._fingerprint
 
     def join(self, deadline: float | None, gave_up: Callable[["Task"], None]) -> "Future[Results]":
         """One more waiter; the task expires when the last does. ``gave_up`` is called in the thread that cancels it."""

@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
@@ -34,10 +35,10 @@ from weft.experts.errors import (
     TooManyRowsError,
     reason_of,
 )
-from weft.experts.idempotency import IdempotencyTable, RequestKind, fingerprint
+from weft.experts.idempotency import IdempotencyTable, RequestKind
 from weft.experts.schema import FlatSchema
 from weft.experts.task import Answer, BatchQueue, CallerStream, Results, Task, answer
-from weft.experts.telemetry import PoolStatistics
+from weft.experts.telemetry import PoolStatistics, WorkObserver
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class TaskPool:
         process: works on a batch, in the runtime's thread; see `Process`.
         columns: the flat tensors of one task.
         options: see `PoolOptions`.
-        records: of the requests that were applied, by idempotency key; without one ``key`` is only carried along.
+        idempotency: of the requests that were applied, by idempotency key; without one ``key`` is only carried along.
         kind: of these requests.
         splits: whether tasks may name a mini-batch. Tasks of different mini-batches never share a batch.
         callers: of pools that have the same callers, such as those of one expert.
@@ -198,7 +199,7 @@ class TaskPool:
         columns: FlatSchema,
         options: PoolOptions | None = None,
         *,
-        records: IdempotencyTable | None = None,
+        idempotency: IdempotencyTable | None = None,
         kind: RequestKind = "backward",
         splits: bool = False,
         callers: CallerGroup | None = None,
@@ -207,8 +208,9 @@ class TaskPool:
         self.name = name
         self.options = options or PoolOptions()
         self.columns = columns
-        self.process = process  # an observer puts something around it
-        self._records = records
+        self.process = process
+        self._observer: WorkObserver | None = None
+        self._idempotency = idempotency
         self._kind: RequestKind = kind
         self._splits = splits
         self._alone = alone
@@ -265,8 +267,8 @@ class TaskPool:
             if not all([tensor.is_cpu and not tensor.requires_grad for tensor in tensors]):
                 tensors = tuple([tensor.detach().cpu() for tensor in tensors])
             task = Task(tensors, rows, batch_key, deadline, client, key, mini_batch, evaluation, keep, payer, stream)
-            if self._records is not None and key is not None:
-                fingerprint(task)  # in its author's thread, since it reads the whole payload
+            if self._idempotency is not None and key is not None:
+                task.fingerprint()  # in its author's thread, since it reads the whole payload
             future, news = self._enter(task)
         except Exception as error:
             with self._lock:
@@ -278,7 +280,7 @@ class TaskPool:
 
     def _enter(self, task: Task) -> "tuple[Future[Results], bool]":
         """The task's future, and whether to wake the runtime."""
-        queue, records = self.queue, None if task.key is None else self._records
+        queue, records = self.queue, None if task.key is None else self._idempotency
         with self._lock:
             if self._closed is not None:
                 raise ClosedError(f"pool {self.name!r} takes no more tasks: {self._closed}; ask elsewhere")
@@ -326,6 +328,10 @@ class TaskPool:
             )
         self._held[client] = (tasks + 1, held + rows)
 
+    def observe(self, observer: WorkObserver | None) -> None:
+        """Report every batch to this observer, or to none."""
+        self._observer = observer
+
     def urgency(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest task that may run now, or None and when to look again (None: nothing waits)."""
         with self._lock:
@@ -372,7 +378,8 @@ class TaskPool:
         """Process a batch from `take` and answer everyone in it. Raises nothing but `DeviceLostError`."""
         start = time.monotonic()
         try:
-            answers = self.process(tasks)
+            with self._observer.batch_span(self.name, tasks) if self._observer else nullcontext():
+                answers = self.process(tasks)
             if len(answers) != len(tasks):
                 raise ExpertError(f"{self._where}: its process gave {len(answers)} answers for {len(tasks)} tasks")
         except BaseException as error:  # a fault of the process, not of a task; but every waiter needs an answer
@@ -459,8 +466,8 @@ class TaskPool:
             tasks, rows = self._held.pop(task.principal)
             if tasks > 1:
                 self._held[task.principal] = (tasks - 1, rows - task.rows)
-        if self._records is not None and task.key is not None:
-            self._records.abandon(self._kind, task)
+        if self._idempotency is not None and task.key is not None:
+            self._idempotency.abandon(self._kind, task)
         return task.release()
 
     def _finish(self, tasks: Sequence[Task], answers: Sequence[Answer], ran: int = 0, seconds: float = 0.0) -> None:

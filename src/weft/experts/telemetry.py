@@ -1,16 +1,15 @@
-"""Telemetry: statistics as plain numbers, and spans for the work of a server, told to an `SpanObserver`.
+"""Telemetry: statistics as plain numbers, and spans around the work of a server, reported to a `SpanObserver`.
 
-Every long-lived object here has ``statistics()`` (trio's custom), which returns one of these classes: values taken at
-one moment, which change no more and hold no tensor.
+Every long-lived object here has ``statistics()``, after trio's example. It returns one of the classes below: values of
+one moment that never change and hold no tensor.
 
     client          | network thread        | runtime thread
     trace ──────────┼─> weft.receive ───────┼─> weft.queue (arrival to now) ─> weft.batch ── weft.step within it
       traceparent, in the metadata of the   |       one for each task             one for all of them, which links
       connection: its trace, or none        |                                     to every task that it joined
 
-``Server(..., observer=...)`` opens the spans; ``GrpcTransport(..., trace=observer.current)`` propagates the trace. A
-trace is a W3C ``traceparent`` (Trace Context, 2021): ``00-<trace>-<span>-<flags>``. opentelemetry-api is optional.
-Which SDK exports the spans, and where to, is the application's choice.
+``Server(..., observer=...)`` opens the spans. ``GrpcTransport(..., trace=observer.current)`` propagates the trace, a
+W3C ``traceparent`` (Trace Context, 2021): ``00-<trace>-<span>-<flags>``. opentelemetry-api is optional.
 """
 
 import logging
@@ -21,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 from weft.core.errors import UsageError
+from weft.experts.task import Task
 
 try:
     from opentelemetry import context, propagate, trace  # pyright: ignore[reportMissingImports]
-except ImportError:  # it is optional
+except ImportError:
     context = propagate = trace = None
 
 _context, _propagate, _trace = cast("Any", context), cast("Any", propagate), cast("Any", trace)
@@ -35,15 +35,15 @@ Attributes = Mapping[str, str | int | float]
 
 @runtime_checkable
 class SpanObserver(Protocol):
-    """Is called in the thread that does the work, and must not block."""
+    """Receives the spans of a server, in the thread that does the work. It must not block."""
 
     def span(
         self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
     ) -> AbstractContextManager[object]:
-        """A context around a piece of work, whose errors pass through it.
+        """A context around a piece of work. It must let the errors of the work pass.
 
-        ``parents`` are traceparents: one is the parent, several are links; without any, the span that is open in this
-        thread is the parent. The work began ``waited`` seconds ago.
+        ``parents`` are traceparents: one is the parent, several are links. Without any, the parent is the span that is
+        open in this thread. The work began ``waited`` seconds ago.
         """
         ...
 
@@ -52,8 +52,19 @@ class SpanObserver(Protocol):
         ...
 
 
+@runtime_checkable
+class WorkObserver(Protocol):
+    """Opens spans around the work of experts. Called in the runtime's thread."""
+
+    def batch_span(self, pool: str, tasks: Sequence[Task]) -> AbstractContextManager[object]: ...
+
+    def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
+        """``step``: the number of steps after this one."""
+        ...
+
+
 class SafeObserver:
-    """An observer whose errors are logged at ``weft.experts.telemetry`` and do not reach the work."""
+    """Wraps an observer, so that its errors are logged at ``weft.experts.telemetry`` and do not reach the work."""
 
     def __init__(self, observer: SpanObserver) -> None:
         self._observer = observer
@@ -73,10 +84,11 @@ class SafeObserver:
             failure = error
             raise
         finally:
+            # Not a `with` statement: the errors of the observer must be told apart from those of the work.
             try:
                 stack.__exit__(type(failure), failure, failure.__traceback__) if failure else stack.close()
             except Exception as error:
-                if error is not failure:  # a context manager may raise again what it was told
+                if error is not failure:  # a context manager is allowed to raise the error of the work again
                     _LOG.exception("an observer failed at the end of a span")
 
     def current(self) -> str | None:
@@ -88,8 +100,9 @@ class SafeObserver:
 
 
 class OpenTelemetryObserver:
-    """A `SpanObserver` for opentelemetry-api. Raises ``UsageError`` without it. ``tracer``: by default
-    ``weft.experts``.
+    """A `SpanObserver` for opentelemetry-api. Raises ``UsageError`` if that is not installed.
+
+    ``tracer``: by default the one called ``weft.experts``.
     """
 
     def __init__(self, tracer: Any = None) -> None:
@@ -101,12 +114,13 @@ class OpenTelemetryObserver:
     def span(
         self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
     ) -> Generator[None]:
+        # Extracted into an empty context: a span that is open in this thread belongs to another client.
         empty = _context.Context()
-        known = [_propagate.extract({"traceparent": parent}, context=empty) for parent in parents]
-        links = [_trace.Link(_trace.get_current_span(each).get_span_context()) for each in known]
+        contexts = [_propagate.extract({"traceparent": parent}, context=empty) for parent in parents]
+        links = [_trace.Link(_trace.get_current_span(parent).get_span_context()) for parent in contexts]
         with self._tracer.start_as_current_span(
             name,
-            context=None if not known else known[0] if len(known) == 1 else empty,
+            context=None if not contexts else contexts[0] if len(contexts) == 1 else empty,
             links=links if len(links) > 1 else None,
             attributes=dict(attributes),
             start_time=time.time_ns() - int(waited * 1e9),
@@ -121,8 +135,10 @@ class OpenTelemetryObserver:
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """``merged`` counts batches by how many tasks they joined, up to the next power of two. Ages are seconds, and so is
-    ``waited``: how long batches that could have begun have waited for others, in all."""
+    """One pool. ``merged``: batches by the number of their tasks, rounded up to a power of two.
+
+    ``waited``: total seconds that batches which could have begun waited for more tasks. Ages are seconds, too.
+    """
 
     name: str
     submitted: int
@@ -143,8 +159,8 @@ class PoolStatistics:
 
 
 @dataclass(frozen=True)
-class RecordsStatistics:
-    """The memory of idempotency keys: ``results`` are still held, ``keys`` are known to be applied."""
+class IdempotencyStatistics:
+    """Idempotency keys: ``keys`` are known as applied, ``results`` are still stored."""
 
     running: int
     keys: int
@@ -155,7 +171,7 @@ class RecordsStatistics:
 
 @dataclass(frozen=True)
 class BackendStatistics:
-    """One expert; ``kept_graph_bytes`` count inputs that are kept for their backward as well."""
+    """One expert. ``kept_graph_bytes`` include the inputs that are kept for their backward."""
 
     name: str
     steps: int
@@ -170,13 +186,13 @@ class BackendStatistics:
     used_graphs: int
     journal_failures: int
     buffer_bytes: int
-    records: RecordsStatistics
+    idempotency: IdempotencyStatistics
     pools: Mapping[str, PoolStatistics]
 
 
 @dataclass(frozen=True)
 class RuntimeStatistics:
-    """One device: ``busy`` of its ``seconds`` since the start it worked on batches."""
+    """One device, which worked on batches for ``busy`` of the ``seconds`` since its start."""
 
     name: str
     alive: bool

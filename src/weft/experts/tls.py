@@ -1,15 +1,15 @@
 """TLS and tokens: how each end of a connection proves itself, and which peers it trusts.
 
     Certificates   of a client: of experts (`ClientTls`) or of etcd; checked when its channel is made
-    ServerTls      of a server: checked before it listens, and read again when its files have changed
+    ServerTls      of a server: checked before it listens, and reloaded when its files have changed
 
-    start       read ── check ── listen            gRPC itself only says that it cannot listen
-    handshake   changed? ── read ── check ── used from now on         open connections stay as they are
-                                      '── a fault: logged, and the old ones stay (half of the files may be new)
+    start       read ── check ── listen            gRPC itself only reports that it cannot listen
+    handshake   changed? ── read ── check ── used from now on         open connections are not affected
+                                      '── a fault: logged, and the old ones stay (perhaps only one file is new)
 
-gRPC checks that a server's certificate is for the host of its address (or for ``server_name``). That host comes from a
-directory, and so from everyone who can write there. Hence the host has to be one of ``servers`` as well: then the
-certificate is that of a server, and not that of any client which the same authority has signed.
+gRPC checks that a server's certificate is for the host of its address (or for ``server_name``). This is not enough if
+the address comes from a directory, because every writer of the directory chooses the host. A client could list its own
+host there, with the certificate that the same authority signed for it. Therefore the host must also match ``servers``.
 """
 
 import logging
@@ -28,7 +28,7 @@ import grpc
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, token_fault
-from weft.experts.address import address_fault, is_loopback, split
+from weft.experts.address import address_fault, is_loopback, parse_address
 
 _LOG = logging.getLogger("weft.experts.tls")
 _grpc = cast("Any", grpc)
@@ -36,7 +36,7 @@ _BEGIN = "-----BEGIN"
 _DATES = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 Pem = bytes | str | Path
-"""PEM bytes, or the path of a file."""
+"""PEM bytes, or the path of a PEM file."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Certificates:
     """Certificates of a client, as PEM bytes or paths.
 
     Args:
-        authority: signer of the other end's certificate; None: those that the system trusts.
-        key, certificate: one's own, if the other end asks for it; both or neither.
-        server_name: what the other end's certificate says, where that is not the name in the address.
+        authority: signer of the server's certificate. None: the authorities that the system trusts.
+        key, certificate: of this client, if the server asks for them. Both or neither.
+        server_name: the name in the server's certificate, if it differs from the host in the address.
     """
 
     authority: Pem | None = field(default=None, repr=False)
@@ -59,23 +59,25 @@ class Certificates:
             raise UsageError("a key goes with its certificate: give both key= and certificate=, or neither")
 
     def credentials(self) -> Any:
-        """gRPC's credentials. Raises ``UsageError`` that lists what is wrong with the files: gRPC would say nothing
-        before the first call, and then only that there is no connection."""
-        pems = [None if one is None else read_pem(one) for one in (self.authority, self.key, self.certificate)]
-        _check(*pems)
+        """gRPC's credentials. Raises ``UsageError`` that lists every fault of the files.
+
+        gRPC would accept invalid files, and later only report that the server is unavailable.
+        """
+        sources = (self.authority, self.key, self.certificate)
+        pems = [None if source is None else read_pem(source) for source in sources]
+        _check_pems(*pems)
         return _grpc.ssl_channel_credentials(*pems)
 
     def options(self) -> list[tuple[str, str]]:
-        """Options of a channel with these certificates."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
 
 
 @dataclass(frozen=True)
 class ClientTls(Certificates):
-    """Certificates of a client of experts, as PEM bytes or paths; with ``key`` and ``certificate``, mutual TLS.
+    """Certificates of a client of experts. With ``key`` and ``certificate``: mutual TLS.
 
-    ``servers``: patterns (``*``, ``?``, ``[ab]``) of the names that servers have in their certificates; a server at
-    another name is refused. Empty: any name that the authority has signed; refused with a directory.
+    ``servers``: patterns (``*``, ``?``, ``[ab]``) for the names in the servers' certificates. Other servers are
+    rejected. Empty: any name that the authority has signed, which is not allowed with a directory.
 
     Example:
         >>> from weft.experts.client import ClientTls
@@ -87,17 +89,17 @@ class ClientTls(Certificates):
     def __post_init__(self) -> None:
         super().__post_init__()
         patterns: Any = self.servers
-        if isinstance(patterns, str) or not all(isinstance(each, str) and each for each in patterns):
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise UsageError(f"servers is {patterns!r}, wanted a list of patterns such as ['weft-*.weft']")
 
 
 @dataclass(frozen=True)
 class ServerTls:
-    """Certificates of a server, as PEM: bytes, or the path of a file.
+    """Certificates of a server. Files are reloaded when they have changed.
 
-    With ``authority``, clients must show a certificate that it has signed (mutual TLS); its common name is their
-    name. Files are read again when they have changed. ``allow_expired``: serve with one that has expired or is not
-    valid yet, though clients would refuse it. Raises ``UsageError`` for files that cannot be read.
+    With ``authority``, clients must show a certificate that it has signed (mutual TLS). Its common name is the client's
+    name. ``allow_expired``: accept a certificate that has expired or is not valid yet, although clients reject it.
+    Raises ``UsageError`` for files that cannot be read.
     """
 
     key: Pem = field(repr=False)
@@ -106,95 +108,94 @@ class ServerTls:
     allow_expired: bool = False
 
     def credentials(self) -> Any:
-        """gRPC's credentials, which follow the files. Raises ``UsageError`` that lists what is wrong with them."""
-        stamps, first = self._stamps(), self._read()
+        """gRPC's credentials, which follow the files. Raises ``UsageError`` that lists every fault of the files."""
+        stamps, first = self._file_stamps(), self._load()
 
-        def changed() -> Any:  # called by gRPC for each new connection, in threads of its own; None: as before
+        # gRPC calls this in its own threads for every new connection. None keeps the present certificates.
+        def reload() -> Any:
             nonlocal stamps
-            seen = self._stamps()
+            seen = self._file_stamps()
             if seen == stamps:
                 return None
             stamps = seen
             try:
-                return self._read()
+                return self._load()
             except UsageError as error:
                 _LOG.warning("new certificates are not used, the old ones stay: %s", error)
                 return None
 
-        return _grpc.dynamic_ssl_server_credentials(first, changed, self.authority is not None)
+        return _grpc.dynamic_ssl_server_credentials(first, reload, self.authority is not None)
 
-    def _stamps(self) -> list[tuple[int, ...]]:
+    def _file_stamps(self) -> list[tuple[int, ...]]:
         stamps: list[tuple[int, ...]] = []
-        for one in (self.key, self.certificate, self.authority):
-            if isinstance(one, str | Path):
-                with suppress(OSError, ValueError):  # reading it says what is wrong
-                    found = Path(one).stat()
-                    stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
+        for source in (self.key, self.certificate, self.authority):
+            if isinstance(source, str | Path):
+                with suppress(OSError, ValueError):  # `_load` raises a better error
+                    stat = Path(source).stat()
+                    stamps.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
         return stamps
 
-    def _read(self) -> Any:
+    def _load(self) -> Any:
         key, certificate = read_pem(self.key), read_pem(self.certificate)
         authority = None if self.authority is None else read_pem(self.authority)
-        _check(authority, key, certificate, allow_expired=self.allow_expired)
+        _check_pems(authority, key, certificate, allow_expired=self.allow_expired)
         return _grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 
-def _check(
+def _check_pems(
     authority: bytes | None, key: bytes | None, certificate: bytes | None, *, allow_expired: bool = False
 ) -> None:
-    """Raise ``UsageError`` that lists why these are of no use; a wrong date is logged where it is allowed."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # also for a client's own: a server can be asked for its dates
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how long a key must be is for gRPC to say
+    """Raise ``UsageError`` that lists every fault. A wrong date is only logged if ``allow_expired``."""
+    # A server context for clients, too: only a handshake with a server reveals whether a date is wrong.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # gRPC decides about the length of keys
     with Validator("these certificates (tls=) cannot be used") as check:
         if key is not None and certificate is not None:
             check.add(*pair_faults(context, key, certificate))
             if not check.faults and (why := _date_fault(context, certificate)):
-                mend = "renew it, or have a server use it by allow_expired=True"
-                fault = f"the other end will refuse the certificate: {why}; {mend}"
+                advice = "renew it, or let a server use it with allow_expired=True"
+                fault = f"the other end will reject the certificate: {why}; {advice}"
                 if check.that(allow_expired, fault):
                     _LOG.warning(fault)
         if authority is not None:
             check.add(*_authority_faults(context, authority))
 
 
-# Servers that a client may call.
+# Servers that a client can call.
 
 
 def credential_faults(tls: Any, token: Any) -> list[str]:
-    """What is wrong with the arguments by which a client proves itself."""
     check = Validator("invalid credentials")
     check.instance("tls", tls, ClientTls, "a ClientTls", optional=True)
     return [*check.faults, *token_fault(token)]
 
 
 def address_faults(address: str, tls: ClientTls | None, token: str | None) -> list[str]:
-    """Why a client must not speak to a server at this address."""
     if faults := address_fault("the address of a server", address):
         return faults
-    host = split(address)[0]
+    host = parse_address(address)[0]
     if tls is None:
         if token is None or is_loopback(host):
             return []
-        return [f"a token would go to {address} in plain text; give tls= (only to this machine it goes without)"]
+        return [f"a token would be sent to {address} in plain text; give tls= (not needed for this machine itself)"]
     name = tls.server_name or host
-    if not tls.servers or any(fnmatchcase(name.lower(), each.lower()) for each in tls.servers):
+    if not tls.servers or any(fnmatchcase(name.lower(), pattern.lower()) for pattern in tls.servers):
         return []
-    return [f"{address} is not spoken to: {name!r} is none of servers={list(tls.servers)!r}"]
+    return [f"refusing to connect to {address}: {name!r} does not match servers={list(tls.servers)!r}"]
 
 
 def check_address(address: str, tls: ClientTls | None, token: str | None) -> None:
-    """Raise ``UsageError`` for an address that a client must not speak to."""
     with Validator("invalid transport options") as check:
         check.add(*address_faults(address, tls, token))
 
 
 def directory_faults(tls: ClientTls | None) -> list[str]:
-    """Faults of certificates for servers that are listed by a directory which others can write to."""
+    """Faults of certificates for servers from a directory that others can write to."""
     if tls is None or tls.servers or tls.server_name:
         return []
     return [
-        "tls= names no servers=, so that whoever can write to the directory could stand for one with any certificate "
-        "of the authority; say which names servers have in theirs, such as servers=['weft-*.weft']"
+        "tls= has no servers=, so every writer of the directory could impersonate a server with any certificate of "
+        "the authority; give the names in the servers' certificates, such as servers=['weft-*.weft']"
     ]
 
 
@@ -202,7 +203,7 @@ def directory_faults(tls: ClientTls | None) -> list[str]:
 
 
 def read_pem(source: Any) -> bytes:
-    """The bytes of a `Pem`, or those of the file. Raises ``UsageError``, which never prints what may be a key."""
+    """The bytes of a `Pem`. Raises ``UsageError``, which never quotes data, because it could be a key."""
     if isinstance(source, PathLike):
         source = Path(cast("PathLike[str]", source))
     if not isinstance(source, bytes | str | Path) or (not isinstance(source, bytes) and _BEGIN in str(source)):
@@ -210,7 +211,7 @@ def read_pem(source: Any) -> bytes:
         raise UsageError(f"a certificate or key is of type {type(source).__name__}, wanted {wanted}")
     try:
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a path that no system has
+    except (OSError, ValueError) as error:  # ValueError: e.g. a path with a zero byte
         raise UsageError(f"the certificate or key {str(source)!r} cannot be read: {error}") from None
     if _BEGIN.encode() not in data:
         where = "these bytes hold" if isinstance(source, bytes) else f"the file {str(source)!r} holds"
@@ -219,10 +220,10 @@ def read_pem(source: Any) -> bytes:
 
 
 def pair_faults(context: ssl.SSLContext, key: bytes, certificate: bytes) -> list[str]:
-    """What is wrong with a key and its certificate; if nothing is, they are loaded into the context."""
+    """Faults of a key and its certificate. Without faults, they are loaded into the context."""
     asked: list[bool] = []
 
-    def password() -> str:  # without it, a terminal would be asked
+    def password() -> str:  # without this callback, OpenSSL would prompt on the terminal
         asked.append(True)
         return ""
 
@@ -239,7 +240,6 @@ def pair_faults(context: ssl.SSLContext, key: bytes, certificate: bytes) -> list
 
 
 def _authority_faults(context: ssl.SSLContext, authority: bytes) -> list[str]:
-    """What is wrong with the certificate of an authority; if nothing is, the context trusts it."""
     try:
         context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
     except ssl.SSLError as error:
@@ -248,9 +248,10 @@ def _authority_faults(context: ssl.SSLContext, authority: bytes) -> list[str]:
 
 
 def _date_fault(server: ssl.SSLContext, certificate: bytes) -> str:
-    """Why a peer that trusts just this certificate refuses it for its dates, such as that it has expired; else "".
+    """The reason why a peer rejects the dates of this certificate, e.g. that it has expired; "" if it accepts them.
 
-    `ssl` parses no dates of what it does not verify, so this is a handshake in memory with a context that has its key.
+    `ssl` parses dates only during verification. Therefore this runs a handshake in memory, between a client that trusts
+    only this certificate and ``server``, a context with its key.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
@@ -259,6 +260,7 @@ def _date_fault(server: ssl.SSLContext, certificate: bytes) -> str:
         return ""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    # Client hello, server hello, verification: two rounds bring the client to the certificate.
     for end in [*ends, *ends]:
         try:
             end.do_handshake()
@@ -273,7 +275,7 @@ def _date_fault(server: ssl.SSLContext, certificate: bytes) -> str:
 
 @contextmanager
 def _as_file(data: bytes) -> Generator[str]:
-    """A file of these bytes, which `ssl` wants; in memory where that is possible, as it may be a key."""
+    """A temporary file with these bytes, because `ssl` only loads files. In memory if possible: it can be a key."""
     with NamedTemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
         file.write(data)
         file.flush()

@@ -18,7 +18,7 @@ from weft.experts.client.transport import explained
 from weft.experts.compression import Compression
 from weft.experts.errors import UnreachableError
 from weft.experts.server import Server
-from weft.experts.server.grpc_server import GrpcServer
+from weft.experts.server.grpc_server import GrpcHandlers
 from weft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
 from weft.experts.wire.service import read_description, read_receipt
 
@@ -130,11 +130,11 @@ def test_a_stream_that_never_opens_is_given_up_and_its_calls_were_not_executed(m
     monkeypatch.setattr("weft.experts.client.stream.OPENING", 0.2)
     opened = threading.Event()
 
-    async def silent(self: GrpcServer, messages: object, context: Any) -> None:
+    async def silent(self: GrpcHandlers, messages: object, context: Any) -> None:
         opened.set()
         await asyncio.sleep(PATIENCE)
 
-    monkeypatch.setattr(GrpcServer, "_stream", silent)
+    monkeypatch.setattr(GrpcHandlers, "_serve_stream", silent)
     with Server([fussy_backend()]) as server, GrpcTransport(server.address) as transport:
         future = transport.submit(forward(rows(1, 0)), PATIENCE)
         with pytest.raises(UnreachableError, match=r"did not answer the opening of a stream within 0\.2 s"):

@@ -33,37 +33,39 @@ MIXED = Access(
 
 
 @contextmanager
-def served(**options: Any) -> Iterator[tuple[Server, ExpertBackend]]:
+def mixed_server(**options: Any) -> Iterator[tuple[Server, ExpertBackend]]:
     backend = fussy_backend(**options)
     with Server([backend], access=MIXED) as server:
         yield server, backend
 
 
-def ask(transport: GrpcTransport, kind: Kind, client: str, name: str = "", seed: int = 0, key: str = "") -> Received:
+def ask_server(
+    transport: GrpcTransport, kind: Kind, client: str, name: str = "", seed: int = 0, key: str = ""
+) -> Received:
     tensors = [rows(2, seed), rows(2, seed + 1)] if kind is Kind.BACKWARD else []
     header = Header(kind=kind, call_id=0, uid="fussy", client=client, mini_batch=name, key=key or name)
     return transport.submit(Call(header, tensors), 10.0).result(10.0)
 
 
-def test_who_proves_no_name_cannot_act_as_one_who_does() -> None:
+def test_unproven_client_cannot_act_as_a_proven_one() -> None:
     with (
-        served() as (server, backend),
+        mixed_server() as (server, backend),
         GrpcTransport(server.address, token="t-token") as trainer,
         GrpcTransport(server.address) as stranger,
     ):
-        ask(trainer, Kind.BACKWARD, "me", "m", key="k")
+        ask_server(trainer, Kind.BACKWARD, "me", "m", key="k")
         for client, name in (("trainer", "me/m"), ("me", "m"), ("trainer", "m")):
             with pytest.raises(CommitError, match="client 'unproven:"):
-                ask(stranger, Kind.COMMIT, client, name)
-            ask(stranger, Kind.DISCARD, client, name)
+                ask_server(stranger, Kind.COMMIT, client, name)
+            ask_server(stranger, Kind.DISCARD, client, name)
         assert backend.steps == 0
-        ask(trainer, Kind.COMMIT, "me", "m")
+        ask_server(trainer, Kind.COMMIT, "me", "m")
         assert backend.steps == 1
 
 
 @pytest.mark.parametrize("name", ["unproven:trainer", "peer:ipv4:127.0.0.1"])
-def test_no_name_is_proven_that_looks_unproven(name: str) -> None:
-    with pytest.raises(UsageError, match="as clients that have proved no name are called"):
+def test_proven_name_cannot_look_unproven(name: str) -> None:
+    with pytest.raises(UsageError, match="which are reserved for clients without a proven name"):
         Access([Grant()], {"token": name})
     with pytest.raises(ForbiddenError, match="the name in the certificate"):
         authenticate(Access(), {"x509_common_name": [name.encode()]}, (), "ipv4:1.2.3.4:5")
@@ -79,15 +81,15 @@ def test_no_name_is_proven_that_looks_unproven(name: str) -> None:
         ("unix:/tmp/socket", "peer:unix:/tmp/socket"),
     ],
 )
-def test_quotas_go_by_what_is_proven_else_by_the_host(peer: str, principal: str) -> None:
+def test_principal_is_the_proven_name_or_the_host(peer: str, principal: str) -> None:
     assert Caller("", peer).principal == principal
     assert Caller("trainer", peer).principal == "trainer"
 
 
-def test_made_up_names_share_one_quota_and_leave_that_of_a_proven_name() -> None:
+def test_unproven_names_share_one_quota() -> None:
     gate = BlockingProcess(lambda tasks: [list(task.tensors[:1]) for task in tasks])
     with (
-        served(max_client_tasks=4, max_batch_size=2) as (server, backend),
+        mixed_server(max_client_tasks=4, max_batch_size=2) as (server, backend),
         GrpcTransport(server.address, token="t-token") as trainer,
         GrpcTransport(server.address) as stranger,
     ):
@@ -119,37 +121,38 @@ def test_one_client_leaves_memory_for_calls_to_others(calls: list[tuple[str, int
         assert sum(held[client]) <= max([75, *held[client][:1]])
     for client, sizes in held.items():
         for nbytes in sizes:
-            budget.leave(nbytes, client)
+            budget.release(nbytes, client)
     assert budget.held == 0 and not budget._clients
 
 
-def test_one_trainer_leaves_slots_of_mini_batches_to_others_and_an_error_names_who_holds_them() -> None:
+def test_one_client_cannot_take_all_mini_batches() -> None:
+    """The error names the holders."""
     with (
-        served(mini_batches=AccumulationOptions(mini_batches=4, max_client_mini_batches=3)) as (server, _),
+        mixed_server(mini_batches=AccumulationOptions(mini_batches=4, max_client_mini_batches=3)) as (server, _),
         GrpcTransport(server.address, token="t-token") as trainer,
         GrpcTransport(server.address, token="o-token") as greedy,
         GrpcTransport(server.address) as stranger,
     ):
         for number in range(3):
-            ask(greedy, Kind.BACKWARD, "me", str(number))
+            ask_server(greedy, Kind.BACKWARD, "me", str(number))
         with pytest.raises(QuotaError, match="client 'other' has 3 mini-batches open, and one client may have 3"):
-            ask(greedy, Kind.BACKWARD, "me too", "3")
-        ask(trainer, Kind.BACKWARD, "me", "m")
+            ask_server(greedy, Kind.BACKWARD, "me too", "3")
+        ask_server(trainer, Kind.BACKWARD, "me", "m")
         with pytest.raises(OverloadError, match=r"'other' has 3 \(the oldest idle for \d+ s\), client 'trainer'"):
-            ask(stranger, Kind.BACKWARD, "me", "m")
-        ask(trainer, Kind.COMMIT, "me", "m")
+            ask_server(stranger, Kind.BACKWARD, "me", "m")
+        ask_server(trainer, Kind.COMMIT, "me", "m")
 
 
-def test_one_client_leaves_connections_and_places_in_queues_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_client_cannot_take_all_connections_and_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerOptions, "client_connections", 2)
-    with served() as (server, backend), contextlib.ExitStack() as stack:
+    with mixed_server() as (server, backend), contextlib.ExitStack() as stack:
         for token, wanted in [("o-token", True)] * 2 + [("o-token", False), ("t-token", True)]:
             transport = stack.enter_context(GrpcTransport(server.address, token=token))
             if wanted:
-                ask(transport, Kind.PING, "me")
+                ask_server(transport, Kind.PING, "me")
             else:
                 with pytest.raises(OverloadError, match="client 'other' has 2 connections, and one client may have"):
-                    ask(transport, Kind.PING, "me")
+                    ask_server(transport, Kind.PING, "me")
     gate, x = BlockingProcess(), rows(1, 0)
     pool = TaskPool("p", gate, backend.forward_pool.columns, PoolOptions(max_tasks=4))
     for _ in range(2):
@@ -175,29 +178,29 @@ def test_graphs_that_one_client_has_kept_push_out_none_of_others() -> None:
 
 
 def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
-    backend = fussy_backend(records=IdempotencyOptions(max_keys=100))
+    backend = fussy_backend(idempotency=IdempotencyOptions(max_keys=100))
     assert isinstance(*answered(backend, backward(backend, client="ann", key="a", mini_batch="m")), list)
     backend.discard("m", client="ann")
     assert backend.statistics().open_mini_batches == 0
     for number in range(10_000):
         backend.discard(f"made up {number}", client="eve")
-    assert not backend.executor.mini_batches.discarded and backend.records.statistics().keys == 1
+    assert not backend.executor.mini_batches.discarded and backend.idempotency.statistics().keys == 1
     for number in range(100):
         assert answered(backend, backward(backend, client="eve", mini_batch=str(number)))
         backend.discard(str(number), client="eve")
     work(backend)
-    assert backend.records.statistics().keys <= 51
+    assert backend.idempotency.statistics().keys <= 51
     (late,) = answered(backend, backward(backend, 2, client="ann", key="b", mini_batch="m"))
     assert isinstance(late, CommitError), "else a commit would apply a part of the mini-batch"
 
 
-def test_a_discard_reaches_gradients_that_still_wait_in_the_queue(backend: ExpertBackend) -> None:
+def test_discard_reaches_queued_gradients(backend: ExpertBackend) -> None:
     waiting = backward(backend, client="ann", mini_batch="m")
     backend.discard("m", client="ann")
     assert isinstance(*answered(backend, waiting), CommitError) and backend.statistics().open_mini_batches == 0
 
 
-def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mini_batches_of_a_gone_client_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock().install(monkeypatch, "weft.experts.gradients")
     backend = fussy_backend(mini_batches=AccumulationOptions(mini_batches=2, orphan_seconds=30.0))
     backend.executor.mini_batches._clock = clock.monotonic
@@ -219,16 +222,16 @@ def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypa
     assert isinstance(done, list) and backend.steps == 1
 
 
-def test_the_end_of_a_stream_is_seen_by_the_mini_batches_that_came_by_it() -> None:
-    with served(mini_batches=AccumulationOptions(orphan_seconds=0.0)) as (server, backend):
+def test_mini_batches_notice_the_end_of_their_stream() -> None:
+    with mixed_server(mini_batches=AccumulationOptions(orphan_seconds=0.0)) as (server, backend):
         with GrpcTransport(server.address) as transport:
-            ask(transport, Kind.BACKWARD, "me", "m")
+            ask_server(transport, Kind.BACKWARD, "me", "m")
             assert backend.statistics().open_mini_batches == 1
         wait_until(lambda: backend.statistics().open_mini_batches == 0)
 
 
 def test_closing_an_expert_discards_its_open_mini_batch() -> None:
-    with served() as (server, backend), GrpcTransport(server.address) as shared:
+    with mixed_server() as (server, backend), GrpcTransport(server.address) as shared:
         for where in (server.address, shared):
             with RemoteExpert("fussy", where, accumulate=True) as remote:
                 remote(rows(2, 0)).sum().backward()
@@ -249,13 +252,13 @@ def states(server: Server, token: str) -> Iterator[Callable[[], Any]]:
             call.cancel()
 
 
-def test_a_stream_of_states_takes_a_place_only_with_rights_and_only_while_it_asks(
+def test_state_streams_need_rights_and_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streams, "IDLE", 0.1)
     directory = LocalDirectory()
     with Server([fussy_backend()], access=MIXED, directory=directory, replicas=ReplicaOptions()) as server:
-        following = server._grpc_server._leader_streams
+        following = server._grpc_server.handlers.leader_streams
         assert following is not None
         with states(server, "t-token") as code:
             assert code() is grpc.StatusCode.PERMISSION_DENIED and not following.open

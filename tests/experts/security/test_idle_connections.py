@@ -22,7 +22,7 @@ LIMIT = 200
 
 
 @pytest.mark.long
-def test_silent_connections_leave_descriptors_for_clients_and_checkpoints(tmp_path: Path) -> None:
+def test_silent_connections_leave_file_descriptors_free(tmp_path: Path) -> None:
     more = f'checkpoints = "{tmp_path}"\noptions = {{ checkpoint_seconds = 0.1 }}'
     with served(tmp_path, more, LIMIT) as server, ExitStack() as stack:
         host, port = server.address.split(":")
@@ -41,7 +41,7 @@ def test_silent_connections_leave_descriptors_for_clients_and_checkpoints(tmp_pa
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_who_opens_no_stream_is_hung_up_on(encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_without_a_stream_is_closed(encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(limits: Limits, connections: int) -> Options:
         soon = {"grpc.server_handshake_timeout_ms": 200, "grpc.max_connection_idle_ms": 200}
         return [(name, soon.get(name, value)) for name, value in server_options(limits, connections)]

@@ -18,6 +18,7 @@ from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.security.raw_http2 import RawHttp2, framed
 from tests.experts.security.serve_process import ADMITTED, Served, served
 from tests.experts.server.raw_stream import raw_stream
+from tests.experts.server.server_cases import budget_of
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import QuotaError
@@ -92,7 +93,7 @@ def test_half_sent_frames_of_clients_stay_within_total_bytes(tmp_path: Path) -> 
         assert 10 * MB < grown <= most + of_grpc, f"{grown / MB:.0f} MB"
 
 
-def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
+def test_health_check_reads_no_message() -> None:
     with Server([fussy_backend()]) as server, RawHttp2(server.address) as client:
         check = client.open(f"{HEALTH}/Check")  # no message is ever sent
         assert client.status(check) == 0
@@ -114,7 +115,7 @@ def test_the_streams_of_one_connection_are_bounded() -> None:
         assert told.changed_settings[h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS].new_value == 128
 
 
-def test_checks_of_its_health_whose_answer_is_not_read_are_bounded() -> None:
+def test_unread_health_checks_are_bounded() -> None:
     with Server([]) as server, RawHttp2(server.address, window=0) as client:
         streams = [client.open(f"{HEALTH}/Check") for _ in range(9)]
         assert client.status(streams[8]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -123,7 +124,7 @@ def test_checks_of_its_health_whose_answer_is_not_read_are_bounded() -> None:
             wait_until(lambda: other.status(other.open(f"{HEALTH}/Check")) == 0)
 
 
-def test_reflection_is_for_those_who_are_admitted() -> None:
+def test_reflection_needs_admission() -> None:
     access = Access([Grant("trainer")], {"s3cret": "trainer"})
     with Server([], access=access) as server, grpc.insecure_channel(server.address) as channel:
         ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
@@ -141,7 +142,7 @@ def test_a_frame_of_several_messages_is_one_call() -> None:
         whole = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x]), 10.0).result(10.0)
         half = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x[:100]]), 10.0).result(10.0)
         assert torch.equal(whole.tensors()[0][:100], half.tensors()[0])
-        wait_until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: budget_of(server).held == 0)
 
 
 FIRST, SECOND, _ = encode_parts([Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(40_000, 0)])])
@@ -158,7 +159,7 @@ FIRST, SECOND, _ = encode_parts([Call(Header(kind=Kind.FORWARD, call_id=1, uid="
         ([FIRST, None], "the body of a frame ends after"),
     ],
 )
-def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: list[bytes | None], words: str) -> None:
+def test_invalid_parts_end_their_stream_and_free_memory(parts: list[bytes | None], words: str) -> None:
     with Server([fussy_backend()]) as server, raw_stream(server.address) as stream:
         for part in parts:
             if part is None:
@@ -168,7 +169,7 @@ def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: li
         (answer,) = stream.receive()
         error = read_fault(answer.header.data)
         assert isinstance(error, TruncatedError) and words in str(error) and answer.header.call_id == 0
-        wait_until(lambda: (server._grpc_server.budget.held, server._grpc_server.budget.streams) == (0, 0))
+        wait_until(lambda: (budget_of(server).held, budget_of(server).streams) == (0, 0))
 
 
 def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +178,7 @@ def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPat
         stream.send(FIRST)
         (answer,) = stream.receive()
         assert "not sent to its end in time" in str(read_fault(answer.header.data))
-        wait_until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: budget_of(server).held == 0)
 
 
 def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +187,11 @@ def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest
         streams = [stack.enter_context(raw_stream(server.address)) for _ in range(8)]
         for stream in streams[:7]:
             stream.send(FIRST)
-        wait_until(lambda: server._grpc_server.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
+        wait_until(lambda: budget_of(server).held > 8 * MB)  # of seven; one more is beyond three quarters
         streams[7].send(FIRST)
         (answer,) = streams[7].receive()
         assert isinstance(read_fault(answer.header.data), QuotaError)
-    wait_until(lambda: server._grpc_server.budget.held == 0)
+    wait_until(lambda: budget_of(server).held == 0)
 
 
 def test_a_stream_too_many_for_the_budget_is_turned_away() -> None:

@@ -21,11 +21,11 @@ from weft.experts.wire import Call, Header, Kind
 PATIENCE = 10.0
 
 
-def step(backend: ExpertBackend) -> None:
+def take_step(backend: ExpertBackend) -> None:
     backend.backward_pool.submit_task(rows(2, 0), rows(2, 1)).result(PATIENCE)
 
 
-def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(store: CheckpointStore) -> None:
+def test_unread_health_checks_do_not_prevent_saving(store: CheckpointStore) -> None:
     server = Server([fussy_backend()], checkpoints=store)
     with server, RawHttp2(server.address, window=0) as watcher, RemoteExpert("fussy", server.address) as remote:
         for _ in range(2):
@@ -36,9 +36,9 @@ def test_health_checks_that_read_nothing_do_not_keep_a_server_from_saving(store:
     assert store.steps("fussy")[0] == 1
 
 
-@pytest.mark.parametrize("broken", ["_grpc_server.drain", "_leave", "experts.save"])
+@pytest.mark.parametrize("broken", ["_grpc_server.announce_end", "_lease.withdraw", "experts.save"])
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
-def test_what_fails_on_the_way_does_not_keep_the_rest_from_being_saved(
+def test_failed_shutdown_step_does_not_prevent_saving(
     broken: str,
     replicas: ReplicaOptions | None,
     tmp_path: Path,
@@ -53,8 +53,8 @@ def test_what_fails_on_the_way_does_not_keep_the_rest_from_being_saved(
     server.start()
     if broken == "experts.save":  # from here on: an owner saves what it took over, maybe with a step
         monkeypatch.setattr(first, "state_dict", fail)
-    step(first)
-    step(last)
+    take_step(first)
+    take_step(last)
     if broken == "experts.save":
         with pytest.raises(RuntimeError, match="broken"):
             server.shutdown()
@@ -75,7 +75,7 @@ def test_a_module_that_does_not_end_holds_up_nothing_else(replicas: ReplicaOptio
     server.start()
     call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [rows(1, 0)])
     with LocalTransport(server.handler()) as transport, gate:
-        step(steady)
+        take_step(steady)
         running = transport.submit(call, PATIENCE)
         assert gate.entered.wait(PATIENCE)
         waiting = transport.submit(call, PATIENCE)
@@ -83,4 +83,4 @@ def test_a_module_that_does_not_end_holds_up_nothing_else(replicas: ReplicaOptio
         assert isinstance(waiting.exception(PATIENCE), ClosedError) and not running.done()
         assert not directory.get().owners
         assert store.steps("steady")[0] == 1
-    server._runtimes["cpu"].shutdown(timeout=PATIENCE)
+    server._runtimes._by_device["cpu"].shutdown(timeout=PATIENCE)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.experts.expert_cases import fussy_backend, rows, work
+from tests.experts.server.server_cases import backend_of
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, GrpcTransport, RemoteExpert
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership
@@ -82,15 +83,11 @@ def role(server: Server, uid: str = "fussy") -> str:
     return server.statistics().replicas[uid].role
 
 
-def backend_of(server: Server, uid: str = "fussy") -> ExpertBackend:
-    return server._dispatcher.experts()[uid].backend
-
-
 def step(remote: RemoteExpert, seed: int = 0) -> None:
     remote(rows(2, seed)).square().sum().backward()
 
 
-def same(one: Server, other: Server, uid: str = "fussy") -> bool:
+def same_steps(one: Server, other: Server, uid: str = "fussy") -> bool:
     return backend_of(one, uid).steps == backend_of(other, uid).steps
 
 
@@ -109,9 +106,9 @@ def owning(token: int, *keys: str) -> Replica:
 def die(server: Server) -> None:
     """As SIGKILL: it renews no more, answers no more, and tells nobody."""
     server._replication.stop()
-    server._tasks["lease"].stop(1.0)
-    server._running, server._ended = False, True
-    server._close(1.0)
+    server._background.stop_periodic("lease", 1.0)
+    server._state.end()
+    server._background.close(1.0)
 
 
 class HungTransport(GrpcTransport):
@@ -129,7 +126,7 @@ def hang(server: Server, connections: Connections) -> None:
     assert isinstance(transport, HungTransport)
     transport.hangs = True
     server._replication.stop()
-    server._tasks["lease"].stop(1.0)
+    server._background.stop_periodic("lease", 1.0)
 
 
 @contextmanager

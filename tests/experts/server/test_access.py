@@ -33,7 +33,7 @@ ACCESS = Access(
         ("stranger", "open.1", Role.NONE),
     ],
 )
-def test_the_best_grant_that_fits_counts_and_check_passes_what_it_allows(client: str, expert: str, role: Role) -> None:
+def test_best_matching_grant_counts(client: str, expert: str, role: Role) -> None:
     assert ACCESS.role(client, expert) is role
     for wanted in (Role.FORWARD, Role.TRAIN, Role.ADMIN):
         if role >= wanted:
@@ -43,7 +43,8 @@ def test_the_best_grant_that_fits_counts_and_check_passes_what_it_allows(client:
                 ACCESS.check(Caller(client, "peer"), expert, wanted, "something")
 
 
-def test_without_grants_everybody_may_do_everything_else_who_is_granted_nothing_is_refused() -> None:
+def test_without_grants_every_client_can_do_everything() -> None:
+    """With grants, a client without one is refused."""
     assert Access().role("", "x") is Role.ADMIN and Access().admits("")
     assert not ACCESS.admits("stranger") and ACCESS.admits("") and ACCESS.admits("trainer-99")
     with pytest.raises(ForbiddenError, match="'stranger'"):
@@ -53,7 +54,7 @@ def test_without_grants_everybody_may_do_everything_else_who_is_granted_nothing_
     assert not Access([], {"s3cret": "me"}).admits("me")
 
 
-def test_a_certificate_goes_before_a_token_and_a_token_names_its_client() -> None:
+def test_certificate_takes_precedence_over_token() -> None:
     certificate = {"x509_common_name": [b"root"]}
     token = (("authorization", "Bearer s3cret"),)
     assert authenticate(ACCESS, certificate, token, "p").name == "root"
@@ -68,7 +69,8 @@ def test_an_unknown_token_is_refused(word: str) -> None:
 
 
 @pytest.mark.parametrize("token", ["s3cret\n", " s3cret", "s3cr\u00e9t", "s3c\tret"])
-def test_a_token_that_no_client_can_show_is_misuse_and_none_is_printed(token: str) -> None:
+def test_token_that_no_header_can_carry_is_misuse(token: str) -> None:
+    """The error does not print the token."""
     with pytest.raises(UsageError, match="of client 'me': token ") as caught:
         Access([Grant()], tokens={"fine": "you", token: "me"})
     assert token.strip() not in str(caught.value) and "'you'" not in str(caught.value)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.server.raw_stream import PATIENCE, raw_stream
+from tests.experts.server.server_cases import budget_of
 from tests.experts.server.test_grpc_server import forward
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.errors import OverloadError
@@ -20,7 +21,7 @@ BYTES = rows(2, 0).nbytes
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
-def test_no_more_is_held_than_may_be_unless_one_call_alone_is_larger(sizes: list[int], most: int) -> None:
+def test_budget_is_kept_unless_one_call_alone_is_larger(sizes: list[int], most: int) -> None:
     budget, held = ByteBudget(most), list[int]()
     for size in sizes:
         try:
@@ -30,18 +31,18 @@ def test_no_more_is_held_than_may_be_unless_one_call_alone_is_larger(sizes: list
             assert size and budget.held + size > most
             while held:
                 size = held.pop()
-                budget.leave(size, f"client {len(held)}")
+                budget.release(size, f"client {len(held)}")
             assert budget.held == 0
         assert budget.held == sum(held) <= max(most, *held, 0)
 
 
-def test_what_does_not_fit_beside_the_others_is_refused_to_its_author_and_fits_when_they_are_done() -> None:
+def test_call_beyond_the_budget_is_refused_until_others_end() -> None:
     gate, backend = blocking_expert()
     options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + 3 * BYTES)
     with Server([backend, fussy_backend()], options=options) as server, GrpcTransport(server.address) as other, gate:
         with raw_stream(server.address) as stream:
             stream.send(*[forward(number, rows(2, 0), "gate") for number in (1, 2, 3)])
-            wait_until(lambda: server._grpc_server.budget.held == 3 * BYTES)
+            wait_until(lambda: budget_of(server).held == 3 * BYTES)
             error = other.submit(forward(0), PATIENCE).exception(PATIENCE)
             assert isinstance(error, OverloadError) and f"take {options.total_bytes} of" in str(error)
             assert server.statistics().errors["overload"] == 1
@@ -50,20 +51,20 @@ def test_what_does_not_fit_beside_the_others_is_refused_to_its_author_and_fits_w
             while len(answered) < 3:
                 answered += [answer.header.kind for answer in stream.receive()]
             assert answered == [Kind.RESULT] * 3
-        wait_until(lambda: server._grpc_server.budget.held == 0)
+        wait_until(lambda: budget_of(server).held == 0)
         other.submit(forward(0), PATIENCE).result(PATIENCE)
 
 
-def test_a_client_that_vanishes_gives_back_what_it_held() -> None:
+def test_disconnected_client_frees_its_bytes() -> None:
     gate, backend = blocking_expert()
     with Server([backend], options=ServerOptions(total_bytes=BYTES)) as server, gate:
         with raw_stream(server.address) as stream:
             stream.send(forward(1, rows(2, 0), "gate"))
-            wait_until(lambda: server._grpc_server.budget.held == BYTES)
-        wait_until(lambda: server._grpc_server.budget.held == 0)
+            wait_until(lambda: budget_of(server).held == BYTES)
+        wait_until(lambda: budget_of(server).held == 0)
 
 
-def test_an_expert_is_asked_again_until_there_is_room() -> None:
+def test_client_retries_until_there_is_room() -> None:
     gate, backend = blocking_expert()
     options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + BYTES)
     with (
@@ -74,7 +75,7 @@ def test_an_expert_is_asked_again_until_there_is_room() -> None:
     ):
         remote.describe()
         stream.send(forward(1, rows(2, 0), "gate"))
-        wait_until(lambda: server._grpc_server.budget.held == BYTES)
+        wait_until(lambda: budget_of(server).held == BYTES)
         release = threading.Thread(
             target=lambda: wait_until(lambda: server.statistics().errors.get("overload")) or gate.go.set()
         )

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.experts.concurrency import wait_until
+from tests.experts.server.server_cases import access_of, backend_of
 from tests.processes import SOURCE, python
 from weft.cli import main
 from weft.core.errors import UsageError
@@ -61,24 +62,24 @@ def test_a_file_describes_a_server(tmp_path: Path) -> None:
     server = build(read_config(file))
     assert server.experts == ["ffn.0", "ffn.1"]
     assert server.options.drain_seconds == 2.0 and server.options.limits.frame_bytes == 1_000_000
-    backend = server._dispatcher.experts()["ffn.1"].backend
+    backend = backend_of(server, "ffn.1")
     assert isinstance(backend.optimizer, torch.optim.SGD) and backend.clip_grad_norm == 1.0
     assert backend.forward_pool.options.max_batch_size == 64
     assert backend.executor.graphs._budget == GraphBudget(1000, 2.0)
-    assert server._dispatcher.access.role("me", "x") is Role.ADMIN and not server._dispatcher.access.admits("")
+    assert access_of(server).role("me", "x") is Role.ADMIN and not access_of(server).admits("")
 
 
-def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered(tmp_path: Path) -> None:
+def test_file_configures_journal_and_idempotency(tmp_path: Path) -> None:
     table = {
         **parse_expert("F=ffn:hidden=8"),
         "optimizer": "SGD",
-        "records": {"max_keys": 7, "max_age": 60},
+        "idempotency": {"max_keys": 7, "max_age": 60},
         "mini_batches": {"mini_batches": 3, "max_client_mini_batches": 2, "orphan_seconds": 1},
         "journal": {"folder": str(tmp_path / "a" / "log"), "max_file_bytes": 5000},
     }
     with build({"address": "127.0.0.1:0", "experts": [table]}) as server:
-        backend = server._dispatcher.experts()["F"].backend
-        assert backend.records.options == IdempotencyOptions(max_keys=7, max_age=60.0)
+        backend = backend_of(server, "F")
+        assert backend.idempotency.options == IdempotencyOptions(max_keys=7, max_age=60.0)
         assert backend.executor.mini_batches._options == AccumulationOptions(3, 2, orphan_seconds=1.0)
         for _ in range(40):
             backend.backward_pool.submit_task(torch.ones(2, 8), torch.ones(2, 8)).result(10)
@@ -90,10 +91,10 @@ def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered
     assert backend.journal is not None
     with pytest.raises(ClosedError):
         backend.journal.write(Entry("commit", 1, 0, "m", (), 1), [])
-    wrong = {"records": {"keys": 1}, "mini_batches": {"seconds": "x"}, "journal": {"max_files": 2}}
+    wrong = {"idempotency": {"keys": 1}, "mini_batches": {"seconds": "x"}, "journal": {"max_files": 2}}
     with pytest.raises(UsageError) as caught:
         build({"experts": [{**table, **wrong}]})
-    told = ("records has 'keys'", "mini_batches.seconds is 'x'", "journal has no folder")
+    told = ("idempotency has 'keys'", "mini_batches.seconds is 'x'", "journal has no folder")
     assert all(f"experts[0].{word}" in str(caught.value) for word in told), caught.value
 
 
@@ -103,7 +104,7 @@ def test_an_expert_in_one_word() -> None:
     for word in ("a", "a=", "=ffn", "a=ffn:hidden", "a=ffn:=3"):
         with pytest.raises(UsageError, match="NAME=KIND"):
             parse_expert(word)
-    with pytest.raises(UsageError, match=r"more than once what hidden is"):
+    with pytest.raises(UsageError, match=r"which repeats hidden"):
         parse_expert("f=ffn:hidden=8,inner=4,hidden=16")
 
 
@@ -127,13 +128,13 @@ def test_status_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[experts]\nname = 'f'", "experts is {'name': 'f'}, wanted a valid list, which [[experts]] begins"),
+        ("[experts]\nname = 'f'", "experts is {'name': 'f'}, wanted a valid list; start each with [[experts]]"),
         ("experts = 5", "experts is 5, wanted a valid list"),
         ("imports = 'json'", "imports is 'json', wanted a valid list"),
         ("imports = 5", "imports is 5, wanted a valid list"),
     ],
 )
-def test_a_file_without_a_list_where_one_is_wanted_is_told_so_whatever_the_flags_add(
+def test_non_list_in_a_file_is_reported_despite_flags(
     text: str, told: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "serve.toml"
@@ -155,7 +156,7 @@ def process(tmp_path: Path) -> Any:
     child.communicate(timeout=20)
 
 
-def test_a_terminated_server_answers_what_it_accepted_saves_and_ends(process: Any, tmp_path: Path) -> None:
+def test_terminated_server_answers_accepted_calls_and_saves(process: Any, tmp_path: Path) -> None:
     line = process.stdout.readline()
     assert line.startswith("weft: serving 1 experts at ")
     with RemoteExpert("f", line.split()[-1], retry=Retry(attempts=1)) as remote:
@@ -190,7 +191,7 @@ def test_ctrl_c_ends_a_server_and_leaves_the_signal_as_it_was(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("wrong", ["f=nothing-like-it", "f"])
-def test_what_cannot_be_served_leaves_the_signals_as_they_were(wrong: str) -> None:
+def test_failed_serve_restores_the_signal_handlers(wrong: str) -> None:
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(SystemExit):
         main(["serve", "--expert", wrong, "--address", "127.0.0.1:0"])
@@ -218,7 +219,8 @@ finally:
 
 
 @pytest.mark.long
-def test_what_a_first_optimizer_imports_is_spared_the_garbage_collections_and_nothing_is_imported_without_one() -> None:
+def test_imports_of_the_optimizer_are_frozen() -> None:
+    """Garbage collections skip them. Without an optimizer nothing is imported."""
     trained = python(_IMPORTS.replace("OPTIMIZER", "'optimizer': 'Adam'"))
     assert trained.stdout.split() == ["0", "True", "True", "True", "0"], trained.stderr
     served = python(_IMPORTS.replace("OPTIMIZER", ""))

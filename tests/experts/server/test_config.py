@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.experts.expert_cases import work
+from tests.experts.server.server_cases import access_of, backend_of
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.errors import GradientError
@@ -27,11 +28,11 @@ LISTS = ["experts", "grants", "imports"]
 
 
 @register_expert("zz-spoiled")
-def spoiled(hidden: int) -> ExpertFactory:
+def failing_kind(hidden: int) -> ExpertFactory:
     raise RuntimeError("no such device")
 
 
-def refused(config: dict[str, Any]) -> str:
+def refusal_of(config: dict[str, Any]) -> str:
     with pytest.raises(UsageError) as caught:
         build(config)
     text = str(caught.value)
@@ -55,18 +56,18 @@ def scheduled(name: str, **arguments: Any) -> dict[str, Any]:
     return {"optimizer": "SGD", "schedule": name, "schedule_arguments": arguments}
 
 
-def test_a_value_of_a_wrong_type_is_told_with_its_name(subtests: pytest.Subtests) -> None:
+def test_wrong_type_is_reported_with_its_name(subtests: pytest.Subtests) -> None:
     for wrong, name in product([5, True, "x", 1.5], [*TABLES, *LISTS]):
         with subtests.test(wrong=wrong, name=name):
             seen = f"of type {type(wrong).__name__}" if name in ("tokens", "replicas") else repr(wrong)
             kind = "table" if name in TABLES else "valid list"
-            assert f"{name} is {seen}, wanted a {kind}" in refused({**GOOD, name: wrong})
+            assert f"{name} is {seen}, wanted a {kind}" in refusal_of({**GOOD, name: wrong})
     for wrong, name in product([5, True, "x", [1]], ["experts", "grants"]):
         with subtests.test(wrong=wrong, name=name):
-            assert f"{name}[0] is {wrong!r}, wanted a table" in refused({**GOOD, name: [wrong]})
+            assert f"{name}[0] is {wrong!r}, wanted a table" in refusal_of({**GOOD, name: [wrong]})
 
 
-def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> None:
+def test_every_table_reports_invalid_values(subtests: pytest.Subtests) -> None:
     for more, words in [
         ({"grants": [{"role": ["train"]}]}, ["grants[0].role is ['train']"]),
         ({"grants": [{"role": 1}, {"role": "king"}]}, ["grants[0].role is 1", "'king'"]),
@@ -97,7 +98,7 @@ def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> Non
         ({"advertise": "not an address", "directory": "local"}, ["advertise is 'not an address'"]),
         ({"advertise": "", "directory": "local"}, ["advertise is ''"]),
         ({"address": "127.0.0.1:70000", "panel": "x"}, ["address is '127.0.0.1:70000'", "panel is 'x'"]),
-        ({"tokens": {"a": 5}, "grants": []}, ["tokens has a client that is no text"]),
+        ({"tokens": {"a": 5}, "grants": []}, ["tokens has a client that is not text"]),
         ({"tokens": {"a": ""}, "grants": []}, ["tokens: ", "empty"]),
         ({"tokens": {"s3cret\n": "me"}, "grants": []}, ["tokens: ", "of client 'me': token ", "strip()"]),
         ({"tokens": {"s3cret": "me"}}, ["[tokens] and no grants"]),
@@ -108,13 +109,13 @@ def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> Non
         (replicas(tls={"key": "x"}), ["replicas.tls: a key goes with its certificate"]),
     ]:
         with subtests.test(more=more, words=words):
-            text = refused({**GOOD, **more})
+            text = refusal_of({**GOOD, **more})
             for word in words:
                 assert word in text
             assert "s3cret" not in text
 
 
-def test_an_entry_that_cannot_be_made_is_told_with_its_number(subtests: pytest.Subtests) -> None:
+def test_failed_entry_is_reported_with_its_number(subtests: pytest.Subtests) -> None:
     for more, word in [
         *(({"arguments": {"hidden": wrong}}, "hidden") for wrong in ("8", 8.5, True)),
         ({"arguments": {"hidden": -8}}, "hidden is -8, wanted an int"),
@@ -157,11 +158,11 @@ def test_an_entry_that_cannot_be_made_is_told_with_its_number(subtests: pytest.S
         ({"name": ""}, "name is ''"),
     ]:
         with subtests.test(more=more, word=word):
-            text = refused(expert(**more))
+            text = refusal_of(expert(**more))
             assert word in text and "experts[0]" in text
 
 
-def test_an_entry_may_say_all_that_training_needs() -> None:
+def test_entry_configures_optimizer_schedule_and_guards() -> None:
     more = {
         "optimizer": "SGD",
         "optimizer_arguments": {"lr": 1.0},
@@ -169,14 +170,14 @@ def test_an_entry_may_say_all_that_training_needs() -> None:
         "schedule_arguments": {"step_size": 1, "gamma": 0.5},
         "guards": {"max_norm": 3, "finite": False},
     }
-    backend = build(expert(**more))._dispatcher.experts()["a"].backend
+    backend = backend_of(build(expert(**more)), "a")
     for size in (1e-3, 1e3):
         done = backend.backward_pool.submit_task(torch.ones(2, 8), torch.full((2, 8), size))
         work(backend)
     with pytest.raises(GradientError, match="norm"):
         done.result(0.0)
     assert backend.optimizer is not None and backend.optimizer.param_groups[0]["lr"] == 0.5 and backend.steps == 1
-    backend = build(expert(optimizer="SGD", schedule="ConstantLR"))._dispatcher.experts()["a"].backend
+    backend = backend_of(build(expert(optimizer="SGD", schedule="ConstantLR")), "a")
     assert isinstance(backend.schedule, torch.optim.lr_scheduler.ConstantLR)
 
 
@@ -190,12 +191,12 @@ def test_the_docs_tell_every_name() -> None:
     assert {name for name in wanted if f"`{name}`" not in table} == set()
 
 
-def test_faults_of_several_entries_are_told_together() -> None:
+def test_faults_of_several_entries_are_reported_together() -> None:
     entries = [{**EXPERT, "kind": "zebra"}, EXPERT, EXPERT, {**EXPERT, "name": "{}", "count": 3, "arguments": {}}]
     config = {**GOOD, "experts": entries, "tokens": {"a": ""}, "grants": [], "directory": "zk"}
-    text = refused(config)
+    text = refusal_of(config)
     assert text.count("\n") == 6
-    for word in ("tokens: ", "directory: ", "experts[0], called 'a': ", "experts[1] is called 'a'", "experts[3]"):
+    for word in ("tokens: ", "directory: ", "experts[0], called 'a': ", "experts[1] has the name 'a'", "experts[3]"):
         assert word in text
 
 
@@ -210,20 +211,20 @@ def test_faults_of_several_entries_are_told_together() -> None:
 def test_a_module_that_fails_says_why(source: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spoiled_kinds.py").write_text(source, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    text = refused({**GOOD, "imports": ["spoiled_kinds", "no.such.module"]})
+    text = refusal_of({**GOOD, "imports": ["spoiled_kinds", "no.such.module"]})
     assert word in text and "'spoiled_kinds'" in text and "'no.such.module'" in text
 
 
-def test_nothing_is_made_on_the_disk_for_a_configuration_that_is_refused(tmp_path: Path) -> None:
+def test_refused_configuration_leaves_no_files(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    refused({**GOOD, "checkpoints": str(folder), "directory": "zk"})
+    refusal_of({**GOOD, "checkpoints": str(folder), "directory": "zk"})
     assert not folder.exists()
     assert os.listdir(tmp_path) == []
 
 
-def test_who_may_do_what_is_open_only_where_nothing_is_said_of_it() -> None:
+def test_access_is_open_only_without_grants() -> None:
     def access(**more: Any) -> Any:
-        return build({**GOOD, **more})._dispatcher.access
+        return access_of(build({**GOOD, **more}))
 
     assert access().role("", "a") is Role.ADMIN
     assert not access(grants=[]).admits("") and not access(grants=[], tokens={"s": "me"}).admits("me")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows, weights
 from tests.experts.server.raw_stream import PATIENCE, RawStream, raw_stream
+from tests.experts.server.server_cases import backend_of
 from tests.experts.wire_cases import frames
 from weft.core.errors import SpecError
 from weft.experts.client import GrpcTransport
@@ -67,9 +68,10 @@ def stream(server: Server) -> Iterator[RawStream]:
         (next(encode_parts([Call(Header(Kind.FORWARD, 1), [torch.empty(1 << 18, 2)])])), LimitError),
     ],
 )
-def test_a_broken_frame_ends_its_stream_with_an_error_of_call_0_and_no_other(
+def test_invalid_frame_ends_only_its_stream(
     server: Server, stream: RawStream, bad: bytes, error: type[Exception]
 ) -> None:
+    """The stream gets an error of call 0."""
     with raw_stream(server.address) as other:
         other.send(forward(1))
         assert other.receive()[0].header.kind is Kind.RESULT
@@ -85,7 +87,7 @@ def test_a_broken_frame_ends_its_stream_with_an_error_of_call_0_and_no_other(
 
 
 @given(frames(), st.integers(0, 1 << 20), st.integers(0, 255))
-def test_whatever_is_sent_the_server_goes_on(server: Server, frame: bytes, place: int, byte: int) -> None:
+def test_server_survives_arbitrary_bytes(server: Server, frame: bytes, place: int, byte: int) -> None:
     spoiled = bytearray(frame)
     if spoiled:
         spoiled[place % len(spoiled)] = byte
@@ -103,8 +105,8 @@ def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server: Server,
     assert stream.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: RawStream) -> None:
-    backend = server._dispatcher.experts()["fussy"].backend
+def test_bad_calls_do_not_affect_good_ones(server: Server, stream: RawStream) -> None:
+    backend = backend_of(server)
     before = weights(backend)
     nan = torch.full((2, WIDTH), float("nan"), dtype=torch.float64)
     bad: list[tuple[Call, type[Exception]]] = [
@@ -182,7 +184,7 @@ def test_a_client_that_vanishes_takes_its_waiting_calls_along() -> None:
         assert backend.forward_pool.statistics().cancelled == 6
 
 
-def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None:
+def test_client_that_does_not_read_slows_no_other() -> None:
     options = ServerOptions(connection_calls=8, connection_bytes=1 << 20)
     with (
         Server([fussy_backend()], options=options) as server,
@@ -193,14 +195,14 @@ def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None
             slow.send(forward(number, rows(4000, 0)))  # 128 kB there and back
         for _ in range(20):
             quick.submit(forward(0), PATIENCE).result(PATIENCE)
-        connection = max(server._grpc_server.connections, key=lambda each: each.nbytes)
+        connection = max(server._grpc_server.handlers.connections, key=lambda each: each.nbytes)
         assert connection.calls <= 8 + 1 and connection.nbytes <= 4 << 20
         seen = 0
         while seen < 199:  # what it sent comes back once it reads
             seen += len(slow.receive())
 
 
-def test_draining_answers_what_was_accepted_and_refuses_the_rest() -> None:
+def test_draining_answers_only_accepted_calls() -> None:
     gate, backend = blocking_expert()
     with Server([backend, fussy_backend()]) as server, raw_stream(server.address) as stream, gate:
         stream.send(forward(1, rows(1, 0), "gate"))

@@ -14,7 +14,7 @@ from weft.experts.discovery import Lease, LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.server import Server, ServerOptions
-from weft.experts.server.server import PeriodicTask
+from weft.experts.server.background import PeriodicTask
 
 
 def test_a_renewal_does_not_wait_behind_a_look_at_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,8 @@ def test_a_renewal_does_not_wait_behind_a_look_at_the_directory(monkeypatch: pyt
         gate.set()
 
 
-def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_renewal_is_retried_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns are counted from their start."""
     now, pauses = [0.0], list[float]()
 
     class Waits(threading.Event):
@@ -42,15 +43,16 @@ def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_start(m
             raise DirectoryUnavailableError("away")
         now[0] += 0.125
 
-    monkeypatch.setattr("weft.experts.server.server.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("weft.experts.server.background.time", SimpleNamespace(monotonic=lambda: now[0]))
     task = PeriodicTask("lease", 0.5, 0.05, act)
     task._stop = Waits()
-    task._run()
+    task._run_turns()
     assert pauses == pytest.approx([0.5, 0.05, 0.05, 0.375, 0.375, 0.375])  # a tenth after a failure
     assert task.last_failure is None
 
 
-def test_an_owner_stops_before_its_lease_ends_and_tells_how_late_renewals_were(directory: LocalDirectory) -> None:
+def test_owner_stops_before_its_lease_ends(directory: LocalDirectory) -> None:
+    """The statistics report late renewals."""
     presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     assert presence.statistics() is None
     start = time.monotonic()

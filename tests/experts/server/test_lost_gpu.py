@@ -81,7 +81,7 @@ def test_only_an_error_that_left_the_gpu_dead_ends_its_experts(dead: bool, monke
         failure = backend.forward_pool.submit_task(bad).exception(20)
         assert isinstance(failure, DeviceLostError if dead else torch.AcceleratorError) and asked
         if dead:
-            server._runtimes["cpu"]._thread.join(20)  # type: ignore[union-attr]
+            server._runtimes._by_device["cpu"]._thread.join(20)  # type: ignore[union-attr]
             with pytest.raises(ClosedError, match="GPU failed in expert 'f'"):
                 backend.forward_pool.submit_task(good)
             assert server.lost is not None and "runtime cpu" in server.statistics().failures

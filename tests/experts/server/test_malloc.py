@@ -50,7 +50,7 @@ def test_the_next_batch_pages_nothing_in() -> None:
 
 
 @pytest.mark.long
-def test_otherwise_it_would_and_what_the_environment_says_holds() -> None:
+def test_malloc_settings_of_the_environment_are_respected() -> None:
     limits = {"MALLOC_TRIM_THRESHOLD_": "100000", "MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_ARENA_MAX": "8"}
     assert min(faults(**limits)) > PAGES / 2
 
@@ -70,7 +70,8 @@ print(*[line.split()[1] for line in open("/proc/self/smaps_rollup") if line.star
 
 @pytest.mark.long
 @pytest.mark.parametrize(("said", "large"), [(None, True), ("0", False)])
-def test_large_tensors_lie_on_large_pages_unless_the_environment_says_otherwise(said: str | None, large: bool) -> None:
+def test_large_tensors_use_large_pages(said: str | None, large: bool) -> None:
+    """A setting in the environment is respected."""
     switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not switch.exists() or "[madvise]" not in switch.read_text():
         pytest.skip(

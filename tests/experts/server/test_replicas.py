@@ -19,7 +19,7 @@ from tests.experts.server.replica_cases import (
     expert,
     make,
     role,
-    same,
+    same_steps,
     step,
 )
 from weft.core.errors import UsageError
@@ -47,7 +47,7 @@ def test_a_follower_becomes_equal_to_its_owner_and_never_steps(directory: LocalD
         remote = RemoteExpert("fussy", connections)
         for seed in range(5):
             step(remote, seed)
-        wait_until(lambda: same(owner, follower))
+        wait_until(lambda: same_steps(owner, follower))
         assert backend_of(owner).steps == 5 and weights(backend_of(owner)) == weights(backend_of(follower))
         with LocalTransport(follower.handler()) as transport:
             for call in (backward("k"), Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])):
@@ -59,7 +59,8 @@ def test_a_follower_becomes_equal_to_its_owner_and_never_steps(directory: LocalD
         assert f"follows {owner.address}" in shown(follower.status()) and "owner" in shown(owner.status())
 
 
-def test_only_what_the_patterns_name_is_a_replica_and_one_for_nobody_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_patterns_select_replicas(caplog: pytest.LogCaptureFixture) -> None:
+    """A pattern that matches no expert is logged."""
     directory = LocalDirectory()
     with make(directory, expert(), expert("other"), replicas=ReplicaOptions(["oth*", "fnn.*"])) as server:
         assert list(server.statistics().replicas) == ["other"] and list(directory.get().owners) == ["other"]
@@ -73,7 +74,7 @@ def test_only_what_the_patterns_name_is_a_replica_and_one_for_nobody_is_told(cap
 
 
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(["other"])])
-def test_a_replica_of_an_expert_that_another_server_lists_alone_is_refused(replicas: ReplicaOptions | None) -> None:
+def test_replica_of_an_unreplicated_expert_is_refused(replicas: ReplicaOptions | None) -> None:
     directory = LocalDirectory()
     with Server([expert()], directory=directory, replicas=replicas) as alone:
         words = rf"the server at {alone.address} lists expert 'fussy' without replicas="
@@ -85,14 +86,14 @@ def test_a_replica_of_an_expert_that_another_server_lists_alone_is_refused(repli
         assert role(second) == "owner"
 
 
-def test_when_the_owner_dies_a_follower_takes_over_and_steps_no_key_twice(directory: LocalDirectory) -> None:
+def test_follower_takes_over_and_steps_no_key_twice(directory: LocalDirectory) -> None:
     with make(directory) as first, make(directory, expert()) as second, Connections(directory) as connections:
         with LocalTransport(first.handler()) as transport:
             answer = transport.submit(backward("once"), PATIENCE).result(PATIENCE).tensors()
         remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
         for seed in range(2):
             step(remote, seed)
-        wait_until(lambda: same(first, second))
+        wait_until(lambda: same_steps(first, second))
         before, token = weights(backend_of(second)), first.statistics().replicas["fussy"].token
         die(first)
         assert weights(backend_of(second)) == before
@@ -142,7 +143,7 @@ def test_a_rolling_restart_fails_no_call() -> None:
         server.shutdown()
 
 
-def test_an_owner_whose_lease_lapsed_refuses_to_step_and_answers_forwards() -> None:
+def test_owner_with_lapsed_lease_only_answers_forwards() -> None:
     directory = Away()
     with make(directory) as owner, Connections(directory) as connections:
         remote = RemoteExpert("fussy", connections, retry=NEVER)
@@ -160,7 +161,7 @@ def test_an_owner_whose_lease_lapsed_refuses_to_step_and_answers_forwards() -> N
         assert backend_of(owner).steps == 3
 
 
-def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows(directory: LocalDirectory) -> None:
+def test_owner_with_outdated_fence_becomes_follower(directory: LocalDirectory) -> None:
     cut = Cut(directory)
     with (
         make(cut) as old,
@@ -169,7 +170,7 @@ def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows(di
         LocalTransport(old.handler()) as transport,
     ):
         transport.submit(backward("a"), PATIENCE).result(PATIENCE)
-        wait_until(lambda: same(old, new))
+        wait_until(lambda: same_steps(old, new))
         cut.cut = True
         wait_until(lambda: role(new) == "owner")
         assert role(old) == "owner"  # it cannot know
@@ -179,11 +180,11 @@ def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows(di
         step(remote, 5)
         assert remote.steps == 2
         cut.cut = False
-        wait_until(lambda: role(old) == "follower" and same(old, new))
+        wait_until(lambda: role(old) == "follower" and same_steps(old, new))
         assert weights(backend_of(old)) == weights(backend_of(new))
 
 
-def test_a_call_that_knows_of_a_newer_owner_is_refused_and_hurts_nobody_else(directory: LocalDirectory) -> None:
+def test_call_with_a_newer_token_is_refused_alone(directory: LocalDirectory) -> None:
     with make(directory) as server, LocalTransport(server.handler()) as transport:
         token = server.statistics().replicas["fussy"].token
         error = transport.submit(backward("x", token + 1), PATIENCE).exception(PATIENCE)
@@ -203,7 +204,7 @@ def test_an_open_mini_batch_does_not_survive_its_owner_by_half(directory: LocalD
         assert backend_of(second).steps == 0
 
 
-def test_who_takes_over_goes_on_from_a_checkpoint_that_is_newer(tmp_path: Path) -> None:
+def test_new_owner_loads_a_newer_checkpoint(tmp_path: Path) -> None:
     directory, seldom = LocalDirectory(), ReplicaOptions(follow_seconds=600.0, follow_steps=10**6)
     with (
         make(directory, replicas=seldom, checkpoints=CheckpointStore(tmp_path)) as first,
@@ -229,18 +230,18 @@ def test_a_checkpoint_that_was_made_by_hand_is_led_from(tmp_path: Path) -> None:
         assert server.statistics().replicas["fussy"].failure == ""
 
 
-def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed(directory: LocalDirectory) -> None:
+def test_restarted_owner_takes_the_followers_state(directory: LocalDirectory) -> None:
     with make(directory) as first, make(directory, expert()) as second:
         with LocalTransport(first.handler()) as transport:
             transport.submit(backward("a"), PATIENCE).result(PATIENCE)
-        wait_until(lambda: same(first, second))
+        wait_until(lambda: same_steps(first, second))
         die(first)
         with make(directory, expert(), address=first.address) as again:  # before its old lease ends
-            wait_until(lambda: "owner" in (role(again), role(second)) and same(again, second))
+            wait_until(lambda: "owner" in (role(again), role(second)) and same_steps(again, second))
             assert backend_of(again).steps == 1
 
 
-def test_a_state_of_another_kind_of_expert_is_told_and_nobody_owns_by_it(directory: LocalDirectory) -> None:
+def test_state_of_another_kind_never_makes_an_owner(directory: LocalDirectory) -> None:
     quick = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=0.3)
     with make(directory) as first, make(directory, expert(optimizer=None), replicas=quick) as other:
         wait_until(lambda: "UsageError" in other.statistics().replicas["fussy"].failure)

@@ -20,7 +20,7 @@ from tests.experts.server.replica_cases import (
     make,
     owning,
     role,
-    same,
+    same_steps,
     step,
 )
 from weft.experts.checkpoint import CheckpointStore
@@ -39,7 +39,7 @@ versions = st.builds(StateVersion, st.builds(token_of, st.sampled_from([NOW, BEF
 
 
 @given(st.lists(versions, min_size=1, max_size=4), small)
-def test_the_newest_state_is_the_same_one_in_whatever_order_one_looks(found: list[StateVersion], now: int) -> None:
+def test_newest_state_does_not_depend_on_the_order(found: list[StateVersion], now: int) -> None:
     token, newest = token_of(NOW, 6 + now), set[StateVersion]()
     for order in permutations(found):
         best = order[0]
@@ -52,7 +52,7 @@ def test_the_newest_state_is_the_same_one_in_whatever_order_one_looks(found: lis
 
 
 @given(st.integers(0, 9), st.integers(0, 9))
-def test_of_two_other_lives_nobody_knows_which_was_later_and_the_steps_decide(one: int, other: int) -> None:
+def test_steps_decide_between_two_earlier_epochs(one: int, other: int) -> None:
     first, second = StateVersion(token_of(7, 9 - one), one, 0), StateVersion(token_of(BEFORE, one), other, 0)
     assert newer(first, second, token_of(NOW, 1)) == (one > other)
     assert newer(second, first, token_of(NOW, 1)) == (other > one)
@@ -62,12 +62,12 @@ def test_of_two_other_lives_nobody_knows_which_was_later_and_the_steps_decide(on
 @pytest.mark.parametrize("old", [3, 8, 20], ids=lambda token: f"old{token}")  # smaller, between, larger than others
 @pytest.mark.parametrize("epoch", [NOW, BEFORE, 0], ids=["now", "before", "unknown"])
 @pytest.mark.parametrize("heard", [True, False], ids=["followed", "alone"])
-def test_what_an_owner_of_this_epoch_stepped_is_never_replaced_by_a_checkpoint_of_another(
+def test_checkpoint_of_another_epoch_replaces_no_steps(
     saved: int, old: int, epoch: int, heard: bool, tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path)
     owner = owning(token_of(epoch, old), *"abc"[:saved])
-    state, records = owner.backend.state_dict(), owner.backend.records.state_dict()
+    state, records = owner.backend.state_dict(), owner.backend.idempotency.state_dict()
     store.save("fussy", state, saved, {"records": records, "token": token_of(epoch, old)})
     replica = Replica(fussy_backend(), lambda lease: float("inf"), store=store)
     if heard:
@@ -81,7 +81,7 @@ def test_what_an_owner_of_this_epoch_stepped_is_never_replaced_by_a_checkpoint_o
 
 
 @pytest.mark.parametrize("number", [1, 7, 30])
-def test_a_claim_that_the_directory_grants_is_never_refused_and_no_state_of_before_comes_in(number: int) -> None:
+def test_granted_claim_excludes_states_of_earlier_owners(number: int) -> None:
     replica, late = owning(token_of(BEFORE, 7)), owning(token_of(BEFORE, 40), "a")
     taken = late.encode()
     assert taken is not None
@@ -94,7 +94,7 @@ def test_a_claim_that_the_directory_grants_is_never_refused_and_no_state_of_befo
     assert replica.quiet(LEASED) > 0 and replica.backend.steps == 0
 
 
-def test_nobody_waits_in_a_directory_that_did_not_begin_anew() -> None:
+def test_new_owner_does_not_wait_without_a_restart() -> None:
     replica = owning(token_of(NOW, 3))
     replica.follow(Ownership("fussy", "there:1", token_of(NOW, 5)))
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, 9)), LEASED)
@@ -102,7 +102,7 @@ def test_nobody_waits_in_a_directory_that_did_not_begin_anew() -> None:
 
 
 @given(st.integers(1, 99), st.integers(1, 99))
-def test_a_call_made_in_another_epoch_is_refused_unless_that_is_known_to_be_over(mine: int, theirs: int) -> None:
+def test_call_of_another_epoch_is_refused_unless_it_is_past(mine: int, theirs: int) -> None:
     standing = Leadership("fussy", lambda lease: float("inf"))
     standing.become("owner", Ownership("fussy", "here:1", token_of(BEFORE, mine)), LEASED)
     with pytest.raises(NotOwnerError, match="replaced"):  # it may be the epoch to come
@@ -119,7 +119,7 @@ def test_a_call_made_in_another_epoch_is_refused_unless_that_is_known_to_be_over
 
 @pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), [(MANY, 0), (0, MANY), (0, 0)], ids=["smaller", "larger", "alike"])
-def test_training_goes_on_when_the_directory_has_lost_all_it_knew(first: int, second: int) -> None:
+def test_training_continues_after_the_directory_lost_its_data(first: int, second: int) -> None:
     directory = Cut(after(first))
     with make(directory) as one, make(directory, expert()) as other, Connections(directory) as connections:
         remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
@@ -130,38 +130,36 @@ def test_training_goes_on_when_the_directory_has_lost_all_it_knew(first: int, se
         step(remote, 3)  # it may still have been made with the old token
         wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"])
         step(remote, 4)
-        wait_until(lambda: same(one, other))
+        wait_until(lambda: same_steps(one, other))
         assert remote.steps == 5 and weights(backend_of(one)) == weights(backend_of(other))
         owner = directory.get().owners["fussy"]
         assert epoch_of(owner.token) != epoch_of(before)
         wait_until(lambda: {each.statistics().replicas["fussy"].failure for each in (one, other)} == {""})
 
 
-def test_two_never_step_when_the_directory_begins_anew_and_the_owner_does_not_hear_of_it() -> None:
+def test_two_owners_never_step_after_a_directory_restart() -> None:
     directory, seen = LocalDirectory(), list[bool]()
     here, there = Cut(directory), Cut(directory)
     with make(here) as old, make(there, expert()) as new:
-        wait_until(lambda: same(old, new) and role(new) == "follower")
+        wait_until(lambda: same_steps(old, new) and role(new) == "follower")
         here.cut = True
         there.begin_anew()
 
-        def both() -> bool:
+        def new_server_leads() -> bool:
             leads = role(new) == "owner"
             seen.append(leads and old.statistics().replicas["fussy"].lasts)  # looked at later: so it lasted before too
             return leads
 
-        wait_until(both)
+        wait_until(new_server_leads)
         assert not any(seen)
         here.inner, here.cut = there.inner, False
-        wait_until(lambda: role(old) == "follower" and same(old, new))
+        wait_until(lambda: role(old) == "follower" and same_steps(old, new))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("revisions", [0, MANY], ids=["smaller", "larger"])
 @pytest.mark.parametrize("dies", [False, True], ids=["ends", "dies"])
-def test_steps_under_a_new_directory_outlive_a_take_over_by_who_has_an_old_checkpoint(
-    revisions: int, dies: bool, tmp_path: Path
-) -> None:
+def test_old_checkpoint_does_not_undo_steps_of_a_new_epoch(revisions: int, dies: bool, tmp_path: Path) -> None:
     stores = [CheckpointStore(tmp_path / name) for name in "ab"]
 
     def pair(directory: LocalDirectory, steps: int) -> list[int]:
@@ -172,7 +170,7 @@ def test_steps_under_a_new_directory_outlive_a_take_over_by_who_has_an_old_check
             remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
             for seed in range(steps):
                 step(remote, seed)
-            wait_until(lambda: same(first, second))
+            wait_until(lambda: same_steps(first, second))
             done = backend_of(first).steps
             while directory.get().revision < revisions:
                 directory.withdraw(directory.declare("else", "elsewhere:1", 60.0))
@@ -190,7 +188,8 @@ def test_steps_under_a_new_directory_outlive_a_take_over_by_who_has_an_old_check
     assert ours == [ours[0], ours[0], ours[0] + 1] and ours[0] >= 4
 
 
-def test_an_expert_is_led_a_lease_after_its_directory_began_anew_and_says_so_till_then() -> None:
+def test_new_owner_waits_a_lease_after_a_directory_restart() -> None:
+    """The statistics say so while it waits."""
     directory = Cut(LocalDirectory())
     with make(directory) as server:
         directory.begin_anew()
@@ -209,7 +208,7 @@ def test_a_link_that_is_closed_on_purpose_has_not_failed(directory: LocalDirecto
         assert follower.statistics().replicas["fussy"].failure == ""
 
 
-def test_what_goes_wrong_with_following_is_no_failure_of_who_owns_it_by_then() -> None:
+def test_failed_following_is_no_failure_of_a_later_owner() -> None:
     replica = owning(token_of(NOW, 3))
     replica.failed(OSError("gone"))
     assert replica.failure is None

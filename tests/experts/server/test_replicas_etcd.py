@@ -16,7 +16,7 @@ import torch
 
 from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import cluster, free_ports
-from tests.experts.server.replica_cases import expert, make, role, same, step
+from tests.experts.server.replica_cases import expert, make, role, same_steps, step
 from tests.processes import SOURCE
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import Connections, RemoteExpert
@@ -68,9 +68,7 @@ def serving(
 
 
 @pytest.mark.long
-def test_training_goes_on_after_sigkill_and_sigterm_of_owners(
-    tmp_path: Path, directory: tuple[str, EtcdDirectory]
-) -> None:
+def test_training_continues_after_owners_are_killed(tmp_path: Path, directory: tuple[str, EtcdDirectory]) -> None:
     etcd, there = directory
     with ExitStack() as stack:
         served = serving(tmp_path, etcd, free_ports(2), stack)
@@ -112,7 +110,7 @@ def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, Etc
     etcd, there = directory
     reference = make_expert("ffn", hidden=8).backend("ffn.0", torch.optim.Adam)
     store = CheckpointStore(tmp_path / "kept")
-    store.save("ffn.0", reference.state_dict(), 0, {"records": reference.records.state_dict(), "token": 0})
+    store.save("ffn.0", reference.state_dict(), 0, {"records": reference.idempotency.state_dict(), "token": 0})
     inputs = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(0))
     with ExitStack() as stack:
         served = serving(tmp_path, etcd, free_ports(2), stack)
@@ -149,7 +147,7 @@ def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, Etc
 
 
 @pytest.mark.long
-def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) -> None:
+def test_training_continues_after_etcd_lost_its_data(tmp_path: Path) -> None:
     with cluster(tmp_path) as (member,), ExitStack() as stack:
         made = [stack.enter_context(EtcdDirectory(member.endpoint)) for _ in range(3)]
         for _ in range(50):  # so that tokens were larger before
@@ -167,5 +165,5 @@ def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) 
         wait_until(lambda: connections.snapshot().owner("fussy") not in (None, before))
         assert connections.snapshot().revision < 50
         step(remote, 4)
-        wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"] and same(one, other))
+        wait_until(lambda: sorted((role(one), role(other))) == ["follower", "owner"] and same_steps(one, other))
         assert remote.steps == 5

@@ -8,7 +8,7 @@ import pytest
 from tests.experts.certificates import Authority
 from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import weights
-from tests.experts.server.replica_cases import backend_of, expert, make, role, same, step
+from tests.experts.server.replica_cases import backend_of, expert, make, role, same_steps, step
 from weft.experts.client import ClientTls, Connections, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.replication import ReplicaOptions
@@ -42,7 +42,7 @@ def test_a_server_with_a_certificate_follows(owner: tuple[Server, LocalDirectory
     ):
         assert (role(first), role(second)) == ("owner", "follower")
         step(RemoteExpert("fussy", connections), 1)
-        wait_until(lambda: backend_of(first).steps == 2 and same(first, second))
+        wait_until(lambda: backend_of(first).steps == 2 and same_steps(first, second))
         assert weights(backend_of(first)) == weights(backend_of(second))
         first.shutdown()
         step(RemoteExpert("fussy", connections), 2)
@@ -55,13 +55,13 @@ def test_a_server_with_a_certificate_follows(owner: tuple[Server, LocalDirectory
         ("plain", "UnreachableError: .* called without TLS"),
         ("nobody", "CertificateError: .* shown no certificate"),
         ("stranger", "CertificateError: .* check both ends' certificates"),
-        ("expired", "(?s)UsageError: .* the other end will refuse the certificate: certificate has expired"),
+        ("expired", "(?s)UsageError: .* the other end will reject the certificate: certificate has expired"),
         ("mistrusts", "CertificateError: .* check both ends' certificates"),
         ("trainer", "ForbiddenError: .* client 'trainer' has role ADMIN for no expert"),
         ("intern", "ForbiddenError: .* nothing is granted to client 'intern'"),
     ],
 )
-def test_a_server_without_the_right_one_gets_no_state_and_says_why(
+def test_server_with_wrong_credentials_gets_no_state(
     owner: tuple[Server, LocalDirectory], authority: Authority, who: str, words: str
 ) -> None:
     first, directory = owner

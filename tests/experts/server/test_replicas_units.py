@@ -23,7 +23,7 @@ THEIRS = Ownership("fussy", "there:1", 12)
 
 
 @given(versions, numbers, numbers, numbers, st.sampled_from(UpdateKind), st.binary(min_size=16, max_size=16))
-def test_what_is_said_of_a_mark_survives_the_wire(
+def test_state_messages_survive_the_wire(
     mark: StateVersion, one: int, two: int, three: int, news: UpdateKind, digest: bytes
 ) -> None:
     ask, told = PullRequest(mark, one, two, three), PullResponse(news, mark, one, digest)
@@ -69,36 +69,32 @@ def follower() -> Replica:
     return replica
 
 
-def test_a_state_is_taken_in_whole_with_its_keys_and_its_mark() -> None:
+def test_follower_loads_state_keys_and_version_together() -> None:
     one, other = owning(7, "k"), follower()
     assert not other.may_lead  # it knows of an owner, and has nothing of it
     taken = one.encode()
     assert taken is not None and other.load(*taken) and other.may_lead
     assert weights(one.backend) == weights(other.backend) and other.version == one.version == StateVersion(7, 1, 1)
-    assert other.backend.records.step_of("backward", "c", "k") == 1
+    assert other.backend.idempotency.step_of("backward", "c", "k") == 1
 
 
-def test_a_follower_never_steps_even_what_had_been_accepted() -> None:
+@pytest.mark.parametrize("mini_batch", [None, "m"], ids=["backward", "commit"])
+def test_replaced_owner_never_steps_even_for_accepted_tasks(mini_batch: str | None) -> None:
     replica = owning(7)
-    future = replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
-    before = weights(replica.backend)
+    backend, inputs = replica.backend, (rows(2, 0), rows(2, 1))
+    future = backend.backward_pool.submit_task(*inputs, client="c", key="k", mini_batch=mini_batch)
+    if mini_batch is not None:
+        work(backend)
+        future = backend.commit(mini_batch, client="c")
+    before = weights(backend)
     replica.follow(THEIRS)
-    work(replica.backend)
-    assert isinstance(future.exception(0), NotOwnerError) and weights(replica.backend) == before
-    assert replica.backend.records.step_of("backward", "c", "k") is None
+    work(backend)
+    assert isinstance(future.exception(0), NotOwnerError) and weights(backend) == before and backend.steps == 0
+    if mini_batch is None:
+        assert backend.idempotency.step_of("backward", "c", "k") is None
 
 
-def test_a_commit_is_not_applied_by_who_was_replaced() -> None:
-    replica = owning(7)
-    replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k", mini_batch="m")
-    work(replica.backend)
-    future = replica.backend.commit("m", client="c")
-    replica.follow(THEIRS)
-    work(replica.backend)
-    assert isinstance(future.exception(0), NotOwnerError) and replica.backend.steps == 0
-
-
-def test_no_state_of_an_owner_that_was_replaced_comes_in_and_no_other_bytes() -> None:
+def test_state_of_a_replaced_owner_is_rejected() -> None:
     taken, other = owning(7, "k").encode(), follower()
     assert taken is not None
     before = weights(other.backend)
@@ -112,7 +108,7 @@ def test_no_state_of_an_owner_that_was_replaced_comes_in_and_no_other_bytes() ->
     assert other.load(*taken, taking_over=True)
 
 
-def test_a_state_is_of_the_token_under_which_it_was_made_until_it_is_led_under_another() -> None:
+def test_state_keeps_its_token_until_it_is_led() -> None:
     replica, claim = owning(7, "k"), Ownership("fussy", "here:1", 12)
     before = replica.incarnation
     replica.follow(None)

@@ -36,22 +36,22 @@ def expert(optimizer: Any = Adam, hidden: int = 4, name: str = "f", **more: Any)
     return make_expert("ffn", hidden=hidden).backend(name, optimizer, **more)
 
 
-def step(backend: ExpertBackend) -> None:
+def take_step(backend: ExpertBackend) -> None:
     x = torch.ones(2, 4)
     backend.backward_pool.submit_task(x, x).result(20)
 
 
-def saved(folder: Path, *steps: int, optimizer: Any = Adam, **more: Any) -> CheckpointStore:
+def save_steps(folder: Path, *steps: int, optimizer: Any = Adam, **more: Any) -> CheckpointStore:
     store, backend = CheckpointStore(folder, keep=9), expert(optimizer, **more)
     with Server([backend], checkpoints=store) as server:
         for wanted in steps or (1,):
             while backend.steps < wanted:
-                step(backend)
+                take_step(backend)
             server.checkpoint()
     return store
 
 
-def older(store: CheckpointStore, change: Callable[[dict[str, Any]], object]) -> None:
+def rewrite_newest(store: CheckpointStore, change: Callable[[dict[str, Any]], object]) -> None:
     found = store.load_newest("f")
     assert found is not None
     change(found.state)
@@ -76,16 +76,16 @@ OTHERS += [  # PyTorch would mix both: the numbers of one, and those of the othe
 
 
 @pytest.mark.parametrize(("before", "after", "words"), OTHERS)
-def test_a_checkpoint_of_another_optimizer_or_schedule_is_refused_and_one_of_the_same_goes_on(
+def test_checkpoint_of_another_optimizer_is_refused(
     before: dict[str, Any], after: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    store = saved(tmp_path, **before)
+    store = save_steps(tmp_path, **before)
     count, backend = len(store.steps("f")), expert(**before)
     with pytest.raises(UsageError, match=words) as caught:
         Server([expert(**after)], checkpoints=store).start()
     assert "'f'" in str(caught.value) and str(tmp_path) in str(caught.value) and len(store.steps("f")) == count
     with Server([backend], checkpoints=store) as server:
-        step(backend)
+        take_step(backend)
         assert server.statistics().keeping["f"].notes == () and server.statistics().failures == {}
     assert store.steps("f")[0] == 2
 
@@ -93,14 +93,14 @@ def test_a_checkpoint_of_another_optimizer_or_schedule_is_refused_and_one_of_the
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda backend: (expert(hidden=8).state_dict(), {"records": backend.records.state_dict()}),
-        lambda backend: ([1, 2], {"records": backend.records.state_dict()}),
+        lambda backend: (expert(hidden=8).state_dict(), {"records": backend.idempotency.state_dict()}),
+        lambda backend: ([1, 2], {"records": backend.idempotency.state_dict()}),
         lambda backend: (backend.state_dict(), 5),
         lambda backend: (backend.state_dict(), {"records": "x"}),
         lambda backend: ({**backend.state_dict(), "optimizer": {"state": {}, "param_groups": []}}, None),
     ],
 )
-def test_what_cannot_be_loaded_is_misuse_and_tells_of_every_expert(wrong: Any, tmp_path: Path) -> None:
+def test_unloadable_checkpoints_are_listed_by_expert(wrong: Any, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for name in ("f", "g"):
         state, extra = wrong(expert(name=name))
@@ -117,12 +117,12 @@ def test_a_checkpoint_that_was_made_by_hand_needs_no_keys(tmp_path: Path) -> Non
     CheckpointStore(tmp_path).save("f", expert().state_dict(), 0)
     backend = expert()
     with Server([backend], checkpoints=CheckpointStore(tmp_path)) as server:
-        step(backend)
+        take_step(backend)
         assert server.statistics().keeping["f"].restored == 0
 
 
-def test_damaged_checkpoints_that_were_passed_over_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = saved(tmp_path, 1, 5)
+def test_skipped_checkpoints_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = save_steps(tmp_path, 1, 5)
     newest = max((tmp_path / "f").iterdir())
     newest.write_bytes(newest.read_bytes()[:100])
     with Server([expert()], checkpoints=store) as server:
@@ -130,16 +130,16 @@ def test_damaged_checkpoints_that_were_passed_over_are_told(tmp_path: Path, capl
         assert status["keeping"]["f"]["restored"] == 1
         for text in (status["failures"]["restore of f"], shown(status), caplog.text):
             assert "went on from step 1" in text and newest.name in text
-        server._tasks["checkpoints"]._act()
+        server._background.periodic["checkpoints"].run_turn()
         assert server.status()["failures"] == status["failures"]
-    store = saved(tmp_path, 6)
+    store = save_steps(tmp_path, 6)
     caplog.clear()
     with Server([expert()], checkpoints=store) as server:  # a newer one is whole
         assert server.status()["failures"] == {} and caplog.text == ""
 
 
-def test_another_learning_rate_than_the_checkpoint_s_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = saved(tmp_path, optimizer=partial(Adam, lr=0.01, betas=(0.5, 0.9)))
+def test_changed_learning_rate_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = save_steps(tmp_path, optimizer=partial(Adam, lr=0.01, betas=(0.5, 0.9)))
     backend = expert(partial(Adam, lr=0.5))
     with caplog.at_level(logging.WARNING), Server([backend], checkpoints=store) as server:
         assert backend.optimizer is not None and backend.optimizer.param_groups[0]["lr"] == 0.01
@@ -147,7 +147,7 @@ def test_another_learning_rate_than_the_checkpoint_s_is_told(tmp_path: Path, cap
             assert "lr is 0.01, as in its checkpoint, and not 0.5 as asked for" in text
             assert "betas is [0.5, 0.9]" in text
         assert server.status()["failures"] == {}
-    older(store, lambda state: state["optimizer"]["param_groups"][0].update(lr=0.5, betas=(0.9, 0.999)))
+    rewrite_newest(store, lambda state: state["optimizer"]["param_groups"][0].update(lr=0.5, betas=(0.9, 0.999)))
     with Server([expert(partial(Adam, lr=0.5))], checkpoints=store) as server:
         assert server.statistics().keeping["f"].notes == ()
 
@@ -173,10 +173,8 @@ def test_another_learning_rate_than_the_checkpoint_s_is_told(tmp_path: Path, cap
         ),
     ],
 )
-def test_settings_of_a_schedule_and_beside_it_that_are_not_as_asked_for_are_told(
-    before: Any, after: Any, told: list[str], tmp_path: Path
-) -> None:
-    store = saved(tmp_path, 3, optimizer=partial(AdamW, weight_decay=0.1), schedule=before)
+def test_changed_hyperparameters_are_reported(before: Any, after: Any, told: list[str], tmp_path: Path) -> None:
+    store = save_steps(tmp_path, 3, optimizer=partial(AdamW, weight_decay=0.1), schedule=before)
     same = expert(partial(AdamW, weight_decay=0.1), schedule=before)
     with Server([same], checkpoints=store) as server:
         assert server.statistics().keeping["f"].notes == ()
@@ -192,17 +190,17 @@ def test_a_folder_that_was_removed_is_made_again(removed: str, steps: int, tmp_p
     root = tmp_path / "here"
     store, backend, idle = CheckpointStore(root / "saved"), expert(), expert(name="idle")
     with Server([backend, idle], checkpoints=store) as server:
-        step(backend)
+        take_step(backend)
         assert server.checkpoint() == 1
         shutil.rmtree(root / removed)
         for _ in range(steps):
-            step(backend)
+            take_step(backend)
         assert server.checkpoint() == (1 if removed == "saved/f" else 2)
         assert server.checkpoint() == 0
         assert store.steps("f") == [1 + steps] and store.steps("idle") == [0]
 
 
-def test_what_is_made_again_survives_a_crash_as_well() -> None:
+def test_recreated_folder_survives_a_crash() -> None:
     disk, root = CrashingDisk(), Path("/data/experts")
     store = CheckpointStore(root, disk=disk)
     store.save("f", {"a": 1}, 1)
@@ -217,14 +215,14 @@ def test_what_is_made_again_survives_a_crash_as_well() -> None:
 
 
 def test_a_disk_that_does_not_answer_is_not_asked_to_save_again(tmp_path: Path) -> None:
-    store = saved(tmp_path, 1)
+    store = save_steps(tmp_path, 1)
     assert store.has("f", 1) and not store.has("f", 2) and not store.has("g", 1)
     shutil.rmtree(tmp_path / "f")
     (tmp_path / "f").write_text("no folder")
     assert store.has("f", 1)
 
 
-def test_a_second_server_on_the_folder_of_one_that_runs_is_refused_by_name(tmp_path: Path) -> None:
+def test_second_server_on_a_locked_folder_is_refused(tmp_path: Path) -> None:
     first = Server([expert()], checkpoints=CheckpointStore(tmp_path))
     with first:
         second = Server([expert(name="other"), expert()], checkpoints=CheckpointStore(tmp_path))

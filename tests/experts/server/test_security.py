@@ -45,7 +45,7 @@ def expert(server: Server, **options: Any) -> RemoteExpert:
     return RemoteExpert("fussy", server.address, retry=NEVER, timeout=5.0, **options)
 
 
-def test_a_certificate_says_who_a_client_is(secured: Server, authority: Authority) -> None:
+def test_certificate_names_the_client(secured: Server, authority: Authority) -> None:
     with expert(secured, tls=authority.client("reader")) as remote:
         with torch.no_grad():
             assert remote(rows(2, 0)).shape == (2, 4)
@@ -70,7 +70,7 @@ PING = Call(Header(kind=Kind.PING, call_id=0))
         ("other name", "Hostname Verification"),
     ],
 )
-def test_a_wrong_certificate_is_an_error_at_once_and_not_at_the_deadline(
+def test_wrong_certificate_fails_before_the_deadline(
     secured: Server, authority: Authority, who: str, words: str
 ) -> None:
     tls = {
@@ -109,16 +109,16 @@ def test_an_authority_made_again_is_rejected_at_once(rsa_key: bool) -> None:
 
 @pytest.mark.parametrize(("days", "why"), [((-3, -1), "has expired"), ((1, 3), "is not yet valid")])
 def test_an_own_certificate_with_wrong_dates_is_misuse(authority: Authority, days: tuple[int, int], why: str) -> None:
-    with pytest.raises(UsageError, match=f"the other end will refuse the certificate: .*{why}"):
+    with pytest.raises(UsageError, match=f"the other end will reject the certificate: .*{why}"):
         RemoteExpert("fussy", "localhost:1", tls=authority.client("trainer", days=days)).close()
 
 
-def test_a_certified_client_to_whom_nothing_is_granted_is_refused(secured: Server, authority: Authority) -> None:
+def test_certified_client_without_a_grant_is_refused(secured: Server, authority: Authority) -> None:
     with expert(secured, tls=authority.client("intern")) as remote, pytest.raises(ForbiddenError, match="granted"):
         remote.describe()
 
 
-def test_a_server_with_another_certificate_is_not_spoken_to(authority: Authority) -> None:
+def test_client_rejects_a_foreign_server_certificate(authority: Authority) -> None:
     other = Authority("other")
     with Server([fussy_backend()], address="localhost:0", tls=ServerTls(*other.issue("server"))) as server:
         with expert(server, tls=ClientTls(authority.pem)) as remote, pytest.raises(UnreachableError):
@@ -127,7 +127,7 @@ def test_a_server_with_another_certificate_is_not_spoken_to(authority: Authority
             assert remote.describe().name == "fussy"
 
 
-def test_a_token_says_who_a_client_is(by_token: Server) -> None:
+def test_token_names_the_client(by_token: Server) -> None:
     with expert(by_token, token="r-token") as remote:
         assert not remote(rows(2, 0)).detach().isnan().any()
         with pytest.raises(ForbiddenError):
@@ -138,7 +138,7 @@ def test_a_token_says_who_a_client_is(by_token: Server) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-def test_a_missing_or_wrong_token_is_refused_before_a_frame_is_read(by_token: Server, token: str | None) -> None:
+def test_wrong_token_is_refused_before_a_frame_is_read(by_token: Server, token: str | None) -> None:
     before = by_token.statistics()
     with expert(by_token, token=token) as remote, pytest.raises(ForbiddenError):
         remote.describe()
@@ -166,7 +166,7 @@ def test_a_forbidden_call_is_refused_before_tensors_are_made(by_token: Server, m
         assert made == []
 
 
-def test_what_does_not_exist_looks_like_what_is_forbidden() -> None:
+def test_missing_expert_looks_like_a_forbidden_one() -> None:
     access = Access([Grant("", "mine.*", Role.TRAIN)])
     with Server([fussy_backend()], access=access) as server, GrpcTransport(server.address) as transport:
         for uid in ("fussy", "missing"):
@@ -184,7 +184,7 @@ def test_the_status_is_for_admins(by_token: Server) -> None:
                     transport.status()
 
 
-def test_a_proven_client_cannot_take_another_ones_key(by_token: Server) -> None:
+def test_proven_client_cannot_use_a_foreign_key(by_token: Server) -> None:
     """Two clients with one key are two backwards; what a call says of its client counts only within its own name."""
     steps = by_token.statistics().experts["fussy"].steps
     for token in ("t-token", "b-token", "t-token"):
@@ -194,7 +194,7 @@ def test_a_proven_client_cannot_take_another_ones_key(by_token: Server) -> None:
     assert by_token.statistics().experts["fussy"].steps == steps + 2
 
 
-def test_processes_with_one_certificate_do_not_mix_their_mini_batches(by_token: Server) -> None:
+def test_processes_with_one_certificate_keep_mini_batches_apart(by_token: Server) -> None:
     with GrpcTransport(by_token.address, token="t-token") as transport:
 
         def send(kind: Kind, client: str, *tensors: torch.Tensor) -> BaseException | None:
@@ -206,24 +206,9 @@ def test_processes_with_one_certificate_do_not_mix_their_mini_batches(by_token: 
         assert send(Kind.COMMIT, "process-1") is None
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: ServerTls(b"nothing", b"nothing").credentials(), "no PEM block"),
-        (lambda: ServerTls("/no/such/file", b"x").credentials(), "cannot be read"),
-        (lambda: ClientTls(key=b"x"), "both key= and certificate="),
-    ],
-)
-def test_certificates_that_are_none_are_misuse(make: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        make()
-
-
 @pytest.mark.parametrize("key", ["as text", None, 5, bytearray(b"x"), "nul\0"])
 @pytest.mark.parametrize("make", [ServerTls, partial(ClientTls, b"-----BEGIN")])
-def test_what_is_neither_a_pem_nor_a_path_is_misuse_and_a_key_given_as_text_is_not_printed(
-    key: Any, make: Any, authority: Authority
-) -> None:
+def test_invalid_pem_is_misuse_and_is_not_printed(key: Any, make: Any, authority: Authority) -> None:
     pem, certificate = authority.issue("x")
     wanted = {"nul\0": "cannot be read"}.get(str(key), "is of type")
     if key is None and make is not ServerTls:

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from tests.experts.expert_cases import X, fussy_backend, rows, weights
 from tests.experts.server.test_units import Silent
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
-from weft.experts.checkpoint import CheckpointStore
+from weft.experts.checkpoint import Checkpoint, CheckpointStorage, CheckpointStore, EncodedCheckpoint
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
 from weft.experts.discovery import Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import AlreadyDeclaredError, CommitError
 from weft.experts.replication import ReplicaOptions
+from weft.experts.serialization import deserialize, serialize
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
 from weft.experts.wire.service import Receipt
@@ -27,17 +29,17 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 PATIENCE = 10.0
 
 
-def trained(server: Server, steps: int) -> None:
+def train_steps(server: Server, steps: int) -> None:
     with LocalTransport(server.handler()) as transport:
         remote = RemoteExpert("fussy", transport)
         for step in range(steps):
             remote(rows(3, step)).square().sum().backward()
 
 
-def test_it_goes_on_from_its_checkpoint_by_itself(store: CheckpointStore) -> None:
+def test_server_restores_its_checkpoint(store: CheckpointStore) -> None:
     first = fussy_backend()
     with Server([first], checkpoints=store) as server:
-        trained(server, 3)
+        train_steps(server, 3)
         assert server.statistics().keeping["fussy"].durable == 0
     assert store.steps("fussy")[0] == 3  # it is saved at the end
     second = fussy_backend()
@@ -46,8 +48,44 @@ def test_it_goes_on_from_its_checkpoint_by_itself(store: CheckpointStore) -> Non
         assert weights(second) == weights(first)
 
 
+class InMemory:
+    """The least that a storage of checkpoints needs; also its own lock."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, EncodedCheckpoint] = {}
+
+    def lock(self, uid: str, *, shared: bool = False) -> "InMemory":
+        return self
+
+    def hold(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
+        return EncodedCheckpoint(uid, step, serialize([state, extra]))
+
+    def write(self, encoded: EncodedCheckpoint) -> None:
+        self.newest[encoded.uid] = encoded
+
+    def load_newest(self, uid: str) -> Checkpoint | None:
+        found = self.newest.get(uid)
+        return None if found is None else Checkpoint(uid, found.step, *deserialize(found.data), "memory")
+
+    def has(self, uid: str, step: int) -> bool:
+        return uid in self.newest and self.newest[uid].step == step
+
+
+def test_storage_other_than_a_folder_restores_an_expert(store: CheckpointStore) -> None:
+    storage, first, second = InMemory(), fussy_backend(), fussy_backend()
+    assert isinstance(storage, CheckpointStorage) and isinstance(store, CheckpointStorage)
+    for backend in (first, second):
+        with Server([backend], checkpoints=storage) as server:
+            train_steps(server, 2)
+    assert second.steps == 4 == storage.newest["fussy"].step
+
+
 def test_even_the_first_weights_survive(tmp_path: Path) -> None:
-    first, second = called("layer"), called("layer")
+    first, second = expert_named("layer"), expert_named("layer")
     assert weights(first) != weights(second)
     for backend in (first, second):
         with Server([backend], checkpoints=CheckpointStore(tmp_path)):
@@ -55,28 +93,28 @@ def test_even_the_first_weights_survive(tmp_path: Path) -> None:
     assert weights(first) == weights(second)
 
 
-def test_it_saves_now_and_then_what_has_stepped(store: CheckpointStore, tmp_path: Path) -> None:
+def test_server_saves_stepped_experts_periodically(store: CheckpointStore, tmp_path: Path) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
-        trained(server, 2)
+        train_steps(server, 2)
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
         saved = sorted(tmp_path.rglob("*.safetensors"))  # names have the number of what was saved
-        server._tasks["checkpoints"]._act()
+        server._background.periodic["checkpoints"].run_turn()
         assert sorted(tmp_path.rglob("*.safetensors")) == saved
         assert server.checkpoint() == 0
 
 
-def test_a_disk_that_is_full_is_told_and_stops_nothing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_and_stops_nothing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         full = OSError("no space left")
         monkeypatch.setattr(store._disk, "write", lambda *_: (_ for _ in ()).throw(full))
-        trained(server, 1)
+        train_steps(server, 1)
         wait_until(lambda: "no space left" in server.statistics().failures.get("checkpoints", ""))
-        trained(server, 1)
+        train_steps(server, 1)
         monkeypatch.undo()
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
 
 
-def test_it_is_listed_as_long_as_it_takes_work() -> None:
+def test_server_is_listed_until_it_drains() -> None:
     renewals = list[Lease]()
 
     class Counting(LocalDirectory):
@@ -93,7 +131,7 @@ def test_it_is_listed_as_long_as_it_takes_work() -> None:
         assert "fussy" not in directory.get()
 
 
-def test_an_expert_that_another_server_lists_is_refused_at_the_second_and_stays_at_the_first() -> None:
+def test_expert_of_another_server_is_refused() -> None:
     directory, options = LocalDirectory(), ServerOptions(lease_seconds=0.2)
     directory.declare("fussy", "dead:1", 0.2)  # the end of its lease is waited for
     with Server([fussy_backend()], directory=directory, options=options) as first:
@@ -109,7 +147,7 @@ def test_an_expert_that_another_server_lists_is_refused_at_the_second_and_stays_
     directory.close()
 
 
-def test_of_two_servers_that_look_before_either_declares_none_stays_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_declarations_are_both_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = LocalDirectory()
     first, second = (LeaseHeartbeat(directory, lambda: ("fussy",), address, 60.0) for address in ("a:1", "b:1"))
     first.turn()
@@ -122,7 +160,7 @@ def test_of_two_servers_that_look_before_either_declares_none_stays_listed(monke
     directory.close()
 
 
-def test_experts_come_and_go_while_it_runs(directory: LocalDirectory, tmp_path: Path) -> None:
+def test_experts_are_added_and_removed_while_serving(directory: LocalDirectory, tmp_path: Path) -> None:
     with (
         Server([], directory=directory, checkpoints=CheckpointStore(tmp_path)) as server,
         LocalTransport(server.handler()) as transport,
@@ -130,7 +168,7 @@ def test_experts_come_and_go_while_it_runs(directory: LocalDirectory, tmp_path: 
         assert server.experts == [] and not len(directory.get())
         server.add(fussy_backend())
         assert "fussy" in directory.get()
-        trained(server, 1)
+        train_steps(server, 1)
         assert server.remove("fussy")
         assert "fussy" not in directory.get()
         call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])
@@ -139,11 +177,11 @@ def test_experts_come_and_go_while_it_runs(directory: LocalDirectory, tmp_path: 
         assert server.statistics().experts["fussy"].steps == 1
 
 
-def called(name: str) -> ExpertBackend:
+def expert_named(name: str) -> ExpertBackend:
     return ExpertBackend(name, nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
 
 
-def test_an_expert_that_cannot_be_called_is_misuse() -> None:
+def test_uncallable_expert_is_misuse() -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor, kind: object) -> torch.Tensor:
             return x
@@ -151,27 +189,27 @@ def test_an_expert_that_cannot_be_called_is_misuse() -> None:
     with pytest.raises(UsageError, match=r"args\[1\] is torch.float32"):
         Server([ExpertBackend("odd", Odd(), args_schema=(X, torch.float32))])
     long = "\u00e9" * 513
-    with pytest.raises(UsageError, match="has a name of 1026 bytes, and nobody can call one of more than 1024"):
-        Server([called(long)])
-    with pytest.raises(UsageError, match="4 bytes, and nobody can call one of more than 3 "):
-        Server([called("long")], options=ServerOptions(limits=Limits(name_bytes=3)))
+    with pytest.raises(UsageError, match="has a name of 1026 bytes, but a call can name at most 1024"):
+        Server([expert_named(long)])
+    with pytest.raises(UsageError, match="4 bytes, but a call can name at most 3 "):
+        Server([expert_named("long")], options=ServerOptions(limits=Limits(name_bytes=3)))
     with pytest.raises(UsageError, match="served already"):
-        Server([called("x"), called("x")])
-    with Server([called(long[1:])]) as server, LocalTransport(server.handler()) as transport:
+        Server([expert_named("x"), expert_named("x")])
+    with Server([expert_named(long[1:])]) as server, LocalTransport(server.handler()) as transport:
         assert RemoteExpert(long[1:], transport)(rows(1, 0)).shape == (1, 4)
         for name, words in ((long, "1026 bytes"), (long[1:], "served already")):
             with pytest.raises(UsageError, match=words):
-                server.add(called(name))
+                server.add(expert_named(name))
 
 
-def test_a_name_with_a_line_break_does_not_break_the_table_of_the_status() -> None:
-    server = Server([called("two\nlines")], directory=LocalDirectory(), replicas=ReplicaOptions())
+def test_line_break_in_a_name_keeps_the_status_table() -> None:
+    server = Server([expert_named("two\nlines")], directory=LocalDirectory(), replicas=ReplicaOptions())
     lines = shown(server.status()).splitlines()
     assert lines[2].startswith(r"two\nlines  ") and lines[3].startswith(r"two\nlines: has no owner")
     assert len(lines) == 4
 
 
-def test_it_is_started_once() -> None:
+def test_server_starts_once() -> None:
     server = Server([fussy_backend()])
     with pytest.raises(UsageError, match="no address"):
         _ = server.address
@@ -186,7 +224,7 @@ def test_it_is_started_once() -> None:
 
 
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
-def test_a_directory_that_falls_silent_does_not_hold_the_end_up(replicas: ReplicaOptions | None) -> None:
+def test_silent_directory_does_not_delay_the_shutdown(replicas: ReplicaOptions | None) -> None:
     directory = Silent()
     options = ServerOptions(lease_seconds=0.03)
     server = Server([fussy_backend()], directory=directory, options=options, replicas=replicas)
@@ -199,7 +237,7 @@ def test_a_directory_that_falls_silent_does_not_hold_the_end_up(replicas: Replic
         directory.gate.set()
 
 
-def test_calls_from_within_are_refused_while_it_drains() -> None:
+def test_local_calls_are_refused_while_draining() -> None:
     with Server([fussy_backend()]) as server, LocalTransport(server.handler()) as transport:
         server.drain("for a test")
         call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])
@@ -208,7 +246,9 @@ def test_calls_from_within_are_refused_while_it_drains() -> None:
         assert server.statistics().draining == "for a test"
 
 
-def test_a_commit_for_an_earlier_incarnation_is_refused_unless_it_was_applied() -> None:
+def test_commit_of_an_earlier_incarnation_is_refused() -> None:
+    """Unless it was applied before."""
+
     def commit(transport: LocalTransport, name: str, incarnation: int) -> BaseException | None:
         data = Receipt(None, incarnation).to_bytes()
         header = Header(kind=Kind.COMMIT, call_id=0, uid="fussy", client="c", key=name, mini_batch=name, data=data)

@@ -32,7 +32,7 @@ async def written(connection: ServerStream) -> list[list[int]]:
         found.append([each.header.call_id * (-1 if each.header.kind is Kind.ERROR else 1) for each in frame])
 
     connection.finish()
-    await asyncio.wait_for(connection.write(send), 60)
+    await asyncio.wait_for(connection.write_answers(send), 60)
     return found
 
 
@@ -49,13 +49,13 @@ def connection(limits: Limits | None = None, **more: int) -> ServerStream:
         (Limits(frame_bytes=4000), [2, 1000, 2], [[1], [-2], [3]]),  # what cannot be sent becomes its own error
     ],
 )
-def test_what_waits_together_leaves_together_in_frames_within_the_limits(
+def test_waiting_answers_share_frames_within_the_limits(
     limits: Limits, rows_of_answers: list[int], frames: list[list[int]]
 ) -> None:
     async def run() -> list[list[int]]:
         one = connection(limits)
         for number, count in enumerate(rows_of_answers, 1):
-            one.answer(result(number, count))
+            one.send(result(number, count))
         return await written(one)
 
     assert asyncio.run(run()) == frames
@@ -69,11 +69,11 @@ def test_answers_of_many_threads_all_arrive_once() -> None:
             found.extend(answer.header.call_id for answer in decode(message, WIDE))
             await asyncio.sleep(0)
 
-        writer = asyncio.create_task(one.write(send))
+        writer = asyncio.create_task(one.write_answers(send))
 
         def work(start: int) -> None:
             for number in range(start, start + 50):
-                one.answer(ping(number))
+                one.send(ping(number))
 
         await asyncio.to_thread(in_threads, work, range(1, 401, 50))
         one.finish()
@@ -89,8 +89,8 @@ def test_a_call_is_under_way_until_its_answer_has_left() -> None:
         (question,) = decode(encode([ping(7)]))
         seen = list[tuple[int, bool]]()
         for _ in range(2):
-            one.take(question)
-        waiting = asyncio.create_task(one.has_room())
+            one.dispatch_call(question)
+        waiting = asyncio.create_task(one.wait_for_room())
         await asyncio.sleep(0.01)
         seen.append((one.calls, waiting.done()))
         await written(one)

@@ -53,9 +53,7 @@ def signalled(capsys: pytest.CaptureFixture[str], send: Callable[[], None]) -> t
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_that_another_thread_gets_ends_the_server_all_the_same(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_signal_to_another_thread_ends_the_server(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
     before = handlers()
     thread = signalled(capsys, lambda: signal.pthread_kill(threading.get_ident(), number))
     serve(CONFIG)
@@ -63,7 +61,7 @@ def test_a_signal_that_another_thread_gets_ends_the_server_all_the_same(
     assert handlers() == before
 
 
-def test_what_is_left_to_ignore_a_hang_up_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ignored_sighup_stays_ignored(capsys: pytest.CaptureFixture[str]) -> None:
     def send() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGTERM)
@@ -78,10 +76,10 @@ def test_what_is_left_to_ignore_a_hang_up_goes_on(capsys: pytest.CaptureFixture[
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_handler_waits_for_no_lock_which_its_own_thread_may_hold() -> None:
+def test_signal_handler_takes_no_lock() -> None:
     entered: list[str] = []
-    stop, before = command._Stop(), sys.gettrace()
-    stop.serving = True
+    stop, before = command._StopSignal(), sys.gettrace()
+    stop.finish_start()
     sys.settrace(lambda frame, event, value: entered.append(frame.f_code.co_filename))
     try:
         stop(signal.SIGTERM, None)
@@ -92,7 +90,7 @@ def test_the_handler_waits_for_no_lock_which_its_own_thread_may_hold() -> None:
 
 @pytest.mark.parametrize("moment", ["build", "start"])
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_during_the_start_gives_it_up_and_closes_what_there_is(
+def test_signal_during_the_start_closes_everything(
     moment: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[Server] = []
@@ -131,9 +129,7 @@ def test_a_signal_during_the_start_gives_it_up_and_closes_what_there_is(
     assert capsys.readouterr().err == ""
 
 
-def test_a_server_that_fails_late_in_its_start_says_why_and_is_not_left_half_open(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_late_failure_of_a_start_closes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Stepping(LocalDirectory):  # it listens already when it is listed, so clients may come
         def declare(self, uids: Any, address: str, ttl: float) -> Any:
             backend.backward_pool.submit_task(torch.ones(2, 8), torch.ones(2, 8)).result(10)
@@ -154,7 +150,7 @@ def test_a_server_that_fails_late_in_its_start_says_why_and_is_not_left_half_ope
         assert server.shutdown() and server.drain()
 
 
-def test_who_reads_no_more_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_pipe_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     lines: list[str] = []
 

@@ -46,9 +46,10 @@ BEGUN = b"-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n"
         ("authority", "the authority cannot be read"),
         ("cut and authority", rf"(?s){CUT}.*the authority cannot be read"),
         ("missing", "none.pem' cannot be read"),
+        ("no pem", "no PEM block"),
     ],
 )
-def test_what_is_wrong_with_certificates_is_told_before_anything_is_called(
+def test_invalid_certificates_fail_before_any_call(
     wrong: str, words: str, end: str, authority: Authority, tmp_path: Path
 ) -> None:
     key, certificate = authority.issue("server")
@@ -61,6 +62,7 @@ def test_what_is_wrong_with_certificates_is_told_before_anything_is_called(
         "authority": {2: BEGUN},
         "cut and authority": {1: certificate[:200], 2: BEGUN},
         "missing": {0: tmp_path / "none.pem"},
+        "no pem": {0: b"nothing"},
     }
     pems: list[Any] = [changes[wrong].get(index, pem) for index, pem in enumerate((key, certificate, authority.pem))]
     if end == "server with files":
@@ -78,7 +80,7 @@ def test_what_is_wrong_with_certificates_is_told_before_anything_is_called(
     assert "port" not in str(caught.value)
 
 
-def test_a_server_whose_certificate_is_for_another_name_is_called_by_that(authority: Authority) -> None:
+def test_server_name_selects_the_certificate(authority: Authority) -> None:
     with Server([fussy_backend()], address="127.0.0.1:0", tls=ServerTls(*authority.issue("server"))) as server:
         with pytest.raises(UnreachableError, match=r"Hostname Verification.*server_name= .tls=."):
             call(server, ClientTls(authority.pem))
@@ -88,7 +90,7 @@ def test_a_server_whose_certificate_is_for_another_name_is_called_by_that(author
 @pytest.mark.parametrize(
     ("days", "why"), [((-3, -1), "certificate has expired"), ((1, 2), "certificate is not yet valid"), ((-1, 1), "")]
 )
-def test_a_certificate_that_clients_will_refuse_is_not_served_unless_that_is_said(
+def test_certificate_with_wrong_dates_is_not_served(
     days: tuple[int, int], why: str, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = authority.issue("server", days=days)
@@ -101,7 +103,7 @@ def test_a_certificate_that_clients_will_refuse_is_not_served_unless_that_is_sai
     assert (why in caplog.text) if why else not caplog.text
 
 
-def test_certificates_that_were_renewed_are_taken_while_the_server_runs(
+def test_renewed_certificates_are_reloaded(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = [tmp_path / name for name in ("key", "certificate", "authority")]

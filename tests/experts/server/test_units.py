@@ -9,17 +9,17 @@ import torch
 from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import Away
-from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import DirectoryUnavailableError
 from weft.experts.server import HostedExpert
-from weft.experts.server.server import PeriodicTask
+from weft.experts.server.background import PeriodicTask
 from weft.experts.wire.service import read_receipt
 
 
-def test_a_repeat_goes_on_after_failures_tells_of_the_first_and_stops_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_periodic_task_continues_after_failures(caplog: pytest.LogCaptureFixture) -> None:
+    """The first failure is logged, and `stop` ends it at once."""
     turns: list[int] = []
     done = threading.Event()
 
@@ -56,7 +56,7 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
     assert PeriodicTask("never started", 60.0, 60.0, act).stop(1.0)
 
 
-def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> None:
+def test_heartbeat_declares_again_after_a_lost_lease() -> None:
     now = [0.0]
     directory = Away(clock=lambda: now[0])
     presence = LeaseHeartbeat(directory, lambda: ["a", "b"], "here:1", 5.0)
@@ -113,19 +113,7 @@ class Silent(LocalDirectory):
         super()._expire()
 
 
-def test_whoever_ends_does_not_wait_for_a_directory_that_is_silent() -> None:
-    directory = Silent()
-    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
-    presence.turn()
-    directory.away = True
-    presence.withdraw(patience=0.01)
-    presence.withdraw()
-    assert directory.asked.wait(60.0) and presence.listed == ()  # both came back, though nothing was answered
-    directory.gate.set()
-    wait_until(lambda: directory.get().uids == ())
-
-
-def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
+def test_late_declaration_is_withdrawn() -> None:
     directory = Silent()
     presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     directory.away = True
@@ -140,7 +128,7 @@ def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
     assert directory.get().uids == ()
 
 
-def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Path) -> None:
+def test_checkpoint_has_weights_and_keys_of_one_step(tmp_path: Path) -> None:
     first = fussy_backend()
     served = HostedExpert(first, CheckpointStore(tmp_path), 5)
     served.restore()
@@ -160,12 +148,3 @@ def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Pat
     assert weights(second) == weights(first) and again.restored == again.durable == 1
     repeated = second.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
     assert torch.equal(repeated.result(0)[0], answer.result(0)[0]) and second.steps == 1
-
-
-def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(store: CheckpointStore, tmp_path: Path) -> None:
-    first = HostedExpert(fussy_backend(), store, 1)
-    first.restore()
-    first.close()
-    with pytest.raises(UsageError) as caught:
-        HostedExpert(fussy_backend(optimizer=None), store, 1).restore()
-    assert str(tmp_path) in str(caught.value)

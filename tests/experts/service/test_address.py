@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.experts.server.test_signals import CONFIG
 from weft.core.errors import UsageError
-from weft.experts.address import address_fault, is_wildcard, split
+from weft.experts.address import address_fault, is_wildcard, parse_address
 from weft.experts.client import Connections, GrpcTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory
@@ -24,7 +24,7 @@ NONE = ["x", "", ":0", ":80", "127.0.0.1", "a:", "a:http", "a:-1", "a:65536", "a
 NONE += [" a:80", "a b:80", "a\n:80", "a\0:0", "a,b:80", "a/b:80", "unix:/tmp/s.sock", "http://a:1", "dns:///a:1"]
 NONE += ["::1:80", "[::1]", "[::1:80", "::1]:80", "[x]:1", "[127.0.0.1]:1", "not an address"]
 MADE: list[Callable[[str], object]] = [
-    split,
+    parse_address,
     GrpcTransport,
     lambda address: RemoteExpert("x", address),
     lambda address: Connections().to(address),
@@ -39,15 +39,15 @@ MADE: list[Callable[[str], object]] = [
 def test_an_address_is_a_host_and_a_port_that_there_can_be(host: str, port: int) -> None:
     address = f"{host}:{port}"
     if 0 <= port <= 65535:
-        assert split(address) == (HOSTS[host], port)
+        assert parse_address(address) == (HOSTS[host], port)
     else:
         with pytest.raises(UsageError, match="host:port"):
-            split(address)
+            parse_address(address)
     assert (not address_fault("it", address, free=True)) == (0 <= port <= 65535)
     assert (not address_fault("it", address)) == (0 < port <= 65535)
 
 
-def test_what_is_none_is_refused_by_all_who_take_addresses(subtests: pytest.Subtests) -> None:
+def test_every_interface_rejects_invalid_addresses(subtests: pytest.Subtests) -> None:
     for address in [*NONE, None, 5, b"a:80", ("a", 80)]:
         (fault,) = address_fault("where", address)
         assert fault.startswith("where is ") and repr(address) in fault and "wanted host:port" in fault
@@ -59,15 +59,15 @@ def test_what_is_none_is_refused_by_all_who_take_addresses(subtests: pytest.Subt
 
 
 @pytest.mark.parametrize("host", WILD)
-def test_a_directory_lists_no_address_that_nobody_can_call(host: str) -> None:
+def test_uncallable_address_is_not_listed(host: str) -> None:
     address = f"{host}:0"
-    assert is_wildcard(split(address)[0]) and not any(is_wildcard(each) for each in HOSTS.values())
+    assert is_wildcard(parse_address(address)[0]) and not any(is_wildcard(each) for each in HOSTS.values())
     assert build({**CONFIG, "address": address, "insecure": True}).experts  # without a directory nobody is told of it
     for more in ({}, {"advertise": f"{host}:7070"}, {"advertise": "gpu-7:0"}):
         with pytest.raises(UsageError, match=next(iter(more), r"address is .*advertise = ")):
             build({**CONFIG, "address": address, "directory": "local", **more})
     directory = LocalDirectory()
-    with pytest.raises(UsageError, match="no address that others could call"):
+    with pytest.raises(UsageError, match="which others cannot call"):
         Server([], address=address, directory=directory)
     with pytest.raises(UsageError, match="advertise= and no directory"):
         Server([], advertise="gpu-7:1")

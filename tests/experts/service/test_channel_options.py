@@ -55,7 +55,7 @@ def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.Monk
         assert not borne._streams[0].gone
 
 
-def test_a_client_may_get_frames_whole_and_a_server_in_parts() -> None:
+def test_frames_arrive_whole_or_in_parts() -> None:
     limits = Limits(frame_bytes=12_345_678)
     client, server = dict(client_options(limits)), dict(server_options(limits, 9))
     assert all(number(each, "max_send_message_length") >= 12_345_678 for each in (client, server))
@@ -63,7 +63,7 @@ def test_a_client_may_get_frames_whole_and_a_server_in_parts() -> None:
     assert MESSAGE_BYTES <= number(server, "max_receive_message_length") < 2 * MESSAGE_BYTES
 
 
-def test_a_connection_that_swallows_everything_is_given_up_under_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_connection_is_closed_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     times = ("keepalive_time_ms", "keepalive_timeout_ms", "ping_timeout_ms")
 
     def hasty(limits: Limits) -> Options:
@@ -106,7 +106,7 @@ def test_a_server_that_is_back_at_its_address_is_found() -> None:
             assert len(answers) == 1
 
 
-def test_a_network_of_long_ways_is_no_reason_not_to_connect() -> None:
+def test_slow_network_does_not_prevent_connecting() -> None:
     with (
         Server([fussy_backend()]) as server,
         FaultyProxy(server.address, NetworkFaults(stall=1.0, stall_seconds=0.4)) as network,

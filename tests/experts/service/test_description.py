@@ -58,7 +58,8 @@ def test_real_experts_survive(backend: ExpertBackend) -> None:
     assert found.durable is None
 
 
-def test_a_named_tuple_keeps_its_fields_and_an_ordered_dict_becomes_a_dict_in_order() -> None:
+def test_named_tuple_keeps_its_fields() -> None:
+    """An ordered dict becomes a dict in the same order."""
     pair = namedtuple("pair", ["first", "second"])
     value = [pair(1, {"x": None}), OrderedDict(b=1, a=2)]
     named, ordered = read_description(describe(info(outputs=value), None, 1)).outputs
@@ -66,7 +67,7 @@ def test_a_named_tuple_keeps_its_fields_and_an_ordered_dict_becomes_a_dict_in_or
     assert type(ordered) is dict and list(ordered.items()) == [("b", 1), ("a", 2)]
 
 
-def test_all_that_cannot_be_told_is_listed() -> None:
+def test_indescribable_schemas_are_listed() -> None:
     with pytest.raises(UsageError) as caught:
         describe(info((torch.float32,), {"k": {1.5: None}}, [object()]), None, 1)
     assert all(place in str(caught.value) for place in ("args[0]", "kwargs['k'] has the key 1.5", "outputs[0]"))
@@ -99,7 +100,7 @@ GOOD = json.loads(describe(info(), None, 1))
         {"more": 1},
     ],
 )
-def test_what_contradicts_itself_is_malformed(change: dict[str, Any]) -> None:
+def test_contradictory_description_is_malformed(change: dict[str, Any]) -> None:
     with pytest.raises(MalformedError):
         read_description(json.dumps({**GOOD, **change}).encode())
 

@@ -19,7 +19,7 @@ from weft.experts.wire import LIMITS
 Way = Callable[[Server, LocalDirectory], AbstractContextManager[Any]]
 
 
-def trained(remote: RemoteExpert) -> None:
+def train_once(remote: RemoteExpert) -> None:
     remote(rows(2, 0).requires_grad_()).sum().backward()
 
 
@@ -30,14 +30,14 @@ def test_a_closed_connection_leaves_no_thread(directory: LocalDirectory, how: st
             before = set(threading.enumerate())
             if how == "connections":
                 with Connections(directory) as connections:
-                    trained(RemoteExpert("fussy", connections))
+                    train_once(RemoteExpert("fussy", connections))
             else:
                 with RemoteExpert("fussy", server.address) as remote:
-                    remote.describe() if how == "describe" else trained(remote)
+                    remote.describe() if how == "describe" else train_once(remote)
             assert set(threading.enumerate()) <= before
 
 
-def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_for() -> None:
+def test_thread_of_a_short_call_is_waited_for() -> None:
     asked, through = threading.Event(), threading.Event()
 
     def answer(request: bytes, context: object) -> bytes:
@@ -52,14 +52,14 @@ def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_f
         before, crew = set(threading.enumerate()), GrpcThreads()
         opened = transport.open_channel(f"127.0.0.1:{port}", None, LIMITS)
 
-        def at_once() -> Any:
+        def call_to_the_end() -> Any:
             call = opened.unary_unary("/test/Echo").future(b"")
             call.add_done_callback(lambda _: through.wait(60.0))  # in gRPC's thread, for the call has not ended yet
             asked.set()
             call.result()
             return call
 
-        assert crew.stream(lambda _: at_once(), iter([])).done()
+        assert crew.stream(lambda _: call_to_the_end(), iter([])).done()
         assert not crew.wait(0.0)
         through.set()
         opened.close()
@@ -78,7 +78,7 @@ def test_a_call_that_does_not_begin_is_not_waited_for() -> None:
     assert crew.wait(0.0)
 
 
-def test_who_waits_in_vain_hears_of_it_and_not_for_threads_that_are_not_of_grpc() -> None:
+def test_wait_reports_a_timeout_and_ignores_other_threads() -> None:
     end, crew = threading.Event(), GrpcThreads()
 
     def _run() -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.experts.status_page.panel_cases import NASTY, layer, status, train
 from weft.experts.server import Server
 from weft.experts.status_page import http
+from weft.experts.status_page.metrics import page_status
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, and there is no chromium on the PATH")
@@ -36,21 +37,19 @@ def browse(url: str, profile: Path, *words: str) -> tuple[str, list[str]]:
 def watched(monkeypatch: pytest.MonkeyPatch, server: Server, between: Callable[[int], None]) -> list[int]:
     """Call ``between`` with the number of each status that is asked for, before it is told."""
     count: list[int] = []
-    tell = server.statistics
+    statistics = server.statistics
 
-    def told() -> Any:
+    def counted() -> Any:
         between(len(count))
         count.append(1)
-        return tell()
+        return statistics()
 
-    monkeypatch.setattr(server, "statistics", told)
+    monkeypatch.setattr(server, "statistics", counted)
     monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)  # the browser's clock runs ahead of ours
     return count
 
 
-def test_the_page_shows_the_experts_and_what_changes_without_being_loaded_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_shows_changes_without_a_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([layer(name) for name in NAMES], panel="127.0.0.1:0") as server:
         url = server.panel_url or ""
         # The third expert steps after the page was drawn first: only asking again can show it.
@@ -64,7 +63,7 @@ def test_the_page_shows_the_experts_and_what_changes_without_being_loaded_again(
     assert 'data-state="live">live<' in document
 
 
-def test_a_server_that_is_gone_is_told_to_who_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_reports_a_lost_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([layer("a")], panel="127.0.0.1:0") as server:
 
         def fail(number: int) -> None:
@@ -77,7 +76,7 @@ def test_a_server_that_is_gone_is_told_to_who_looks(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("width", [400, 1200])
-def test_nothing_is_wider_than_the_screen(tmp_path: Path, width: int) -> None:
+def test_page_is_not_wider_than_the_screen(tmp_path: Path, width: int) -> None:
     wide = "an.expert.with.a.name.that.does.not.want.to.end." * 4
     with Server([layer(wide), layer("b")], panel="127.0.0.1:0") as server:
         train(server, "b")
@@ -94,8 +93,8 @@ def test_nothing_is_wider_than_the_screen(tmp_path: Path, width: int) -> None:
 LISTEN = "<script>onmessage = e => document.getElementById('said').textContent = e.data</script>"
 
 
-def _told(status: dict[str, Any]) -> str:
-    answer = json.dumps(status).replace("</", "<\\/")
+def _page_with(status: dict[str, Any]) -> str:
+    answer = json.dumps(page_status(status)).replace("</", "<\\/")
     fetch = f"<script>fetch = async () => ({{ ok: true, json: async () => ({answer}) }})</script>"
     return http._PAGE.replace("<head>", f"<head>{fetch}")
 
@@ -103,18 +102,18 @@ def _told(status: dict[str, Any]) -> str:
 def _measured(status: dict[str, Any]) -> str:
     root = "document.documentElement"
     tell = f"parent.postMessage({root}.scrollWidth + ' ' + {root}.clientWidth, '*')"
-    return _told(status).replace("</body>", f"<script>setTimeout(() => {tell}, 1500)</script></body>")
+    return _page_with(status).replace("</body>", f"<script>setTimeout(() => {tell}, 1500)</script></body>")
 
 
 def drawn(found: dict[str, Any], folder: Path) -> str:
     page = folder / "page.html"
-    page.write_text(_told(found), "utf-8")
+    page.write_text(_page_with(found), "utf-8")
     document, said = browse(page.as_uri(), folder / "p", "--virtual-time-budget=1000", "--dump-dom")
     assert said == [] and 'data-state="live">live<' in document
     return re.sub("<script>.*?</script>", "", document, flags=re.DOTALL)
 
 
-def test_every_part_of_a_status_is_drawn_and_any_name_is_plain_text(tmp_path: Path) -> None:
+def test_page_draws_every_part_and_escapes_names(tmp_path: Path) -> None:
     name = NASTY.replace("\ud800", "").replace("\x00", "")
     replica = {"role": "follower", "owner": "b:2", "token": 7, "behind": 3, "followers": {name: 1}, "failure": "no way"}
     servers = {"a:1": {"experts": 1, "owns": 0}, "b:2": {"experts": 3, "owns": 2}}
@@ -151,7 +150,7 @@ def test_of_a_thousand_experts_500_are_listed(tmp_path: Path) -> None:
     assert 'id="servers"' not in seen and 'id="replicas"' not in seen and "Nothing was refused." in seen
 
 
-def test_the_policy_knows_what_stands_in_the_page_and_nothing_comes_from_outside() -> None:
+def test_content_security_policy_matches_the_page() -> None:
     policy = http._HEADERS["Content-Security-Policy"]
     for tag in ("script", "style"):
         (inner,) = re.findall(f"<{tag}>(.*?)</{tag}>", http._PAGE, re.DOTALL)

@@ -22,8 +22,8 @@ Listening = Callable[..., str]
 def listening() -> Iterator[Listening]:
     made: list[StatusServer] = []
 
-    def start(options: PanelOptions | str = "127.0.0.1:0", told: Callable[[], Any] = status) -> str:
-        made.append(StatusServer(options, told))
+    def start(options: PanelOptions | str = "127.0.0.1:0", make_status: Callable[[], Any] = status) -> str:
+        made.append(StatusServer(options, make_status))
         made[-1].start()
         return made[-1].url.replace("0.0.0.0", "127.0.0.1")
 
@@ -72,9 +72,7 @@ def test_only_the_token_opens_a_panel_that_has_one(listening: Listening) -> None
         (False, "[::1]:5", 200),
     ],
 )
-def test_it_answers_to_its_names_only_and_on_loopback_to_those_of_this_machine(
-    listening: Listening, beyond: bool, host: str, code: int
-) -> None:
+def test_panel_answers_only_to_its_names(listening: Listening, beyond: bool, host: str, code: int) -> None:
     named = PanelOptions("0.0.0.0:0", allowed_hosts=["gpu7.example"], token=TOKEN)
     url = listening(named) if beyond else listening()
     assert get(url, Host=host, Authorization=f"Bearer {TOKEN}")[0] == code
@@ -93,7 +91,7 @@ def test_silent_clients_do_not_keep_prometheus_out(listening: Listening) -> None
 
 def test_a_client_that_sends_or_takes_slowly_is_dropped(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "REQUEST_SECONDS", 0.2)
-    url = listening(told=lambda: status(address="x" * 20_000_000))
+    url = listening(make_status=lambda: status(address="x" * 20_000_000))
     with socket.create_connection(address(url), timeout=PATIENCE) as silent:
         silent.sendall(b"GET / HT")
         with pytest.raises(ConnectionResetError):
@@ -122,7 +120,7 @@ def test_a_client_that_sends_or_takes_slowly_is_dropped(listening: Listening, mo
         (b"GET / HTTP/1.1\r\n\r\n", b"400"),
     ],
 )
-def test_a_bad_request_gets_its_status_and_harms_nobody(
+def test_bad_request_gets_its_status_code(
     listening: Listening, sent: bytes, code: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = listening()
@@ -135,16 +133,16 @@ def test_a_bad_request_gets_its_status_and_harms_nobody(
     assert capfd.readouterr().err == ""  # a stranger cannot fill the log
 
 
-def test_an_error_is_told_by_kind_and_hurts_nobody(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_status_reports_only_the_type(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)
     failures = [RuntimeError("secret")]
 
-    def told() -> Any:
+    def failing_once() -> Any:
         if failures:
             raise failures.pop()
         return status()
 
-    url = listening(told=told)
+    url = listening(make_status=failing_once)
     code, fields, body = get(url, "/status.json")
     assert code == 500 and "secret" not in body and "content-security-policy" in fields
     assert get(url, "/status.json")[0] == 200
@@ -153,7 +151,7 @@ def test_an_error_is_told_by_kind_and_hurts_nobody(listening: Listening, monkeyp
         StatusServer(taken, status).start()
 
 
-def test_stop_waits_for_nobody(listening: Listening) -> None:
+def test_stop_drops_open_connections(listening: Listening) -> None:
     panel = StatusServer("127.0.0.1:0", status)
     panel.stop(1.0)
     panel.start()

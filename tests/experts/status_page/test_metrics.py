@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.experts.status_page.panel_cases import NASTY, layer, status, train
 from weft.experts.server import Server
-from weft.experts.status_page.metrics import exposition
+from weft.experts.status_page.metrics import METRICS, exposition, page_status
 
 LABELS = {"expert", "direction", "reason", "kind", "device", "what", "le"}
 
@@ -57,7 +57,13 @@ def test_every_family_has_help_a_type_and_a_name_with_its_unit() -> None:
         assert all((s.name == f"{family.name}_total") for s in family.samples if family.type == "counter")
 
 
-def test_a_directory_and_checkpoints_are_told_where_they_are() -> None:
+def test_page_shows_rows_of_the_same_table() -> None:
+    rows = {row["help"]: row["value"] for row in page_status(status(connections=3, errors={"wire": 2}))["metrics"]}
+    assert rows["Open streams"] == 3 and rows["Answered errors"] == {"wire": 2}
+    assert set(rows) == {metric.help for metric in METRICS if metric.on_page}
+
+
+def test_directory_and_checkpoints_have_metrics() -> None:
     nasty = samples(status([NASTY, "\udc00", "\udc01", 'a\\b"\n']))  # any name is a label, and two names stay two
     assert sum(key[0] == "weft_expert_steps_total" for key in nasty) == 4
     assert not any("directory" in key[0] or "durable" in key[0] for key in samples(status()))

@@ -40,11 +40,11 @@ def no_status_is_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)
 
 
-def seen(server: Server) -> dict[str, Any]:
+def fetch_status(server: Server) -> dict[str, Any]:
     return json.loads(get(url(server), "/status.json")[2])
 
 
-def test_the_page_the_json_the_metrics_and_the_terminal_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_json_metrics_and_terminal_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "STATUS_SECONDS", 100.0)  # all of them of one status
     with Server([layer("a"), layer("b")], panel=LOCAL) as server:
         train(server, "a", 2)
@@ -59,7 +59,7 @@ def test_the_page_the_json_the_metrics_and_the_terminal_tell_the_same(monkeypatc
     assert server.panel_url is not None
 
 
-def test_there_is_nothing_else_and_nothing_changes_anything() -> None:
+def test_panel_has_no_other_paths_and_no_writes() -> None:
     with Server([layer(NASTY.replace("\ud800", ""))], panel=LOCAL) as server:
         paths = ("/x", "/metrics/", "//", "/", "/status.json", "/status.json?page=1", "/metrics", "/?page")
         assert [get(url(server), path)[0] for path in paths] == [404, 404, 404, 200, 200, 200, 200, 200]
@@ -81,8 +81,8 @@ def test_a_module_that_hangs_hides_nothing() -> None:
         calls += [transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [x]), 20.0) for _ in range(3)]
         try:
             start = time.monotonic()
-            wait_until(lambda: seen(server)["experts"]["gate"]["pools"]["gate.forward"]["oldest_age"] > 0.2)
-            found = seen(server)
+            wait_until(lambda: fetch_status(server)["experts"]["gate"]["pools"]["gate.forward"]["oldest_age"] > 0.2)
+            found = fetch_status(server)
             assert get(url(server))[0] == 200
             metrics = get(url(server), "/metrics")[2]
             told = status(server.address)
@@ -96,26 +96,26 @@ def test_a_module_that_hangs_hides_nothing() -> None:
             gate.go.set()
         for call in calls:
             assert call.result(PATIENCE) is not None
-        wait_until(lambda: seen(server)["experts"]["gate"]["forward_batches"] == 2)
+        wait_until(lambda: fetch_status(server)["experts"]["gate"]["forward_batches"] == 2)
 
 
-def test_the_directory_says_who_else_is_alive(directory: LocalDirectory) -> None:
+def test_panel_lists_live_servers(directory: LocalDirectory) -> None:
     options = ServerOptions(lease_seconds=0.3)
     with Server([layer("a")], directory=directory, panel=LOCAL, options=options) as server:
         with Server([layer("b"), layer("c")], directory=directory, options=options) as other:
-            wait_until(lambda: other.address in seen(server)["directory"]["servers"])
-            servers = seen(server)["directory"]["servers"]
+            wait_until(lambda: other.address in fetch_status(server)["directory"]["servers"])
+            servers = fetch_status(server)["directory"]["servers"]
             assert servers == {server.address: {"experts": 1, "owns": 0}, other.address: {"experts": 2, "owns": 0}}
             assert f"alive: {other.address}, 2 experts" in status(server.address)
-        wait_until(lambda: other.address not in seen(server)["directory"]["servers"])
+        wait_until(lambda: other.address not in fetch_status(server)["directory"]["servers"])
     directory.close()
 
 
-def test_a_directory_that_is_away_is_told_and_who_was_there_is_still_shown(directory: LocalDirectory) -> None:
+def test_unavailable_directory_still_shows_its_servers(directory: LocalDirectory) -> None:
     with Server([layer("a")], directory=directory, options=ServerOptions(lease_seconds=0.3), panel=LOCAL) as server:
         directory.close()
-        wait_until(lambda: seen(server)["directory"]["away_seconds"])
-        found = seen(server)["directory"]
+        wait_until(lambda: fetch_status(server)["directory"]["away_seconds"])
+        found = fetch_status(server)["directory"]
         assert list(found["servers"]) == [server.address]
 
 
@@ -154,7 +154,7 @@ def test_bad_clients_of_the_panel_do_not_hold_up_the_experts() -> None:
         assert server.statistics().experts["a"].steps == 40
 
 
-def test_who_serves_says_where_the_page_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_prints_the_address_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     pages: list[str] = []
     said: list[str] = []
 
@@ -174,7 +174,8 @@ def test_who_serves_says_where_the_page_is(capsys: pytest.CaptureFixture[str]) -
     assert "<title>weft server</title>" in pages[0]
 
 
-def test_it_ends_with_its_server_and_a_port_that_is_taken_starts_nothing() -> None:
+def test_panel_ends_with_its_server() -> None:
+    """A server whose panel finds its port taken does not start."""
     with Server([layer("a")], panel=LOCAL) as server:
         taken = url(server).removeprefix("http://").rstrip("/")
         second = Server([layer("b")], panel=taken)
@@ -184,7 +185,7 @@ def test_it_ends_with_its_server_and_a_port_that_is_taken_starts_nothing() -> No
         get(url(server))
 
 
-def test_a_file_and_the_command_line_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_panel_is_configured_by_file_and_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"address": LOCAL, "panel": LOCAL, "experts": [parse_expert("f=ffn:hidden=8")]}
     with build(config) as server, RemoteExpert("f", server.address) as remote:
         remote(torch.ones(2, 8))

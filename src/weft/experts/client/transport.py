@@ -25,7 +25,7 @@ import grpc
 
 from weft.core.errors import UsageError, WeftError
 from weft.core.validation import LONGEST, Validator, uid_fault
-from weft.experts.address import address_fault, split
+from weft.experts.address import address_fault, parse_address
 from weft.experts.client.stream import PendingCalls, Stream
 from weft.experts.discovery import Directory, LocalDirectory, Snapshot, Watch
 from weft.experts.errors import CertificateError, DeadlineError, DrainingError, ForbiddenError, UnreachableError
@@ -421,7 +421,7 @@ def _hangs_up(address: str, tls: ClientTls) -> bool:
     In TLS 1.3 it may refuse a client after the handshake, without a word; gRPC then reports a closed connection. By
     itself a server of HTTP/2 sends first.
     """
-    host, port = split(address)
+    host, port = parse_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # whether it is trusted here, gRPC has said; nothing is sent to it

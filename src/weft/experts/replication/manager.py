@@ -92,6 +92,10 @@ class ReplicationManager:
         """Whether other servers may have this expert too."""
         return self.leader_streams is not None and self._options.covers(uid)
 
+    def add(self, replica: Replica) -> None:
+        """Tend this replica too, from the start on."""
+        self.replicas[replica.uid] = replica
+
     def until(self, lease: Lease) -> float:
         """See `LeaseHeartbeat.until`."""
         return float("-inf") if self._heartbeat is None else self._heartbeat.until(lease)

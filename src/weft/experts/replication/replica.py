@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from weft.core.validation import Validator, token_fault
-from weft.experts.checkpoint import CheckpointStore
+from weft.experts.checkpoint import CheckpointStorage
 from weft.experts.discovery import Fence, Lease, Ownership
 from weft.experts.discovery.fencing import epoch_of, number_of, replaced
 from weft.experts.expert import ExpertBackend
@@ -194,7 +194,7 @@ class Replica:
         until: Callable[[Lease], float],
         *,
         save: Callable[[float], object] = lambda max_wait: None,
-        store: CheckpointStore | None = None,
+        store: CheckpointStorage | None = None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
         self.backend = backend
@@ -294,7 +294,7 @@ class Replica:
             return None
         try:
             version = self.version
-            state, keys = self.backend.state_dict(), self.backend.records.snapshot()
+            state, keys = self.backend.state_dict(), self.backend.idempotency.snapshot()
         finally:
             lock.release()
         self.sent += 1
@@ -318,7 +318,7 @@ class Replica:
             return True
 
     def restore(self) -> bool:
-        """Load the newest checkpoint if it is newer than what is here. Raises what `CheckpointStore` raises."""
+        """Load the newest checkpoint if it is newer than what is here. Raises what `CheckpointStorage` raises."""
         found = None if self._store is None else self._store.load_newest(self.uid)
         if found is None:
             return False
@@ -335,6 +335,6 @@ class Replica:
         with self.backend.executor.lock:
             self.backend.load_state_dict(state)
             if records is not None:
-                self.backend.records.load_state_dict(records)
+                self.backend.idempotency.load_state_dict(records)
         self.broken, self.has_state, self._token = False, True, version.token
         self._loaded()

@@ -1,12 +1,12 @@
-"""Authentication, authorization, and an audit log of refusals. All of it happens before a tensor of the call is made.
+"""Authentication, authorization, and an audit log of refusals, all before the first tensor of a call is made.
 
-    TLS certificate, common name "trainer-7"  ──┐   gRPC has verified it; it goes before a token
+    TLS certificate, common name "trainer-7"  ──┐   verified by gRPC; it takes precedence over a token
     metadata "authorization: Bearer s3cret"   ──┼──> client name ── grants ──> role for an expert
     neither                                   ──┘        ""
 
-    Grant("trainer-*", "ffn.*", TRAIN)     the best grant that fits counts; none: refused
+    Grant("trainer-*", "ffn.*", TRAIN)     the best matching grant counts; without one the call is refused
 
-A connection is refused as a whole if its token is unknown, or if nothing is granted to its client.
+A connection is rejected as a whole if its token is unknown, or if its client has no grant at all.
 """
 
 import hmac
@@ -32,18 +32,18 @@ from weft.experts.task import CallerStream
 from weft.experts.wire.service import AUTHORIZATION, BEARER, TRACEPARENT
 
 _LOG = logging.getLogger("weft.experts.audit")
-_AUDITED = 256  # refusals that are remembered
-_NAME, _WHY = 128, 320  # characters of a name, and of a reason, in the log
-_BURST, _PER_SECOND = 20, 2.0  # lines of the log: so many at once, and from then on
+_AUDITED = 256  # remembered refusals
+_NAME, _WHY = 128, 320  # longest name and reason in the log, in characters
+_BURST, _PER_SECOND = 20, 2.0  # lines of the log: at once, and afterwards
 _CACHED_ROLES = 4096
-_UNPROVEN, _PEER = "unproven:", "peer:"  # how no proven name begins
+_UNPROVEN, _PEER = "unproven:", "peer:"  # prefixes that proven names must not have
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 ANONYMOUS = "anonymous"
-"""The client of calls that name none."""
+"""Stands for the client of a call without a name."""
 
 
 class Role(IntEnum):
-    """What a client may do; each includes those before it. FORWARD also allows ``info``, ADMIN the server's status.
+    """Permissions of a client. Each role includes the previous ones. FORWARD also permits ``info``, ADMIN the status.
 
     Example:
         >>> from weft.experts.server import Role
@@ -59,9 +59,9 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Grant:
-    """Clients and experts by shell patterns (``*``, ``?``, ``[ab]``).
+    """A role for clients and experts whose names match shell patterns (``*``, ``?``, ``[ab]``).
 
-    A client that proved no name has the empty one: ``"*"`` means it too, the default ``"?*"`` only those with a name.
+    A client without a proven name has an empty one: ``"*"`` matches it, the default ``"?*"`` does not.
 
     Example:
         >>> from weft.experts.server import Grant, Role
@@ -81,7 +81,7 @@ OPEN = (Grant("*", role=Role.ADMIN),)
 class Caller:
     """The client of a connection: a proven ``name`` (empty without proof), and ``peer``, an address.
 
-    ``trace``: the W3C traceparent that its connection came with; empty without one. ``stream``: by which it calls.
+    ``trace``: the W3C traceparent of the connection, or empty. ``stream``: the stream of its calls.
     """
 
     name: str
@@ -89,22 +89,21 @@ class Caller:
     trace: str = ""
     stream: CallerStream = field(default_factory=CallerStream, repr=False, compare=False)
 
-    @cached_property  # asked several times for each call
+    @cached_property  # read several times for each call
     def principal(self) -> str:
-        """The name under which quotas and shares count its calls: the proven one, else the host of the address."""
-        return self.name or f"{_PEER}{_host(self.peer)}"
+        """The name to which quotas count its calls: the proven name, or else the host of the address."""
+        return self.name or f"{_PEER}{_host_of(self.peer)}"
 
     @property
     def described(self) -> str:
-        """The client, in an error."""
         return f"client {self.name!r}" if self.name else f"a client without certificate or token ({self.peer})"
 
     def owner(self, client: str, mini_batch: str | None) -> tuple[str, str | None]:
-        """Owner of the keys and mini-batches of a call that claims to be from ``client``.
+        """Owner of the keys and mini-batches of a call that claims to come from ``client``.
 
-        Proven names and others never meet. Several processes may share a proven name: within it, the name that the
-        call says keeps their mini-batches apart. Unproven names do not go by the address, which a client may change
-        before it sends a call again.
+        Proven and unproven names never share an owner. Several processes can share a proven name, and then the claimed
+        name separates their mini-batches. Unproven names do not depend on the address, because a client's address can
+        change before it repeats a call.
         """
         if self.name:
             return self.name, None if mini_batch is None else f"{client}/{mini_batch}"
@@ -116,11 +115,11 @@ class Access:
     """Grants and tokens of a server.
 
     Args:
-    grants: what is allowed; by default everything, to every client that can connect.
-    tokens: secret -> client name. A token that is not in it is refused.
+    grants: by default every client that can connect can do everything.
+    tokens: secret -> client name. Other tokens are rejected.
 
-    Raises ``UsageError`` for an empty token or name, for a token that no client can show, and for tokens without
-    grants: everybody could go without.
+    Raises ``UsageError`` for an empty token or name, for a token that a header cannot carry, and for tokens without
+    grants, because clients could simply leave their token out.
 
     Example:
         >>> from weft.experts.server import Access, Grant, Role
@@ -135,37 +134,37 @@ class Access:
         with Validator("invalid tokens") as check:
             for token, name in self.tokens.items():
                 empty = [] if token and name else ["the token or the name is empty"]
-                faults = empty or [*token_fault(token), _name_fault(name)]
+                faults = empty or [*token_fault(token), _reserved_name_fault(name)]
                 check.add(*(f"of client {name!r}: {fault}" for fault in faults if fault))
             closed = not self.tokens or self.grants is not OPEN
-            check.that(closed, "there are tokens and no grants, so that everybody may do everything; give both")
-        object.__setattr__(self, "grants", tuple(self.grants))  # roles are cached, so grants must not change later
+            check.that(closed, "there are tokens and no grants, so every client can do everything; give both")
+        object.__setattr__(self, "grants", tuple(self.grants))  # a copy, because roles are cached
 
-    def named(self, token: str) -> str | None:
-        """The client whose token this is. Takes the same time whichever it is."""
-        found = None
-        for known, name in self.tokens.items():
+    def find_client(self, token: str) -> str | None:
+        """The client with this token. Takes the same time for every token."""
+        client = None
+        for known, name in self.tokens.items():  # no early exit, which would reveal the position by its timing
             if hmac.compare_digest(known.encode(), token.encode("utf-8", "surrogatepass")):
-                found = name
-        return found
+                client = name
+        return client
 
     @cached_property
     def role(self) -> Callable[[str, str], Role]:
-        """The largest role that a grant gives a client for an expert."""
+        """The largest role that any grant gives a client for an expert."""
 
-        @lru_cache(_CACHED_ROLES)  # names are whatever clients make up
-        def role(client: str, expert: str) -> Role:
-            fits = [g for g in self.grants if fnmatchcase(client, g.client) and fnmatchcase(expert, g.expert)]
-            return max((grant.role for grant in fits), default=Role.NONE)
+        @lru_cache(_CACHED_ROLES)  # bounded, because clients choose the names
+        def best_role(client: str, expert: str) -> Role:
+            matching = [g for g in self.grants if fnmatchcase(client, g.client) and fnmatchcase(expert, g.expert)]
+            return max((grant.role for grant in matching), default=Role.NONE)
 
-        return role
+        return best_role
 
     def admits(self, client: str, wanted: Role = Role.FORWARD) -> bool:
-        """Whether this client has such a role for any expert."""
+        """Whether this client has the role ``wanted`` for any expert."""
         return any(grant.role >= wanted and fnmatchcase(client, grant.client) for grant in self.grants)
 
     def check(self, caller: Caller, expert: str, wanted: Role, what: str) -> None:
-        """Raise ``ForbiddenError`` if the caller may not do this."""
+        """Raise ``ForbiddenError`` if the caller does not have the role ``wanted``. ``what``: the request, in words."""
         seen = self.role(caller.name, expert)
         if seen < wanted:
             raise ForbiddenError(
@@ -176,7 +175,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One refusal: seconds since the epoch, the client, the expert, what was asked for, and why it was refused."""
+    """One refused request. ``time``: seconds since the epoch."""
 
     time: float
     client: str
@@ -189,25 +188,25 @@ class Refusal:
 class Audit:
     """Writes refusals to the logger ``weft.experts.audit`` and remembers the last ones. Thread-safe.
 
-    Refused clients choose names and pace: names are escaped and cut, and of more than a few lines a second only the
-    number is written. ``counts`` has them all.
+    Refused clients control names and rate. Therefore names are escaped and shortened, and beyond a few lines per second
+    the log only gets a number. ``counts`` includes every refusal.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._tokens, self._filled = float(_BURST), clock()  # token bucket of the log's lines
+        self._tokens, self._filled = float(_BURST), clock()  # token bucket that limits the lines of the log
         self._unwritten = 0
         self._lock = threading.Lock()
         self._last: deque[Refusal] = deque(maxlen=_AUDITED)
         self._counts: Counter[str] = Counter()
 
     def refused(self, caller: Caller, expert: str, what: str, why: str) -> None:
-        """Note a refusal."""
-        client, peer, uid = [escaped(each, _NAME) for each in (caller.name, caller.peer, expert)]
-        one = Refusal(time.time(), client, peer, uid, what, escaped(why, _WHY))
+        client, peer, uid = [escaped(name, _NAME) for name in (caller.name, caller.peer, expert)]
+        refusal = Refusal(time.time(), client, peer, uid, what, escaped(why, _WHY))
         with self._lock:
-            self._last.append(one)
+            self._last.append(refusal)
             self._counts[what] += 1
+            # The bucket is refilled here instead of by a timer: no refusal, no work.
             now = self._clock()
             self._tokens = min(float(_BURST), self._tokens + (now - self._filled) * _PER_SECOND)
             self._filled = now
@@ -217,28 +216,26 @@ class Audit:
             self._tokens -= 1
             unwritten, self._unwritten = self._unwritten, 0
         if unwritten:
-            _LOG.warning("refused: %d more, which came too fast to be written here", unwritten)
-        _LOG.warning("refused: client='%s' peer='%s' expert='%s' what=%s: %s", client, peer, uid, what, one.why)
+            _LOG.warning("refused: %d more, too many to log each", unwritten)
+        _LOG.warning("refused: client='%s' peer='%s' expert='%s' what=%s: %s", client, peer, uid, what, refusal.why)
 
     def last(self) -> list[Refusal]:
-        """The last refusals, oldest first."""
         with self._lock:
             return list(self._last)
 
     def counts(self) -> dict[str, int]:
-        """How many refusals there were of each kind of call."""
         with self._lock:
             return dict(self._counts)
 
 
-def _name_fault(name: str) -> str:
-    """What is wrong with the proven name of a client; empty if nothing is."""
-    unproven = f"it begins with {_UNPROVEN!r} or {_PEER!r}, as clients that have proved no name are called"
+def _reserved_name_fault(name: str) -> str:
+    """The fault of a proven name that could be mistaken for an unproven one; empty if it has none."""
+    unproven = f"it begins with {_UNPROVEN!r} or {_PEER!r}, which are reserved for clients without a proven name"
     return unproven if name.startswith((_UNPROVEN, _PEER)) else ""
 
 
-def _host(peer: str) -> str:
-    """The host of an address as gRPC writes it; the network of a host that has a whole network of addresses."""
+def _host_of(peer: str) -> str:
+    """The host of an address as gRPC writes it; for IPv6 its /64 network, because one host owns all addresses of it."""
     host = peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
     with suppress(ValueError):
         if host.startswith("ipv6:"):
@@ -249,21 +246,24 @@ def _host(peer: str) -> str:
 def authenticate(
     access: Access, tls: Mapping[Any, Any], metadata: Iterable[tuple[Any, Any]] | None, peer: str
 ) -> Caller:
-    """The caller, out of what gRPC knows of a connection. Raises ``ForbiddenError`` for an unknown token, and for a
-    client without any grant."""
-    found = dict(metadata or ())
-    trace = str(found.get(TRACEPARENT, ""))
+    """The caller of a connection, from the authentication data of gRPC.
+
+    Raises ``ForbiddenError`` for an unknown token, a reserved name, and a client without any grant.
+    """
+    fields = dict(metadata or ())
+    trace = str(fields.get(TRACEPARENT, ""))
     trace = trace if _TRACEPARENT.fullmatch(trace) else ""
-    names = tls.get("x509_common_name") or tls.get(b"x509_common_name") or ()  # of the client's certificate
-    certified = next((name.decode("utf-8", "replace") for name in names), "")
-    name, shown = certified, found.get(AUTHORIZATION)
-    if not name and shown is not None:
-        word = shown.decode("utf-8", "replace") if isinstance(shown, bytes) else str(shown)
-        name = access.named(word.removeprefix(BEARER)) if word.startswith(BEARER) else None
+    # gRPC lists the common name only of a client certificate that it has verified.
+    names = tls.get("x509_common_name") or tls.get(b"x509_common_name") or ()
+    name = next((name.decode("utf-8", "replace") for name in names), "")
+    authorization = fields.get(AUTHORIZATION)
+    if not name and authorization is not None:
+        word = authorization.decode("utf-8", "replace") if isinstance(authorization, bytes) else str(authorization)
+        name = access.find_client(word.removeprefix(BEARER)) if word.startswith(BEARER) else None
         if name is None:
             raise ForbiddenError(f"the token in the metadata {AUTHORIZATION!r} is not known here")
     caller = Caller(name, peer, trace)
-    if fault := _name_fault(caller.name):
+    if fault := _reserved_name_fault(caller.name):
         raise ForbiddenError(f"the name in the certificate of client {caller.name!r} cannot be used here: {fault}")
     if not access.admits(caller.name):
         raise ForbiddenError(f"nothing is granted to {caller.described}; ask whoever runs the server for a grant")

@@ -1,11 +1,12 @@
-"""Dispatch of calls to experts: each call gets exactly one answer. Nothing here knows of networks.
+"""Dispatch of calls to experts: each call gets exactly one answer. This layer knows nothing of networks.
 
     call ── role? ── draining? ── known? ── its owner? ── tensors ── pool.submit_task ──> RESULT, steps, receipt
       |       |          |           |          |            |             |
       '───────┴──────────┴───────────┴──────────┴────────────┴─────────────┴────────────> ERROR, to its author only
 
-Everything that can be refused is refused before a tensor is made. A task takes its call's deadline along, and is
-dropped if its turn comes later. `ObservedDispatcher` reports to an observer, see `weft.experts.telemetry`:
+All checks of the header come before the first tensor is made, so that a rejected call costs almost nothing. A task
+carries the deadline of its call, and is dropped if its turn comes later. `ObservedDispatcher` adds spans, see
+`weft.experts.telemetry`:
 
     dispatch ── weft.receive ──> future, and the trace it belongs to ──┐
     batch of tasks, whose waiters are such futures <───────────────────┘ ── weft.queue each ── weft.batch ── weft.step
@@ -15,20 +16,18 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from torch import Tensor
 
 from weft.core.errors import UsageError
 from weft.experts.errors import CommitError, InputsGoneError, reason_of
-from weft.experts.expert import ExpertBackend
 from weft.experts.server.auth import Access, Audit, Caller, Role
 from weft.experts.server.hosted_expert import HostedExpert
-from weft.experts.task import Answer, Results, Task
-from weft.experts.task_pool import Process
+from weft.experts.task import Results, Task
 from weft.experts.telemetry import SafeObserver, SpanObserver
 from weft.experts.wire import (
     Call,
@@ -45,7 +44,7 @@ from weft.experts.wire import (
 from weft.experts.wire.service import read_receipt
 
 Reply = Callable[[Call], None]
-"""Takes the one answer of a call; it may be called in any thread, and must not raise or wait."""
+"""Receives the one answer of a call. It can be called in any thread, and must neither raise nor block."""
 
 _ROLES = {
     Kind.INFO: Role.FORWARD,
@@ -57,7 +56,7 @@ _ROLES = {
 
 
 class RequestDispatcher:
-    """The experts of one server, and access to them. ``longest``: seconds that a call may have at most."""
+    """The experts of one server, and access to them. ``longest``: the largest deadline of a call, in seconds."""
 
     def __init__(self, access: Access | None = None, audit: Audit | None = None, longest: float = 600.0) -> None:
         self.access = access or Access()
@@ -66,120 +65,113 @@ class RequestDispatcher:
         self.draining: str | None = None
         self._longest = longest
         self._experts: dict[str, HostedExpert] = {}
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()  # of the counters
+        self._calls: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
 
-    def add(self, served: HostedExpert) -> None:
-        """Serve one more. Raises ``UsageError`` for a name that is there."""
-        self.check_new(served.backend.name)
-        self._experts[served.backend.name] = served
+    def add(self, hosted: HostedExpert) -> None:
+        """Serve one more expert. Raises ``UsageError`` if its name is taken."""
+        self.check_new(hosted.backend.name)
+        self._experts[hosted.backend.name] = hosted
 
     def check_new(self, uid: str) -> None:
-        """Raise ``UsageError`` if an expert of this name is served."""
         if uid in self._experts:
             raise UsageError(f"expert {uid!r} is served already; give each expert its own name")
 
     def remove(self, uid: str) -> HostedExpert:
-        """Serve one less. Raises ``UnknownExpertError``."""
-        served = self._experts.pop(uid, None)
-        if served is None:
-            raise self._unknown(uid, None)
-        return served
+        """Stop serving an expert. Raises ``UnknownExpertError``."""
+        hosted = self._experts.pop(uid, None)
+        if hosted is None:
+            raise self._unknown_expert(uid, None)
+        return hosted
 
     def experts(self) -> dict[str, HostedExpert]:
-        """All that are served now, by name."""
         return dict(self._experts)
 
+    def refuse_new_work(self, why: str) -> None:
+        """Reject all calls from now on, except INFO and PING."""
+        self.draining = why
+
     def close(self) -> None:
-        for served in self._experts.values():
-            served.close()
+        for hosted in self._experts.values():
+            hosted.close()
 
     def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
-        """Answer a call, now or later, through ``reply``. Never raises.
+        """Answer a call through ``reply``, now or later. Never raises.
 
-        The future, if there is one, may be cancelled when its client has gone; then no answer comes.
+        If a future is returned, cancel it when the client has disconnected. Then no answer comes.
         """
         header = call.header
-        self._counts[header.kind.name] += 1
+        self._calls[header.kind.name] += 1
         try:
-            return self._dispatched(call, caller, reply)
+            return self._dispatch_checked(call, caller, reply)
         except Exception as error:
-            self.refuse(header.call_id, error, reply)
+            self.answer_error(header.call_id, error, reply)
             return None
 
-    def check(self, caller: Caller, uid: str, wanted: Role, what: str, kind: str) -> None:
-        """`Access.check`, with a note in the audit log of a refusal."""
+    def check_role(self, caller: Caller, uid: str, wanted: Role, what: str, kind: str) -> None:
+        """`Access.check`, with an entry in the audit log if it raises."""
         try:
             self.access.check(caller, uid, wanted, what)
         except ForbiddenError as error:
             self.audit.refused(caller, uid, kind, str(error))
             raise
 
-    def refuse(self, call_id: int, error: BaseException, reply: Reply) -> None:
-        """Answer with an error, and count it."""
+    def answer_error(self, call_id: int, error: BaseException, reply: Reply) -> None:
         with self._lock:
             self._errors["wire" if isinstance(error, WireError) else reason_of(error)] += 1
-        reply(fault(call_id, error))
+        reply(error_call(call_id, error))
 
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Calls by kind, and errors answered by reason."""
         with self._lock:
-            return dict(self._counts), dict(self._errors)
+            return dict(self._calls), dict(self._errors)
 
-    def _dispatched(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+    def _dispatch_checked(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         header = call.header
         if header.kind is Kind.PING:
             reply(Call(Header(kind=Kind.PING, call_id=header.call_id)))
             return None
         if header.kind not in _ROLES:
-            wanted = ", ".join(each.name for each in _ROLES)
+            wanted = ", ".join(kind.name for kind in _ROLES)
             text = f"a call of kind {header.kind.name} is not a request; wanted one of {wanted}"
             raise MalformedError(text, reason="kind", call_id=header.call_id)
-        self.check(caller, header.uid, _ROLES[header.kind], header.kind.name.lower(), header.kind.name)
-        served = self._experts.get(header.uid)
+        # The role comes first, so that a client learns nothing of experts that it cannot use, not even their names.
+        self.check_role(caller, header.uid, _ROLES[header.kind], header.kind.name.lower(), header.kind.name)
+        hosted = self._experts.get(header.uid)
         if header.kind is not Kind.INFO and self.draining is not None:
             raise DrainingError(f"the server takes no new work: {self.draining}; ask another one, or later")
-        if served is None:
-            raise self._unknown(header.uid, caller.name)
+        if hosted is None:
+            raise self._unknown_expert(header.uid, caller.name)
         if header.kind is Kind.INFO:
-            reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=served.describe())))
+            reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=hosted.describe())))
             return None
-        served.admit(header)
+        hosted.admit(header)
         if header.kind is Kind.DISCARD:
-            client, mini_batch = _mini_batch(caller, header)
-            served.backend.discard(mini_batch, client=client, principal=caller.principal)
-            reply(result(header, (), served.backend.steps, served.receipt()))
+            client, mini_batch = _mini_batch_of(caller, header)
+            hosted.backend.discard(mini_batch, client=client, principal=caller.principal)
+            reply(result_call(header, (), hosted.backend.steps, hosted.receipt()))
             return None
-        future = self._submit(call, caller, served)
-        future.add_done_callback(partial(self._answer, header, caller, served, reply))
+        future = self._submit_task(call, caller, hosted)
+        future.add_done_callback(partial(self._answer_result, header, caller, hosted, reply))
         return future
 
-    def _submit(self, call: Received, caller: Caller, served: HostedExpert) -> "Future[Results]":
-        header, backend = call.header, served.backend
-        left = self._longest if header.deadline_ms is None else min(self._longest, header.deadline_ms / 1000)
-        deadline = time.monotonic() + left
+    def _submit_task(self, call: Received, caller: Caller, hosted: HostedExpert) -> "Future[Results]":
+        header, backend = call.header, hosted.backend
+        seconds = self._longest if header.deadline_ms is None else min(self._longest, header.deadline_ms / 1000)
+        deadline = time.monotonic() + seconds
         if header.kind is Kind.COMMIT:
-            client, name = _mini_batch(caller, header)
-            if (
-                header.data
-                and backend.records.step_of("commit", client, name) is None
-                and read_receipt(header.data).incarnation != served.incarnation
-            ):
-                raise CommitError(
-                    f"the server was started again, or another took the expert over, while mini-batch {name!r} was "
-                    "open, and its gradients are gone; run its micro-batches again"
-                )
+            client, name = _mini_batch_of(caller, header)
+            _check_incarnation(header, hosted, client, name)
             return backend.commit(name, client=client, deadline=deadline, principal=caller.principal)
         client, mini_batch = caller.owner(header.client, header.mini_batch or None)
         tensors, backward = call.tensors(), header.kind is Kind.BACKWARD
         if backward and header.keep:
-            kept = backend.kept_inputs(client, header.key)
-            if kept is None:
+            inputs = backend.kept_inputs(client, header.key)
+            if inputs is None:
                 raise InputsGoneError(
                     f"expert {backend.name!r} does not hold the inputs of this backward (any more); send it with them"
                 )
-            tensors = [*kept, *tensors]
+            tensors = [*inputs, *tensors]
         return (backend.backward_pool if backward else backend.forward_pool).submit_task(
             *tensors,
             deadline=deadline,
@@ -192,78 +184,87 @@ class RequestDispatcher:
             stream=caller.stream,
         )
 
-    def _answer(
-        self, header: Header, caller: Caller, served: HostedExpert, reply: Reply, done: "Future[Results]"
+    def _answer_result(
+        self, header: Header, caller: Caller, hosted: HostedExpert, reply: Reply, future: "Future[Results]"
     ) -> None:
-        if done.cancelled():
+        if future.cancelled():
             return
-        error = done.exception()
+        error = future.exception()
         if error is not None:
-            self.refuse(header.call_id, error, reply)
+            self.answer_error(header.call_id, error, reply)
             return
-        keeps = header.kind is Kind.FORWARD and header.keep
-        kept = keeps and served.backend.kept_inputs(caller.owner(header.client, None)[0], header.key) is not None
-        reply(result(header, done.result(), served.backend.steps, served.receipt(), keep=kept))
+        # A client may leave out the inputs of the backward only if they are still kept at this moment.
+        asked = header.kind is Kind.FORWARD and header.keep
+        keep = asked and hosted.backend.kept_inputs(caller.owner(header.client, None)[0], header.key) is not None
+        reply(result_call(header, future.result(), hosted.backend.steps, hosted.receipt(), keep=keep))
 
-    def _unknown(self, uid: str, client: str | None) -> UnknownExpertError:
-        """The error names experts only that ``client`` may use; None: all."""
-        known = [each for each in sorted(self._experts) if client is None or self.access.role(client, each) > Role.NONE]
+    def _unknown_expert(self, uid: str, client: str | None) -> UnknownExpertError:
+        """The error lists only experts that ``client`` can use. None: all."""
+        known = [name for name in sorted(self._experts) if client is None or self.access.role(client, name) > Role.NONE]
         some = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
         return UnknownExpertError(f"there is no expert {uid!r} here; there are {len(known)}: {some or 'none'}")
 
 
-def result(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes, keep: bool = False) -> Call:
-    """The answer to a call that went well, compressed as its author would like it."""
+def result_call(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes, keep: bool = False) -> Call:
+    """The answer to a successful call, compressed as the call asks for."""
     answer = Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, keep=keep, step=step, data=receipt)
     return Call(answer, tensors, [header.reply] * len(tensors))
 
 
-def fault(call_id: int, error: BaseException) -> Call:
-    """The answer to a call that went wrong; call 0 is the stream itself."""
+def error_call(call_id: int, error: BaseException) -> Call:
+    """The answer to a failed call. Call 0 stands for the stream itself."""
     return Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
 
 
-def _mini_batch(caller: Caller, header: Header) -> tuple[str, str]:
-    """Owner and name of the mini-batch that a call is for. Raises ``UsageError`` if it names none."""
+def _mini_batch_of(caller: Caller, header: Header) -> tuple[str, str]:
+    """Owner and name of the mini-batch of a call. Raises ``UsageError`` if the call does not name one."""
     client, mini_batch = caller.owner(header.client, header.mini_batch or None)
     if mini_batch is None:
         raise UsageError(f"{header.kind.name.lower()} requires a mini_batch id")
     return client, mini_batch
 
 
+def _check_incarnation(header: Header, hosted: HostedExpert, client: str, mini_batch: str) -> None:
+    """Raise ``CommitError`` if the gradients of this mini-batch were summed in an earlier incarnation."""
+    if not header.data or hosted.backend.idempotency.step_of("commit", client, mini_batch) is not None:
+        return  # a commit that was applied before can be repeated at any time
+    if read_receipt(header.data).incarnation != hosted.incarnation:
+        raise CommitError(
+            f"the server was started again, or another took the expert over, while mini-batch {mini_batch!r} was "
+            "open, and its gradients are gone; run its micro-batches again"
+        )
+
+
 class ObservedDispatcher(RequestDispatcher):
-    """A `RequestDispatcher` that opens spans, see above; until an expert is removed, or all are closed."""
+    """A `RequestDispatcher` that opens spans around the calls, batches and steps of its experts."""
 
     def __init__(self, observer: SpanObserver, access: Access | None, audit: Audit, longest: float) -> None:
         super().__init__(access, audit, longest)
         self._observer = SafeObserver(observer)
-        self._lock_traces = threading.RLock()  # a batch waits until the traces of its tasks are known
+        # Held for a whole dispatch: the runtime can take a task before its trace is stored, and must wait for it.
+        # Reentrant, because an answer can arrive within the dispatch.
+        self._traces_lock = threading.RLock()
         self._traces: dict[Future[Results], str] = {}
-        self._observed: dict[str, ExitStack] = {}  # by expert: what restores it
 
-    def add(self, served: HostedExpert) -> None:
-        super().add(served)
-        backend = served.backend
-        restore = self._observed[backend.name] = ExitStack()
-        for pool in backend.pools:
-            _replace(restore, pool, "process", partial(self._batch, backend.name, pool.name.rpartition(".")[2]))
-        _replace(restore, backend, "apply_gradients", partial(self._step, backend))  # which users may replace, too
+    def add(self, hosted: HostedExpert) -> None:
+        super().add(hosted)
+        hosted.backend.observe(self)
 
     def remove(self, uid: str) -> HostedExpert:
-        served = super().remove(uid)
-        self._observed.pop(uid).close()
-        return served
+        hosted = super().remove(uid)
+        hosted.backend.observe(None)
+        return hosted
 
     def close(self) -> None:
         super().close()
-        for restore in self._observed.values():
-            restore.close()
+        for hosted in self.experts().values():
+            hosted.backend.observe(None)
 
     def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         attributes = {"weft.expert": call.header.uid, "weft.direction": call.header.kind.name.lower()}
         attributes["weft.client"] = caller.name or call.header.client
         parents = (caller.trace,) if caller.trace else ()
-        with self._lock_traces, self._observer.span("weft.receive", attributes, parents=parents):
+        with self._traces_lock, self._observer.span("weft.receive", attributes, parents=parents):
             future = super().dispatch(call, caller, reply)
             trace = self._observer.current()
             if future is not None and trace is not None and not future.done():
@@ -271,14 +272,15 @@ class ObservedDispatcher(RequestDispatcher):
                 future.add_done_callback(lambda done: self._traces.pop(done, None))
         return future
 
-    def _step(self, backend: ExpertBackend, apply: Callable[[], None]) -> None:
-        with self._observer.span("weft.step", {"weft.expert": backend.name, "weft.steps": backend.steps + 1}):
-            apply()
+    def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
+        return self._observer.span("weft.step", {"weft.expert": expert, "weft.steps": step})
 
-    def _batch(self, expert: str, direction: str, process: Process, tasks: Sequence[Task]) -> Sequence[Answer]:
+    @contextmanager
+    def batch_span(self, pool: str, tasks: Sequence[Task]) -> Generator[None]:
+        expert, _, direction = pool.rpartition(".")
         attributes = {"weft.expert": expert, "weft.direction": direction}
-        with self._lock_traces:
-            traces = [[self._traces[each] for each in task.waiters if each in self._traces] for task in tasks]
+        with self._traces_lock:
+            traces = [[self._traces[waiter] for waiter in task.waiters if waiter in self._traces] for task in tasks]
         now = time.monotonic()
         for task, known in zip(tasks, traces, strict=True):
             rows = {**attributes, "weft.rows": task.rows}
@@ -287,14 +289,4 @@ class ObservedDispatcher(RequestDispatcher):
         size: dict[str, str | int] = {"weft.tasks": len(tasks), "weft.rows": sum(task.rows for task in tasks)}
         parents = [trace for known in traces for trace in known]
         with self._observer.span("weft.batch", {**attributes, **size}, parents=parents):
-            return process(tasks)
-
-
-def _replace(restore: ExitStack, owner: object, name: str, wrapper: Callable[..., object]) -> None:
-    """Have a method of this object called as the first argument of ``wrapper`` until ``restore`` is closed."""
-    own = vars(owner)
-    if name in own:
-        restore.callback(own.__setitem__, name, own[name])
-    else:
-        restore.callback(own.pop, name)
-    own[name] = partial(wrapper, getattr(owner, name))
+            yield

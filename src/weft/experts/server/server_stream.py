@@ -1,22 +1,21 @@
-"""One client's stream: its calls under way, its answers on their way out, and the bytes that all of them may take.
+"""One client's stream: its running calls, its outgoing answers, and the bytes that all streams can take.
 
-    reader ── calls ──> dispatcher ──> runtime threads ── answer() ──> outbox ──> writer: one frame for all that waits
-       |                                                                             |
-       '── waits while too much is under way <── room <───────────── sent ───────────'
+    reader ── calls ──> dispatcher ──> runtime threads ── send() ──> outbox ──> writer: one frame for all that waits
+       |                                                                           |
+       '── waits while too much is running <── room <───────────── sent ───────────'
 
-Answers come in any thread and in any order. What waits when the writer is free leaves in one frame, so many small
-answers cost as much as one. A client that does not read its answers stops being read itself, and holds no more than its
-bound. A thousand streams within theirs would still fill any machine, so all share one `ByteBudget`:
+Answers come in any thread and in any order. The writer packs all waiting answers into one frame, so many small answers
+cost as much as one. The server stops reading a client that does not read its answers, so each stays within its bound.
+A thousand streams within their bounds would still exhaust any machine. Therefore all share one `ByteBudget`:
 
-    open     a stream          MESSAGE_BYTES, which gRPC may hold of it unseen    no room: the stream is turned away
-    reserve  a frame in parts  its whole size, before its second part is read     no room: it waits, not long
-    admit    a call            its tensors, before one is made                    no room: OverloadError to its author,
-                                                                                  QuotaError for its client's share
+    add_stream  a stream         MESSAGE_BYTES, which gRPC can hold of it unseen   no room: the stream is rejected
+    reserve     a frame in parts its whole size, before its second part is read    no room: it waits, not long
+    admit       a call           its tensors, before the first is made             no room: OverloadError to its author,
+                                                                                   QuotaError for its client's share
 """
 
 import asyncio
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -25,7 +24,7 @@ from typing import Any
 
 from weft.experts.errors import OverloadError, QuotaError
 from weft.experts.server.auth import Caller
-from weft.experts.server.dispatcher import RequestDispatcher, fault
+from weft.experts.server.dispatcher import RequestDispatcher, error_call
 from weft.experts.server.options import ServerOptions
 from weft.experts.task import Results
 from weft.experts.wire import Call, Header, Kind, Limits, Received, encode
@@ -35,7 +34,7 @@ Send = Callable[[bytes], Awaitable[Any]]
 
 
 class ByteBudget:
-    """Belongs to the thread of the network loop. All numbers are bytes: at ``most``, ``streams`` and ``held``."""
+    """Bytes of all streams and calls of a server. Not locked: it belongs to the thread of the network loop."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -44,19 +43,17 @@ class ByteBudget:
         self._clients: Counter[str] = Counter()
         self._freed = asyncio.Event()
 
-    def open(self, nbytes: int) -> None:
-        """One more stream. Raises ``OverloadError``; one stream alone is let in."""
+    def add_stream(self, nbytes: int) -> None:
+        """Count one more stream. Raises ``OverloadError``, but never for the only stream."""
         if self.streams and self.streams + self.held + nbytes > self.most:
-            raise OverloadError(f"{self._taken}; no more clients are let in now, come back later")
+            raise OverloadError(f"{self._usage}; no more clients are let in now, come back later")
         self.streams += nbytes
 
-    def close(self, nbytes: int) -> None:
-        """One stream less."""
+    def remove_stream(self, nbytes: int) -> None:
         self.streams -= nbytes
         self._freed.set()
 
     async def reserve(self, nbytes: int, client: str, seconds: float) -> None:
-        """`admit`, as soon as there is room within ``seconds``."""
         end = asyncio.get_running_loop().time() + seconds
         while True:
             try:
@@ -69,23 +66,23 @@ class ByteBudget:
                     raise error from None
 
     def admit(self, nbytes: int, client: str) -> None:
-        """Hold so many more, for a client that may have three quarters of all.
+        """Hold ``nbytes`` more for a client, which can have three quarters of the budget.
 
-        Raises ``OverloadError`` or ``QuotaError``; one call alone is let in whatever its size, which has limits.
+        Raises ``OverloadError`` or ``QuotaError``, but never for the only call: the limits of a frame bound its size.
         """
         share, own = self.most * 3 // 4, self._clients[client]
+        # The first call of a client is exempt, as is the only call below. Otherwise a large call could never run.
         if own and nbytes and own + nbytes > share:
             raise QuotaError(
-                f"calls under way of client {client!r} take {own} of the {share} bytes that one client may take at "
+                f"running calls of client {client!r} take {own} of the {share} bytes that one client may take at "
                 f"this server, and {nbytes} more were sent; wait for answers before sending more"
             )
         if self.held and nbytes and self.streams + self.held + nbytes > self.most:
-            raise OverloadError(f"{self._taken}, and {nbytes} more were sent; come back later")
+            raise OverloadError(f"{self._usage}, and {nbytes} more were sent; come back later")
         self.held += nbytes
         self._clients[client] += nbytes
 
-    def leave(self, nbytes: int, client: str) -> None:
-        """Hold so many less."""
+    def release(self, nbytes: int, client: str) -> None:
         self.held -= nbytes
         self._clients[client] -= nbytes
         if not self._clients[client]:
@@ -93,14 +90,14 @@ class ByteBudget:
         self._freed.set()
 
     @property
-    def _taken(self) -> str:
-        return f"streams and calls under way at this server take {self.streams + self.held} of {self.most} bytes"
+    def _usage(self) -> str:
+        return f"streams and running calls at this server take {self.streams + self.held} of {self.most} bytes"
 
 
 class ServerStream:
-    """A client's stream. `answer` may be called in any thread, all else belongs to the loop.
+    """A client's stream. `send` is thread-safe; everything else belongs to the network loop.
 
-    ``budget`` is shared by all connections of a server.
+    ``budget`` is shared by all streams of a server.
     """
 
     def __init__(
@@ -111,6 +108,7 @@ class ServerStream:
         self._dispatcher, self._options, self._budget = dispatcher, options, budget
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
+        # Guards the outbox, `_woken` and `nbytes`. `calls` and `_held` are changed by the loop only.
         self._lock = threading.Lock()
         self._outbox: deque[tuple[Call, int]] = deque()
         self._woken = False
@@ -119,103 +117,101 @@ class ServerStream:
         self._finishing = False
         self._futures: set[Future[Results]] = set()
 
-    def take(self, call: Received) -> None:
-        """Dispatch a call, and send its answer."""
-        cost = sum(max(one.nbytes, one.decoded_bytes) for one in call.descriptors)
+    def dispatch_call(self, call: Received) -> None:
+        cost = sum(max(tensor.nbytes, tensor.decoded_bytes) for tensor in call.descriptors)
         self.calls += 1
         try:
             self._budget.admit(cost, self.caller.principal)
         except (OverloadError, QuotaError) as error:
-            self._dispatcher.refuse(call.header.call_id, error, partial(self.answer, cost=0))
+            self._dispatcher.answer_error(call.header.call_id, error, partial(self.send, cost=0))
             return
         self._held += cost
         with self._lock:
             self.nbytes += cost
-        future = self._dispatcher.dispatch(call, self.caller, partial(self.answer, cost=cost))
+        future = self._dispatcher.dispatch(call, self.caller, partial(self.send, cost=cost))
         if future is not None:
             self._futures.add(future)
             future.add_done_callback(self._futures.discard)
 
-    def answer(self, call: Call, cost: int = -1) -> None:
-        """Send an answer. ``cost`` is what its call took; -1: there was no call."""
+    def send(self, answer: Call, cost: int = -1) -> None:
+        """Queue an answer. ``cost``: the bytes that its call holds; -1: it does not answer a call."""
         with self._lock:
-            self._outbox.append((call, cost))
-            self.nbytes += _size(call)
+            self._outbox.append((answer, cost))
+            self.nbytes += _answer_bytes(answer)
             if self._woken:
                 return
             self._woken = True
+        # One wake-up per frame: `call_soon_threadsafe` writes to a pipe, which costs more than a small answer.
         if threading.get_ident() == self._thread:
             self._wake.set()
         else:
             self._loop.call_soon_threadsafe(self._wake.set)
 
-    async def has_room(self) -> None:
-        """Wait until no more is under way than may be."""
+    async def wait_for_room(self) -> None:
         while self.calls >= self._options.connection_calls or self.nbytes >= self._options.connection_bytes:
             self._room.clear()
             await self._room.wait()
 
-    async def write(self, send: Send) -> None:
-        """Send answers until `finish` was called and all are out."""
+    async def write_answers(self, send: Send) -> None:
+        """Send answers until `finish` was called and every call is answered."""
         while not (self._finishing and not self.calls and not self._outbox):
             await self._wake.wait()
             self._wake.clear()
+            # Reset before the outbox is read: an answer that comes after the last read then wakes the loop again.
             with self._lock:
                 self._woken = False
-            while batch := self._batch():
-                for frame in _frames([call for call, _ in batch], self._options.limits):
+            while batch := self._next_batch():
+                for frame in _encode_frames([call for call, _ in batch], self._options.limits):
                     await send(frame)
-                self._sent(batch)
+                self._release_sent(batch)
 
     def finish(self) -> None:
-        """No more calls come: let `write` return when all that were taken are answered."""
+        """Announce that no more calls come, so that `write_answers` returns after the last answer."""
         self._finishing = True
         self._wake.set()
 
     def abandon(self) -> None:
-        """The client has gone: remove its waiting calls from the queues."""
-        self.caller.stream.ended_at = time.monotonic()
+        """The client has disconnected: cancel its waiting calls."""
+        self.caller.stream.end()
         for future in list(self._futures):
             future.cancel()
-        self._budget.leave(self._held, self.caller.principal)
+        self._budget.release(self._held, self.caller.principal)
         self._held = 0
 
-    def _batch(self) -> list[tuple[Call, int]]:
-        """The answers of the next frame."""
+    def _next_batch(self) -> list[tuple[Call, int]]:
         batch: list[tuple[Call, int]] = []
         total = 0
         while self._outbox and len(batch) < self._options.limits.calls:
-            total += _size(self._outbox[0][0])
+            total += _answer_bytes(self._outbox[0][0])
             if batch and total > COALESCED:
                 break
             batch.append(self._outbox.popleft())
         return batch
 
-    def _sent(self, batch: list[tuple[Call, int]]) -> None:
+    def _release_sent(self, batch: list[tuple[Call, int]]) -> None:
         with self._lock:
             for call, cost in batch:
-                self.nbytes -= _size(call) + max(0, cost)
+                self.nbytes -= _answer_bytes(call) + max(0, cost)
                 self.calls -= cost >= 0
-        given_back = sum(max(0, cost) for _, cost in batch)
-        self._budget.leave(given_back, self.caller.principal)
-        self._held -= given_back
+        released = sum(max(0, cost) for _, cost in batch)
+        self._budget.release(released, self.caller.principal)
+        self._held -= released
         self._room.set()
 
 
-def goaway() -> Call:
-    """Says that no new work is taken here."""
+def goaway_call() -> Call:
     return Call(Header(kind=Kind.GOAWAY, call_id=0))
 
 
-def _size(call: Call) -> int:
+def _answer_bytes(call: Call) -> int:
     return sum(tensor.nbytes for tensor in call.tensors) + len(call.header.data)
 
 
-def _frames(calls: list[Call], limits: Limits) -> list[bytes]:
-    """One message; or, if something in it cannot be sent so, one for each answer, or its error in its place."""
+def _encode_frames(calls: list[Call], limits: Limits) -> list[bytes]:
+    """One frame for all calls. If that fails, one for each, with an error in place of an invalid answer."""
     try:
         return [encode(calls, limits)]
     except Exception as error:
         if len(calls) == 1:
-            return [encode([fault(calls[0].header.call_id, error)], limits)]
-        return [frame for call in calls for frame in _frames([call], limits)]
+            return [encode([error_call(calls[0].header.call_id, error)], limits)]
+        return [frame for call in calls for frame in _encode_frames([call], limits)]

@@ -1,11 +1,12 @@
 """HTTP server of the panel: Starlette on uvicorn, in a thread and an event loop of its own.
 
-    GET /    the status page, which draws the next    GET /status.json    ``Server.status()``
-                                                      GET /metrics        for Prometheus
+    GET /    the status page, which fetches the next    GET /status.json    `page_status` of ``Server.status()``
+                                                        GET /metrics        for Prometheus
 
-On loopback it answers only to names of this machine (a web page whose name was made to point here would read it in a
-visitor's browser: DNS rebinding), and beyond loopback only to the names in `allowed_hosts` and with the token. It
-changes nothing. The thread is apart from the one of gRPC, so that a flood of requests competes with others only.
+The panel changes nothing. On loopback it answers only requests for names of this machine: a web page whose name was
+made to point here could otherwise read it in a visitor's browser (DNS rebinding). Beyond loopback it answers only for
+the names in `allowed_hosts`, and with the token. Its thread is not the one of gRPC, so that a flood of requests slows
+down the panel and not the experts.
 """
 
 import asyncio
@@ -38,30 +39,31 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, token_fault
-from weft.experts.address import is_loopback, split
-from weft.experts.status_page.metrics import Status, exposition
+from weft.experts.address import is_loopback, parse_address
+from weft.experts.status_page.metrics import Status, exposition, page_status
 
 STATUS_SECONDS = 0.2
-"""Age up to which a status is answered again: polling often costs the experts little."""
+"""Age up to which a status is reused, so that frequent polling costs the experts little."""
 MAX_CONNECTIONS = 64
 REQUEST_SECONDS = 10.0
-"""Time for a whole request, from its first byte, or from the connection, to the last byte of the response."""
+"""Time from the connection, or the previous response, to the last byte of the response."""
 _MAX_HEAD_BYTES = 8192
 _MIN_TOKEN = 16
 
 _PAGE = (files(__package__ or "") / "page.html").read_text("utf-8")
 
 
-def _source(tag: str) -> str:
-    """The page's one element of this kind, as a source of the Content Security Policy."""
-    found = re.search(f"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
-    digest = hashlib.sha256((found[1] if found else "").encode()).digest()
+def _policy_source(tag: str) -> str:
+    """The hash of the page's only element of this kind, as a source of the Content Security Policy."""
+    match = re.search(f"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
+    digest = hashlib.sha256((match[1] if match else "").encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 _HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; script-src {_source('script')}; style-src {_source('style')}; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": f"default-src 'none'; script-src {_policy_source('script')}; "
+    f"style-src {_policy_source('style')}; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -73,17 +75,17 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class PanelOptions:
-    """Where the panel listens and who may read it.
+    """Address and readers of the panel.
 
     Args:
-        address: host and port; port 0 takes a free one.
-        allowed_hosts: names by which browsers and scrapers may call it, without port. Numeric addresses are always
-            allowed: they cannot be made to point elsewhere. Needed beyond loopback.
-        token: at least 16 characters, shown as ``Authorization: Bearer TOKEN``, or as the password of HTTP basic
-            authentication (the user's name does not matter), which browsers ask for. Needed beyond loopback.
+        address: host and port. Port 0 takes a free one.
+        allowed_hosts: names by which browsers and scrapers call the panel, without port. Required beyond loopback.
+            Numeric addresses are always allowed, because they cannot be made to point elsewhere.
+        token: at least 16 characters. Required beyond loopback. Readers send it as ``Authorization: Bearer TOKEN``, or
+            as the password of HTTP basic authentication with any user name, which browsers ask for.
 
-    The panel speaks plain HTTP: beyond loopback, put it into a private network or behind a proxy with TLS.
-    Raises ``UsageError`` that lists all faults.
+    The panel serves plain HTTP. Beyond loopback, use a private network or a proxy with TLS. Raises ``UsageError`` that
+    lists every fault.
     """
 
     address: str
@@ -91,47 +93,46 @@ class PanelOptions:
     token: str | None = None
 
     def __post_init__(self) -> None:
-        host, _ = split(self.address)
+        host, _ = parse_address(self.address)
         hosts: Any = self.allowed_hosts
         with Validator("invalid panel options") as check:
-            fault = token_fault(self.token)
-            check.add(*fault)
-            if self.token is not None and not fault:
+            faults = token_fault(self.token)
+            check.add(*faults)
+            if self.token is not None and not faults:
                 size = len(self.token)
                 check.that(size >= _MIN_TOKEN, f"token has {size} characters, wanted at least {_MIN_TOKEN}")
-            named = not isinstance(hosts, str) and all(isinstance(name, str) and name for name in hosts)
-            check.that(named, f"allowed_hosts is {hosts!r}, wanted a list of names such as 'gpu7.example'")
+            valid = not isinstance(hosts, str) and all(isinstance(name, str) and name for name in hosts)
+            check.that(valid, f"allowed_hosts is {hosts!r}, wanted a list of names such as 'gpu7.example'")
             if not is_loopback(host):
-                beyond = f"address {self.address!r} is reached by other machines:"
-                check.that(bool(hosts), f"{beyond} name in allowed_hosts how the panel is called there")
-                wanted = f"{beyond} give a token that readers have to show, or listen at 127.0.0.1"
-                check.that(self.token is not None, wanted)
+                public = f"other machines can reach address {self.address!r}:"
+                check.that(bool(hosts), f"{public} list in allowed_hosts the names by which they call the panel")
+                check.that(self.token is not None, f"{public} give a token for its readers, or listen at 127.0.0.1")
 
 
 class StatusServer:
-    """The panel of one server, from `start` to `stop`. ``status`` is called in its thread, and must not wait."""
+    """The panel of one server, from `start` to `stop`. ``status`` is called in its thread, and must not block."""
 
     def __init__(self, options: PanelOptions | str, status: Callable[[], Status]) -> None:
         self._options = PanelOptions(options) if isinstance(options, str) else options
-        self._host, self._port = split(self._options.address)
+        self._host, self._port = parse_address(self._options.address)
         self._loopback = is_loopback(self._host)
         self._hosts = {host.lower() for host in self._options.allowed_hosts}
         self._status = status
         self._latest: tuple[float, Status] | None = None
         self._thread: threading.Thread | None = None
         self._server: Server | None = None
-        handlers = {"/": self._page, "/status.json": self._status_json, "/metrics": self._metrics}
+        handlers = {"/": self._send_page, "/status.json": self._send_status, "/metrics": self._send_metrics}
         router = Router([Route(path, handler) for path, handler in handlers.items()], redirect_slashes=False)
-        self._app = ServerErrorMiddleware(router, handler=_failed)
+        self._app = ServerErrorMiddleware(router, handler=_report_failure)
 
     @property
     def url(self) -> str:
-        """Where the page is; after the start."""
+        """Address of the page, valid after the start."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/"
 
     def start(self) -> None:
-        """Listen. Raises ``UsageError`` if the address cannot be had."""
+        """Listen. Raises ``UsageError`` if the address is not available."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             listener = socket.create_server((self._host, self._port), family=family, backlog=MAX_CONNECTIONS)
@@ -140,13 +141,13 @@ class StatusServer:
             raise UsageError(f"the panel cannot listen at {where}: {error}; is the port taken?") from None
         self._port = listener.getsockname()[1]
         config = Config(
-            self._answer,
+            self._handle_request,
             interface="asgi3",
             http=_Connection,
             loop="asyncio",
             ws="none",
             lifespan="off",
-            backlog=MAX_CONNECTIONS,  # also how many connections one turn of the loop accepts
+            backlog=MAX_CONNECTIONS,  # also the number of connections that one turn of the loop accepts
             log_config=None,
             server_header=False,
             proxy_headers=False,
@@ -155,17 +156,17 @@ class StatusServer:
             h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         )
         self._server = Server(config)
-        run = partial(self._server.run, sockets=[listener])  # which closes it at the end
+        run = partial(self._server.run, sockets=[listener])  # closes the listener at the end
         self._thread = threading.Thread(target=run, name="weft-panel", daemon=True)
         self._thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Stop listening, drop all connections, and end the thread. May be called twice, and without a start."""
+        """Stop listening, drop all connections, and end the thread. Can be called twice, and without a start."""
         if self._server is not None and self._thread is not None:
-            self._server.should_exit = True
+            self._server.should_exit = True  # uvicorn's documented way to end it from another thread
             self._thread.join(seconds)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application: check host and token, and add the security headers to every response."""
 
         async def with_headers(message: Message) -> None:
@@ -173,38 +174,39 @@ class StatusServer:
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        await (self._refusal(Headers(scope=scope)) or self._app)(scope, receive, with_headers)
+        await (self._check_access(Headers(scope=scope)) or self._app)(scope, receive, with_headers)
 
-    # Handlers are coroutines, so that they run in the loop's own thread and need no pool beside it.
+    # The handlers are coroutines: Starlette would run plain functions in a pool of further threads.
 
-    async def _page(self, _: Request) -> Response:
+    async def _send_page(self, _: Request) -> Response:
         return HTMLResponse(_PAGE)
 
-    async def _status_json(self, _: Request) -> Response:
-        # In ASCII, since a name may hold lone surrogates, which UTF-8 cannot encode.
-        return Response(json.dumps(self._recent()), media_type="application/json")
+    async def _send_status(self, _: Request) -> Response:
+        # ASCII, because a name can contain lone surrogates, which UTF-8 cannot encode.
+        return Response(json.dumps(page_status(self._recent_status())), media_type="application/json")
 
-    async def _metrics(self, request: Request) -> Response:
-        body, kind = exposition(self._recent(), request.headers.get("accept", ""))
-        return Response(body, headers={"Content-Type": kind})
+    async def _send_metrics(self, request: Request) -> Response:
+        body, content_type = exposition(self._recent_status(), request.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": content_type})
 
-    def _recent(self) -> Status:
+    def _recent_status(self) -> Status:
         now = time.monotonic()
         if self._latest is None or now >= self._latest[0] + STATUS_SECONDS:
             self._latest = now, self._status()
         return self._latest[1]
 
-    def _refusal(self, headers: Headers) -> Response | None:
-        if not self._is_allowed(headers.get("host", "")):
+    def _check_access(self, headers: Headers) -> Response | None:
+        """The response for a request that is not allowed; None if it is."""
+        if not self._is_known_host(headers.get("host", "")):
             wanted = "127.0.0.1 or localhost" if self._loopback else "one of its allowed_hosts"
             return PlainTextResponse(f"this panel is called by another name: use {wanted}\n", 421)
         token = self._options.token
-        if token is None or hmac.compare_digest(_shown_token(headers).encode(), token.encode()):
+        if token is None or hmac.compare_digest(_sent_token(headers).encode(), token.encode()):
             return None
-        asked = {"WWW-Authenticate": 'Basic realm="weft", charset="UTF-8"'}
-        return PlainTextResponse("show the panel's token as bearer token, or as password\n", 401, asked)
+        challenge = {"WWW-Authenticate": 'Basic realm="weft", charset="UTF-8"'}
+        return PlainTextResponse("show the panel's token as bearer token, or as password\n", 401, challenge)
 
-    def _is_allowed(self, header: str) -> bool:
+    def _is_known_host(self, header: str) -> bool:
         value = header.strip().lower()
         host = value[1:].partition("]")[0] if value.startswith("[") else value.partition(":")[0]
         try:
@@ -215,12 +217,12 @@ class StatusServer:
         return True
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return PlainTextResponse(f"the status cannot be made: {type(error).__name__}\n", 500)  # the next may do better
+async def _report_failure(_: Request, error: Exception) -> Response:
+    # Only the type: a message can quote data that is not for readers of the panel.
+    return PlainTextResponse(f"the status cannot be made: {type(error).__name__}\n", 500)
 
 
-def _shown_token(headers: Headers) -> str:
-    """The token of a request: a bearer token or a password; "" if there is none."""
+def _sent_token(headers: Headers) -> str:
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "basic":
         try:
@@ -231,14 +233,15 @@ def _shown_token(headers: Headers) -> str:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's HTTP/1.1 connection, with what it lacks against silent clients: a deadline and a bound.
+    """uvicorn's HTTP/1.1 connection, with a deadline and a bound against silent clients.
 
-    Beyond `MAX_CONNECTIONS` the oldest one without a request under way makes room for Prometheus.
+    Beyond `MAX_CONNECTIONS`, the oldest connection without a running request is dropped, so that silent clients cannot
+    lock Prometheus out.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.logger = _SILENT  # uvicorn would log a line for each invalid request of a stranger
+        self.logger = _SILENT  # uvicorn would log a line for every invalid request, which strangers can send
         self.access_log = False
         self._made_at = time.monotonic()
         self._deadline: asyncio.TimerHandle | None = None
@@ -247,8 +250,8 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self._restart_deadline()
         if len(self.connections) > MAX_CONNECTIONS:
-            idle = [each for each in self.connections if isinstance(each, _Connection) and each._is_idle()]
-            min(idle, key=attrgetter("_made_at")).transport.abort()  # there is one: this one has no request yet
+            idle = [other for other in self.connections if isinstance(other, _Connection) and other._is_idle()]
+            min(idle, key=attrgetter("_made_at")).transport.abort()  # never empty: this one has no request yet
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:

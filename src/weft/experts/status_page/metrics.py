@@ -1,152 +1,184 @@
-"""The status as Prometheus metrics: text, or OpenMetrics if the scraper asks for it.
+"""The metrics of a server: one table, from which the Prometheus page and the numbers of the status page are made.
 
-No registry is shared, so that two servers in one process know nothing of each other.
-Names end in their unit, and in ``_total`` where they only grow; labels are ``expert``, ``direction`` (forward,
-backward, commit), ``reason``, ``kind`` and ``device``. How Prometheus wants names: "Metric and label naming" of its
-documentation.
+    METRICS ── exposition() ──> text for Prometheus, or OpenMetrics if the scraper asks for it
+            '─ page_status() ─> status of a server with the rows of the page's table "Connections"
+
+prometheus_client's registry would be the usual place. It is global, so two servers of one process would add to each
+other's numbers. Names end in their unit, and those of counters get ``_total``, as "Metric and label naming" of the
+Prometheus documentation demands. Labels are ``expert``, ``direction`` (forward, backward, commit), ``reason``,
+``kind``, ``what`` and ``device``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily as Histogram
+from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import choose_encoder
 
 Status = Mapping[str, Any]
-"""What ``Server.status()`` returns, also after a way through JSON."""
-Kind = type[Counter] | type[Gauge]
+"""The result of ``Server.status()``, also after a round trip through JSON."""
 
-_SERVER: dict[str, tuple[Kind, str, str]] = {
-    "seconds": (Gauge, "weft_uptime_seconds", "Since the server was started"),
-    "connections": (Gauge, "weft_connections", "Streams that are open"),
-    "calls": (Gauge, "weft_calls_running", "Calls under way"),
-    "nbytes": (Gauge, "weft_calls_running_bytes", "Tensors of the calls under way"),
-    "accepted": (Counter, "weft_connections_accepted", "Streams that were opened"),
-    "turned_away": (Counter, "weft_connections_turned_away", "Clients that found the server full"),
-    "broken": (Counter, "weft_connections_broken", "Streams that sent what is no frame"),
+
+class Metric(NamedTuple):
+    """A row of the table. ``scope``: a key of `_SCOPES`. ``on_page``: the status page shows it among the connections.
+
+    ``value``: a field of that part of the status, or a function of the part. None gives no sample, and a mapping gives
+    one sample per key, which becomes the value of ``label``.
+    """
+
+    name: str
+    kind: type[Counter] | type[Gauge] | type[Histogram]
+    help: str
+    scope: str
+    value: str | Callable[[Status], Any]
+    label: str = ""
+    on_page: bool = False
+
+
+def _pools(status: Status) -> list[tuple[Sequence[str], Status]]:
+    experts = status["experts"].items()
+    return [((uid, name.rpartition(".")[2]), pool) for uid, one in experts for name, pool in one["pools"].items()]
+
+
+def _by_name(field: str) -> Callable[[Status], list[tuple[Sequence[str], Status]]]:
+    return lambda status: [((name,), part) for name, part in status[field].items()]
+
+
+# By scope: the names of its labels, and the parts of a status with the values of these labels.
+_SCOPES: dict[str, tuple[Sequence[str], Callable[[Status], list[tuple[Sequence[str], Status]]]]] = {
+    "server": ((), lambda status: [((), status)]),
+    "expert": (("expert",), _by_name("experts")),
+    "checkpoint": (("expert",), _by_name("keeping")),
+    "pool": (("expert", "direction"), _pools),
+    "device": (("device",), _by_name("runtimes")),
+    "replica": (("expert",), _by_name("replicas")),
+    "directory": ((), lambda status: [((), status["directory"])] if status.get("directory") else []),
 }
-_LABELLED = {
-    "answered": ("weft_calls", "kind", "Calls that came"),
-    "errors": ("weft_call_errors", "reason", "Errors that were answered"),
-    "refusals": ("weft_calls_forbidden", "kind", "Calls that access does not allow"),
-}
-_EXPERT: dict[str, tuple[Kind, str, str]] = {
-    "steps": (Counter, "weft_expert_steps", "Optimizer steps, also before a restart"),
-    "retried_batches": (Counter, "weft_expert_retried_batches", "Batches taken apart because something failed"),
-    "used_graphs": (Counter, "weft_expert_used_graphs", "Backwards that used a kept graph"),
-    "journal_failures": (Counter, "weft_expert_journal_failures", "Batches that the journal could not write"),
-    "open_mini_batches": (Gauge, "weft_expert_open_mini_batches", "Mini-batches that wait for their commit"),
-    "open_mini_batch_bytes": (Gauge, "weft_expert_open_mini_batch_bytes", "Memory of open mini-batches"),
-    "kept_graph_bytes": (Gauge, "weft_expert_kept_graph_bytes", "Memory of kept graphs and inputs"),
-    "buffer_bytes": (Gauge, "weft_expert_buffer_bytes", "Memory of batch buffers"),
-}
-_POOL: dict[str, tuple[Kind, str, str]] = {
-    "submitted": (Counter, "weft_tasks_submitted", "Tasks that were queued"),
-    "answered": (Counter, "weft_tasks_answered", "Tasks that were answered with results"),
-    "cancelled": (Counter, "weft_tasks_cancelled", "Tasks whose clients gave up while they waited"),
-    "expired": (Counter, "weft_tasks_expired", "Tasks whose deadline passed while they waited"),
-    "joined": (Counter, "weft_tasks_joined", "Repetitions that got the answer of the first"),
-    "rows": (Counter, "weft_batch_rows", "Rows of all batches"),
-    "waited": (Counter, "weft_batch_waited_seconds", "How long batches that could have begun waited for others"),
-    "waiting_tasks": (Gauge, "weft_queue_tasks", "Tasks that wait"),
-    "waiting_rows": (Gauge, "weft_queue_rows", "Rows of the tasks that wait"),
-    "oldest_age": (Gauge, "weft_queue_oldest_age_seconds", "For how long the oldest task has waited"),
-    "running_tasks": (Gauge, "weft_tasks_running", "Tasks in the batch under way"),
-}
-_DEVICE: dict[str, tuple[Kind, str, str]] = {
-    "alive": (Gauge, "weft_runtime_alive", "1 while the thread of a device runs"),
-    "busy": (Counter, "weft_runtime_busy_seconds", "Time that a device worked on batches"),
-    "batches": (Counter, "weft_runtime_batches", "Batches of a device"),
-}
-_REPLICA: dict[str, tuple[Kind, str, str]] = {
-    "behind": (Gauge, "weft_replica_behind_steps", "Steps that this follower lacks"),
-    "token": (Gauge, "weft_replica_token", "The fencing token of the owner: it grows at every take-over"),
-}
+
+
+def _is_draining(status: Status) -> bool:
+    return status["draining"] is not None
+
+
+def _failures(status: Status) -> dict[str, int]:
+    return dict.fromkeys(status["failures"], 1)
+
+
+def _batches(expert: Status) -> dict[str, int]:
+    return {direction: expert[f"{direction}_batches"] for direction in ("forward", "backward")}
+
+
+def _is_owner(replica: Status) -> bool:
+    return replica["role"] == "owner"
+
+
+def _count_servers(directory: Status) -> int:
+    return len(directory["servers"])
+
+
+METRICS = (
+    Metric("weft_uptime_seconds", Gauge, "Time since the server was started", "server", "seconds"),
+    Metric("weft_connections", Gauge, "Open streams", "server", "connections", on_page=True),
+    Metric("weft_calls_running", Gauge, "Running calls", "server", "calls", on_page=True),
+    Metric("weft_calls_running_bytes", Gauge, "Bytes of running calls", "server", "nbytes", on_page=True),
+    Metric("weft_connections_accepted", Counter, "Accepted streams", "server", "accepted", on_page=True),
+    Metric(
+        "weft_connections_turned_away", Counter, "Clients rejected when full", "server", "turned_away", on_page=True
+    ),
+    Metric("weft_connections_broken", Counter, "Streams with an invalid frame", "server", "broken", on_page=True),
+    Metric("weft_calls", Counter, "Received calls", "server", "answered", "kind", on_page=True),
+    Metric("weft_call_errors", Counter, "Answered errors", "server", "errors", "reason", on_page=True),
+    Metric("weft_calls_forbidden", Counter, "Calls that access does not allow", "server", "refusals", "kind"),
+    Metric("weft_draining", Gauge, "1 while no new work is taken", "server", _is_draining),
+    Metric("weft_failing", Gauge, "1 while this fails", "server", _failures, "what"),
+    Metric("weft_expert_steps", Counter, "Optimizer steps, also before a restart", "expert", "steps"),
+    Metric("weft_expert_retried_batches", Counter, "Batches taken apart after a failure", "expert", "retried_batches"),
+    Metric("weft_expert_used_graphs", Counter, "Backwards that used a kept graph", "expert", "used_graphs"),
+    Metric("weft_expert_journal_failures", Counter, "Batches that were not logged", "expert", "journal_failures"),
+    Metric("weft_expert_open_mini_batches", Gauge, "Uncommitted mini-batches", "expert", "open_mini_batches"),
+    Metric("weft_expert_open_mini_batch_bytes", Gauge, "Bytes of open mini-batches", "expert", "open_mini_batch_bytes"),
+    Metric("weft_expert_kept_graph_bytes", Gauge, "Memory of kept graphs and inputs", "expert", "kept_graph_bytes"),
+    Metric("weft_expert_buffer_bytes", Gauge, "Memory of batch buffers", "expert", "buffer_bytes"),
+    Metric("weft_expert_batches", Counter, "Batches that counted", "expert", _batches, "direction"),
+    Metric(
+        "weft_expert_refused_gradients",
+        Counter,
+        "Refused gradients",
+        "expert",
+        "refused_gradients",
+        "reason",
+    ),
+    Metric("weft_expert_durable_step", Gauge, "The step that is on the disk", "checkpoint", "durable"),
+    Metric("weft_tasks_submitted", Counter, "Queued tasks", "pool", "submitted"),
+    Metric("weft_tasks_answered", Counter, "Tasks that were answered with results", "pool", "answered"),
+    Metric("weft_tasks_cancelled", Counter, "Tasks that were cancelled while they waited", "pool", "cancelled"),
+    Metric("weft_tasks_expired", Counter, "Tasks whose deadline passed while they waited", "pool", "expired"),
+    Metric("weft_tasks_joined", Counter, "Repetitions that got the answer of the first request", "pool", "joined"),
+    Metric("weft_tasks_refused", Counter, "Tasks that were not queued", "pool", "refused", "reason"),
+    Metric("weft_tasks_failed", Counter, "Tasks that ended in errors", "pool", "failed", "reason"),
+    Metric("weft_tasks_running", Gauge, "Tasks in the running batch", "pool", "running_tasks"),
+    Metric("weft_queue_tasks", Gauge, "Waiting tasks", "pool", "waiting_tasks"),
+    Metric("weft_queue_rows", Gauge, "Rows of waiting tasks", "pool", "waiting_rows"),
+    Metric("weft_queue_oldest_age_seconds", Gauge, "Waiting time of the oldest task", "pool", "oldest_age"),
+    Metric("weft_batch_rows", Counter, "Rows of all batches", "pool", "rows"),
+    Metric("weft_batch_waited_seconds", Counter, "Time that ready batches waited for more tasks", "pool", "waited"),
+    Metric("weft_batch_tasks", Histogram, "Tasks per batch; the sum counts ended tasks", "pool", "merged"),
+    Metric("weft_runtime_alive", Gauge, "1 while the thread of a device runs", "device", "alive"),
+    Metric("weft_runtime_busy_seconds", Counter, "Time that a device worked on batches", "device", "busy"),
+    Metric("weft_runtime_batches", Counter, "Batches of a device", "device", "batches"),
+    Metric("weft_replica_behind_steps", Gauge, "Steps that this follower lacks", "replica", "behind"),
+    Metric("weft_replica_token", Gauge, "Fencing token of the owner", "replica", "token"),
+    Metric("weft_replica_owned", Gauge, "1 for the owner, 0 for a follower", "replica", _is_owner),
+    Metric("weft_directory_servers", Gauge, "Listed servers", "directory", _count_servers),
+    Metric("weft_directory_away_seconds", Gauge, "Time without an answer of it", "directory", "away_seconds"),
+)
 
 
 def exposition(status: Status, accept: str) -> tuple[bytes, str]:
-    """The metrics, and their content type: OpenMetrics where the scraper's ``Accept`` field says so, else text."""
-    encode, kind = choose_encoder(accept)
-    return encode(cast("Any", SimpleNamespace(collect=lambda: _collect(status)))), kind
+    """The metrics and their content type: OpenMetrics if the scraper's ``Accept`` field asks for it, else text."""
+    encode, content_type = choose_encoder(accept)
+    collector = SimpleNamespace(collect=lambda: (_make_family(metric, status) for metric in METRICS))
+    return encode(cast("Any", collector)), content_type
 
 
-def _collect(status: Status) -> Iterator[Metric]:
-    experts = status["experts"]
-    pools = [
-        ((uid, name.rpartition(".")[2]), pool) for uid, one in experts.items() for name, pool in one["pools"].items()
-    ]
-    yield from _families(_SERVER, "", [((), status)])
-    for field, (name, label, words) in _LABELLED.items():
-        yield _family(Counter, name, words, label, [((key,), value) for key, value in status[field].items()])
-    draining = float(status["draining"] is not None)
-    yield _family(Gauge, "weft_draining", "1 while no new work is taken", "", [((), draining)])
-    failing = [((what,), 1.0) for what in status["failures"]]
-    yield _family(Gauge, "weft_failing", "1 while this goes wrong: lease, checkpoints", "what", failing)
-
-    yield from _families(_EXPERT, "expert", [((uid,), one) for uid, one in experts.items()])
-    durable = [((uid,), one["durable"]) for uid, one in status["keeping"].items()]
-    yield _family(Gauge, "weft_expert_durable_step", "The step that is on the disk", "expert", durable)
-    batches = [((uid, way), one[f"{way}_batches"]) for uid, one in experts.items() for way in ("forward", "backward")]
-    yield _family(Counter, "weft_expert_batches", "Batches that counted", "expert direction", batches)
-    refused = [((uid, why), n) for uid, one in experts.items() for why, n in one["refused_gradients"].items()]
-    words = "Gradients that guards refused"
-    yield _family(Counter, "weft_expert_refused_gradients", words, "expert reason", refused)
-
-    yield from _families(_POOL, "expert direction", pools)
-    for field, words in {"refused": "Tasks that were not let in", "failed": "Tasks that ended in errors"}.items():
-        found = [((*at, why), count) for at, pool in pools for why, count in pool[field].items()]
-        yield _family(Counter, f"weft_tasks_{field}", words, "expert direction reason", found)
-    joined = "Tasks that a batch joined; the sum counts those that have ended"
-    sizes = HistogramMetricFamily("weft_batch_tasks", joined, labels=["expert", "direction"])
-    for at, pool in pools:
-        ended = float(pool["answered"] + sum(pool["failed"].values()))
-        sizes.add_metric([_clean(each) for each in at], _buckets(pool["merged"]), ended)
-    yield sizes
-
-    yield from _families(_DEVICE, "device", [((name,), one) for name, one in status["runtimes"].items()])
-    replicas = [((uid,), one) for uid, one in status["replicas"].items()]
-    yield from _families(_REPLICA, "expert", replicas)
-    owned = [(at, float(one["role"] == "owner")) for at, one in replicas]
-    yield _family(Gauge, "weft_replica_owned", "1 if this server owns the expert, 0 if it follows", "expert", owned)
-    if directory := status.get("directory"):
-        servers, away = len(directory["servers"]), directory["away_seconds"]
-        yield _family(Gauge, "weft_directory_servers", "Servers that are listed", "", [((), servers)])
-        yield _family(Gauge, "weft_directory_away_seconds", "Since the directory does not answer", "", [((), away)])
+def page_status(status: Status) -> dict[str, Any]:
+    """The status with ``metrics``: help and value of every metric that the page shows as a row."""
+    rows = [{"help": metric.help, "value": _read(metric, status)} for metric in METRICS if metric.on_page]
+    return {**status, "metrics": rows}
 
 
-Labels = tuple[str, ...]
+def _read(metric: Metric, part: Status) -> Any:
+    return part[metric.value] if isinstance(metric.value, str) else metric.value(part)
 
 
-def _families(
-    fields: Mapping[str, tuple[Kind, str, str]], labels: str, tables: Iterable[tuple[Labels, Status]]
-) -> Iterator[Metric]:
-    """A family for each field that these tables have."""
-    found = list(tables)
-    for field, (kind, name, words) in fields.items():
-        yield _family(kind, name, words, labels, [(at, table[field]) for at, table in found])
-
-
-def _family(
-    kind: Kind, name: str, words: str, labels: str, samples: Iterable[tuple[Labels, int | float | None]]
-) -> Metric:
-    family = kind(name, words, labels=labels.split())
-    for values, number in samples:
-        if number is not None:
-            family.add_metric([_clean(value) for value in values], float(number))
+def _make_family(metric: Metric, status: Status) -> Family:
+    names, parts_of = _SCOPES[metric.scope]
+    labels = [*names, metric.label] if metric.label else names
+    family: Any = metric.kind(metric.name, metric.help, labels=labels)
+    for values, part in parts_of(status):
+        value = _read(metric, part)
+        if metric.kind is Histogram:
+            ended = float(part["answered"] + sum(part["failed"].values()))
+            family.add_metric(_clean_labels(values), _cumulative_buckets(part["merged"]), ended)
+            continue
+        for key, number in value.items() if metric.label else [(None, value)]:
+            if number is not None:
+                family.add_metric(_clean_labels(values if key is None else [*values, key]), float(number))
     return family
 
 
-def _buckets(merged: Mapping[Any, int]) -> list[tuple[str, float]]:
-    """Cumulative counts, up to a largest bucket that is the same for all: series with other buckets cannot be added."""
+def _cumulative_buckets(merged: Mapping[Any, int]) -> list[tuple[str, float]]:
+    """Cumulative counts. All series have the same buckets, because Prometheus could not add them up otherwise."""
     counts = {int(size): count for size, count in merged.items()}
     bounds = [1 << power for power in range(13)]
-    found = [(str(float(bound)), float(sum(n for size, n in counts.items() if size <= bound))) for bound in bounds]
-    return [*found, ("+Inf", float(sum(counts.values())))]
+    buckets = [(str(float(bound)), float(sum(n for size, n in counts.items() if size <= bound))) for bound in bounds]
+    return [*buckets, ("+Inf", float(sum(counts.values())))]
 
 
-def _clean(name: str) -> str:
-    """A name that UTF-8 can say."""
-    return name.encode("utf-8", "backslashreplace").decode()
+def _clean_labels(values: Sequence[str]) -> list[str]:
+    """Names that UTF-8 can encode. Different names stay different."""
+    return [value.encode("utf-8", "backslashreplace").decode() for value in values]

@@ -1,0 +1,17 @@
+"""Parts of a server that its public methods do not show."""
+
+from weft.experts import ExpertBackend
+from weft.experts.server import Access, Server
+from weft.experts.server.server_stream import ByteBudget
+
+
+def backend_of(server: Server, uid: str = "fussy") -> ExpertBackend:
+    return server._dispatcher.experts()[uid].backend
+
+
+def access_of(server: Server) -> Access:
+    return server._dispatcher.access
+
+
+def budget_of(server: Server) -> ByteBudget:
+    return server._grpc_server.handlers.budget
