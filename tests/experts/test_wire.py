@@ -386,18 +386,17 @@ def test_a_header_that_asks_for_2_to_the_63_costs_no_memory_and_no_time() -> Non
 HOSTILE = """
 import resource
 from weft.experts.wire import LimitError, decode
-from weft.experts.wire.frame import _prefix
-from weft.experts.wire.frame import HEADER_BYTES
+from weft.experts.wire.frame import HEADER_BYTES, _field_prefix
 
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 calls = bytes([0x0A, 0]) * (HEADER_BYTES // 2)
 tensors = bytes([0x08, 1]) + bytes([0x6A, 0]) * (HEADER_BYTES // 2 - 4)
-for header in (calls, _prefix(0x0A, len(tensors)) + tensors):
+for header in (calls, _field_prefix(0x0A, len(tensors)) + tensors):
     before = resident()
     try:
-        decode(_prefix(0x0A, len(header)) + header)
+        decode(_field_prefix(0x0A, len(header)) + header)
     except LimitError as error:
         print(error.reason, resident() - before)
 """
