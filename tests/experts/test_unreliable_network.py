@@ -89,7 +89,7 @@ def test_a_cut_connection_ends_and_the_next_one_is_made(echo: str) -> None:
         assert (network.connections, network.cuts) == (2, 1)
 
 
-def test_a_silent_connection_takes_all_and_gives_nothing_until_it_ends(echo: str) -> None:
+def test_silent_connection_returns_nothing_until_it_ends(echo: str) -> None:
     with FaultyProxy(echo, NetworkFaults(silent=1.0)) as network:
         with connect(network) as one:
             one.sendall(b"hello")
@@ -106,7 +106,7 @@ def test_a_silent_connection_takes_all_and_gives_nothing_until_it_ends(echo: str
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
-def test_a_training_over_a_bad_network_is_the_training_without_it(seed: int) -> None:
+def test_bad_network_changes_no_weights(seed: int) -> None:
     here = fussy_backend()
     with Server([here]) as server, LocalTransport(server.handler()) as transport:
         wanted = train(transport, here.name)
@@ -157,7 +157,7 @@ def test_of_many_at_once_every_key_steps_once(seed: int) -> None:
     assert backend.steps == 120 and counted(weight, backend.steps).good and bool((weight == -1).all())
 
 
-def test_on_a_connection_that_fell_silent_a_call_ends_at_its_deadline(backend: ExpertBackend) -> None:
+def test_call_on_a_silent_connection_ends_at_its_deadline(backend: ExpertBackend) -> None:
     with (
         Server([backend]) as server,
         FaultyProxy(server.address) as network,

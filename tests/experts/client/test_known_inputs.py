@@ -97,7 +97,7 @@ def test_inputs_that_are_gone_are_sent(transport: FakeTransport, backend: Expert
 
 
 @pytest.mark.parametrize(("lose", "last"), [("reply", 2), ("request", 1)])
-def test_a_lost_message_is_no_second_step_and_inputs_are_sent_again_only_where_they_are_gone(
+def test_lost_message_steps_once_with_kept_inputs(
     transport: FakeTransport, backend: ExpertBackend, lose: str, last: int
 ) -> None:
     remote = RemoteExpert("fussy", transport, keep_graph=True, retry=Retry(first=0.001))

@@ -91,7 +91,7 @@ def test_of_a_call_whose_error_is_that_of_an_earlier_attempt(close: bool) -> Non
     assert not left_behind(work)
 
 
-def test_of_an_expert_that_is_late_unknown_wrongly_called_or_raises() -> None:
+def test_failed_call_leaves_no_reference_cycle() -> None:
     with reached("local", fussy_backend()) as (_, transport):
         unknown, remote = RemoteExpert("nobody", transport), RemoteExpert("fussy", transport)
         late = RemoteExpert("fussy", transport, timeout=1e-6)

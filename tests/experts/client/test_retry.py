@@ -108,7 +108,7 @@ def test_a_pause_that_took_all_the_time_hides_no_error(error: Exception, monkeyp
     mine = RetryingCaller(FixedResolver(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)
     with pytest.raises(type(error), match="x") as caught:
         mine.call(CALL, 0.5)
-    assert "no time" in caught.value.__notes__[0]
+    assert "are over" in caught.value.__notes__[0]
 
 
 class ClosedAfter(Scripted):
@@ -139,7 +139,7 @@ def test_what_may_have_been_done_is_never_called_not_sent(close: bool, errors: l
 
 
 @pytest.mark.parametrize("sure", SURE, ids=lambda e: type(e).__name__)
-def test_the_last_attempts_do_not_hide_that_an_earlier_one_may_have_been_done(sure: Exception) -> None:
+def test_possibly_executed_attempt_is_not_hidden(sure: Exception) -> None:
     transport = Scripted(LostError("first"), *[sure for _ in range(3)])
     with pytest.raises(LostError, match="first") as caught:
         line(transport, attempts=4).call(CALL, 5.0)
@@ -163,7 +163,7 @@ def test_who_is_interrupted_has_the_call_cancelled() -> None:
     assert future.cancelled()
 
 
-def test_a_transport_that_never_answers_is_waited_for_until_the_call_or_the_attempt_has_no_more_time() -> None:
+def test_hung_transport_is_abandoned_at_the_deadline() -> None:
     with pytest.raises(DeadlineError, match="script"):
         line(Scripted("never")).call(CALL, 0.1)
     transport = Scripted("never", "never")

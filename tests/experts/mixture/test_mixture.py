@@ -95,7 +95,7 @@ def assert_same(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: 
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 6), st.data())
-def test_outputs_and_gradients_are_those_of_the_mixture_computed_here(
+def test_outputs_and_gradients_equal_the_local_mixture(
     sizes: list[int], k: int, samples: int, data: st.DataObject
 ) -> None:
     whole = list(itertools.product(*map(range, sizes)))
@@ -123,7 +123,7 @@ def chosen_uids(world: World, mixture: RemoteMixtureOfExperts, x: Tensor) -> lis
     return world.servers.called(Kind.FORWARD)
 
 
-def test_each_expert_is_called_once_in_each_direction_and_routing_calls_nobody(world: World) -> None:
+def test_expert_is_called_once_in_each_direction(world: World) -> None:
     mixture = make(world)
     x = numbers(64, WIDTH)
     mixture(x).sum().backward()
@@ -138,7 +138,7 @@ def test_each_expert_is_called_once_in_each_direction_and_routing_calls_nobody(w
 
 
 @pytest.mark.parametrize("fault", [fails, hangs, lacks_a_row, first_row_is_nan])
-def test_who_does_not_answer_well_in_forward_has_no_weight_and_is_not_called_in_backward(fault: Fault) -> None:
+def test_failed_forward_gets_no_weight_and_no_backward(fault: Fault) -> None:
     with World(GRID) as world:
         mixture = make(world, timeout_after_k_min=0.05, forward_timeout=100.0, detect_anomalies=True)
         x = numbers(1, WIDTH).requires_grad_()
@@ -163,7 +163,7 @@ def test_only_the_rows_that_are_not_finite_have_no_weight(world: World) -> None:
     assert bool(loose(x).isnan().any())
 
 
-def test_who_fails_in_backward_adds_nothing_to_the_gradient_of_the_input(world: World) -> None:
+def test_failed_backward_adds_nothing_to_input_gradients(world: World) -> None:
     mixture = make(world, timeout_after_k_min=0.05)
     x = numbers(1, WIDTH).requires_grad_()
     bad, good = chosen_uids(world, mixture, x)
@@ -180,7 +180,7 @@ def test_who_fails_in_backward_adds_nothing_to_the_gradient_of_the_input(world: 
     torch.testing.assert_close(without + other - router_only, whole, rtol=0, atol=1e-12)
 
 
-def test_too_few_answers_are_an_error_that_says_who_failed_and_that_does_not_wait(world: World) -> None:
+def test_too_few_answers_raise_at_once_and_list_failures(world: World) -> None:
     mixture = make(world, k_min=2, backward_k_min=2, forward_timeout=60.0)
     x = numbers(4, WIDTH).requires_grad_()
     bad = chosen_uids(world, mixture, x)[0]
@@ -194,7 +194,7 @@ def test_too_few_answers_are_an_error_that_says_who_failed_and_that_does_not_wai
         mixture(x).sum().backward()
 
 
-def test_where_nobody_is_reached_the_error_names_the_retry_that_waits_for_a_restart() -> None:
+def test_unreachable_experts_error_names_the_retry() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"127.0.0.1:{bound.getsockname()[1]}"
@@ -224,7 +224,7 @@ def test_nobody_is_waited_for_longer_than_was_said(world: World) -> None:
     assert 0.15 <= time.monotonic() - start < 20.0
 
 
-def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_description_shares_the_deadline_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [f"weft.experts.mixture.{name}" for name in ("mixture", "fanout")]
     clock = FakeClock().install(monkeypatch, *modules)
 
@@ -240,7 +240,7 @@ def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward(mon
         assert given == {18_000}
 
 
-def test_late_answers_are_waited_for_until_enough_came_and_a_little_longer(world: World) -> None:
+def test_late_answers_are_awaited_after_the_quorum(world: World) -> None:
     x = numbers(1, WIDTH)
     patient, hasty = make(world), make(world, timeout_after_k_min=0.05)
     slow = chosen_uids(world, patient, x)[0]
@@ -256,7 +256,7 @@ def test_late_answers_are_waited_for_until_enough_came_and_a_little_longer(world
     assert transports[f"{slow}:1"].waiting == 0
 
 
-def test_a_call_that_found_no_connection_is_sent_again_with_the_same_key() -> None:
+def test_unsent_call_is_retried_with_the_same_key() -> None:
     with World([(0, 0)]) as world:
         mixture = RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], k_best=1))
         x = numbers(3, WIDTH).requires_grad_()
@@ -275,7 +275,7 @@ def test_a_call_that_found_no_connection_is_sent_again_with_the_same_key() -> No
         assert not mixture.statistics().failed
 
 
-def test_samples_without_enough_answers_are_zero_where_that_is_allowed(world: World) -> None:
+def test_samples_with_too_few_answers_are_zero_if_allowed(world: World) -> None:
     mixture = make(world, k_min=2, allow_zero_outputs=True)
     x = numbers(16, WIDTH).requires_grad_()
     mixture(x)
@@ -312,7 +312,7 @@ def test_experts_that_come_and_go_are_seen_by_the_next_call(world: World) -> Non
     assert chosen_uids(world, mixture, x) == ["ffn.0.1"]
 
 
-def test_where_fewer_experts_live_than_must_answer_this_is_told_and_nobody_is_asked(world: World) -> None:
+def test_fewer_living_experts_than_k_min_raise_at_once(world: World) -> None:
     mixture = make(world, k_min=2)
     x = numbers(4, WIDTH)
     mixture(x)
@@ -377,7 +377,7 @@ def test_experts_may_take_and_return_nested_values_of_free_sizes() -> None:
                 mixture(x, (index, second), **wrong)
 
 
-def test_numbers_that_are_not_finite_are_told_where_that_was_asked_for(world: World) -> None:
+def test_anomalies_are_detected_on_request(world: World) -> None:
     mixture = make(world, detect_anomalies=True)
     x = numbers(3, WIDTH)
     x[1, 0] = math.inf
@@ -390,7 +390,7 @@ def test_numbers_that_are_not_finite_are_told_where_that_was_asked_for(world: Wo
     assert world.servers.called(Kind.BACKWARD) == []
 
 
-def test_backward_may_come_again_only_if_the_graph_was_kept_and_has_no_gradient_itself(world: World) -> None:
+def test_second_backward_needs_a_retained_graph(world: World) -> None:
     mixture = make(world)
     x = numbers(3, WIDTH).requires_grad_()
     y = mixture(x).sum()
@@ -427,7 +427,7 @@ def test_many_threads_may_call_one_mixture(world: World) -> None:
         torch.testing.assert_close(seen, computed_here(world, mixture, x))
 
 
-def test_a_copy_shares_the_connections_and_a_pickle_says_what_to_do(world: World) -> None:
+def test_copy_shares_connections_and_pickle_is_refused(world: World) -> None:
     mixture = make(world)
     twin = copy.deepcopy(mixture)
     assert twin.proj.weight is not mixture.proj.weight
@@ -438,7 +438,7 @@ def test_a_copy_shares_the_connections_and_a_pickle_says_what_to_do(world: World
     assert "ffn.*, grid 2 x 2, k_best=2" in repr(mixture)
 
 
-def test_under_autocast_the_router_keeps_its_precision_and_what_travels_may_be_compressed(world: World) -> None:
+def test_autocast_spares_the_router(world: World) -> None:
     half, x = make(world, compression=Policy("fp16", "fp16", "fp16", "fp16")), numbers(8, WIDTH)
     assert 0 < float((half(x) - make(world)(x)).detach().abs().max()) < 1e-2
     with World(GRID, lambda: nn.Linear(WIDTH, WIDTH), ((torch.zeros(1, WIDTH),), {})) as single:
@@ -446,10 +446,10 @@ def test_under_autocast_the_router_keeps_its_precision_and_what_travels_may_be_c
         plain = mixture(x.float())
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(mixture(x.float()).float(), plain, rtol=2e-2, atol=2e-2)
-            assert mixture._scores(x.float()).dtype is torch.float32
+            assert mixture._router_scores(x.float()).dtype is torch.float32
 
 
-def test_fresh_weights_in_place_of_trained_ones_are_told_and_may_be_an_error(directory: LocalDirectory) -> None:
+def test_lost_steps_warn_or_raise(directory: LocalDirectory) -> None:
 
     def step() -> None:
         mixture(torch.ones(2, 4)).sum().backward()
@@ -501,7 +501,7 @@ class Best(nn.Module):
         return x.argmax(1)
 
 
-def test_inputs_that_the_router_cannot_read_and_outputs_without_a_mean_are_refused(world: World) -> None:
+def test_unusable_inputs_and_outputs_are_refused(world: World) -> None:
     with pytest.raises(SpecError):
         make(world)(numbers(3, WIDTH + 1))
     with pytest.raises(SpecError, match=r"reads samples x \.\.\. x 7"):

@@ -51,7 +51,7 @@ def test_outputs_loss_and_gradients_are_those_computed_here(world: World, k: int
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_jitter_is_for_training_and_touches_neither_the_input_nor_what_experts_see(world: World) -> None:
+def test_jitter_affects_the_router_in_training_only(world: World) -> None:
     mixture = make(world, jitter_eps=0.5, k_best=4)
     x = numbers(8, WIDTH)
     before = x.clone()
@@ -70,7 +70,7 @@ def test_jitter_is_for_training_and_touches_neither_the_input_nor_what_experts_s
     torch.testing.assert_close(still(x)[0], computed_here(world, still, x)[0])
 
 
-def test_what_is_beyond_the_capacity_is_dropped_and_needs_no_answer(world: World) -> None:
+def test_rows_beyond_the_capacity_are_dropped(world: World) -> None:
     mixture = make(world, capacity_factor=0.5, k_min=1, allow_zero_outputs=False).eval()
     x = numbers(32, WIDTH)
     free = make(world).eval()
@@ -98,7 +98,7 @@ def test_who_hangs_costs_its_own_samples_and_only_so_much_time(world: World) -> 
     assert mixture.statistics().failed == {"deadline": 1}
 
 
-def test_a_recomputed_stage_with_jitter_has_the_gradients_of_its_forward() -> None:
+def test_recomputed_stage_keeps_its_jitter() -> None:
     class Residual(nn.Module):
         def __init__(self, mixture: nn.Module) -> None:
             super().__init__()

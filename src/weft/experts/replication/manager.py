@@ -242,7 +242,6 @@ class ReplicationManager:
             self._take_over(replica, leadership.owner, snapshot, lease)
 
     def _claim(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> None:
-        """Claim it, and take over unless its previous owner may still be stepping."""
         try:
             ownership = self._directory.claim(replica.uid, lease)
         except ExpertOwnedError as error:
@@ -290,7 +289,6 @@ class ReplicationManager:
         replica.record_failure(failure)
 
     def _follow_owners(self) -> None:
-        """Keep one stream from every owner, and close all others."""
         owners: set[str] = set()
         for replica in self.replicas.values():
             owner = replica.leadership.owner

@@ -10,7 +10,7 @@ States come from servers that may own the expert, and are still read as untruste
     StateVersion(token 7, steps 20)  <  StateVersion(token 7, steps 21)  <  StateVersion(token 12, steps 15)
 
 A later owner has a larger token, so its state is newer even with fewer steps: the additional steps of the earlier
-owner never reached any later owner. Tokens of different epochs of the directory have no order; see `newer`.
+owner never reached any later owner. Tokens of different epochs of the directory have no order (see `newer`).
 """
 
 import secrets
@@ -45,9 +45,9 @@ class ReplicaOptions:
         experts: patterns (``*``, ``?``, ``[ab]``) of the names of experts that other servers have too.
         follow_seconds: interval at which a follower fetches the state of an owner that has stepped.
         follow_steps: number of steps after which it fetches at once.
-        first_seconds: longest wait for the owners' states when a server starts; after it, the server starts without.
-        state_bytes: largest state of one expert; a larger one is rejected before memory is allocated.
-        tls, token: credentials for the other servers, where this server needs `Role.ADMIN`; see `GrpcTransport`.
+        first_seconds: longest wait for the owners' states when a server starts. After it, the server starts without.
+        state_bytes: largest state of one expert. A larger one is rejected before memory is allocated.
+        tls, token: credentials for the other servers, where this server needs `Role.ADMIN` (see `GrpcTransport`).
 
     Raises ``UsageError`` that lists all invalid values.
 
@@ -128,7 +128,7 @@ class Leadership:
 
     @property
     def token(self) -> int:
-        """This server's fencing token; 0 for a follower."""
+        """This server's fencing token, or 0 for a follower."""
         owner = self.owner
         return owner.token if owner is not None and self.role != "follower" else 0
 
@@ -155,7 +155,7 @@ class Leadership:
     def check(self, *, steps: bool, carried: int = 0) -> None:
         """Raise ``NotOwnerError`` if this server may not execute a call. ``steps``: whether it changes the expert.
 
-        ``carried``: the largest fencing token that the caller knows; 0: none. A token of a past epoch of the directory
+        ``carried``: the largest fencing token that the caller knows. 0: none. A token of a past epoch of the directory
         is ignored, because the caller sent it before it learned of the new epoch.
         """
         # One consistent view of the four. `until` takes no lock, so this order of locks cannot deadlock.
@@ -195,7 +195,6 @@ class ReplicaState:
 
     @property
     def version(self) -> StateVersion:
-        """The version of the present state."""
         return StateVersion(self.token, self._backend.steps, self._backend.executor.backward_batches)
 
     def confirm(self, token: int) -> None:
@@ -286,7 +285,6 @@ class Replica:
 
     @property
     def version(self) -> StateVersion:
-        """The version of the state at this server."""
         return self.state.version
 
     @property
@@ -304,7 +302,7 @@ class Replica:
 
     @property
     def steps_behind(self) -> int | None:
-        """Steps that the owner is ahead, according to its last report; None before the first."""
+        """Steps that the owner is ahead, according to its last report, or None before the first."""
         if self.leadership.role != "follower":
             return 0
         return None if self.report is None else max(0, self.report.version.steps - self.backend.steps)
@@ -314,15 +312,13 @@ class Replica:
         self.state.confirm(token)
 
     def record_report(self, version: StateVersion) -> None:
-        """Note that the owner has just reported this version."""
         self.report = OwnerReport(version, time.monotonic())
 
     def record_failure(self, error: Exception | None) -> None:
-        """Note the outcome of taking over or saving; None: it succeeded."""
+        """Note the outcome of taking over or saving. None: it succeeded."""
         self.failure = error
 
     def postpone(self, seconds: float) -> None:
-        """Leave it alone for so long."""
         self.next_try = time.monotonic() + seconds
 
     def mark_final(self) -> None:
@@ -330,7 +326,7 @@ class Replica:
         self.is_final = True
 
     def follow(self, owner: Ownership | None) -> None:
-        """Become a follower of this owner; None: the owner is not known."""
+        """Become a follower of this owner. None: the owner is not known."""
         with self._lock:
             self._owner_was_seen = self._owner_was_seen or owner is not None
             if owner is not None and owner.token and self._fence.listed(owner.token):
@@ -367,11 +363,11 @@ class Replica:
             self.leadership.become("owner", ownership, lease)
 
     def encode(self, max_wait: float = 1.0) -> tuple[StateVersion, memoryview] | None:
-        """The present state as bytes; None if a batch is in progress for longer than ``max_wait`` seconds."""
+        """The present state as bytes, or None if a batch is in progress for longer than ``max_wait`` seconds."""
         return self.state.encode(max_wait)
 
     def load(self, version: StateVersion, data: bytes | bytearray | memoryview, *, taking_over: bool = False) -> bool:
-        """Load a state that an owner has sent; False if the role has changed, so that it is not needed.
+        """Load a state that an owner has sent. Returns False if the role has changed, so that it is not needed.
 
         Raises ``FencedError`` for a state of a replaced owner, ``DamagedError`` for bytes that are not a state, and
         errors of module and optimizer. After one of those the replica is broken and never becomes the owner.

@@ -175,7 +175,6 @@ class _OpenRequest:
         return is_overdue or version.steps - have.steps >= request.steps
 
     def mark_answered(self) -> None:
-        """Send no state to this request again."""
         self.is_answered = True
 
     def begin_report(self, version: StateVersion) -> bool:
@@ -435,7 +434,6 @@ class FollowerStream:
         return data
 
     def _failure(self, error: Any) -> WeftError:
-        """The error for an ``RpcError``: rejected, or not reached with these certificates."""
         text, tls = str(error.details()), self._options.tls
         if error.code() in _REFUSED:
             return ForbiddenError(f"{self.address} rejects this server: {text}")

@@ -266,13 +266,11 @@ def _write_call(calls: Any, header: Header, tensors: list[bytes]) -> None:
 
 @lru_cache(4096)
 def _write_tensor(dtype: torch.dtype, shape: torch.Size, compression: Compression, axes: int, elements: int) -> bytes:
-    """A `Tensor` of experts.proto. Raises ``LimitError`` for a shape beyond these limits."""
     _check_shape(shape, axes, elements)
     return _TENSOR(dtype=CODES[dtype], shape=shape, compression=compression).SerializeToString()
 
 
 def _check_shape(shape: Sequence[int], axes: int, elements: int) -> None:
-    """Raise ``LimitError`` for a shape beyond these limits."""
     if len(shape) > axes:
         raise LimitError(f"a tensor has {len(shape)} axes, at most {axes} are allowed", reason="axes")
     # An empty axis counts as 1: torch computes strides from the other axes, which overflow even if the tensor is empty.
@@ -282,7 +280,6 @@ def _check_shape(shape: Sequence[int], axes: int, elements: int) -> None:
 
 
 def _check_call(header: Header, tensors: int, limits: Limits) -> None:
-    """Raise ``LimitError`` for names, data and tensors beyond the limits."""
     # The common case, without encoding the names: a character takes at most 4 bytes.
     characters = len(header.uid) + len(header.key) + len(header.client) + len(header.mini_batch)
     if 4 * characters <= limits.name_bytes and len(header.data) <= limits.data_bytes and tensors <= limits.tensors:

@@ -102,7 +102,6 @@ def server_options(limits: Limits, connections: int, metadata_bytes: int = 16 <<
 
 
 def write_status(json_text: str) -> bytes:
-    """The answer to a status call."""
     return _MESSAGES["StatusReply"](json=json_text).SerializeToString()
 
 
@@ -122,7 +121,7 @@ def _read_message(name: str, data: bytes) -> Any:
 class Receipt:
     """The state of an expert and its server, in the data of every result.
 
-    durable      step up to which a crash of the server loses nothing; None: it keeps no checkpoints
+    durable      step up to which a crash of the server loses nothing. None: it keeps no checkpoints
     incarnation  a new number after every start of the server, and after it has taken over a replica
     token        fencing token of the expert's owner, 0: it has no replicas; in a call, the largest known one
     """
