@@ -195,7 +195,7 @@ def test_an_expert_is_led_a_lease_after_its_directory_began_anew_and_says_so_til
     with make(directory) as server:
         directory.begin_anew()
         wait_until(lambda: role(server) == "taking over")
-        wait_until(lambda: "begun anew" in server.statistics().replicas["fussy"].failure or role(server) == "owner")
+        wait_until(lambda: "begun again" in server.statistics().replicas["fussy"].failure or role(server) == "owner")
         wait_until(lambda: role(server) == "owner")
         assert server.statistics().replicas["fussy"].failure == ""
 

@@ -115,6 +115,7 @@ class RemoteExpert(RemoteLayer):
         forbid_tangents(f"expert {self.uid!r}", inputs)
         key, cached = IdempotencyKey(evaluation=not self.training), None
         if is_recomputing():
+            # With the key of the original forward, so that the server draws the same random numbers in backward.
             key, cached = self._cache.pop_match(inputs) or (key, None)
         elif is_checkpointing():
             outputs = stub.forward(inputs, key, deadline)

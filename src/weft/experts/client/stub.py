@@ -356,6 +356,7 @@ class ExpertProgress:
     def update(self, steps: int, receipt: Receipt) -> None:
         """Note an answer. Warns with `StepsLostWarning` if the expert has lost steps."""
         with self._lock:
+            # A delayed answer from before a restart. Its steps may be lost, and would hide that loss.
             if receipt.incarnation in self._past:
                 return
             before = self.steps or 0

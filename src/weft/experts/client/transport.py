@@ -215,6 +215,7 @@ class GrpcTransport(_BaseTransport):
         return self
 
     def _current_stream(self) -> Stream:
+        # Opening does not wait for the server, so the lock is held only briefly.
         with self._lock:
             if not self._streams or self._streams[0].is_gone:
                 trace = None if self._trace is None else self._trace()
@@ -355,6 +356,7 @@ def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
 
 
 def _list_addresses(addresses: Mapping[str, str]) -> Directory:
+    # A directory with leases that practically never end, so that lookups need no second code path.
     directory = LocalDirectory()
     for uid, address in addresses.items():
         directory.declare(uid, address, ttl=LONGEST)

@@ -285,6 +285,7 @@ class LocalDirectory(Directory):
     def get(self, prefix: str = "") -> Snapshot:
         with self._lock:
             self._expire()
+            # One object for each revision, because clients recognise a change by the identity of the snapshot.
             if prefix not in self._snapshots:
                 entries: list[Entry] = [*self._entries, *((uid, owner) for uid, (owner, _) in self._owners.items())]
                 matching = (entry for entry in entries if entry[0].startswith(prefix))

@@ -149,6 +149,7 @@ class EtcdClient:
             seconds = (end - time.monotonic()) / remaining
             try:
                 response = self._call_member(index, name, request, seconds)
+                # Without a lock: with a stale value, another thread only tries the members in a worse order.
                 self._first = index
                 return response
             except (RpcError, StopIteration, ValueError) as error:
@@ -191,6 +192,7 @@ class EtcdClient:
         call = self._callable(index, name)
         if name not in _STREAMS:
             return call(request, timeout=seconds, metadata=_LEADER)
+        # etcd offers renewals as a stream only. One stream for each renewal moves to another member like any call.
         answers = self.grpc_threads.stream(call, iter([request]), timeout=seconds, metadata=_LEADER)
         try:
             return next(answers)
@@ -261,7 +263,7 @@ class EtcdDirectory(Directory):
         try:
             self._epoch = self._current_epoch()
             for start in range(0, len(puts), _PUTS):
-                self._put(lease, success=puts[start : start + _PUTS])
+                self._put_under_lease(lease, success=puts[start : start + _PUTS])
         except BaseException:  # also Ctrl-C: part of the experts must not stay listed
             with suppress(DirectoryUnavailableError):  # then the lease ends by itself
                 self.withdraw(lease)
@@ -301,7 +303,7 @@ class EtcdDirectory(Directory):
             epoch = self._epoch
             same_epoch = {"target": VALUE, "key": self._keys.epoch, "value": str(epoch).encode()}
             put = {"key": key, "value": f"{lease.address}\0{epoch}".encode(), "lease": lease.number}
-            answer = self._put(
+            answer = self._put_under_lease(
                 lease,
                 compare=[_compare_revision(key, seen_revision), same_epoch],
                 success=[{"request_put": put}],
@@ -351,7 +353,7 @@ class EtcdDirectory(Directory):
         )
         return drawn if answer.succeeded else _read_epoch(answer.responses[0].response_range.kvs[0].value)
 
-    def _put(self, lease: Lease, **fields: Any) -> Any:
+    def _put_under_lease(self, lease: Lease, **fields: Any) -> Any:
         try:
             return self._client.call("Txn", **fields)
         except RefusedByEtcdError as error:
@@ -480,7 +482,7 @@ class EtcdWatch(Watch):
                 timer.cancel()
                 if response.canceled:
                     return f"etcd ended the watch: {response.cancel_reason or 'without a reason'}"
-                self._apply(response)
+                self._apply_response(response)
                 self._away_since = None
                 if not self._begun.done():
                     self._begun.set_result(None)
@@ -492,7 +494,7 @@ class EtcdWatch(Watch):
             call.cancel()
         return f"{self._client.addresses[index]}: the stream ended"
 
-    def _apply(self, response: Any) -> None:
+    def _apply_response(self, response: Any) -> None:
         """Make the snapshot from a range after the stream has begun, and then from its events."""
         if response.created:
             contents = self._client.call("Range", **self._range)

@@ -106,14 +106,14 @@ class LeaseHeartbeat:
             uids, start, before = tuple(self._uids()), time.monotonic(), self.lease
             if before is not None and set(before.uids) == set(uids):
                 try:
-                    return self._renew(start, before)
+                    return self._renew_lease(start, before)
                 except LeaseLostError:
                     self.lease = before = None
             try:
                 self._check_elsewhere(uids)
             except AlreadyDeclaredError:
                 if before is not None:
-                    self._renew(start, before)
+                    self._renew_lease(start, before)
                 raise
             # The new lease begins before the old one ends, so that clients find the experts at every moment.
             lease = self._directory.declare(uids, self.address, self._ttl) if uids else None
@@ -142,7 +142,7 @@ class LeaseHeartbeat:
         if self._ended:
             return
         self._ended = True
-        thread = threading.Thread(target=self._withdraw, name="weft-withdraw", daemon=True)
+        thread = threading.Thread(target=self._withdraw_lease, name="weft-withdraw", daemon=True)
         thread.start()
         thread.join(patience)
 
@@ -165,7 +165,7 @@ class LeaseHeartbeat:
                 )
             )
 
-    def _renew(self, start: float, lease: Lease) -> None:
+    def _renew_lease(self, start: float, lease: Lease) -> None:
         self._directory.renew(lease)
         self._record_renewal(start, lease)
 
@@ -177,7 +177,7 @@ class LeaseHeartbeat:
         self._latest = max(self._late, self._latest)
         self._until, self._due = start + lease.ttl * (1 - _MARGIN), start + lease.ttl / 3
 
-    def _withdraw(self) -> None:
+    def _withdraw_lease(self) -> None:
         with self._lock:  # waits for a running `turn`, whose declaration is then withdrawn as well
             lease, self.lease = self.lease, None
         if lease is not None:

@@ -137,6 +137,7 @@ def weights_of_answered(scores: Tensor, alive: Tensor) -> Tensor:
 def weighted_mean(outputs: Tensor, weights: Tensor) -> Tensor:
     """The sum of ``outputs`` (samples x k x ...) with ``weights`` (samples x k), in the dtype of the outputs."""
     flat = outputs.flatten(2) if outputs.dim() > 2 else outputs.unsqueeze(2)
+    # Not under autocast, which would round outputs of full precision.
     with torch.autocast(outputs.device.type, enabled=False):
         return (weights.to(flat.dtype).unsqueeze(1) @ flat).reshape(outputs.shape[0], *outputs.shape[2:])
 
@@ -279,6 +280,7 @@ class CombineBuffer:
         """All rows, each tensor samples x k x .... None without any answer."""
         if self._flat is None:
             return None
+        # Zeroed here rather than at allocation, because usually all rows have come.
         if not bool(self.alive.all()):
             for flat in self._flat:
                 flat[~self.alive.to(flat.device)] = 0

@@ -86,7 +86,7 @@ class ReplicationManager:
         self._unsaved: list[Replica] = []  # those taken over since the last save
         self._is_retired = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weft-replicas", daemon=True)
+        self._thread = threading.Thread(target=self._run_rounds, name="weft-replicas", daemon=True)
 
     def covers(self, uid: str) -> bool:
         """Whether other servers can have this expert too."""
@@ -142,7 +142,7 @@ class ReplicationManager:
         # the bytes are sent would lose the steps of a follower that has not loaded them yet.
         end = time.monotonic() + max(_LEAST_HANDOVER, seconds)
         while time.monotonic() < end and any(
-            version != replica.version for replica in owned for version in self._followers(replica.uid).values()
+            version != replica.version for replica in owned for version in self._follower_versions(replica.uid).values()
         ):
             time.sleep(0.005)
         for replica in owned:
@@ -166,7 +166,7 @@ class ReplicationManager:
     def _replica_statistics(self, replica: Replica) -> ReplicaStatistics:
         leadership, steps, failure = replica.leadership, replica.backend.steps, replica.failure
         owner, follows, report = leadership.owner, leadership.role == "follower", replica.report
-        versions = {} if follows else self._followers(replica.uid)
+        versions = {} if follows else self._follower_versions(replica.uid)
         return ReplicaStatistics(
             role=leadership.role,
             owner="" if owner is None else owner.address,
@@ -183,10 +183,10 @@ class ReplicationManager:
             failure="" if failure is None else f"{type(failure).__name__}: {failure}",
         )
 
-    def _followers(self, uid: str) -> dict[str, StateVersion]:
+    def _follower_versions(self, uid: str) -> dict[str, StateVersion]:
         return {} if self.leader_streams is None else self.leader_streams.followers(uid)
 
-    def _run(self) -> None:
+    def _run_rounds(self) -> None:
         while not self._stop.wait(INTERVAL):
             try:
                 self._attend_all()
@@ -203,7 +203,7 @@ class ReplicationManager:
             if time.monotonic() < replica.next_try:
                 continue
             try:
-                self._attend(replica, snapshot, lease)
+                self._attend_replica(replica, snapshot, lease)
             except Exception as error:
                 replica.record_failure(error)
                 replica.postpone(_RETRY_SECONDS)
@@ -216,7 +216,7 @@ class ReplicationManager:
             except WeftError as error:
                 replica.record_failure(error)
 
-    def _attend(self, replica: Replica, snapshot: Snapshot, lease: Lease | None) -> None:
+    def _attend_replica(self, replica: Replica, snapshot: Snapshot, lease: Lease | None) -> None:
         """Follow, claim or take over one replica, whichever is due."""
         leadership, owner = replica.leadership, snapshot.owner(replica.uid)
         other = owner if owner is not None and owner.address != self._address else None
@@ -230,18 +230,18 @@ class ReplicationManager:
                         "received the owner's state or could not load it. Start a server that has the state, or "
                         "restart this one to continue with its present state"
                     )
-                self._claim(replica, snapshot, lease)
+                self._claim_replica(replica, snapshot, lease)
         elif other is not None and replaced(leadership.token, other.token):
             replica.follow(other)
         elif lease is None:
             return
         elif leadership.lease is None or lease.number != leadership.lease.number:
             if replica.uid in lease.uids:
-                self._claim(replica, snapshot, lease)
+                self._claim_replica(replica, snapshot, lease)
         elif leadership.role == "taking over" and leadership.owner is not None:
             self._take_over(replica, leadership.owner, snapshot, lease)
 
-    def _claim(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> None:
+    def _claim_replica(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> None:
         try:
             ownership = self._directory.claim(replica.uid, lease)
         except ExpertOwnedError as error:

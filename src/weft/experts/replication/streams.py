@@ -201,7 +201,7 @@ class _LeaderStream:
             try:
                 calls = decode(message, self._limits)
             except WireError as error:
-                return await self._fail(0, error)
+                return await self._send_error(0, error)
             for call in calls:
                 header = call.header
                 try:
@@ -212,7 +212,7 @@ class _LeaderStream:
                     request = read_request(header.data)
                     self.waiting[header.uid] = _OpenRequest(header.call_id, header.client, request)
                 except WeftError as error:
-                    await self._fail(header.call_id, error)
+                    await self._send_error(header.call_id, error)
 
     async def answer_requests(self) -> None:
         """Answer requests until none has been open for `IDLE` seconds."""
@@ -224,16 +224,16 @@ class _LeaderStream:
                 if waiting.is_answered:
                     continue
                 try:
-                    is_closed = await self._attend(uid, waiting)
+                    is_closed = await self._attend_request(uid, waiting)
                 except WeftError as error:
                     is_closed = True
-                    await self._fail(waiting.call_id, error)
+                    await self._send_error(waiting.call_id, error)
                 # A newer request can have replaced this one during the awaits.
                 if is_closed and self.waiting.get(uid) is waiting:
                     del self.waiting[uid]
             await asyncio.sleep(TICK)
 
-    async def _attend(self, uid: str, waiting: _OpenRequest) -> bool:
+    async def _attend_request(self, uid: str, waiting: _OpenRequest) -> bool:
         """Answer a request if it is due. Returns whether it is closed, so that it needs no acknowledgement."""
         replica, request = self._replicas.get(uid), waiting.request
         if replica is None:
@@ -242,12 +242,12 @@ class _LeaderStream:
             replica.leadership.check(steps=False)
         version = replica.version
         if request.token and not (newer(version, request.have, request.token) and replica.state.is_loaded):
-            await self._respond(waiting, PullResponse(UpdateKind.NOTHING, version))
+            await self._send_response(waiting, PullResponse(UpdateKind.NOTHING, version))
             return True
         if request.token or waiting.is_due(version, replica.is_final):
             await self._send_state(waiting, replica)
         elif waiting.begin_report(version):
-            await self._respond(waiting, PullResponse(UpdateKind.PROGRESS, version))
+            await self._send_response(waiting, PullResponse(UpdateKind.PROGRESS, version))
         return False
 
     async def _send_state(self, waiting: _OpenRequest, replica: Replica) -> None:
@@ -259,21 +259,21 @@ class _LeaderStream:
         digest = blake2b(data, digest_size=16).digest()
         size = min(PIECE, max(1, self._limits.frame_bytes // 2))
         async with self._sending:
-            await self._respond(waiting, PullResponse(UpdateKind.STATE, version, len(data), digest))
+            await self._send_response(waiting, PullResponse(UpdateKind.STATE, version, len(data), digest))
             for start in range(0, len(data), size):
                 piece = torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
-                await self._send(Header(kind=Kind.RESULT, call_id=waiting.call_id), piece)
+                await self._send_call(Header(kind=Kind.RESULT, call_id=waiting.call_id), piece)
         # Kept in `waiting`: sent is not loaded. Only the next request acknowledges the state.
         waiting.mark_answered()
 
-    async def _respond(self, waiting: _OpenRequest, response: PullResponse) -> None:
-        await self._send(Header(kind=Kind.RESULT, call_id=waiting.call_id, data=response.to_bytes()))
+    async def _send_response(self, waiting: _OpenRequest, response: PullResponse) -> None:
+        await self._send_call(Header(kind=Kind.RESULT, call_id=waiting.call_id, data=response.to_bytes()))
 
-    async def _fail(self, call_id: int, error: BaseException) -> None:
+    async def _send_error(self, call_id: int, error: BaseException) -> None:
         async with self._sending:
-            await self._send(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
+            await self._send_call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
 
-    async def _send(self, header: Header, *tensors: torch.Tensor) -> None:
+    async def _send_call(self, header: Header, *tensors: torch.Tensor) -> None:
         await self._write(encode([Call(header, tensors)], self._limits))
 
 
@@ -297,7 +297,7 @@ class FollowerStream:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         self._channel = open_channel(address, options.tls, limits)
         self._grpc_threads = GrpcThreads()
-        self._call = self._open(self._requests)
+        self._call = self._open_call(self._requests)
         self._thread = threading.Thread(target=self._read_states, name=f"weft-follow-{address}", daemon=True)
         self._thread.start()
 
@@ -311,7 +311,7 @@ class FollowerStream:
         options, call_id = self._options, next(self._call_ids)
         request = PullRequest(replica.version, int(options.follow_steps), int(1000 * options.follow_seconds))
         self._requested[call_id] = replica  # before the request is sent, so that its answer finds the replica
-        self._requests.put(self._encode(call_id, replica.uid, request))
+        self._requests.put(self._encode_request(call_id, replica.uid, request))
 
     def fetch_newest(self, replica: Replica, token: int, timeout: float) -> bool:
         """Load a newer state, if the other server has one, into a replica that was claimed with this token.
@@ -319,9 +319,9 @@ class FollowerStream:
         Returns whether a state was loaded. Raises errors of the other server, and ``UnreachableError``.
         """
         requests: SimpleQueue[bytes | None] = SimpleQueue()
-        requests.put(self._encode(1, replica.uid, PullRequest(replica.version, token=token)))
-        call = self._open(requests, timeout)
-        answers = self._answers(call)
+        requests.put(self._encode_request(1, replica.uid, PullRequest(replica.version, token=token)))
+        call = self._open_call(requests, timeout)
+        answers = self._decode_answers(call)
         try:
             for answer in answers:
                 head = self._read_head(answer)
@@ -330,7 +330,7 @@ class FollowerStream:
                 if head.kind is UpdateKind.STATE:
                     return replica.load(head.version, self._read_state(head, answers), taking_over=True)
         except _grpc.RpcError as error:
-            raise self._failure(error) from None
+            raise self._explain_error(error) from None
         finally:
             call.cancel()
             requests.put(None)
@@ -346,30 +346,30 @@ class FollowerStream:
         self._channel.close()
         self._grpc_threads.wait(_JOIN)
 
-    def _open(self, requests: "SimpleQueue[bytes | None]", timeout: float | None = None) -> Any:
+    def _open_call(self, requests: "SimpleQueue[bytes | None]", timeout: float | None = None) -> Any:
         """Open a gRPC stream that sends the items of ``requests``, up to the first None."""
         token = self._options.token
         metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
         method, sent = self._channel.stream_stream(STATE), iter(requests.get, None)
         return self._grpc_threads.stream(method, sent, metadata=metadata, timeout=timeout)
 
-    def _encode(self, call_id: int, uid: str, request: PullRequest) -> bytes:
+    def _encode_request(self, call_id: int, uid: str, request: PullRequest) -> bytes:
         data = request.to_bytes()
         header = Header(Kind.STATE, call_id=call_id, uid=uid, client=self._follower_address, data=data)
         return encode([Call(header)], self._limits)
 
     def _read_states(self) -> None:
         failure: Exception = UnreachableError(f"{self.address} ended the stream of its states")
-        answers = self._answers(self._call)
+        answers = self._decode_answers(self._call)
         try:
             for answer in answers:
                 replica = self._requested.get(answer.header.call_id)
                 if replica is not None:
-                    self._attend(replica, answer, answers)
+                    self._handle_answer(replica, answer, answers)
                 elif not answer.header.call_id and answer.header.kind is Kind.ERROR:
                     raise read_fault(answer.header.data)
         except _grpc.RpcError as error:
-            failure = self._failure(error)
+            failure = self._explain_error(error)
         except (WeftError, ValueError) as error:
             failure = error
         finally:
@@ -380,7 +380,7 @@ class FollowerStream:
             for replica in () if self._closed else abandoned.values():
                 replica.failed(failure)
 
-    def _attend(self, replica: Replica, answer: Received, answers: Iterator[Received]) -> None:
+    def _handle_answer(self, replica: Replica, answer: Received, answers: Iterator[Received]) -> None:
         """Record a progress report, or load an announced state and request the next one."""
         try:
             head = self._read_head(answer)
@@ -398,7 +398,7 @@ class FollowerStream:
             replica.failed(error)
         del self._requested[answer.header.call_id]
 
-    def _answers(self, call: Any) -> Iterator[Received]:
+    def _decode_answers(self, call: Any) -> Iterator[Received]:
         for message in call:
             yield from decode(message, self._limits)
 
@@ -433,7 +433,7 @@ class FollowerStream:
             raise DamagedError(f"the {len(data)} bytes of a state differ from those that were sent")
         return data
 
-    def _failure(self, error: Any) -> WeftError:
+    def _explain_error(self, error: Any) -> WeftError:
         text, tls = str(error.details()), self._options.tls
         if error.code() in _REFUSED:
             return ForbiddenError(f"{self.address} rejects this server: {text}")
