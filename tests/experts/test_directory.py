@@ -58,7 +58,7 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
         yield members[0]
 
 
-def fresh(member: Member, kind: type[EtcdDirectory] = EtcdDirectory, **more: Any) -> EtcdDirectory:
+def new_directory(member: Member, kind: type[EtcdDirectory] = EtcdDirectory, **more: Any) -> EtcdDirectory:
     return kind(member.endpoint, namespace=uuid.uuid4().hex, **more)
 
 
@@ -66,7 +66,7 @@ def fresh(member: Member, kind: type[EtcdDirectory] = EtcdDirectory, **more: Any
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     made = local_case()
     if request.param == "etcd":
-        stretched = fresh(request.getfixturevalue("member"), Stretched)
+        stretched = new_directory(request.getfixturevalue("member"), Stretched)
         made = Case(stretched, lambda seconds: time.sleep(STRETCH * seconds))
     yield made
     made.directory.close()
@@ -74,14 +74,14 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @pytest.fixture(params=["local", "etcd"])
 def real(request: pytest.FixtureRequest) -> Iterator[Directory]:
-    directory = LocalDirectory() if request.param == "local" else fresh(request.getfixturevalue("member"))
+    directory = LocalDirectory() if request.param == "local" else new_directory(request.getfixturevalue("member"))
     yield directory
     directory.close()
 
 
 @pytest.fixture
 def etcd(member: Member) -> Iterator[EtcdDirectory]:
-    with fresh(member) as directory:
+    with new_directory(member) as directory:
         yield directory
 
 
@@ -350,7 +350,7 @@ WITHOUT_TIME = STEPS.filter(lambda step: step.what != "advance").map(
 @given(steps=st.lists(WITHOUT_TIME, min_size=5, max_size=30), prefix=st.sampled_from(["", "a"]))
 def test_events_lead_from_one_right_snapshot_to_the_next(member: Member, steps: list[Step], prefix: str) -> None:
     model, leases, tokens = Model(), dict[int, Lease](), list[int]()
-    with fresh(member) as directory, directory.watch(prefix) as watch:
+    with new_directory(member) as directory, directory.watch(prefix) as watch:
         for step in steps:
             apply(step, Case(directory, time.sleep), model, leases, tokens)
             model.check(directory.get())
@@ -381,7 +381,7 @@ def test_many_experts_share_one_etcd_lease(etcd: EtcdDirectory) -> None:
 
 
 def test_namespaces_are_separate_and_foreign_keys_ignored(member: Member) -> None:
-    with fresh(member) as one, fresh(member) as other, other.watch() as watch:
+    with new_directory(member) as one, new_directory(member) as other, other.watch() as watch:
         one.declare("a", "x:1", 60.0)
         assert len(other.get()) == 0
         keys = [other._keys.key_range("")[0] + tail for tail in (b"stranger", b"a\0z9", b"\xff\0a1", b"a\0a\xff")]
@@ -392,7 +392,7 @@ def test_namespaces_are_separate_and_foreign_keys_ignored(member: Member) -> Non
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_fork_leaves_the_directory_to_its_parent(member: Member) -> None:
-    with fresh(member) as directory, directory.watch() as watch:
+    with new_directory(member) as directory, directory.watch() as watch:
         directory.declare("a", "here:1", 60.0)
         wait_until(lambda: watch.snapshot().uids == ("a",))
 

@@ -38,7 +38,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def around(middle: nn.Module) -> nn.Sequential:
+def surround(middle: nn.Module) -> nn.Sequential:
     first, last = (seeded(lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.float64), seed) for seed in (1, 2))
     return nn.Sequential(first, middle, last)
 
@@ -89,7 +89,7 @@ def test_a_stage_of_a_pipe_steps_once_and_is_not_asked_twice(server: Server, che
         remote, local = RemoteExpert("fussy", transport, accumulate=True), seeded(Fussy)
         optimizer = sgd(local.parameters())
         settings = {"chunks": 4, "balance": [1, 1, 1], "checkpoint": checkpoint, "executor": executor}
-        pipe, twin = Pipe(around(remote), **settings), around(local)
+        pipe, twin = Pipe(surround(remote), **settings), surround(local)
         for step in range(2):
             pipe.zero_grad()
             twin.zero_grad()
@@ -108,13 +108,13 @@ def test_a_stage_of_a_pipe_steps_once_and_is_not_asked_twice(server: Server, che
 def test_a_stage_that_would_step_once_per_micro_batch_is_refused(server: Server, executor: Any) -> None:
     with RemoteExpert("fussy", server.address) as remote, Connections({"fussy": server.address}) as connections:
         mixture = RemoteMixtureOfExperts(in_features=4, grid_size=[1], uid_prefix="fussy", connections=connections)
-        model = nn.Sequential(around(remote), nn.Sequential(nn.Identity(), mixture))
+        model = nn.Sequential(surround(remote), nn.Sequential(nn.Identity(), mixture))
         with pytest.raises(UsageError) as caught:
             Pipe(model, chunks=2, balance=[1, 1], executor=executor)(rows(4, 0))
         for words in ("layer '0' of stage 0 (RemoteExpert)", "layer '1' of stage 1 (RemoteMixtureOfExperts)"):
             assert f"{words}: make it with accumulate=True and commit" in str(caught.value)
         assert server.statistics().calls == 0
-        pipe = Pipe(around(remote), chunks=2, balance=[1, 1, 1], executor=executor)
+        pipe = Pipe(surround(remote), chunks=2, balance=[1, 1, 1], executor=executor)
         with torch.no_grad():
             pipe(rows(4, 0))
         pipe.chunks = 1
@@ -217,7 +217,7 @@ class Child:
         self.process.communicate(timeout=60)
 
 
-def asking_until_it_fails(transport: GrpcTransport) -> "Future[BaseException]":
+def call_until_failure(transport: GrpcTransport) -> "Future[BaseException]":
     heard: Future[BaseException] = Future()
     call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(512, 0)])
 
@@ -243,7 +243,7 @@ def test_killed_server_keeps_durable_steps_once(tmp_path: Path) -> None:
         assert remote.describe().durable == 1 and remote.durable_step == 1
         remote(x).sum().backward()
         assert (remote.steps, remote.durable_step) == (2, 1)  # the second step is not safe yet
-        heard = asking_until_it_fails(transport)
+        heard = call_until_failure(transport)
         child.end(kill=True)
         start = time.monotonic()
         assert isinstance(heard.result(20.0), LostError | UnreachableError)  # at once, and not at its deadline of 25 s

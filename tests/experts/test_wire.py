@@ -226,7 +226,7 @@ INTERESTING = [0, 1, 2, 127, 128, 255, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, 1 
 INTERESTING += [(1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 
 
-def swallow(message: bytes) -> bool:
+def decode_and_check(message: bytes) -> bool:
     """Decode and make all tensors. Returns whether it was a frame; lets nothing but WireError pass as a refusal."""
     try:
         received = decode(message, CAPS)
@@ -243,7 +243,7 @@ def swallow(message: bytes) -> bool:
     return True
 
 
-def mutated(message: bytes, draw: random.Random) -> bytes:
+def mutate(message: bytes, draw: random.Random) -> bytes:
     """One to four changes: bits, bytes, numbers of any width set to interesting values, cuts and insertions."""
     data = bytearray(message)
     for _ in range(draw.randint(1, 4)):
@@ -288,8 +288,8 @@ BYTES |= BYTES.map(lambda tail: b"\x0a%c" % (len(tail) & 127) + tail)  # with a 
     frames() | BYTES | BYTES.map(lambda tail: b"\x0a%c" % (len(tail) & 127) + tail), st.randoms(use_true_random=False)
 )
 def test_mutated_frame_is_a_frame_or_a_wire_error(message: bytes, draw: random.Random) -> None:
-    swallow(message)
-    swallow(mutated(message, draw))
+    decode_and_check(message)
+    decode_and_check(mutate(message, draw))
 
 
 @pytest.mark.long
@@ -297,7 +297,7 @@ def test_many_mutations_end_in_a_frame_or_a_wire_error() -> None:
     draw, known = random.Random(None if "WEFT_FUZZ" in os.environ else 1), seeds()
     whole = 0
     for turn in range(TIMES):
-        whole += swallow(mutated(known[turn % len(known)], draw))
+        whole += decode_and_check(mutate(known[turn % len(known)], draw))
     assert TIMES // 50 < whole < TIMES  # the mutations reach the depths, and are not all harmless
 
 

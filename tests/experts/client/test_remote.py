@@ -39,13 +39,13 @@ def nested_backend() -> ExpertBackend:
     return ExpertBackend("nested", seeded(Nested), sgd, **NESTED_SCHEMAS)
 
 
-def called(module: nn.Module, x: Tensor, pair: Tensor | None = None, scale: Tensor | None = None) -> Any:
+def call_nested(module: nn.Module, x: Tensor, pair: Tensor | None = None, scale: Tensor | None = None) -> Any:
     count = len(x)
     options = {"scale": rows(count, 2, 1) if scale is None else scale, "mode": "plain"}
     return module(x, [torch.arange(count) % 5, rows(count, 1, 2) if pair is None else pair], options=options)
 
 
-def trains_as_here(remote: RemoteExpert, x: Tensor | None = None) -> bool:
+def trains_like_local(remote: RemoteExpert, x: Tensor | None = None) -> bool:
     x = rows(2, 0) if x is None else x
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     for layer, leaf in zip((remote, fussy_backend().module), leaves, strict=True):
@@ -86,14 +86,14 @@ def test_nested_arguments_and_outputs(there: tuple[Server, Transport]) -> None:
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for module in (remote, twin):
         x, scale = rows(3, 0).requires_grad_(), rows(3, 2, 1).requires_grad_()
-        out = called(module, x, scale=scale)
+        out = call_nested(module, x, scale=scale)
         assert out["none"] is None and not out["best"].requires_grad
         (out["y"][0].sum() + out["y"][1].square().sum()).backward()
         assert x.grad is not None and scale.grad is not None
         found.append((out["y"][1].detach(), x.grad, scale.grad))
     assert all(close(a, b) for a, b in zip(*found, strict=True))
     x, pair = rows(2, 0), rows(2, 1, 2).requires_grad_()  # an output that nobody uses, an input without a gradient
-    called(remote, x, pair)["y"][1].sum().backward()
+    call_nested(remote, x, pair)["y"][1].sum().backward()
     assert x.grad is None and pair.grad is not None and not pair.grad.any()
     with pytest.raises(SpecError, match="'fancy', wanted 'plain'"):
         remote(x, [torch.tensor([0, 2]), pair], options={"scale": rows(2, 2, 1), "mode": "fancy"})
@@ -105,7 +105,7 @@ def test_many_threads_may_call_at_once(there: tuple[Server, Transport]) -> None:
     @torch.no_grad()
     def work(seed: int) -> bool:
         inputs = [rows(2, seed + turn) for turn in range(3)]
-        return all([close(called(remote, x)["y"][0], called(twin, x)["y"][0]) for x in inputs])
+        return all([close(call_nested(remote, x)["y"][0], call_nested(twin, x)["y"][0]) for x in inputs])
 
     assert all(in_threads(work, range(8)))
 
@@ -223,7 +223,7 @@ def test_a_frozen_expert_gives_values_but_takes_no_gradients(fake: FakeTransport
 def test_expert_without_optimizer_returns_gradients(most: int) -> None:
     with reached("fake", fussy_backend(optimizer=None, max_batch_size=most)) as (_, transport):
         remote = RemoteExpert("fussy", transport)
-        assert trains_as_here(remote, rows(10, 0)) and remote.steps == 0
+        assert trains_like_local(remote, rows(10, 0)) and remote.steps == 0
         assert not remote(rows(2, 0)).requires_grad
 
 
@@ -356,7 +356,7 @@ def test_a_lost_message_is_no_second_step(fake: FakeTransport, lose: list[str]) 
     remote = RemoteExpert("fussy", fake, retry=Retry(first=0.001))
     remote(rows(1, 0))
     fake.lose = ["", *lose]
-    assert trains_as_here(remote) and remote.describe().steps == 1
+    assert trains_like_local(remote) and remote.describe().steps == 1
     assert len({call.header.key for call in fake.seen if call.header.key}) == 2, "of both forwards"
     remote = RemoteExpert("fussy", fake, retry=Retry(first=0.001), accumulate=True)
     remote(rows(2, 0)).sum().backward()
@@ -500,7 +500,7 @@ def test_large_call_is_sent_in_parts_and_steps_once(way: str, accumulate: bool) 
         remote = in_parts(transport, accumulate)
         with torch.no_grad():
             assert close(remote(rows(10, 0)), plain.module(rows(10, 0)))
-        assert trains_as_here(remote, rows(10, 0))
+        assert trains_like_local(remote, rows(10, 0))
         assert backend.steps == (0 if accumulate else 1)
         assert not accumulate or remote.commit()
         assert backend.steps == remote.steps == 1 and backend.statistics().open_mini_batches == 0

@@ -110,7 +110,7 @@ def directory() -> Iterator[LocalDirectory]:
     with_experts.close()
 
 
-def routed(directory: LocalDirectory) -> tuple[Connections, DirectoryResolver]:
+def make_resolver(directory: LocalDirectory) -> tuple[Connections, DirectoryResolver]:
     connections = Connections(directory, open_transport=lambda address: Scripted(address=address))
     return connections, DirectoryResolver("x", connections)
 
@@ -120,14 +120,14 @@ def test_the_owner_is_asked_first_and_then_the_others(directory: LocalDirectory)
         lease = directory.declare("x", address, 60.0)
         if address == "b:1":
             directory.claim("x", lease)
-    _, route = routed(directory)
+    _, route = make_resolver(directory)
     assert [route.select_transport(attempt, None).address for attempt in range(4)] == ["b:1", "a:1", "c:1", "b:1"]
     elsewhere = NotOwnerError("x", {"address": "d:1"})
     assert route.select_transport(1, elsewhere).address == "d:1"
 
 
 def test_unlisted_expert_is_unreachable_until_listed(directory: LocalDirectory) -> None:
-    _, route = routed(directory)
+    _, route = make_resolver(directory)
     with pytest.raises(UnreachableError, match="'x'"):
         route.select_transport(0, None)
     directory.declare("x", "a:1", 60.0)
@@ -135,7 +135,7 @@ def test_unlisted_expert_is_unreachable_until_listed(directory: LocalDirectory) 
 
 
 def test_connections_open_one_transport_per_address(directory: LocalDirectory) -> None:
-    connections, _ = routed(directory)
+    connections, _ = make_resolver(directory)
     assert len(set(map(id, in_threads(connections.to, ["a:1"] * 8)))) == 1
     assert list(connections.statistics()) == ["a:1"]
     connections.close()

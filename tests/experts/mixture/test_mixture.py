@@ -47,7 +47,7 @@ from weft.recurrent import NoPlanWarning
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
-def computed_here(
+def local_output(
     world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()
 ) -> Tensor:
     """The mixture in plain autograd, sample by sample. Those who are gone have no weight."""
@@ -80,7 +80,7 @@ def gradients(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, *, here:
 
 def assert_same(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()) -> None:
     wish = numbers(len(x), WIDTH, seed=9)
-    expected = computed_here(world, mixture, x, gone)
+    expected = local_output(world, mixture, x, gone)
     expected.backward(wish)
     wanted = gradients(world, mixture, x, here=True)
     seen = mixture(x)
@@ -111,7 +111,7 @@ def test_outputs_and_gradients_equal_the_local_mixture(
         assert_same(world, mixture, numbers(samples, WIDTH, seed=1).requires_grad_(), names)
 
 
-def make(world: World, **more: Any) -> RemoteMixtureOfExperts:
+def make_mixture(world: World, **more: Any) -> RemoteMixtureOfExperts:
     return routed(RemoteMixtureOfExperts, world, k_best=2, **more)
 
 
@@ -124,7 +124,7 @@ def chosen_uids(world: World, mixture: RemoteMixtureOfExperts, x: Tensor) -> lis
 
 
 def test_expert_is_called_once_in_each_direction(world: World) -> None:
-    mixture = make(world)
+    mixture = make_mixture(world)
     x = numbers(64, WIDTH)
     mixture(x).sum().backward()
     assert world.servers.called(Kind.FORWARD) == sorted(set(world.servers.called(Kind.FORWARD)))
@@ -140,7 +140,7 @@ def test_expert_is_called_once_in_each_direction(world: World) -> None:
 @pytest.mark.parametrize("fault", [fails, hangs, lacks_a_row, first_row_is_nan])
 def test_failed_forward_gets_no_weight_and_no_backward(fault: Fault) -> None:
     with World(GRID) as world:
-        mixture = make(world, timeout_after_k_min=0.05, forward_timeout=100.0, detect_anomalies=True)
+        mixture = make_mixture(world, timeout_after_k_min=0.05, forward_timeout=100.0, detect_anomalies=True)
         x = numbers(1, WIDTH).requires_grad_()
         bad = chosen_uids(world, mixture, x)[0]
         world.servers.faults = {bad: fault}
@@ -152,19 +152,19 @@ def test_failed_forward_gets_no_weight_and_no_backward(fault: Fault) -> None:
 
 
 def test_only_the_rows_that_are_not_finite_have_no_weight(world: World) -> None:
-    mixture = make(world, detect_anomalies=True)
+    mixture = make_mixture(world, detect_anomalies=True)
     x = numbers(32, WIDTH)
     clean = mixture(x)
     bad = chosen_uids(world, mixture, x)[0]
     world.servers.faults = {bad: first_row_is_nan}
     changed = (mixture(x) != clean).any(1)
     assert int(changed.sum()) == 1
-    loose = make(world)
+    loose = make_mixture(world)
     assert bool(loose(x).isnan().any())
 
 
 def test_failed_backward_adds_nothing_to_input_gradients(world: World) -> None:
-    mixture = make(world, timeout_after_k_min=0.05)
+    mixture = make_mixture(world, timeout_after_k_min=0.05)
     x = numbers(1, WIDTH).requires_grad_()
     bad, good = chosen_uids(world, mixture, x)
     whole = torch.autograd.grad(mixture(x).sum(), x)[0]
@@ -175,13 +175,13 @@ def test_failed_backward_adds_nothing_to_input_gradients(world: World) -> None:
     world.servers.faults = {good: only(Kind.BACKWARD, fails)}
     other = torch.autograd.grad(mixture(x).sum(), x)[0]
     world.servers.faults = {uid: only(Kind.BACKWARD, fails) for uid in (bad, good)}
-    lenient = make(world, allow_zero_outputs=True)
+    lenient = make_mixture(world, allow_zero_outputs=True)
     router_only = torch.autograd.grad(lenient(x).sum(), x)[0]
     torch.testing.assert_close(without + other - router_only, whole, rtol=0, atol=1e-12)
 
 
 def test_too_few_answers_raise_at_once_and_list_failures(world: World) -> None:
-    mixture = make(world, k_min=2, backward_k_min=2, forward_timeout=60.0)
+    mixture = make_mixture(world, k_min=2, backward_k_min=2, forward_timeout=60.0)
     x = numbers(4, WIDTH).requires_grad_()
     bad = chosen_uids(world, mixture, x)[0]
     world.servers.faults = {bad: fails} | {uid: hangs for uid in world.here if uid != bad}
@@ -208,7 +208,7 @@ def test_unreachable_experts_error_names_the_retry() -> None:
 
 
 def test_nobody_is_waited_for_longer_than_was_said(world: World) -> None:
-    mixture = make(world, forward_timeout=1.0, backward_timeout=0.15)
+    mixture = make_mixture(world, forward_timeout=1.0, backward_timeout=0.15)
     x = numbers(4, WIDTH)
     mixture(x)
     world.servers.faults = dict.fromkeys(world.here, hangs)
@@ -233,7 +233,7 @@ def test_description_shares_the_deadline_of_the_first_forward(monkeypatch: pytes
         return answer
 
     with World(GRID) as world:
-        mixture = make(world, forward_timeout=20.0)
+        mixture = make_mixture(world, forward_timeout=20.0)
         world.servers.faults = dict.fromkeys(world.here, slowly)
         mixture(numbers(4, WIDTH))
         given = {each.deadline_ms for each in world.servers.headers if each.kind is Kind.FORWARD}
@@ -242,7 +242,7 @@ def test_description_shares_the_deadline_of_the_first_forward(monkeypatch: pytes
 
 def test_late_answers_are_awaited_after_the_quorum(world: World) -> None:
     x = numbers(1, WIDTH)
-    patient, hasty = make(world), make(world, timeout_after_k_min=0.05)
+    patient, hasty = make_mixture(world), make_mixture(world, timeout_after_k_min=0.05)
     slow = chosen_uids(world, patient, x)[0]
     world.servers.late = {slow: 0.6}
     start = time.monotonic()
@@ -250,8 +250,8 @@ def test_late_answers_are_awaited_after_the_quorum(world: World) -> None:
     assert time.monotonic() - start >= 0.05  # what came by then is told by the numbers below
     whole = patient(x)
     assert time.monotonic() - start >= 0.35
-    torch.testing.assert_close(whole, computed_here(world, patient, x))
-    torch.testing.assert_close(hurried, computed_here(world, hasty, x, frozenset([slow])))
+    torch.testing.assert_close(whole, local_output(world, patient, x))
+    torch.testing.assert_close(hurried, local_output(world, hasty, x, frozenset([slow])))
     transports = world.connections.statistics()
     assert transports[f"{slow}:1"].waiting == 0
 
@@ -276,7 +276,7 @@ def test_unsent_call_is_retried_with_the_same_key() -> None:
 
 
 def test_samples_with_too_few_answers_are_zero_if_allowed(world: World) -> None:
-    mixture = make(world, k_min=2, allow_zero_outputs=True)
+    mixture = make_mixture(world, k_min=2, allow_zero_outputs=True)
     x = numbers(16, WIDTH).requires_grad_()
     mixture(x)
     world.servers.faults = {"ffn.0.0": fails}
@@ -293,7 +293,7 @@ def test_samples_with_too_few_answers_are_zero_if_allowed(world: World) -> None:
 
 
 def test_experts_that_come_and_go_are_seen_by_the_next_call(world: World) -> None:
-    mixture = make(world)
+    mixture = make_mixture(world)
     x = numbers(32, WIDTH)
     mixture(x)
     for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
@@ -303,17 +303,17 @@ def test_experts_that_come_and_go_are_seen_by_the_next_call(world: World) -> Non
     world.directory.withdraw(world.leases["ffn.1.1"])
     with pytest.raises(NoExpertsError, match=r"ffn\.\*"):
         mixture(x)
-    assert not make(world, allow_zero_outputs=True)._client._signature
-    mixture._client.options = make(world, allow_zero_outputs=True).options
+    assert not make_mixture(world, allow_zero_outputs=True)._client._signature
+    mixture._client.options = make_mixture(world, allow_zero_outputs=True).options
     assert not mixture(x).any()
     with pytest.raises(NoExpertsError):
-        make(world, allow_zero_outputs=True)(x)
+        make_mixture(world, allow_zero_outputs=True)(x)
     world.directory.declare("ffn.0.1", "new:1", 60.0)
     assert chosen_uids(world, mixture, x) == ["ffn.0.1"]
 
 
 def test_fewer_living_experts_than_k_min_raise_at_once(world: World) -> None:
-    mixture = make(world, k_min=2)
+    mixture = make_mixture(world, k_min=2)
     x = numbers(4, WIDTH)
     mixture(x)
     for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
@@ -322,7 +322,7 @@ def test_fewer_living_experts_than_k_min_raise_at_once(world: World) -> None:
     with pytest.raises(TooFewAnswersError, match=r"needs 2 answers \(k_min\), but .* only 1 living") as caught:
         mixture(x)
     assert len(world.servers.headers) == asked and not caught.value.faults
-    mixture._client.options = make(world, k_min=2, allow_zero_outputs=True).options
+    mixture._client.options = make_mixture(world, k_min=2, allow_zero_outputs=True).options
     assert not mixture(x).any()
 
 
@@ -378,7 +378,7 @@ def test_experts_may_take_and_return_nested_values_of_free_sizes() -> None:
 
 
 def test_anomalies_are_detected_on_request(world: World) -> None:
-    mixture = make(world, detect_anomalies=True)
+    mixture = make_mixture(world, detect_anomalies=True)
     x = numbers(3, WIDTH)
     x[1, 0] = math.inf
     with pytest.raises(AnomalyError, match=r"inputs of a mixture are not finite(.|\n)*1 of 3 rows"):
@@ -391,7 +391,7 @@ def test_anomalies_are_detected_on_request(world: World) -> None:
 
 
 def test_second_backward_needs_a_retained_graph(world: World) -> None:
-    mixture = make(world)
+    mixture = make_mixture(world)
     x = numbers(3, WIDTH).requires_grad_()
     y = mixture(x).sum()
     first = torch.autograd.grad(y, x, retain_graph=True)[0]
@@ -417,18 +417,18 @@ def test_a_tangent_is_refused(grad: bool) -> None:
     with World(GRID) as world, torch.set_grad_enabled(grad), forward_ad.dual_level():
         x = forward_ad.make_dual(numbers(6, WIDTH), numbers(6, WIDTH))
         with pytest.raises(UsageError, match=r"an input of experts ffn\.\* has a tangent"):
-            make(world)(x)
+            make_mixture(world)(x)
 
 
 def test_many_threads_may_call_one_mixture(world: World) -> None:
-    mixture = make(world)
+    mixture = make_mixture(world)
     inputs = [numbers(9, WIDTH, seed=i) for i in range(6)]
     for x, seen in zip(inputs, in_threads(mixture, inputs), strict=True):
-        torch.testing.assert_close(seen, computed_here(world, mixture, x))
+        torch.testing.assert_close(seen, local_output(world, mixture, x))
 
 
 def test_copy_shares_connections_and_pickle_is_refused(world: World) -> None:
-    mixture = make(world)
+    mixture = make_mixture(world)
     twin = copy.deepcopy(mixture)
     assert twin.proj.weight is not mixture.proj.weight
     x = numbers(3, WIDTH)
@@ -439,8 +439,8 @@ def test_copy_shares_connections_and_pickle_is_refused(world: World) -> None:
 
 
 def test_autocast_spares_the_router(world: World) -> None:
-    half, x = make(world, compression=Policy("fp16", "fp16", "fp16", "fp16")), numbers(8, WIDTH)
-    assert 0 < float((half(x) - make(world)(x)).detach().abs().max()) < 1e-2
+    half, x = make_mixture(world, compression=Policy("fp16", "fp16", "fp16", "fp16")), numbers(8, WIDTH)
+    assert 0 < float((half(x) - make_mixture(world)(x)).detach().abs().max()) < 1e-2
     with World(GRID, lambda: nn.Linear(WIDTH, WIDTH), ((torch.zeros(1, WIDTH),), {})) as single:
         mixture = RemoteMixtureOfExperts(**single.options(grid_size=[2, 2], k_best=2, dtype=torch.float32))
         plain = mixture(x.float())
@@ -503,9 +503,9 @@ class Best(nn.Module):
 
 def test_unusable_inputs_and_outputs_are_refused(world: World) -> None:
     with pytest.raises(SpecError):
-        make(world)(numbers(3, WIDTH + 1))
+        make_mixture(world)(numbers(3, WIDTH + 1))
     with pytest.raises(SpecError, match=r"reads samples x \.\.\. x 7"):
         RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], in_features=7))(numbers(3, WIDTH))
     assert world.servers.called(Kind.FORWARD) == []
     with World(GRID, Best) as other, pytest.raises(UsageError, match=r"output is of torch\.int64"):
-        make(other)(numbers(2, WIDTH))
+        make_mixture(other)(numbers(2, WIDTH))

@@ -157,7 +157,7 @@ class RemoteExpert(RemoteLayer):
         return self._options.accumulate
 
     def commit(self) -> bool:
-        """Take one optimizer step with all gradients since the last commit. Returns False if there were none.
+        """Take one optimizer step with all gradients since the last commit. Returns False without gradients.
 
         Raises ``UsageError`` without ``accumulate``, and ``CommitError`` if gradients are missing, because a backward
         failed or the server was restarted: call `discard`, and run the mini-batch again.

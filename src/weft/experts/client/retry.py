@@ -74,7 +74,7 @@ class FixedResolver:
         return 0
 
     def new_owner(self, address: str, token: int) -> str | None:
-        """The owner's address if the owner is no longer the one with ``token`` and is not at ``address``."""
+        """The owner's address if the owner has changed since ``token`` and is not at ``address``."""
         return None
 
 
@@ -287,7 +287,7 @@ class RetryState:
             raise LostError(f"{describe_call(call)} {text}", {"address": owner})
 
     def record_failure(self, error: Exception, retry: Retry, resolver: FixedResolver, end: float) -> float | None:
-        """Note the error of an attempt. Returns the seconds until the next attempt. None: there is none."""
+        """Note the error of an attempt. Returns the seconds until the next attempt, or None to stop."""
         self.count += 1
         taken_over = resolver.takeover_expected and isinstance(error, NotOwnerError)
         self.counted = 1 if taken_over else self.counted + 1

@@ -124,7 +124,7 @@ class ExpertStub:
         return [torch.cat(rows) for rows in zip(*part_gradients, strict=True)]
 
     def commit(self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None) -> bool:
-        """Take one step with the gradients of the open mini-batch. Returns False if there are none."""
+        """Take one step with the gradients of the open mini-batch. Returns False without gradients."""
         mini_batch = mini_batch or self.mini_batch
         incarnation = mini_batch.commit_incarnation()
         if incarnation is None:
@@ -313,7 +313,7 @@ class PendingCommit:
         return "its server was restarted in the middle of it" if len(self._incarnations) > 1 else self._failure
 
     def commit_incarnation(self) -> int | None:
-        """The incarnation at which to commit, or None if there are no gradients. Raises ``CommitError``."""
+        """The incarnation at which to commit, or None without gradients. Raises ``CommitError``."""
         with self._lock:
             if fault := self.fault:
                 text = f"a mini-batch of expert {self._uid!r} is incomplete: {fault}. Call discard() and run it again"

@@ -319,7 +319,7 @@ class Connections:
             return self._transports[address]
 
     def refusal(self, address: str) -> str | None:
-        """The reason not to connect to an address that a directory or a server names. None: there is none."""
+        """The reason not to connect to an address that a directory or a server names, or None."""
         faults = [] if self._credentials is None else address_faults(address, *self._credentials)
         return faults[0] if faults else None
 

@@ -103,7 +103,7 @@ class MixtureSignature(Signature):
 
     def output_sizes(self, inputs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
         """Each output's sizes beyond the batch axis. Free sizes are those of the first input with an equal shape in
-        the schema. None: there is no such input."""
+        the schema, or None without such an input."""
         shapes = {spec.shape: tuple(x.shape) for spec, x in reversed([*zip(self.inputs.specs, inputs, strict=True)])}
         sizes: list[tuple[int, ...] | None] = []
         for spec in self.outputs.specs:
