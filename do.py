@@ -6,7 +6,7 @@
                                        report
     python3 do.py test [pytest args]   run the tests; with --all those that take long as well
     python3 do.py bench [NAME ...]     run the benchmarks, all of them or those named
-    python3 do.py check                check lint, format, types, import layers, and the size, structure and prose of src
+    python3 do.py check                check lint, format, types, imports, size, structure and prose of src
     python3 do.py docs [FOLDER]        write the API reference from the docstrings, into build/api
     python3 do.py help                 print this text
 

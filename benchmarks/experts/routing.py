@@ -10,7 +10,7 @@ from benchmarks.table import Row, Table, at_most
 from weft.experts.client import Connections, Transport
 from weft.experts.discovery import LocalDirectory
 from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.mixture.routing import Dispatch, choose
+from weft.experts.mixture.routing import Dispatch, choose_experts
 
 WIDTH, K = 512, 4
 WANTED_MS = 3.0
@@ -36,12 +36,12 @@ def run(quick: bool) -> Table:
         x = torch.randn(batch, WIDTH)
 
         def work() -> Dispatch:
-            crowd = mixture._client.live()
-            scores = mixture._scores(x)
-            return Dispatch(choose(scores, crowd.places, sides, K))
+            crowd = mixture._client.live_experts()
+            scores = mixture._router_scores(x)
+            return Dispatch(choose_experts(scores, crowd.places, sides, K))
 
         found = race({"routing": work}, rounds=1 if quick else 9, sample=0.0 if quick else 0.5)
-        living = len(mixture._client.live())
+        living = len(mixture._client.live_experts())
     directory.close()
     if living != len(names):
         raise RuntimeError(f"the mixture knows {living} of {len(names)} experts")

@@ -58,7 +58,7 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
         yield members[0]
 
 
-def fresh(member: Member, kind: type[EtcdDirectory] = EtcdDirectory, **more: Any) -> EtcdDirectory:
+def new_directory(member: Member, kind: type[EtcdDirectory] = EtcdDirectory, **more: Any) -> EtcdDirectory:
     return kind(member.endpoint, namespace=uuid.uuid4().hex, **more)
 
 
@@ -66,7 +66,7 @@ def fresh(member: Member, kind: type[EtcdDirectory] = EtcdDirectory, **more: Any
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     made = local_case()
     if request.param == "etcd":
-        stretched = fresh(request.getfixturevalue("member"), Stretched)
+        stretched = new_directory(request.getfixturevalue("member"), Stretched)
         made = Case(stretched, lambda seconds: time.sleep(STRETCH * seconds))
     yield made
     made.directory.close()
@@ -74,14 +74,14 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @pytest.fixture(params=["local", "etcd"])
 def real(request: pytest.FixtureRequest) -> Iterator[Directory]:
-    directory = LocalDirectory() if request.param == "local" else fresh(request.getfixturevalue("member"))
+    directory = LocalDirectory() if request.param == "local" else new_directory(request.getfixturevalue("member"))
     yield directory
     directory.close()
 
 
 @pytest.fixture
 def etcd(member: Member) -> Iterator[EtcdDirectory]:
-    with fresh(member) as directory:
+    with new_directory(member) as directory:
         yield directory
 
 
@@ -97,7 +97,7 @@ def test_what_is_declared_is_found_by_its_prefix(case: Case) -> None:
 
 
 @pytest.mark.long
-def test_a_lease_that_is_not_renewed_ends_with_all_that_stands_under_it(case: Case) -> None:
+def test_unrenewed_lease_ends_with_its_entries(case: Case) -> None:
     lease = case.directory.declare(["a", "b"], "x:1", 1.0)
     case.directory.claim("a", lease)
     case.advance(0.6)
@@ -124,7 +124,7 @@ def test_withdrawing_is_at_once_and_may_be_repeated(case: Case) -> None:
 
 
 @pytest.mark.long
-def test_a_server_that_comes_back_before_its_old_lease_ends_stays_listed(case: Case) -> None:
+def test_restarted_server_stays_listed(case: Case) -> None:
     case.directory.declare("a", "x:1", 1.0)
     again = case.directory.declare("a", "x:1", FOREVER)
     case.advance(1.5)
@@ -134,7 +134,7 @@ def test_a_server_that_comes_back_before_its_old_lease_ends_stays_listed(case: C
 
 
 @pytest.mark.long
-def test_only_one_owns_an_expert_until_it_lets_go_or_its_lease_ends(case: Case) -> None:
+def test_an_expert_has_one_owner_at_a_time(case: Case) -> None:
     first = case.directory.declare("a", "x:1", 1.0)
     second = case.directory.declare("a", "y:1", FOREVER)
     mine = case.directory.claim("a", first)
@@ -153,7 +153,7 @@ def test_only_one_owns_an_expert_until_it_lets_go_or_its_lease_ends(case: Case) 
 
 
 @pytest.mark.long
-def test_a_server_that_comes_back_replaces_its_own_claim_with_a_larger_token(case: Case) -> None:
+def test_restarted_owner_gets_a_larger_token(case: Case) -> None:
     old = case.directory.claim("a", case.directory.declare("a", "x:1", 1.0))
     new = case.directory.claim("a", case.directory.declare("a", "x:1", FOREVER))
     assert new.token > old.token
@@ -162,7 +162,7 @@ def test_a_server_that_comes_back_replaces_its_own_claim_with_a_larger_token(cas
     assert case.directory.get().owner("a") == new
 
 
-def test_a_watch_follows_every_change_and_keeps_the_last_snapshot_when_it_is_closed(real: Directory) -> None:
+def test_watch_follows_changes_until_closed(real: Directory) -> None:
     watch, other = real.watch("a"), real.watch()
     assert len(watch.snapshot()) == 0
     lease = real.declare(["a1", "b1"], "x:1", FOREVER)
@@ -278,7 +278,7 @@ def test_snapshots_are_as_they_should_be(steps: list[Step], prefix: str) -> None
             assert (seen.experts, seen.owners) == (now.experts, now.owners)
 
 
-def test_of_many_who_claim_at_once_one_wins_and_every_token_is_larger_than_the_last(real: Directory) -> None:
+def test_one_of_many_concurrent_claims_wins(real: Directory) -> None:
     leases = [real.declare("a", f"s{i}", FOREVER) for i in range(8)]
     barrier, tokens, lost = threading.Barrier(8), list[int](), list[str]()
 
@@ -304,10 +304,10 @@ def test_of_many_who_claim_at_once_one_wins_and_every_token_is_larger_than_the_l
 @pytest.mark.parametrize(
     ("uids", "address", "ttl", "told"),
     [
-        ([], "x:1", 1.0, "there is no expert"),
+        ([], "x:1", 1.0, "list of experts is empty"),
         (["a", ""], "x:1", 1.0, "name is empty"),
         ("", "x:1", 1.0, "name is empty"),
-        ("a\0b", "x:1", 1.0, "holds the character 0"),
+        ("a\0b", "x:1", 1.0, "contains the character 0"),
         ("a", "", 0.0, r"address is empty(.|\n)*ttl is 0.0"),
         ("a", "x:1", float("nan"), "ttl is nan"),
         ("a", "x:1", float("inf"), "ttl is inf"),
@@ -321,7 +321,7 @@ def test_a_senseless_declaration_is_refused(
     assert len(case.directory.get()) == 0
 
 
-def test_a_snapshot_is_made_once_for_each_revision_and_lasts_while_the_directory_is_away() -> None:
+def test_snapshot_is_cached_for_each_revision() -> None:
     directory, threads = LocalDirectory(), threading.active_count()
     lease, watch = directory.declare("a", "x:1", 60.0), directory.watch()
     first = watch.snapshot()
@@ -350,7 +350,7 @@ WITHOUT_TIME = STEPS.filter(lambda step: step.what != "advance").map(
 @given(steps=st.lists(WITHOUT_TIME, min_size=5, max_size=30), prefix=st.sampled_from(["", "a"]))
 def test_events_lead_from_one_right_snapshot_to_the_next(member: Member, steps: list[Step], prefix: str) -> None:
     model, leases, tokens = Model(), dict[int, Lease](), list[int]()
-    with fresh(member) as directory, directory.watch(prefix) as watch:
+    with new_directory(member) as directory, directory.watch(prefix) as watch:
         for step in steps:
             apply(step, Case(directory, time.sleep), model, leases, tokens)
             model.check(directory.get())
@@ -371,7 +371,7 @@ def test_a_change_is_seen_within_100_ms(etcd: EtcdDirectory) -> None:
     assert min(late) < SOON  # the best of three: a busy machine only ever adds
 
 
-def test_more_experts_than_a_transaction_takes_have_one_lease_of_whole_seconds(etcd: EtcdDirectory) -> None:
+def test_many_experts_share_one_etcd_lease(etcd: EtcdDirectory) -> None:
     lease = etcd.declare([f"e.{i}" for i in range(250)], "x:1", 59.2)
     assert lease.ttl == 60.0 and len(etcd.get("e.")) == 250
     etcd.withdraw(lease)
@@ -380,19 +380,19 @@ def test_more_experts_than_a_transaction_takes_have_one_lease_of_whole_seconds(e
         etcd._client.call("Txn", success=[{"request_put": {"key": str(i).encode()}} for i in range(200)])
 
 
-def test_namespaces_do_not_see_each_other_and_strangers_keys_are_passed_over(member: Member) -> None:
-    with fresh(member) as one, fresh(member) as other, other.watch() as watch:
+def test_namespaces_are_separate_and_foreign_keys_ignored(member: Member) -> None:
+    with new_directory(member) as one, new_directory(member) as other, other.watch() as watch:
         one.declare("a", "x:1", 60.0)
         assert len(other.get()) == 0
-        keys = [other._keys.range("")[0] + tail for tail in (b"stranger", b"a\0z9", b"\xff\0a1", b"a\0a\xff")]
+        keys = [other._keys.key_range("")[0] + tail for tail in (b"stranger", b"a\0z9", b"\xff\0a1", b"a\0a\xff")]
         other._client.call("Txn", success=[{"request_put": {"key": key, "value": b"?"}} for key in keys])
         assert len(other.get()) == 0 and len(watch.snapshot()) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_of_the_process_leaves_the_directory_to_its_parent(member: Member) -> None:
-    with fresh(member) as directory, directory.watch() as watch:
+def test_fork_leaves_the_directory_to_its_parent(member: Member) -> None:
+    with new_directory(member) as directory, directory.watch() as watch:
         directory.declare("a", "here:1", 60.0)
         wait_until(lambda: watch.snapshot().uids == ("a",))
 
@@ -406,7 +406,7 @@ def test_a_fork_of_the_process_leaves_the_directory_to_its_parent(member: Member
         assert directory.get().uids == ("a",)
 
 
-def test_a_member_that_accepts_and_is_silent_costs_its_share_of_the_timeout(member: Member) -> None:
+def test_silent_member_costs_its_share_of_the_timeout(member: Member) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = f"127.0.0.1:{silent.getsockname()[1]}"
         with EtcdDirectory([where, member.endpoint], namespace=uuid.uuid4().hex, timeout=1.0) as directory:
@@ -421,7 +421,7 @@ def test_a_member_that_accepts_and_is_silent_costs_its_share_of_the_timeout(memb
             assert min(taken) < 0.3
 
 
-def test_a_cluster_goes_on_without_any_one_member_and_watches_miss_nothing(tmp_path: Path) -> None:
+def test_cluster_survives_the_loss_of_any_member(tmp_path: Path) -> None:
     with (
         cluster(tmp_path, members=3) as members,
         EtcdDirectory([each.endpoint for each in members], timeout=10.0) as directory,
@@ -437,7 +437,7 @@ def test_a_cluster_goes_on_without_any_one_member_and_watches_miss_nothing(tmp_p
             return begin(index, requests)
 
         directory._client.watch = slowly
-        members[directory._client.order()[0]].kill()
+        members[directory._client.member_order()[0]].kill()
         directory.declare("b", "x:1", 60.0)
         directory.renew(lease)
         newer = directory.claim("a", lease)
@@ -463,9 +463,7 @@ def test_a_watch_serves_while_etcd_is_away_and_catches_up_after(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("before", "since"), [(20, 0), (0, 20)], ids=["smaller", "larger"])
-def test_an_emptied_etcd_has_another_epoch_and_watches_see_what_it_holds(
-    before: int, since: int, tmp_path: Path
-) -> None:
+def test_emptied_etcd_has_another_epoch(before: int, since: int, tmp_path: Path) -> None:
     def pass_by(directory: EtcdDirectory, count: int) -> None:
         for _ in range(count):
             directory.withdraw(directory.declare("else", "elsewhere:1", 60.0))

@@ -14,7 +14,7 @@ from weft.experts.discovery.etcd import MESSAGES, EtcdDirectory, EtcdKeys, EtcdT
 from weft.experts.errors import DirectoryUnavailableError, ExpertOwnedError
 
 
-def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:
+def test_missing_etcd_is_unavailable_within_the_timeout() -> None:
     with EtcdDirectory(["127.0.0.1:1", "127.0.0.1:2"], timeout=1.0) as directory:
         for call in (directory.get, directory.watch, lambda: directory.declare("a", "x:1", 1.0)):
             start = time.monotonic()
@@ -26,7 +26,7 @@ def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"endpoints": []}, "there is no endpoint"),
+        ({"endpoints": []}, "list of endpoints is empty"),
         ({"endpoints": ["a:1", "b"], "timeout": 0.0}, r"an endpoint is 'b', wanted host:port(.|\n)*timeout is 0.0"),
         ({"endpoints": "a:1", "namespace": ""}, "namespace is ''"),
     ],
@@ -38,10 +38,10 @@ def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str
 
 def test_a_range_covers_the_names_with_a_prefix_and_no_others() -> None:
     keys = EtcdKeys("weft")
-    start, end = keys.range("ffn.1")
-    assert start <= keys.entry("ffn.1", "x") < keys.owner("ffn.1") < keys.entry("ffn.10", "x") < end
-    assert keys.entry("ffn.2", "x") >= end and keys.entry("ffn.0", "zzz") < start
-    assert keys.range("ÿ")[0] < keys.entry("ÿa", "x") < keys.range("ÿ")[1]
+    start, end = keys.key_range("ffn.1")
+    assert start <= keys.entry_key("ffn.1", "x") < keys.owner_key("ffn.1") < keys.entry_key("ffn.10", "x") < end
+    assert keys.entry_key("ffn.2", "x") >= end and keys.entry_key("ffn.0", "zzz") < start
+    assert keys.key_range("ÿ")[0] < keys.entry_key("ÿa", "x") < keys.key_range("ÿ")[1]
 
 
 def test_an_address_names_a_directory() -> None:
@@ -53,7 +53,7 @@ def test_an_address_names_a_directory() -> None:
         there = open_directory(address)
         assert isinstance(there, EtcdDirectory)
         assert there._client.addresses == members
-        assert there._keys.range("")[0] == f"{namespace}/".encode()
+        assert there._keys.key_range("")[0] == f"{namespace}/".encode()
         there.close()
     for wrong in ("", "http://a:1", "etcd://", "etcd://a"):
         with pytest.raises(UsageError):
@@ -65,12 +65,12 @@ def test_an_address_names_a_directory() -> None:
 @given(st.binary(max_size=30), st.binary(max_size=30))
 def test_whatever_others_put_below_the_namespace_spoils_nothing(name: bytes, value: bytes) -> None:
     keys = EtcdKeys("weft")
-    there = [(keys.entry("mine", "a:1"), b""), (keys.owner("mine"), b"a:1")]
+    there = [(keys.entry_key("mine", "a:1"), b""), (keys.owner_key("mine"), b"a:1")]
     strange = [(b"weft/" + name, value), (b"weft/x\0o", value), (b"weft/" + name + b"\0o", value)]
     found = MESSAGES["RangeResponse"]()
     for key, content in [*strange, *there]:
         found.kvs.add(key=key, value=content, mod_revision=7)
-    snapshot = make_snapshot(7, filter(None, map(keys.read, found.kvs)))
+    snapshot = make_snapshot(7, filter(None, map(keys.read_entry, found.kvs)))
     assert snapshot.experts["mine"] == ("a:1",) and snapshot.owners["mine"] == Ownership("mine", "a:1", 7)
     owner = snapshot.owners["x"].address  # it is owned: nobody may step it
     assert owner.encode() == value.partition(b"\0")[0] or "\\x" in owner

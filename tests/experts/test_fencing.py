@@ -21,7 +21,7 @@ def test_a_token_holds_epoch_and_number_and_fits_the_wire(epoch: int, number: in
 
 
 @given(tokens, tokens)
-def test_of_two_tokens_of_an_epoch_one_is_later_and_of_two_epochs_each_refuses_the_other(one: int, other: int) -> None:
+def test_tokens_are_ordered_within_an_epoch_only(one: int, other: int) -> None:
     if epoch_of(one) == epoch_of(other):
         assert replaced(one, other) == (one < other) == later(other, one)
     else:
@@ -30,7 +30,7 @@ def test_of_two_tokens_of_an_epoch_one_is_later_and_of_two_epochs_each_refuses_t
 
 
 @given(st.lists(tokens, min_size=1, max_size=6), tokens)
-def test_the_last_grant_is_admitted_and_no_token_of_another_epoch(granted: list[int], other: int) -> None:
+def test_fence_admits_only_the_last_grant(granted: list[int], other: int) -> None:
     fence = Fence("a")
     for before, token in zip([None, *granted], granted, strict=False):
         assert fence.listed(token, granted=True) == (before is not None and not later(token, before))

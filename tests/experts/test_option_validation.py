@@ -42,7 +42,7 @@ def etcd(timeout: float) -> None:
 def call(timeout: float) -> None:
     pending = PendingCalls("nowhere:1")
     try:
-        pending.open(CALL, timeout)
+        pending.register(CALL, timeout)
     finally:
         pending.close()
 

@@ -59,7 +59,7 @@ def read(one: socket.socket, count: int) -> bytes:
     return found
 
 
-def ended(one: socket.socket) -> bool:
+def has_ended(one: socket.socket) -> bool:
     """Wait for the other side to end it; whether that came before any byte."""
     try:
         return one.recv(1) == b""
@@ -84,12 +84,12 @@ def test_a_cut_connection_ends_and_the_next_one_is_made(echo: str) -> None:
         for cut in (True, False):
             with connect(network) as one:
                 one.sendall(b"hello")
-                assert ended(one) if cut else read(one, 5) == b"hello"
+                assert has_ended(one) if cut else read(one, 5) == b"hello"
             network.network_faults = NetworkFaults()
         assert (network.connections, network.cuts) == (2, 1)
 
 
-def test_a_silent_connection_takes_all_and_gives_nothing_until_it_ends(echo: str) -> None:
+def test_silent_connection_returns_nothing_until_it_ends(echo: str) -> None:
     with FaultyProxy(echo, NetworkFaults(silent=1.0)) as network:
         with connect(network) as one:
             one.sendall(b"hello")
@@ -100,13 +100,13 @@ def test_a_silent_connection_takes_all_and_gives_nothing_until_it_ends(echo: str
         network.network_faults = NetworkFaults(silent=1.0, silent_seconds=0.1)
         with connect(network) as one:
             one.sendall(b"hello")
-            assert ended(one)
+            assert has_ended(one)
         assert network.silences == 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
-def test_a_training_over_a_bad_network_is_the_training_without_it(seed: int) -> None:
+def test_bad_network_changes_no_weights(seed: int) -> None:
     here = fussy_backend()
     with Server([here]) as server, LocalTransport(server.handler()) as transport:
         wanted = train(transport, here.name)
@@ -121,7 +121,7 @@ def test_a_training_over_a_bad_network_is_the_training_without_it(seed: int) -> 
     assert harm > 0
     assert there.steps == here.steps == STEPS
     assert all(map(torch.equal, found, wanted))
-    assert same(there.module, here.module)
+    assert same_weights(there.module, here.module)
 
 
 def train(transport: Transport, uid: str) -> list[torch.Tensor]:
@@ -136,7 +136,7 @@ def train(transport: Transport, uid: str) -> list[torch.Tensor]:
     return seen
 
 
-def same(a: nn.Module, b: nn.Module) -> bool:
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
     return all(map(torch.equal, a.state_dict().values(), b.state_dict().values()))
 
 
@@ -157,7 +157,7 @@ def test_of_many_at_once_every_key_steps_once(seed: int) -> None:
     assert backend.steps == 120 and counted(weight, backend.steps).good and bool((weight == -1).all())
 
 
-def test_on_a_connection_that_fell_silent_a_call_ends_at_its_deadline(backend: ExpertBackend) -> None:
+def test_call_on_a_silent_connection_ends_at_its_deadline(backend: ExpertBackend) -> None:
     with (
         Server([backend]) as server,
         FaultyProxy(server.address) as network,

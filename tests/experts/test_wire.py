@@ -1,6 +1,5 @@
 """What goes in comes out, to the bit; of what anybody may send, a frame or a WireError. `WEFT_FUZZ=1000000` fuzzes."""
 
-import math
 import os
 import random
 import time
@@ -60,7 +59,7 @@ def test_every_dtype_travels_from_any_strides(subtests: pytest.Subtests) -> None
 
 
 @given(st.lists(calls(compressed=True), min_size=1, max_size=3))
-def test_a_received_call_tells_shapes_and_dtypes_before_any_tensor_is_made(sent: list[Call]) -> None:
+def test_descriptors_match_the_tensors(sent: list[Call]) -> None:
     for a, b in zip(sent, decode(encode(sent)), strict=True):
         told = [(one.dtype, one.shape) for one in b.descriptors]
         assert told == [(tensor.dtype, tuple(tensor.shape)) for tensor in a.tensors]
@@ -75,7 +74,7 @@ def test_the_codes_of_dtypes_are_of_this_format_for_ever() -> None:
     assert len(CODES) == len(DTYPES)
 
 
-def test_read_only_bytes_make_tensors_that_work_in_place_without_a_warning_and_others_are_not_copied() -> None:
+def test_decoded_tensors_are_writable_views() -> None:
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings():
@@ -159,7 +158,7 @@ def test_both_sides_refuse_what_is_larger_than_the_limits(limits: Limits, told: 
         Limits(calls=0, axes=65)
 
 
-def test_who_sends_too_much_hears_whose_call_it_was_and_what_to_do() -> None:
+def test_limit_error_names_the_call_and_the_remedy() -> None:
     names = {Kind.FORWARD: "the forward of", Kind.BACKWARD: "the backward of", Kind.RESULT: "the answer of"}
     for kind, uid in [*((kind, "ffn.0") for kind in names), (Kind.RESULT, "")]:
         told = f"{names[kind]} expert 'ffn.0'" if uid else "one answer"
@@ -221,21 +220,13 @@ def test_a_deadline_is_cut_to_what_the_format_holds(given_ms: int | None, seen: 
     assert decode(encode([Call(header)]))[0].header.deadline_ms == seen
 
 
-def test_a_compressed_tensor_takes_fewer_bytes_on_the_wire() -> None:
-    x = torch.randn(64, 256)
-    sizes = [len(encode([Call(ASK, [x], [how])])) for how in Compression]
-    raw = math.prod(x.shape)
-    for how, size, wanted in zip(Compression, sizes, (4 * raw, 2 * raw, 2 * raw, raw + 64 * 4), strict=True):
-        assert wanted < size < wanted + 200, how
-
-
 TIMES = int(os.environ.get("WEFT_FUZZ") or ("100000" if os.environ.get("CI") else "10000"))
 CAPS = Limits(frame_bytes=1 << 16, decoded_bytes=1 << 16, elements=1 << 14)
 INTERESTING = [0, 1, 2, 127, 128, 255, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62]
 INTERESTING += [(1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 
 
-def swallow(message: bytes) -> bool:
+def decode_and_check(message: bytes) -> bool:
     """Decode and make all tensors. Returns whether it was a frame; lets nothing but WireError pass as a refusal."""
     try:
         received = decode(message, CAPS)
@@ -252,7 +243,7 @@ def swallow(message: bytes) -> bool:
     return True
 
 
-def mutated(message: bytes, draw: random.Random) -> bytes:
+def mutate(message: bytes, draw: random.Random) -> bytes:
     """One to four changes: bits, bytes, numbers of any width set to interesting values, cuts and insertions."""
     data = bytearray(message)
     for _ in range(draw.randint(1, 4)):
@@ -288,17 +279,17 @@ def seeds() -> list[bytes]:
     return [encode(calls) for calls in made]
 
 
-@settings(max_examples=500)
-@given(st.binary(max_size=300) | st.binary(max_size=300).map(lambda tail: b"\x0a" + bytes([len(tail) & 127]) + tail))
-def test_random_bytes_are_refused_with_a_wire_error(message: bytes) -> None:
-    swallow(message)
+BYTES = st.binary(max_size=300)
+BYTES |= BYTES.map(lambda tail: b"\x0a%c" % (len(tail) & 127) + tail)  # with a header of the right length
 
 
-@settings(max_examples=300)
-@given(frames(), st.randoms(use_true_random=False))
-def test_any_frame_that_was_tampered_with_is_a_frame_or_a_wire_error(message: bytes, draw: random.Random) -> None:
-    swallow(message)
-    swallow(mutated(message, draw))
+@settings(max_examples=600)
+@given(
+    frames() | BYTES | BYTES.map(lambda tail: b"\x0a%c" % (len(tail) & 127) + tail), st.randoms(use_true_random=False)
+)
+def test_mutated_frame_is_a_frame_or_a_wire_error(message: bytes, draw: random.Random) -> None:
+    decode_and_check(message)
+    decode_and_check(mutate(message, draw))
 
 
 @pytest.mark.long
@@ -306,7 +297,7 @@ def test_many_mutations_end_in_a_frame_or_a_wire_error() -> None:
     draw, known = random.Random(None if "WEFT_FUZZ" in os.environ else 1), seeds()
     whole = 0
     for turn in range(TIMES):
-        whole += swallow(mutated(known[turn % len(known)], draw))
+        whole += decode_and_check(mutate(known[turn % len(known)], draw))
     assert TIMES // 50 < whole < TIMES  # the mutations reach the depths, and are not all harmless
 
 
@@ -367,7 +358,7 @@ def test_what_is_no_frame_is_refused_with_the_reason(message: bytes, kind: type[
     assert caught.value.reason == reason
 
 
-def test_a_header_that_asks_for_2_to_the_63_costs_no_memory_and_no_time() -> None:
+def test_huge_sizes_in_a_header_cost_nothing() -> None:
     liars = [frame_of(((1 << 63) - 1,)), frame_of((1 << 40, 1 << 23)), b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f"]
     tracemalloc.start()
     try:
@@ -386,18 +377,17 @@ def test_a_header_that_asks_for_2_to_the_63_costs_no_memory_and_no_time() -> Non
 HOSTILE = """
 import resource
 from weft.experts.wire import LimitError, decode
-from weft.experts.wire.frame import _prefix
-from weft.experts.wire.frame import HEADER_BYTES
+from weft.experts.wire.frame import HEADER_BYTES, _field_prefix
 
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 calls = bytes([0x0A, 0]) * (HEADER_BYTES // 2)
 tensors = bytes([0x08, 1]) + bytes([0x6A, 0]) * (HEADER_BYTES // 2 - 4)
-for header in (calls, _prefix(0x0A, len(tensors)) + tensors):
+for header in (calls, _field_prefix(0x0A, len(tensors)) + tensors):
     before = resident()
     try:
-        decode(_prefix(0x0A, len(header)) + header)
+        decode(_field_prefix(0x0A, len(header)) + header)
     except LimitError as error:
         print(error.reason, resident() - before)
 """

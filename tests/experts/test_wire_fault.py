@@ -28,9 +28,7 @@ from weft.experts.wire.service import FAULTS, MOST_TEXT
     st.text(max_size=50),
     st.dictionaries(st.text(max_size=8), st.text(), max_size=4),
 )
-def test_an_error_arrives_as_the_class_that_it_was_with_its_details(
-    kind: type[WeftError], words: str, details: dict[str, str]
-) -> None:
+def test_error_keeps_its_class_and_details(kind: type[WeftError], words: str, details: dict[str, str]) -> None:
     def clean(text: str) -> str:
         return text.encode("utf-8", "replace").decode()
 
@@ -42,7 +40,7 @@ def test_an_error_arrives_as_the_class_that_it_was_with_its_details(
     assert isinstance(limit, LimitError) and limit.reason == "elements"
 
 
-def test_a_stranger_arrives_as_a_failure_of_the_expert_with_its_name() -> None:
+def test_foreign_error_arrives_as_expert_failure() -> None:
     class Strange(KeyError):
         def __str__(self) -> str:
             raise ValueError
@@ -53,7 +51,7 @@ def test_a_stranger_arrives_as_a_failure_of_the_expert_with_its_name() -> None:
         assert seen.details["type"].endswith(type(error).__name__)
 
 
-def test_a_subclass_without_a_number_arrives_as_its_nearest_base_and_a_code_of_a_newer_peer_as_a_remote_error() -> None:
+def test_unknown_error_arrives_as_its_nearest_base() -> None:
     for base in (TooManyRowsError, SpecError):
         seen = read_fault(write_fault(type("Own", (base,), {})("axis 1")))
         assert type(seen) is base and (base is TooManyRowsError or any("Own" in note for note in seen.__notes__))

@@ -28,7 +28,7 @@ MADE_WITH_TOKENS: list[Callable[[str], object]] = [
 
 
 @given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1))
-def test_a_token_is_what_a_header_can_carry_and_what_is_none_is_not_shown(token: str) -> None:
+def test_invalid_token_is_refused_and_not_shown(token: str) -> None:
     assert token_fault(token) == [] == token_fault(None) == token_fault(f"{token} {token}")
     for make in MADE_WITH_TOKENS:
         for wrong in NO_TOKENS:

@@ -29,7 +29,7 @@ with RemoteExpert("fussy", sys.argv[1]) as remote:
 
 
 @pytest.mark.long
-def test_a_data_loader_with_workers_leaves_training_and_the_terminal_alone() -> None:
+def test_forked_data_loader_workers_do_not_disturb_training() -> None:
     with Server([fussy_backend()]) as server:
         done = python(TRAINER, server.address, GRPC_ENABLE_FORK_SUPPORT=None)
     assert (done.stdout, done.stderr) == ("12\n", "")

@@ -50,12 +50,12 @@ def trained(layer: torch.nn.Module, steps: int = 1) -> list[Tensor | None]:
     return found
 
 
-def agree(found: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
+def all_close(found: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
     return all(map(close, found, wanted)) and len(found) == len(wanted)
 
 
 def test_only_gradients_travel_on_the_way_back(transport: FakeTransport, backend: ExpertBackend) -> None:
-    assert agree(trained(RemoteExpert("fussy", transport, keep_graph=True), 3), trained(fussy_backend().module, 3))
+    assert all_close(trained(RemoteExpert("fussy", transport, keep_graph=True), 3), trained(fussy_backend().module, 3))
     assert sent(transport) == [1, 1, 1] and backend.statistics().used_graphs == 3
     trained(RemoteExpert("fussy", transport))
     assert sent(transport) == [1, 1, 1, 2], "who did not ask for it sends all"
@@ -91,13 +91,13 @@ def test_inputs_that_are_gone_are_sent(transport: FakeTransport, backend: Expert
     backend.executor.graphs._drop(next(iter(backend.executor.graphs._all)))
     loss.backward()
     fussy_backend().module(y).square().sum().backward()
-    assert agree([x.grad], [y.grad]) and sent(transport) == [1, 2]
+    assert all_close([x.grad], [y.grad]) and sent(transport) == [1, 2]
     assert not accumulate or remote.commit()
     assert backend.steps == 1
 
 
 @pytest.mark.parametrize(("lose", "last"), [("reply", 2), ("request", 1)])
-def test_a_lost_message_is_no_second_step_and_inputs_are_sent_again_only_where_they_are_gone(
+def test_lost_message_steps_once_with_kept_inputs(
     transport: FakeTransport, backend: ExpertBackend, lose: str, last: int
 ) -> None:
     remote = RemoteExpert("fussy", transport, keep_graph=True, retry=Retry(first=0.001))
@@ -106,7 +106,7 @@ def test_a_lost_message_is_no_second_step_and_inputs_are_sent_again_only_where_t
     transport.lose = [lose, lose, lose]
     loss.backward()
     fussy_backend().module(y).sum().backward()
-    assert agree([x.grad], [y.grad]) and backend.steps == 1
+    assert all_close([x.grad], [y.grad]) and backend.steps == 1
     assert sent(transport)[0] == 1 and sent(transport)[-1] == last
 
 
@@ -117,7 +117,7 @@ def test_compressed_inputs_are_those_of_the_forward(transport: FakeTransport, ba
         x = rows(2, 0)
         gradients += torch.autograd.grad(remote(x.requires_grad_()).sum(), x)
         backend.load_state_dict(fussy_backend(optimizer=sgd).state_dict())  # back to the first weights
-    assert sent(transport) == [1, 2] and agree(gradients[:1], gradients[1:])
+    assert sent(transport) == [1, 2] and all_close(gradients[:1], gradients[1:])
 
 
 @pytest.mark.parametrize(("client", "key"), [("ann", "other"), ("bob", "mine"), ("ann", "")])

@@ -14,27 +14,27 @@ from weft.experts.wire import Call, Header, Kind, decode, encode
 from weft.experts.wire.service import Receipt, read_receipt
 
 
-def new() -> ExpertProgress:
+def new_progress() -> ExpertProgress:
     return ExpertProgress("ffn.0", FixedResolver(Scripted(address="10.0.0.7:7070")))
 
 
 def test_answers_that_overtake_each_other_do_not_count_backwards() -> None:
-    progress = new()
+    progress = new_progress()
     assert progress.steps is None and progress.receipt is None and progress.durable_step is None
     progress.update(4, Receipt(3, 1))
     progress.update(2, Receipt(1, 1))
     assert progress.steps == 4
 
 
-def test_a_server_that_was_started_again_with_all_of_its_steps_is_believed() -> None:
-    progress = new()
+def test_restart_with_all_steps_loses_none() -> None:
+    progress = new_progress()
     progress.update(9, Receipt(5, 1))
     progress.update(9, Receipt(9, 2))
     assert progress.steps == 9 and progress.durable_step == 9 and progress.steps_lost == 0
 
 
-def test_a_server_that_comes_back_with_older_weights_is_told_once_and_counted() -> None:
-    progress = new()
+def test_restart_with_older_weights_warns_once() -> None:
+    progress = new_progress()
     progress.update(9, Receipt(5, 1))
     with pytest.warns(StepsLostWarning, match="'ffn.0' went back from step 9 to step 5.* at 10.0.0.7:7070") as told:
         progress.update(5, Receipt(5, 2))
@@ -49,7 +49,7 @@ def test_a_server_that_comes_back_with_older_weights_is_told_once_and_counted() 
     assert progress.steps_lost == 10
 
 
-def test_a_directory_that_knows_no_server_any_more_hurts_no_warning() -> None:
+def test_lost_steps_warn_without_a_known_server() -> None:
     with Connections(LocalDirectory()) as connections:
         progress = ExpertProgress("ffn.0", DirectoryResolver("ffn.0", connections))
         progress.update(9, Receipt(5, 1))
@@ -63,17 +63,17 @@ class Owned(FixedResolver):
     def __init__(self, token: int) -> None:
         self._token = token
 
-    def token(self) -> int:
+    def owner_token(self) -> int:
         return self._token
 
 
-def test_a_commit_bears_the_owners_token_and_the_incarnation_and_each_client_has_a_name() -> None:
+def test_commit_has_token_incarnation_and_client_name() -> None:
     data = RequestBuilder("me", Policy()).commit("a", "m", 5, 7).header.data
     assert read_receipt(data) == Receipt(None, 5, 7) and RequestBuilder("me", Policy()).client == "me"
     assert len({RequestBuilder("", Policy()).client for _ in range(9)}) == 9
 
 
-def accepted(owner: int, data: bytes) -> ExpertProgress:
+def accept_answer(owner: int, data: bytes) -> ExpertProgress:
     (received,) = decode(encode([Call(Header(kind=Kind.RESULT, call_id=1, uid="a", data=data))]))
     progress = ExpertProgress("a", Owned(owner))
     progress.accept(received)
@@ -81,13 +81,13 @@ def accepted(owner: int, data: bytes) -> ExpertProgress:
 
 
 @pytest.mark.parametrize("number", [0, 6, 7, 8])
-def test_an_owner_that_was_replaced_or_is_of_another_epoch_is_not_listened_to(number: int) -> None:
+def test_answer_of_a_replaced_owner_is_rejected(number: int) -> None:
     for owner, epoch in ((0, 0), (9, 3), (3, 9)):
         receipt = Receipt(3, 5, token_of(epoch, number))
         if owner == epoch and number >= 7:
-            assert accepted(token_of(owner, 7), receipt.to_bytes()).receipt == receipt
+            assert accept_answer(token_of(owner, 7), receipt.to_bytes()).receipt == receipt
         else:
             with pytest.raises(NotOwnerError, match=f"'a' .* token {number}, but its owner has 7"):
-                accepted(token_of(owner, 7), receipt.to_bytes())
+                accept_answer(token_of(owner, 7), receipt.to_bytes())
     with pytest.raises(MalformedError, match="receipt"):
-        accepted(0, b"")
+        accept_answer(0, b"")

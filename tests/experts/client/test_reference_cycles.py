@@ -24,7 +24,7 @@ from weft.experts.wire import Kind, LostError, UnreachableError
 SWIFT = Retry(attempts=3, first=0.001)
 
 
-def left_behind(work: Callable[[], object]) -> Counter[str]:
+def uncollected_objects(work: Callable[[], object]) -> Counter[str]:
     """Tensors, frames and weft's own objects that only a collection frees, by type."""
     work()  # what is made once is not meant
     gc.disable()
@@ -74,7 +74,7 @@ def test_of_an_expert(keep: bool, accumulate: bool, lose: list[str], factor: flo
             transport.lose = []
             remote.discard()
 
-        assert not left_behind(work)
+        assert not uncollected_objects(work)
 
 
 @pytest.mark.parametrize("close", [False, True])
@@ -88,10 +88,10 @@ def test_of_a_call_whose_error_is_that_of_an_earlier_attempt(close: bool) -> Non
         with pytest.raises(LostError, match="y"):
             way.line.call(call, 15.0)
 
-    assert not left_behind(work)
+    assert not uncollected_objects(work)
 
 
-def test_of_an_expert_that_is_late_unknown_wrongly_called_or_raises() -> None:
+def test_failed_call_leaves_no_reference_cycle() -> None:
     with reached("local", fussy_backend()) as (_, transport):
         unknown, remote = RemoteExpert("nobody", transport), RemoteExpert("fussy", transport)
         late = RemoteExpert("fussy", transport, timeout=1e-6)
@@ -104,7 +104,7 @@ def test_of_an_expert_that_is_late_unknown_wrongly_called_or_raises() -> None:
             partial(trained, remote, there=TROUBLE),
             partial(trained, remote, TROUBLE),
         ):
-            assert not left_behind(work)
+            assert not uncollected_objects(work)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_of_a_mixture(kind: Kind, lost: int, strict: bool, retry: Retry) -> None
             with suppress(WeftError):
                 mixture(numbers(16, WIDTH).requires_grad_()).sum().backward()
 
-        assert not left_behind(work)
+        assert not uncollected_objects(work)
 
 
 def test_the_probe_sees_cycles() -> None:
@@ -137,4 +137,4 @@ def test_the_probe_sees_cycles() -> None:
         found: list[object] = [torch.ones(3)]
         found.append(found)
 
-    assert left_behind(work) == {"Tensor": 1}
+    assert uncollected_objects(work) == {"Tensor": 1}

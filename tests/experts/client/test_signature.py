@@ -33,7 +33,7 @@ def answer(*tensors: Tensor) -> Received:
 
 
 def nested_call(pair: Any, **options: Any) -> list[Tensor]:
-    return NESTED.flat((rows(3, 0), pair), {"options": {"scale": rows(3, 2, 1), "mode": "plain", **options}})
+    return NESTED.flatten_call((rows(3, 0), pair), {"options": {"scale": rows(3, 2, 1), "mode": "plain", **options}})
 
 
 def test_other_containers_of_the_same_names_will_do() -> None:
@@ -61,15 +61,15 @@ def test_faults_name_their_place(pair: Any, more: dict[str, int], words: str) ->
 @pytest.mark.parametrize("wrong", [(), (rows(2, 0), rows(2, 0)), (rows(2, 0, 5),), (rows(2, 0).float(),)])
 def test_an_answer_that_is_not_what_was_promised_is_not_believed(wrong: tuple[Tensor, ...]) -> None:
     with pytest.raises(MalformedError, match="fussy"):
-        FUSSY.results(answer(*wrong), CPU)
+        FUSSY.read_outputs(answer(*wrong), CPU)
     with pytest.raises(MalformedError, match="fussy"):
-        FUSSY.input_gradients(answer(*wrong), [rows(2, 0)])
+        FUSSY.read_input_gradients(answer(*wrong), [rows(2, 0)])
 
 
 def test_gradients_have_the_rows_and_dtype_of_their_inputs() -> None:
-    with pytest.raises(MalformedError, match="other shapes"):
-        FUSSY.input_gradients(answer(rows(3, 0)), [rows(2, 0)])
-    (found,) = FUSSY.input_gradients(answer(rows(2, 0)), [rows(2, 0).float()])
+    with pytest.raises(MalformedError, match="gradients of shapes"):
+        FUSSY.read_input_gradients(answer(rows(3, 0)), [rows(2, 0)])
+    (found,) = FUSSY.read_input_gradients(answer(rows(2, 0)), [rows(2, 0).float()])
     assert found.dtype == torch.float32
 
 
@@ -77,7 +77,7 @@ def test_only_outputs_that_can_have_a_gradient_are_tracked() -> None:
     assert FUSSY.tracked == [True] and NESTED.tracked == [True, True, False]
 
 
-def test_a_gradient_that_is_missing_is_sent_as_zeros_like_its_output() -> None:
+def test_missing_output_gradient_is_sent_as_zeros() -> None:
     outputs, sent = [rows(3, 1), rows(3, 2), torch.tensor([1, 2, 3])], list[Tensor]()
 
     class Fake(ExpertStub):

@@ -14,13 +14,13 @@ from tests.experts.concurrency import blocking_expert
 from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows
 from weft.core.errors import SpecError, UsageError
 from weft.experts.client import ClientTls, GrpcTransport, LocalTransport, Transport
-from weft.experts.client.transport import explained
+from weft.experts.client.transport import explain_failure
 from weft.experts.compression import Compression
 from weft.experts.errors import UnreachableError
 from weft.experts.server import Server
 from weft.experts.server.grpc_server import GrpcHandlers
 from weft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
-from weft.experts.wire.service import read_description, read_receipt
+from weft.experts.wire.service import read_receipt
 
 PATIENCE = 10.0
 
@@ -35,24 +35,14 @@ def there(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Transport]]:
         yield found
 
 
-def test_a_forward_is_answered_with_what_the_module_returns(there: tuple[Server, Transport]) -> None:
-    answer = there[1].submit(forward(rows(3, 0)), PATIENCE).result(PATIENCE)
-    assert isinstance(there[1], Transport) and torch.equal(answer.tensors()[0], fussy_backend().module(rows(3, 0)))
-    assert answer.header.kind is Kind.RESULT and read_receipt(answer.header.data).durable is None
-
-
-def test_info_describes_the_expert(there: tuple[Server, Transport]) -> None:
-    call = Call(Header(kind=Kind.INFO, call_id=0, uid="fussy"))
-    found = read_description(there[1].submit(call, PATIENCE).result(PATIENCE).header.data)
-    assert (found.name, found.trained, found.steps, len(found.args)) == ("fussy", True, 0, 1)
-
-
 def test_every_caller_gets_its_own_answer(there: tuple[Server, Transport]) -> None:
     module = fussy_backend().module
     inputs = [rows(1 + seed % 4, seed) for seed in range(40)]
     futures = [there[1].submit(forward(x), PATIENCE) for x in inputs]
     for x, future in zip(inputs, futures, strict=True):
-        assert torch.allclose(future.result(PATIENCE).tensors()[0], module(x), rtol=0, atol=1e-12)
+        answer = future.result(PATIENCE)
+        assert torch.allclose(answer.tensors()[0], module(x), rtol=0, atol=1e-12)
+        assert answer.header.kind is Kind.RESULT and read_receipt(answer.header.data).durable is None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +116,7 @@ def test_statistics_count_calls_and_errors(there: tuple[Server, Transport]) -> N
     assert (seen.calls, seen.answered, seen.waiting, dict(seen.failed)) == (2, 1, 0, {"UnknownExpertError": 1})
 
 
-def test_a_stream_that_never_opens_is_given_up_and_its_calls_were_not_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_that_never_opens_executes_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.client.stream.OPENING", 0.2)
     opened = threading.Event()
 
@@ -151,20 +141,20 @@ CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0
     ("tls", "words"),
     [
         (None, "called without TLS"),
-        (ClientTls(b"authority"), "shown no certificate"),
-        (ClientTls(b"authority", b"key", b"certificate"), "check both ends' certificates"),
+        (ClientTls(b"authority"), "no certificate was sent"),
+        (ClientTls(b"authority", b"key", b"certificate"), "check the certificates of both ends"),
     ],
 )
-def test_what_was_shown_is_said_with_who_showed_it_and_where_it_is_set(tls: ClientTls | None, words: str) -> None:
-    told = explained(CLOSED, tls)
+def test_closed_handshake_names_certificate_and_option(tls: ClientTls | None, words: str) -> None:
+    told = explain_failure(CLOSED, tls)
     assert told.startswith(f"{CLOSED}; ") and words in told and "(tls=)" in told
-    other = explained(CLOSED, tls, "this server", "tls= of ReplicaOptions")
+    other = explain_failure(CLOSED, tls, "this server", "tls= of ReplicaOptions")
     assert "(tls= of ReplicaOptions)" in other and "this client" not in other
 
 
-def test_a_certificate_for_another_name_is_told_as_one_and_what_is_no_matter_of_certificates_is_left_as_it_is() -> None:
+def test_wrong_host_name_gets_advice_and_other_errors_none() -> None:
     for text in ("Connection refused", "Name or service not known", "Deadline Exceeded"):
-        assert explained(text, None) == text
+        assert explain_failure(text, None) == text
     text = "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed."
-    told = explained(text, ClientTls(b"authority"), "this server", "tls= of ReplicaOptions")
+    told = explain_failure(text, ClientTls(b"authority"), "this server", "tls= of ReplicaOptions")
     assert told.startswith(text) and "server_name= (tls= of ReplicaOptions)" in told

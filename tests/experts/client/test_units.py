@@ -27,77 +27,77 @@ def pending() -> Iterator[PendingCalls]:
 
 
 def test_a_call_ends_once_whoever_comes_first(pending: PendingCalls) -> None:
-    entry = pending.open(CALL, 5.0)
-    pending.settle(entry.number, ANSWER)
-    pending.settle(entry.number, LostError("late"))
+    entry = pending.register(CALL, 5.0)
+    pending.set_outcome(entry.number, ANSWER)
+    pending.set_outcome(entry.number, LostError("late"))
     assert entry.future.result(0) is ANSWER and pending.counts() == (1, 1, 0, {})
 
 
 def test_the_clock_ends_what_is_late_and_nothing_else(pending: PendingCalls) -> None:
-    late, early = pending.open(CALL, 0.05), pending.open(CALL, 10.0)
+    late, early = pending.register(CALL, 0.05), pending.register(CALL, 10.0)
     assert isinstance(late.future.exception(60.0), DeadlineError) and not early.future.done()
 
 
 def test_the_clock_ends_and_is_started_again(pending: PendingCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.client.stream._IDLE", 1)
     for _ in range(2):
-        assert isinstance(pending.open(CALL, 0.03).future.exception(60.0), DeadlineError)
+        assert isinstance(pending.register(CALL, 0.03).future.exception(60.0), DeadlineError)
         wait_until(lambda: pending._clock is None)
 
 
 def test_a_cancelled_call_is_forgotten(pending: PendingCalls) -> None:
-    pending.open(CALL, 10.0).future.cancel()
+    pending.register(CALL, 10.0).future.cancel()
     wait_until(lambda: pending.counts()[2] == 0)
 
 
 def test_only_the_calls_of_an_owner_fail_with_it(pending: PendingCalls) -> None:
-    mine, other = pending.open(CALL, 5.0), pending.open(CALL, 5.0)
+    mine, other = pending.register(CALL, 5.0), pending.register(CALL, 5.0)
     mine.stream, other.stream, mine.sent = "a", "b", True
-    pending.fail("a", lambda sent: LostError("x") if sent else UnreachableError("x"))
+    pending.fail_stream("a", lambda sent: LostError("x") if sent else UnreachableError("x"))
     assert isinstance(mine.future.exception(0), LostError) and not other.future.done()
 
 
 def test_close_tells_who_was_sent_from_who_was_not(pending: PendingCalls) -> None:
-    sent, unsent = pending.open(CALL, 5.0), pending.open(CALL, 5.0)
+    sent, unsent = pending.register(CALL, 5.0), pending.register(CALL, 5.0)
     sent.sent = True
     pending.close()
     assert isinstance(sent.future.exception(0), LostError) and isinstance(unsent.future.exception(0), UnreachableError)
     for timeout in (5.0, 0.0, -1.0, float("nan")):
         with pytest.raises(UsageError, match="closed" if timeout == 5.0 else "timeout"):
-            pending.open(CALL, timeout)
+            pending.register(CALL, timeout)
 
 
-def test_a_result_is_cached_for_equal_inputs_and_taken_once_in_order() -> None:
+def test_cached_result_is_popped_once_in_order() -> None:
     cache, x = RecomputeCache[int](most=3), rows(2, 0)
-    cache.put([x], 10)
+    cache.store([x], 10)
     x.zero_()  # cached inputs are copies
-    cache.put([rows(2, 0)], 11)
-    cache.put([rows(3, 0)], 12)
-    assert cache.take([rows(2, 5)]) is None
-    assert [cache.take([rows(2, 0)]) for _ in range(3)] == [10, 11, None] and len(cache) == 1
+    cache.store([rows(2, 0)], 11)
+    cache.store([rows(3, 0)], 12)
+    assert cache.pop_match([rows(2, 5)]) is None
+    assert [cache.pop_match([rows(2, 0)]) for _ in range(3)] == [10, 11, None] and len(cache) == 1
     for seed in range(5):
-        cache.put([rows(2, seed)], seed)
+        cache.store([rows(2, seed)], seed)
     assert len(cache) == 3
 
 
-def test_a_mini_batch_can_be_committed_if_it_is_whole_and_of_one_incarnation() -> None:
-    for spoil in (None, lambda o: o.added(2), lambda o: o.failed(ValueError("why"))):
+def test_only_a_complete_mini_batch_can_be_committed() -> None:
+    for spoil in (None, lambda o: o.record_gradient(2), lambda o: o.record_failure(ValueError("why"))):
         open_ = PendingCommit("x")
-        assert open_.ready() is None and not open_.begun
-        open_.added(1)
-        open_.added(1)
-        assert open_.ready() == 1 and open_.begun
+        assert open_.commit_incarnation() is None and not open_.has_begun
+        open_.record_gradient(1)
+        open_.record_gradient(1)
+        assert open_.commit_incarnation() == 1 and open_.has_begun
         if spoil is not None:
             spoil(open_)
-            with pytest.raises(CommitError, match="not whole"):
-                open_.ready()
+            with pytest.raises(CommitError, match="incomplete"):
+                open_.commit_incarnation()
 
 
-def test_what_belongs_to_an_older_mini_batch_does_not_touch_the_next() -> None:
+def test_late_gradient_does_not_reach_the_next_mini_batch() -> None:
     stub = ExpertStub("x", RetryingCaller(FixedResolver(Scripted())), CallOptions(accumulate=True))
     old = stub.mini_batch
     stub.discard()
-    old.failed(ValueError("late"))
+    old.record_failure(ValueError("late"))
     stub.discard(mini_batch=old)  # late as well
     next_ = stub.mini_batch
     assert next_ is not old and next_.name != old.name and not stub.commit() and stub.mini_batch is next_
@@ -110,7 +110,7 @@ def directory() -> Iterator[LocalDirectory]:
     with_experts.close()
 
 
-def routed(directory: LocalDirectory) -> tuple[Connections, DirectoryResolver]:
+def make_resolver(directory: LocalDirectory) -> tuple[Connections, DirectoryResolver]:
     connections = Connections(directory, open_transport=lambda address: Scripted(address=address))
     return connections, DirectoryResolver("x", connections)
 
@@ -120,22 +120,22 @@ def test_the_owner_is_asked_first_and_then_the_others(directory: LocalDirectory)
         lease = directory.declare("x", address, 60.0)
         if address == "b:1":
             directory.claim("x", lease)
-    _, route = routed(directory)
-    assert [route.transport(attempt, None).address for attempt in range(4)] == ["b:1", "a:1", "c:1", "b:1"]
+    _, route = make_resolver(directory)
+    assert [route.select_transport(attempt, None).address for attempt in range(4)] == ["b:1", "a:1", "c:1", "b:1"]
     elsewhere = NotOwnerError("x", {"address": "d:1"})
-    assert route.transport(1, elsewhere).address == "d:1"
+    assert route.select_transport(1, elsewhere).address == "d:1"
 
 
-def test_an_expert_that_nobody_serves_is_unreachable_until_somebody_does(directory: LocalDirectory) -> None:
-    _, route = routed(directory)
+def test_unlisted_expert_is_unreachable_until_listed(directory: LocalDirectory) -> None:
+    _, route = make_resolver(directory)
     with pytest.raises(UnreachableError, match="'x'"):
-        route.transport(0, None)
+        route.select_transport(0, None)
     directory.declare("x", "a:1", 60.0)
-    assert route.transport(0, None).address == "a:1"
+    assert route.select_transport(0, None).address == "a:1"
 
 
-def test_one_transport_per_address_for_all_threads_until_connections_are_closed(directory: LocalDirectory) -> None:
-    connections, _ = routed(directory)
+def test_connections_open_one_transport_per_address(directory: LocalDirectory) -> None:
+    connections, _ = make_resolver(directory)
     assert len(set(map(id, in_threads(connections.to, ["a:1"] * 8)))) == 1
     assert list(connections.statistics()) == ["a:1"]
     connections.close()
@@ -143,7 +143,7 @@ def test_one_transport_per_address_for_all_threads_until_connections_are_closed(
         connections.to("a:1")
     with Connections() as without, pytest.raises(UsageError, match="directory"):
         without.snapshot()
-    with pytest.raises(UsageError, match="open_transport= makes has its own"):
+    with pytest.raises(UsageError, match="open_transport= is in use"):
         Connections(open_transport=Scripted, token="secret")
 
 

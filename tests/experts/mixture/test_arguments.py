@@ -85,7 +85,7 @@ def checked_options(**given: Any) -> Callable[..., object]:
     return partial(MixtureOptions.check, SimpleNamespace(**{**GOOD, **given}))
 
 
-def test_arguments_of_the_wrong_type_are_refused_where_they_are_given_all_at_once() -> None:
+def test_wrong_argument_types_are_refused_at_once() -> None:
     # In a process of its own: the run-time type checks of this suite would refuse them before.
     seen = python(CONSTRUCTED)
     assert seen.returncode == 0, seen.stderr

@@ -21,8 +21,8 @@ def test_rows_lie_at_their_pairs(subtests: pytest.Subtests) -> None:
                 buffer = CombineBuffer(3, 2, finite=False)
                 assert buffer.rows() is None
                 first, second = counted((2, *inner), dtype), counted((3, *inner), dtype)
-                buffer.put(torch.tensor([5, 0]), [first, first.bool()])
-                buffer.put(torch.tensor([1, 4, 2]), [second, second.bool()])
+                buffer.write(torch.tensor([5, 0]), [first, first.bool()])
+                buffer.write(torch.tensor([1, 4, 2]), [second, second.bool()])
                 wanted = torch.zeros(6, *inner, dtype=dtype)
                 wanted[torch.tensor([5, 0])], wanted[torch.tensor([1, 4, 2])] = first, second
                 seen = buffer.rows()
@@ -31,22 +31,22 @@ def test_rows_lie_at_their_pairs(subtests: pytest.Subtests) -> None:
                 assert buffer.alive.tolist() == [True, True, True, False, True, True]
 
 
-def test_rows_that_are_forgotten_or_not_finite_are_zero_where_that_was_asked_for() -> None:
+def test_dropped_and_infinite_rows_are_zero() -> None:
     buffer = CombineBuffer(2, 1, finite=True)
-    good = buffer.put(torch.tensor([0, 1]), [torch.tensor([[1.0], [float("nan")]])])
+    good = buffer.write(torch.tensor([0, 1]), [torch.tensor([[1.0], [float("nan")]])])
     assert good is not None and good.tolist() == [True, False]
-    buffer.put(torch.tensor([1]), [torch.tensor([[float("inf")]])])  # nothing is left of it
+    buffer.write(torch.tensor([1]), [torch.tensor([[float("inf")]])])  # nothing is left of it
     assert buffer.rows()[0].flatten().tolist() == [1.0, 0.0]
     buffer, strided = CombineBuffer(2, 2, finite=False), counted((4, 4), torch.float32).t()[:, :2]
-    buffer.put(torch.tensor([1, 0, 2, 3]), [strided])
+    buffer.write(torch.tensor([1, 0, 2, 3]), [strided])
     assert torch.equal(buffer.rows()[0].flatten(0, 1), strided[[1, 0, 2, 3]])
-    buffer.clear(torch.tensor([False, True]))
+    buffer.drop_samples(torch.tensor([False, True]))
     assert not buffer.rows()[0][1].any() and buffer.alive.tolist() == [True, True, False, False]
 
 
 def test_an_answer_of_another_shape_is_not_laid_down_at_all() -> None:
     buffer = CombineBuffer(2, 1, finite=False)
-    buffer.put(torch.tensor([0]), [torch.ones(1, 2), torch.ones(1, 3)])
+    buffer.write(torch.tensor([0]), [torch.ones(1, 2), torch.ones(1, 3)])
     with pytest.raises(SpecError, match="tensor 1 has shape"):
-        buffer.put(torch.tensor([1]), [torch.ones(1, 2), torch.ones(1, 4)])
+        buffer.write(torch.tensor([1]), [torch.ones(1, 2), torch.ones(1, 4)])
     assert buffer.alive.tolist() == [True, False] and buffer.rows()[0][1].sum() == 0

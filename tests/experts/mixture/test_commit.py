@@ -51,7 +51,7 @@ def test_micro_batches_of_several_threads_are_one_step() -> None:
         assert_commit_steps(experts, mixture, LocalMixture(experts, mixture), *batches)
 
 
-def test_experts_that_were_not_touched_are_not_called_and_a_second_commit_calls_nobody(experts: Experts) -> None:
+def test_commit_calls_only_experts_with_gradients(experts: Experts) -> None:
     mixture = only(experts.mixture(), 1, 3)
     assert mixture.commit() == {} and experts.called(Kind.COMMIT) == []
     run(mixture, numbers(4, WIDTH))
@@ -115,7 +115,7 @@ def test_two_mixtures_do_not_mix_their_sums(experts: Experts, how: str) -> None:
     assert other.commit() == one.commit() == {}
 
 
-def test_commit_without_accumulation_is_misuse_and_commits_nothing_in_a_group(experts: Experts) -> None:
+def test_commit_without_accumulation_is_refused(experts: Experts) -> None:
     mixture = experts.mixture(accumulate=False)
     with pytest.raises(UsageError, match="accumulate"):
         mixture.commit()
@@ -150,7 +150,7 @@ def test_the_client_is_named_in_all_calls() -> None:
     assert not [each for each in threading.enumerate() if "mixture" in each.name]
 
 
-def test_after_a_commit_that_was_interrupted_it_is_said_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_commit_names_discard(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(batch: MixtureCommit, sums: object) -> None:
         raise KeyboardInterrupt
 
@@ -158,17 +158,17 @@ def test_after_a_commit_that_was_interrupted_it_is_said_how_to_go_on(monkeypatch
         mixture, x = experts.mixture(k_min=1), numbers(16, WIDTH)
         run(mixture, x)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(MixtureCommit, "end", interrupted)
+            patch.setattr(MixtureCommit, "close", interrupted)
             mixture.commit()
         assert experts.steps() == dict.fromkeys(UIDS, 1)
-        with pytest.raises(TooFewAnswersError, match=r"a commit that was interrupted, discard\(\) begins"):
+        with pytest.raises(TooFewAnswersError, match=r"an interrupted commit, discard\(\) begins"):
             run(mixture, x)
         mixture.discard()
         run(mixture, x)
         assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 2)
 
 
-def test_an_expert_that_is_called_in_parts_takes_one_step_for_a_backward() -> None:
+def test_expert_called_in_parts_steps_once() -> None:
     with Experts(max_batch_size=3) as experts:
         mixture = experts.mixture(accumulate=False)
         twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)

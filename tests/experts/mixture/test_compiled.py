@@ -64,7 +64,7 @@ def test_values_and_gradients_are_those_of_the_plain_model(kind: Callable[..., n
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_compiler_sees_no_calls_and_is_not_asked_again_for_other_batches(kind: Callable[..., nn.Module]) -> None:
+def test_compiler_sees_no_calls_and_does_not_recompile(kind: Callable[..., nn.Module]) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, example: Any) -> Any:

@@ -17,18 +17,18 @@ def choices(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(choices())
-def test_each_expert_has_one_span_with_all_the_rows_that_chose_it(chosen: torch.Tensor) -> None:
+def test_expert_has_one_span_with_all_its_rows(chosen: torch.Tensor) -> None:
     dispatch = Dispatch(chosen)
     assert [span.expert for span in dispatch.spans] == sorted(set(chosen.flatten().tolist()))
     x = numbers(len(chosen), 3)
-    gathered, flat = dispatch.take(x), chosen.flatten()
+    gathered, flat = dispatch.gather_rows(x), chosen.flatten()
     for span in dispatch.spans:
         pairs = dispatch.pairs[span.start : span.stop]
         assert sorted(pairs.tolist()) == (flat == span.expert).nonzero()[:, 0].tolist()
         assert torch.equal(gathered[span.start : span.stop], x[pairs // chosen.shape[1]])
     assert bool(dispatch.sent.all()) and sum(map(len, dispatch.spans)) == chosen.numel()
     by_pair = numbers(*chosen.shape, 2)
-    assert torch.equal(dispatch.take_pairs(by_pair), by_pair.flatten(0, 1)[dispatch.pairs])
+    assert torch.equal(dispatch.gather_pairs(by_pair), by_pair.flatten(0, 1)[dispatch.pairs])
 
 
 @given(choices(), st.integers(1, 4))
@@ -63,7 +63,7 @@ def test_what_is_left_of_spans_is_what_is_alive(chosen: torch.Tensor, data: st.D
     flags = data.draw(st.lists(st.booleans(), min_size=chosen.numel(), max_size=chosen.numel()))
     alive = torch.tensor(flags, dtype=torch.bool).view(chosen.shape)
     left: list[int] = []
-    for span, positions in dispatch.restricted(alive):
+    for span, positions in dispatch.restrict_spans(alive):
         mine = list(range(span.start, span.stop)) if positions is None else positions.tolist()
         assert mine and all(span.start <= i < span.stop for i in mine)
         left += mine

@@ -35,7 +35,7 @@ def step(mixture: RemoteMixtureOfExperts, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.BACKWARD, Kind.COMMIT])
-def test_calls_that_step_tell_the_largest_token_that_the_directory_has(experts: Experts, kind: Kind) -> None:
+def test_stepping_calls_have_the_directory_s_token(experts: Experts, kind: Kind) -> None:
     mixture = experts.mixture(retry=NEVER)
     y = mixture(numbers(16, GRID_WIDTH))
     if kind is Kind.COMMIT:
@@ -64,7 +64,7 @@ def test_an_answer_under_a_stale_fence_is_not_taken(directory: LocalDirectory) -
             RemoteExpert(UID, connections, retry=NEVER)(rows(2, 0))
 
 
-def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_no(directory: LocalDirectory) -> None:
+def test_stepping_calls_reach_the_new_owner(directory: LocalDirectory) -> None:
     with (
         make(directory, expert(UID)) as old,
         make(directory, expert(UID)) as new,
@@ -107,7 +107,7 @@ def test_waiting_calls_leave_an_owner_that_hangs(directory: LocalDirectory, kind
             assert close(backend_of(new, UID).module.state_dict()[name], weight)
 
 
-def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch(directory: LocalDirectory) -> None:
+def test_owner_change_makes_the_mini_batch_incomplete(directory: LocalDirectory) -> None:
     first = make(directory, expert(UID))
     first.start()
     with make(directory, expert(UID)) as second, Connections(directory) as connections:
@@ -122,7 +122,7 @@ def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch(directory: Loc
         assert mixture.commit() == {UID: True} and backend_of(second, UID).steps == 1
 
 
-def test_who_says_that_it_is_not_the_owner_is_not_counted_as_an_attempt(experts: Experts) -> None:
+def test_answer_of_a_follower_is_not_an_attempt(experts: Experts) -> None:
     mixture = experts.mixture(retry=Retry(attempts=2, first=0.001))
     for kind in (Kind.BACKWARD, Kind.COMMIT):
         experts.lose(kind, "ffn.1", *(NotOwnerError("follows", {"address": "ffn.1"}) for _ in range(5)))

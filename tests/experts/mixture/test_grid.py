@@ -35,13 +35,13 @@ def test_names_of_others_are_passed_over(subtests: pytest.Subtests) -> None:
     for uid in [*strange, "", "ffn. 1.0", "ffn.0." + "9" * 10000]:
         with subtests.test(uid=uid):
             assert Grid("ffn", [4, 32]).place(uid) is None
-            crowd = Grid("ffn", [4, 32]).live(Snapshot(1, {uid: ("a:1",), "ffn.3.17": ("b:1",)}))
+            crowd = Grid("ffn", [4, 32]).live_experts(Snapshot(1, {uid: ("a:1",), "ffn.3.17": ("b:1",)}))
             assert crowd.uids == ("ffn.3.17",) and crowd.places.tolist() == [[3, 17]]
 
 
 def test_a_crowd_is_sorted_by_place_and_may_be_empty() -> None:
     grid = Grid("ffn", [12])
-    crowd = grid.live(Snapshot(1, {"ffn.10": ("a",), "ffn.2": ("a",)}))
+    crowd = grid.live_experts(Snapshot(1, {"ffn.10": ("a",), "ffn.2": ("a",)}))
     assert crowd.uids == ("ffn.2", "ffn.10") and len(crowd) == 2
-    nobody = grid.live(Snapshot())
+    nobody = grid.live_experts(Snapshot())
     assert nobody.places.shape == (0, 1) and nobody.places.dtype == torch.int64

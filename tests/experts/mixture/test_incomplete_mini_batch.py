@@ -29,17 +29,17 @@ def test_who_fails_in_backward_is_left_out_and_takes_part_again(experts: Experts
     assert mixture.statistics().left_out == 1
 
 
-def test_who_added_its_gradients_takes_part_also_if_its_answer_was_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_with_an_invalid_answer_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     with Experts() as experts:
         mixture = experts.mixture()
-        read, useless = MixtureSignature.input_gradients, [MalformedError("x", reason="shape")]
+        read, useless = MixtureSignature.read_input_gradients, [MalformedError("x", reason="shape")]
 
         def failing(*args: Any) -> Any:
             if useless:
                 raise useless.pop()
             return read(*args)
 
-        monkeypatch.setattr(MixtureSignature, "input_gradients", failing)
+        monkeypatch.setattr(MixtureSignature, "read_input_gradients", failing)
         run(mixture, numbers(16, WIDTH))
         assert mixture.statistics().failed and mixture.commit() == ALL
 
@@ -65,7 +65,7 @@ def test_who_was_started_again_in_the_middle_is_left_out(experts: Experts, switc
     assert mixture.commit() == ALL
 
 
-def test_where_nobody_may_be_missing_all_that_are_torn_are_told_before_anybody_steps(experts: Experts) -> None:
+def test_incomplete_sums_are_listed_before_any_step(experts: Experts) -> None:
     mixture = experts.strict()
     run(mixture, numbers(16, WIDTH))
     experts.restart("ffn.1", "ffn.2")
@@ -80,7 +80,7 @@ def test_where_nobody_may_be_missing_all_that_are_torn_are_told_before_anybody_s
     assert mixture.commit() == ALL
 
 
-def test_a_backward_that_raised_breaks_the_mini_batch_until_it_is_discarded(experts: Experts) -> None:
+def test_failed_backward_blocks_commits_until_discard(experts: Experts) -> None:
     mixture = only(experts.mixture(), 0, 1)
     run(mixture, numbers(4, WIDTH))
     for uid in UIDS:
@@ -96,7 +96,7 @@ def test_a_backward_that_raised_breaks_the_mini_batch_until_it_is_discarded(expe
     assert mixture.commit() == {"ffn.0": True, "ffn.1": True} and experts.steps() == {"ffn.0": 1, "ffn.1": 1}
 
 
-def test_a_mini_batch_that_lacks_gradients_that_were_not_sent_is_broken(experts: Experts) -> None:
+def test_unsent_gradients_block_the_commit(experts: Experts) -> None:
     mixture = experts.mixture(detect_anomalies=True)
     run(mixture, numbers(16, WIDTH))
     with pytest.raises(ArithmeticError):
@@ -119,7 +119,7 @@ def test_somebody_must_step_unless_zeros_are_allowed(experts: Experts) -> None:
         assert experts.steps() == {}
 
 
-def test_who_does_not_commit_in_time_is_left_out_and_its_sum_is_given_up(experts: Experts) -> None:
+def test_late_committer_is_left_out_and_discarded(experts: Experts) -> None:
     mixture = experts.mixture(backward_timeout=1.0)
     twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
     run(mixture, numbers(16, WIDTH, seed=7))
@@ -132,7 +132,7 @@ def test_who_does_not_commit_in_time_is_left_out_and_its_sum_is_given_up(experts
     assert_commit_steps(experts, mixture, twin, x)
 
 
-def test_where_all_must_step_a_commit_is_called_again_for_those_that_did_not(experts: Experts) -> None:
+def test_second_commit_calls_only_the_failed(experts: Experts) -> None:
     mixture = experts.strict(retry=NEVER)
     run(mixture, numbers(16, WIDTH))
     experts.lose(Kind.COMMIT, "ffn.1", "reply")
@@ -145,7 +145,7 @@ def test_where_all_must_step_a_commit_is_called_again_for_those_that_did_not(exp
     assert experts.called(Kind.COMMIT) == ["ffn.1", "ffn.2"] and experts.steps() == dict.fromkeys(UIDS, 1)
 
 
-def test_where_all_must_step_a_sum_that_is_gone_is_not_asked_for_again(experts: Experts) -> None:
+def test_second_commit_skips_lost_sums(experts: Experts) -> None:
     mixture = experts.strict()
     run(mixture, numbers(16, WIDTH))
     experts.restart("ffn.1")
@@ -179,24 +179,12 @@ def test_an_interrupted_commit_may_be_called_again(experts: Experts) -> None:
     assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 1)
 
 
-def test_an_error_breaks_it_until_it_is_discarded_and_nothing_without_accumulation() -> None:
-    batch, error = MixtureCommit(True), ValueError()
-    for each in (error, KeyError()):
-        batch.fail(each)
-    assert batch.broken is error  # the first
-    batch.discard()
-    assert batch.broken is None and batch.touched() == {}
-    single = MixtureCommit(False)
-    single.fail(error)
-    assert single.touched() == {} and single.broken is None
-
-
-def test_what_is_ended_is_forgotten_but_not_what_was_opened_since_and_a_copy_begins_with_none() -> None:
+def test_close_keeps_newer_mini_batches() -> None:
     batch = MixtureCommit(True)
-    first, other = batch.open("a"), batch.open("b")
-    batch.end({"a": first})
-    again = batch.open("a")
-    batch.end({"a": first})
-    assert again is not first and again.name != first.name and batch.touched() == {"a": again, "b": other}
+    first, other = batch.open_for("a"), batch.open_for("b")
+    batch.close({"a": first})
+    again = batch.open_for("a")
+    batch.close({"a": first})
+    assert again is not first and again.name != first.name and batch.open_mini_batches() == {"a": again, "b": other}
     copied = copy.deepcopy(batch)
-    assert copied.accumulates and copied.touched() == {} and sorted(batch.touched()) == ["a", "b"]
+    assert copied.accumulates and copied.open_mini_batches() == {} and sorted(batch.open_mini_batches()) == ["a", "b"]

@@ -29,7 +29,7 @@ from weft.experts.wire import Kind
 
 
 @pytest.mark.parametrize("switch", [False, True])
-def test_outputs_gradients_and_steps_are_those_without_and_every_backward_saves_a_forward(switch: bool) -> None:
+def test_kept_graphs_change_no_numbers(switch: bool) -> None:
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
         return [tensor for seed in range(3) for tensor in turn(mixture, seed)]
 
@@ -41,7 +41,7 @@ def test_outputs_gradients_and_steps_are_those_without_and_every_backward_saves_
     assert len(set(keys(experts, Kind.FORWARD))) == len(forward)
 
 
-def test_it_is_not_asked_for_by_itself_and_a_server_that_keeps_none_does_not_mind(experts: Experts) -> None:
+def test_graphs_are_kept_only_on_request(experts: Experts) -> None:
     assert not experts.mixture().keep_graph
     mixture = experts.mixture(accumulate=False, keep_graph=True)
     twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
@@ -52,7 +52,7 @@ def test_it_is_not_asked_for_by_itself_and_a_server_that_keeps_none_does_not_min
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_group_beyond_the_largest_batch_has_a_key_for_each_call(accumulate: bool) -> None:
+def test_every_part_of_a_large_group_has_its_key(accumulate: bool) -> None:
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
         found = turn(mixture, 0)
         if accumulate:
@@ -126,7 +126,7 @@ def test_a_graph_that_is_older_than_a_step_is_made_again() -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("executor", ["threads", "serial"])
-def test_a_stage_of_a_pipe_steps_once_and_asks_for_no_useless_graph(keep: bool, checkpoint: Any, executor: Any) -> None:
+def test_pipe_stage_steps_once_and_keeps_no_useless_graph(keep: bool, checkpoint: Any, executor: Any) -> None:
     with Experts(keep_graphs=BUDGET) as experts, torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         first, last = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
@@ -148,7 +148,7 @@ def test_a_stage_of_a_pipe_steps_once_and_asks_for_no_useless_graph(keep: bool, 
         assert least * keep <= len(asked) <= most * keep and len(mixture._client.cache) == 0
 
 
-def test_a_recomputation_that_remembers_nothing_asks_again_and_for_its_graph() -> None:
+def test_recomputation_without_a_cache_calls_again() -> None:
     with Experts(keep_graphs=BUDGET) as experts:
         mixture = experts.mixture(keep_graph=True)
         with phase("recomputing"):
@@ -158,7 +158,7 @@ def test_a_recomputation_that_remembers_nothing_asks_again_and_for_its_graph() -
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_who_did_not_answer_has_no_backward_and_groups_that_lost_rows_are_run_again(part: bool) -> None:
+def test_reduced_groups_send_their_inputs_again(part: bool) -> None:
     """In part: samples of whom one expert did not answer are left out, also of the calls of their other expert."""
 
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
@@ -188,7 +188,7 @@ def test_a_call_that_is_sent_again_has_the_same_key(kind: Kind, lost: str) -> No
     assert used == len(UIDS) and experts.steps() == dict.fromkeys(UIDS, 1)
 
 
-def test_only_gradients_are_sent_back_or_all_where_the_inputs_are_gone() -> None:
+def test_backward_sends_inputs_only_if_they_are_gone() -> None:
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
         x = numbers(16, WIDTH).requires_grad_()
         loss = mixture(x).square().sum()

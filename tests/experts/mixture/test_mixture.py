@@ -47,7 +47,7 @@ from weft.recurrent import NoPlanWarning
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
-def computed_here(
+def local_output(
     world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()
 ) -> Tensor:
     """The mixture in plain autograd, sample by sample. Those who are gone have no weight."""
@@ -80,7 +80,7 @@ def gradients(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, *, here:
 
 def assert_same(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()) -> None:
     wish = numbers(len(x), WIDTH, seed=9)
-    expected = computed_here(world, mixture, x, gone)
+    expected = local_output(world, mixture, x, gone)
     expected.backward(wish)
     wanted = gradients(world, mixture, x, here=True)
     seen = mixture(x)
@@ -95,7 +95,7 @@ def assert_same(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: 
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 6), st.data())
-def test_outputs_and_gradients_are_those_of_the_mixture_computed_here(
+def test_outputs_and_gradients_equal_the_local_mixture(
     sizes: list[int], k: int, samples: int, data: st.DataObject
 ) -> None:
     whole = list(itertools.product(*map(range, sizes)))
@@ -111,7 +111,7 @@ def test_outputs_and_gradients_are_those_of_the_mixture_computed_here(
         assert_same(world, mixture, numbers(samples, WIDTH, seed=1).requires_grad_(), names)
 
 
-def make(world: World, **more: Any) -> RemoteMixtureOfExperts:
+def make_mixture(world: World, **more: Any) -> RemoteMixtureOfExperts:
     return routed(RemoteMixtureOfExperts, world, k_best=2, **more)
 
 
@@ -123,8 +123,8 @@ def chosen_uids(world: World, mixture: RemoteMixtureOfExperts, x: Tensor) -> lis
     return world.servers.called(Kind.FORWARD)
 
 
-def test_each_expert_is_called_once_in_each_direction_and_routing_calls_nobody(world: World) -> None:
-    mixture = make(world)
+def test_expert_is_called_once_in_each_direction(world: World) -> None:
+    mixture = make_mixture(world)
     x = numbers(64, WIDTH)
     mixture(x).sum().backward()
     assert world.servers.called(Kind.FORWARD) == sorted(set(world.servers.called(Kind.FORWARD)))
@@ -138,9 +138,9 @@ def test_each_expert_is_called_once_in_each_direction_and_routing_calls_nobody(w
 
 
 @pytest.mark.parametrize("fault", [fails, hangs, lacks_a_row, first_row_is_nan])
-def test_who_does_not_answer_well_in_forward_has_no_weight_and_is_not_called_in_backward(fault: Fault) -> None:
+def test_failed_forward_gets_no_weight_and_no_backward(fault: Fault) -> None:
     with World(GRID) as world:
-        mixture = make(world, timeout_after_k_min=0.05, forward_timeout=100.0, detect_anomalies=True)
+        mixture = make_mixture(world, timeout_after_k_min=0.05, forward_timeout=100.0, detect_anomalies=True)
         x = numbers(1, WIDTH).requires_grad_()
         bad = chosen_uids(world, mixture, x)[0]
         world.servers.faults = {bad: fault}
@@ -152,19 +152,19 @@ def test_who_does_not_answer_well_in_forward_has_no_weight_and_is_not_called_in_
 
 
 def test_only_the_rows_that_are_not_finite_have_no_weight(world: World) -> None:
-    mixture = make(world, detect_anomalies=True)
+    mixture = make_mixture(world, detect_anomalies=True)
     x = numbers(32, WIDTH)
     clean = mixture(x)
     bad = chosen_uids(world, mixture, x)[0]
     world.servers.faults = {bad: first_row_is_nan}
     changed = (mixture(x) != clean).any(1)
     assert int(changed.sum()) == 1
-    loose = make(world)
+    loose = make_mixture(world)
     assert bool(loose(x).isnan().any())
 
 
-def test_who_fails_in_backward_adds_nothing_to_the_gradient_of_the_input(world: World) -> None:
-    mixture = make(world, timeout_after_k_min=0.05)
+def test_failed_backward_adds_nothing_to_input_gradients(world: World) -> None:
+    mixture = make_mixture(world, timeout_after_k_min=0.05)
     x = numbers(1, WIDTH).requires_grad_()
     bad, good = chosen_uids(world, mixture, x)
     whole = torch.autograd.grad(mixture(x).sum(), x)[0]
@@ -175,13 +175,13 @@ def test_who_fails_in_backward_adds_nothing_to_the_gradient_of_the_input(world: 
     world.servers.faults = {good: only(Kind.BACKWARD, fails)}
     other = torch.autograd.grad(mixture(x).sum(), x)[0]
     world.servers.faults = {uid: only(Kind.BACKWARD, fails) for uid in (bad, good)}
-    lenient = make(world, allow_zero_outputs=True)
+    lenient = make_mixture(world, allow_zero_outputs=True)
     router_only = torch.autograd.grad(lenient(x).sum(), x)[0]
     torch.testing.assert_close(without + other - router_only, whole, rtol=0, atol=1e-12)
 
 
-def test_too_few_answers_are_an_error_that_says_who_failed_and_that_does_not_wait(world: World) -> None:
-    mixture = make(world, k_min=2, backward_k_min=2, forward_timeout=60.0)
+def test_too_few_answers_raise_at_once_and_list_failures(world: World) -> None:
+    mixture = make_mixture(world, k_min=2, backward_k_min=2, forward_timeout=60.0)
     x = numbers(4, WIDTH).requires_grad_()
     bad = chosen_uids(world, mixture, x)[0]
     world.servers.faults = {bad: fails} | {uid: hangs for uid in world.here if uid != bad}
@@ -194,7 +194,7 @@ def test_too_few_answers_are_an_error_that_says_who_failed_and_that_does_not_wai
         mixture(x).sum().backward()
 
 
-def test_where_nobody_is_reached_the_error_names_the_retry_that_waits_for_a_restart() -> None:
+def test_unreachable_experts_error_names_the_retry() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"127.0.0.1:{bound.getsockname()[1]}"
@@ -208,7 +208,7 @@ def test_where_nobody_is_reached_the_error_names_the_retry_that_waits_for_a_rest
 
 
 def test_nobody_is_waited_for_longer_than_was_said(world: World) -> None:
-    mixture = make(world, forward_timeout=1.0, backward_timeout=0.15)
+    mixture = make_mixture(world, forward_timeout=1.0, backward_timeout=0.15)
     x = numbers(4, WIDTH)
     mixture(x)
     world.servers.faults = dict.fromkeys(world.here, hangs)
@@ -224,7 +224,7 @@ def test_nobody_is_waited_for_longer_than_was_said(world: World) -> None:
     assert 0.15 <= time.monotonic() - start < 20.0
 
 
-def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_description_shares_the_deadline_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [f"weft.experts.mixture.{name}" for name in ("mixture", "fanout")]
     clock = FakeClock().install(monkeypatch, *modules)
 
@@ -233,16 +233,16 @@ def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward(mon
         return answer
 
     with World(GRID) as world:
-        mixture = make(world, forward_timeout=20.0)
+        mixture = make_mixture(world, forward_timeout=20.0)
         world.servers.faults = dict.fromkeys(world.here, slowly)
         mixture(numbers(4, WIDTH))
         given = {each.deadline_ms for each in world.servers.headers if each.kind is Kind.FORWARD}
         assert given == {18_000}
 
 
-def test_late_answers_are_waited_for_until_enough_came_and_a_little_longer(world: World) -> None:
+def test_late_answers_are_awaited_after_the_quorum(world: World) -> None:
     x = numbers(1, WIDTH)
-    patient, hasty = make(world), make(world, timeout_after_k_min=0.05)
+    patient, hasty = make_mixture(world), make_mixture(world, timeout_after_k_min=0.05)
     slow = chosen_uids(world, patient, x)[0]
     world.servers.late = {slow: 0.6}
     start = time.monotonic()
@@ -250,13 +250,13 @@ def test_late_answers_are_waited_for_until_enough_came_and_a_little_longer(world
     assert time.monotonic() - start >= 0.05  # what came by then is told by the numbers below
     whole = patient(x)
     assert time.monotonic() - start >= 0.35
-    torch.testing.assert_close(whole, computed_here(world, patient, x))
-    torch.testing.assert_close(hurried, computed_here(world, hasty, x, frozenset([slow])))
+    torch.testing.assert_close(whole, local_output(world, patient, x))
+    torch.testing.assert_close(hurried, local_output(world, hasty, x, frozenset([slow])))
     transports = world.connections.statistics()
     assert transports[f"{slow}:1"].waiting == 0
 
 
-def test_a_call_that_found_no_connection_is_sent_again_with_the_same_key() -> None:
+def test_unsent_call_is_retried_with_the_same_key() -> None:
     with World([(0, 0)]) as world:
         mixture = RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], k_best=1))
         x = numbers(3, WIDTH).requires_grad_()
@@ -275,8 +275,8 @@ def test_a_call_that_found_no_connection_is_sent_again_with_the_same_key() -> No
         assert not mixture.statistics().failed
 
 
-def test_samples_without_enough_answers_are_zero_where_that_is_allowed(world: World) -> None:
-    mixture = make(world, k_min=2, allow_zero_outputs=True)
+def test_samples_with_too_few_answers_are_zero_if_allowed(world: World) -> None:
+    mixture = make_mixture(world, k_min=2, allow_zero_outputs=True)
     x = numbers(16, WIDTH).requires_grad_()
     mixture(x)
     world.servers.faults = {"ffn.0.0": fails}
@@ -293,7 +293,7 @@ def test_samples_without_enough_answers_are_zero_where_that_is_allowed(world: Wo
 
 
 def test_experts_that_come_and_go_are_seen_by_the_next_call(world: World) -> None:
-    mixture = make(world)
+    mixture = make_mixture(world)
     x = numbers(32, WIDTH)
     mixture(x)
     for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
@@ -303,17 +303,17 @@ def test_experts_that_come_and_go_are_seen_by_the_next_call(world: World) -> Non
     world.directory.withdraw(world.leases["ffn.1.1"])
     with pytest.raises(NoExpertsError, match=r"ffn\.\*"):
         mixture(x)
-    assert not make(world, allow_zero_outputs=True)._client._signature
-    mixture._client.options = make(world, allow_zero_outputs=True).options
+    assert not make_mixture(world, allow_zero_outputs=True)._client._signature
+    mixture._client.options = make_mixture(world, allow_zero_outputs=True).options
     assert not mixture(x).any()
     with pytest.raises(NoExpertsError):
-        make(world, allow_zero_outputs=True)(x)
+        make_mixture(world, allow_zero_outputs=True)(x)
     world.directory.declare("ffn.0.1", "new:1", 60.0)
     assert chosen_uids(world, mixture, x) == ["ffn.0.1"]
 
 
-def test_where_fewer_experts_live_than_must_answer_this_is_told_and_nobody_is_asked(world: World) -> None:
-    mixture = make(world, k_min=2)
+def test_fewer_living_experts_than_k_min_raise_at_once(world: World) -> None:
+    mixture = make_mixture(world, k_min=2)
     x = numbers(4, WIDTH)
     mixture(x)
     for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
@@ -322,7 +322,7 @@ def test_where_fewer_experts_live_than_must_answer_this_is_told_and_nobody_is_as
     with pytest.raises(TooFewAnswersError, match=r"needs 2 answers \(k_min\), but .* only 1 living") as caught:
         mixture(x)
     assert len(world.servers.headers) == asked and not caught.value.faults
-    mixture._client.options = make(world, k_min=2, allow_zero_outputs=True).options
+    mixture._client.options = make_mixture(world, k_min=2, allow_zero_outputs=True).options
     assert not mixture(x).any()
 
 
@@ -377,8 +377,8 @@ def test_experts_may_take_and_return_nested_values_of_free_sizes() -> None:
                 mixture(x, (index, second), **wrong)
 
 
-def test_numbers_that_are_not_finite_are_told_where_that_was_asked_for(world: World) -> None:
-    mixture = make(world, detect_anomalies=True)
+def test_anomalies_are_detected_on_request(world: World) -> None:
+    mixture = make_mixture(world, detect_anomalies=True)
     x = numbers(3, WIDTH)
     x[1, 0] = math.inf
     with pytest.raises(AnomalyError, match=r"inputs of a mixture are not finite(.|\n)*1 of 3 rows"):
@@ -390,8 +390,8 @@ def test_numbers_that_are_not_finite_are_told_where_that_was_asked_for(world: Wo
     assert world.servers.called(Kind.BACKWARD) == []
 
 
-def test_backward_may_come_again_only_if_the_graph_was_kept_and_has_no_gradient_itself(world: World) -> None:
-    mixture = make(world)
+def test_second_backward_needs_a_retained_graph(world: World) -> None:
+    mixture = make_mixture(world)
     x = numbers(3, WIDTH).requires_grad_()
     y = mixture(x).sum()
     first = torch.autograd.grad(y, x, retain_graph=True)[0]
@@ -417,18 +417,18 @@ def test_a_tangent_is_refused(grad: bool) -> None:
     with World(GRID) as world, torch.set_grad_enabled(grad), forward_ad.dual_level():
         x = forward_ad.make_dual(numbers(6, WIDTH), numbers(6, WIDTH))
         with pytest.raises(UsageError, match=r"an input of experts ffn\.\* has a tangent"):
-            make(world)(x)
+            make_mixture(world)(x)
 
 
 def test_many_threads_may_call_one_mixture(world: World) -> None:
-    mixture = make(world)
+    mixture = make_mixture(world)
     inputs = [numbers(9, WIDTH, seed=i) for i in range(6)]
     for x, seen in zip(inputs, in_threads(mixture, inputs), strict=True):
-        torch.testing.assert_close(seen, computed_here(world, mixture, x))
+        torch.testing.assert_close(seen, local_output(world, mixture, x))
 
 
-def test_a_copy_shares_the_connections_and_a_pickle_says_what_to_do(world: World) -> None:
-    mixture = make(world)
+def test_copy_shares_connections_and_pickle_is_refused(world: World) -> None:
+    mixture = make_mixture(world)
     twin = copy.deepcopy(mixture)
     assert twin.proj.weight is not mixture.proj.weight
     x = numbers(3, WIDTH)
@@ -438,18 +438,18 @@ def test_a_copy_shares_the_connections_and_a_pickle_says_what_to_do(world: World
     assert "ffn.*, grid 2 x 2, k_best=2" in repr(mixture)
 
 
-def test_under_autocast_the_router_keeps_its_precision_and_what_travels_may_be_compressed(world: World) -> None:
-    half, x = make(world, compression=Policy("fp16", "fp16", "fp16", "fp16")), numbers(8, WIDTH)
-    assert 0 < float((half(x) - make(world)(x)).detach().abs().max()) < 1e-2
+def test_autocast_spares_the_router(world: World) -> None:
+    half, x = make_mixture(world, compression=Policy("fp16", "fp16", "fp16", "fp16")), numbers(8, WIDTH)
+    assert 0 < float((half(x) - make_mixture(world)(x)).detach().abs().max()) < 1e-2
     with World(GRID, lambda: nn.Linear(WIDTH, WIDTH), ((torch.zeros(1, WIDTH),), {})) as single:
         mixture = RemoteMixtureOfExperts(**single.options(grid_size=[2, 2], k_best=2, dtype=torch.float32))
         plain = mixture(x.float())
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(mixture(x.float()).float(), plain, rtol=2e-2, atol=2e-2)
-            assert mixture._scores(x.float()).dtype is torch.float32
+            assert mixture._router_scores(x.float()).dtype is torch.float32
 
 
-def test_fresh_weights_in_place_of_trained_ones_are_told_and_may_be_an_error(directory: LocalDirectory) -> None:
+def test_lost_steps_warn_or_raise(directory: LocalDirectory) -> None:
 
     def step() -> None:
         mixture(torch.ones(2, 4)).sum().backward()
@@ -501,11 +501,11 @@ class Best(nn.Module):
         return x.argmax(1)
 
 
-def test_inputs_that_the_router_cannot_read_and_outputs_without_a_mean_are_refused(world: World) -> None:
+def test_unusable_inputs_and_outputs_are_refused(world: World) -> None:
     with pytest.raises(SpecError):
-        make(world)(numbers(3, WIDTH + 1))
+        make_mixture(world)(numbers(3, WIDTH + 1))
     with pytest.raises(SpecError, match=r"reads samples x \.\.\. x 7"):
         RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], in_features=7))(numbers(3, WIDTH))
     assert world.servers.called(Kind.FORWARD) == []
     with World(GRID, Best) as other, pytest.raises(UsageError, match=r"output is of torch\.int64"):
-        make(other)(numbers(2, WIDTH))
+        make_mixture(other)(numbers(2, WIDTH))

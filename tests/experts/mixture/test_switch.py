@@ -12,7 +12,7 @@ from weft.experts.mixture import RemoteSwitchMixtureOfExperts, load_balancing_lo
 from weft.experts.wire import Kind
 
 
-def make(world: World, **more: Any) -> RemoteSwitchMixtureOfExperts:
+def make_mixture(world: World, **more: Any) -> RemoteSwitchMixtureOfExperts:
     return routed(RemoteSwitchMixtureOfExperts, world, **more)
 
 
@@ -21,7 +21,7 @@ def probabilities(mixture: RemoteSwitchMixtureOfExperts, read: Tensor) -> Tensor
     return torch.stack([logits[:, a] + logits[:, 2 + b] for a, b in GRID], 1).softmax(1)
 
 
-def computed_here(
+def local_output(
     world: World, mixture: RemoteSwitchMixtureOfExperts, x: Tensor, gone: tuple[str, ...] = ()
 ) -> tuple[Tensor, Tensor]:
     weights = probabilities(mixture, x)
@@ -35,11 +35,11 @@ def computed_here(
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("gone", [(), ("ffn.0.1",), ("ffn.0.0", "ffn.1.0", "ffn.0.1", "ffn.1.1")])
 def test_outputs_loss_and_gradients_are_those_computed_here(world: World, k: int, gone: tuple[str, ...]) -> None:
-    mixture = make(world, k_best=k).eval()
+    mixture = make_mixture(world, k_best=k).eval()
     mixture(numbers(1, WIDTH))
     world.servers.faults = dict.fromkeys(gone, fails)
     x = numbers(12, WIDTH).requires_grad_()
-    wanted, wanted_loss = computed_here(world, mixture, x, gone)
+    wanted, wanted_loss = local_output(world, mixture, x, gone)
     seen, loss = mixture(x)
     torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
     torch.testing.assert_close(loss, wanted_loss, rtol=0, atol=1e-12)
@@ -51,8 +51,8 @@ def test_outputs_loss_and_gradients_are_those_computed_here(world: World, k: int
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_jitter_is_for_training_and_touches_neither_the_input_nor_what_experts_see(world: World) -> None:
-    mixture = make(world, jitter_eps=0.5, k_best=4)
+def test_jitter_affects_the_router_in_training_only(world: World) -> None:
+    mixture = make_mixture(world, jitter_eps=0.5, k_best=4)
     x = numbers(8, WIDTH)
     before = x.clone()
     torch.manual_seed(5)
@@ -64,16 +64,16 @@ def test_jitter_is_for_training_and_touches_neither_the_input_nor_what_experts_s
     torch.testing.assert_close(jittered, (probabilities(mixture, read)[..., None] * outputs).sum(1))
     mixture.eval()
     state = torch.get_rng_state()
-    torch.testing.assert_close(mixture(x)[0], computed_here(world, mixture, x)[0])
+    torch.testing.assert_close(mixture(x)[0], local_output(world, mixture, x)[0])
     assert torch.equal(torch.get_rng_state(), state)
-    still = make(world, jitter_eps=0.0, k_best=4)
-    torch.testing.assert_close(still(x)[0], computed_here(world, still, x)[0])
+    still = make_mixture(world, jitter_eps=0.0, k_best=4)
+    torch.testing.assert_close(still(x)[0], local_output(world, still, x)[0])
 
 
-def test_what_is_beyond_the_capacity_is_dropped_and_needs_no_answer(world: World) -> None:
-    mixture = make(world, capacity_factor=0.5, k_min=1, allow_zero_outputs=False).eval()
+def test_rows_beyond_the_capacity_are_dropped(world: World) -> None:
+    mixture = make_mixture(world, capacity_factor=0.5, k_min=1, allow_zero_outputs=False).eval()
     x = numbers(32, WIDTH)
-    free = make(world).eval()
+    free = make_mixture(world).eval()
     world.servers.rows.clear()
     y, _ = mixture(x)
     assert max(world.servers.rows) == 4  # half of 32 samples / 4 experts
@@ -88,17 +88,17 @@ def test_what_is_beyond_the_capacity_is_dropped_and_needs_no_answer(world: World
 
 
 def test_who_hangs_costs_its_own_samples_and_only_so_much_time(world: World) -> None:
-    mixture = make(world, timeout_after_k_min=0.05).eval()
+    mixture = make_mixture(world, timeout_after_k_min=0.05).eval()
     x = numbers(32, WIDTH).requires_grad_()
     mixture(x)
     world.servers.faults = {"ffn.0.0": hangs}
     y, loss = mixture(x)
-    torch.testing.assert_close(y, computed_here(world, mixture, x, ("ffn.0.0",))[0])
+    torch.testing.assert_close(y, local_output(world, mixture, x, ("ffn.0.0",))[0])
     (y.sum() + loss).backward()
     assert mixture.statistics().failed == {"deadline": 1}
 
 
-def test_a_recomputed_stage_with_jitter_has_the_gradients_of_its_forward() -> None:
+def test_recomputed_stage_keeps_its_jitter() -> None:
     class Residual(nn.Module):
         def __init__(self, mixture: nn.Module) -> None:
             super().__init__()
@@ -109,7 +109,7 @@ def test_a_recomputed_stage_with_jitter_has_the_gradients_of_its_forward() -> No
             return x + y + loss
 
     with World(GRID) as world:
-        mixture = make(world, jitter_eps=0.3, accumulate=True)
+        mixture = make_mixture(world, jitter_eps=0.3, accumulate=True)
         layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Residual(mixture))
         x, found = numbers(8, WIDTH), dict[str, list[Tensor]]()
         for checkpoint in ("never", "always"):

@@ -33,7 +33,7 @@ def test_a_weighted_mean_keeps_shape_and_dtype(inner: tuple[int, ...], dtype: to
     torch.testing.assert_close(seen, by_hand, **loose)
 
 
-def test_the_loss_is_one_if_all_are_equally_busy_and_as_many_as_there_are_if_one_does_all() -> None:
+def test_balancing_loss_is_one_if_balanced() -> None:
     chosen = torch.arange(8)[:, None] % 4
     assert float(load_balancing_loss(torch.full((8, 4), 0.25, dtype=torch.float64), chosen)) == 1.0
     lonely = torch.zeros(8, 4, dtype=torch.float64)
@@ -45,7 +45,7 @@ def test_the_loss_is_one_if_all_are_equally_busy_and_as_many_as_there_are_if_one
         assert torch.equal(load_balancing_loss(probabilities, chosen), 3 * (share * probabilities.mean(0)).sum())
 
 
-def test_following_the_gradient_of_the_loss_makes_experts_equally_busy() -> None:
+def test_balancing_loss_balances_experts() -> None:
     scores = (numbers(64, 4) + torch.tensor([3.0, 0.0, 0.0, 0.0], dtype=torch.float64)).requires_grad_()
     busiest: list[int] = []
     for _ in range(60):

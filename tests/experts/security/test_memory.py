@@ -151,10 +151,10 @@ FIRST, SECOND, _ = encode_parts([Call(Header(kind=Kind.FORWARD, call_id=1, uid="
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ([FIRST, b"\x12\x0a0123456789"], "then comes a part of 10 bytes"),
-        ([FIRST, b""], "then comes a part of 0 bytes"),
-        ([FIRST, FIRST], "then comes another frame"),
-        ([FIRST, SECOND, SECOND], "then comes a part of"),
+        ([FIRST, b"\x12\x0a0123456789"], "got a part of 10 bytes"),
+        ([FIRST, b""], "got a part of 0 bytes"),
+        ([FIRST, FIRST], "got another frame"),
+        ([FIRST, SECOND, SECOND], "got a part of"),
         ([FIRST[: MESSAGE_BYTES - 1]], "the frame ends at byte"),
         ([FIRST, None], "the body of a frame ends after"),
     ],

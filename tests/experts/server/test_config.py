@@ -84,7 +84,7 @@ def test_every_table_reports_invalid_values(subtests: pytest.Subtests) -> None:
         ({"directory": "zk://a"}, ["directory: ", "zk://a"]),
         ({"limits": {"frame_bytes": "1"}}, ["limits.frame_bytes is '1'"]),
         ({"limits": {"frame_bytes": 1e6}}, ["limits.frame_bytes is 1000000.0"]),
-        ({"limits": {"frame_bytes": 1 << 31}}, ["frame_bytes is 2147483648, the format ends at"]),
+        ({"limits": {"frame_bytes": 1 << 31}}, ["frame_bytes is 2147483648, the format allows at most"]),
         ({"limits": {"calls": 0}, "options": {"connections": 0}}, ["limits: calls is 0", "options: connections is 0"]),
         ({"keep": 0, "checkpoints": "x"}, ["keep is 0"]),
         ({"checkpoints": ""}, ["checkpoints is ''"]),

@@ -65,7 +65,7 @@ def test_patterns_select_replicas(caplog: pytest.LogCaptureFixture) -> None:
     with make(directory, expert(), expert("other"), replicas=ReplicaOptions(["oth*", "fnn.*"])) as server:
         assert list(server.statistics().replicas) == ["other"] and list(directory.get().owners) == ["other"]
         told = [each.getMessage() for each in caplog.records if each.name == "weft.experts.server"]
-    assert told == ["replicas: pattern 'fnn.*' fits none of the experts here, such as 'fussy'"]
+    assert told == ["replicas: pattern 'fnn.*' matches none of the experts here, such as 'fussy'"]
     for wrong in (["ffn.*", ""], "ffn"):
         with pytest.raises(UsageError, match=r"experts is .*, wanted a list of patterns"):
             ReplicaOptions(wrong)
@@ -248,8 +248,8 @@ def test_state_of_another_kind_never_makes_an_owner(directory: LocalDirectory) -
         die(first)
         wait_until(lambda: first.address not in directory.get().addresses("fussy"))
         keeper, turns = other._replication, list[int]()
-        turn = keeper._turn
-        keeper._turn = lambda: (turns.append(1), turn())  # type: ignore[method-assign]
+        turn = keeper._attend_all
+        keeper._attend_all = lambda: (turns.append(1), turn())  # type: ignore[method-assign]
         wait_until(lambda: len(turns) > 2)
         assert role(other) == "follower" and "fussy" not in directory.get().owners
 

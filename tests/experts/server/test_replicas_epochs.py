@@ -194,7 +194,7 @@ def test_new_owner_waits_a_lease_after_a_directory_restart() -> None:
     with make(directory) as server:
         directory.begin_anew()
         wait_until(lambda: role(server) == "taking over")
-        wait_until(lambda: "begun anew" in server.statistics().replicas["fussy"].failure or role(server) == "owner")
+        wait_until(lambda: "begun again" in server.statistics().replicas["fussy"].failure or role(server) == "owner")
         wait_until(lambda: role(server) == "owner")
         assert server.statistics().replicas["fussy"].failure == ""
 

@@ -63,10 +63,10 @@ PING = Call(Header(kind=Kind.PING, call_id=0))
 @pytest.mark.parametrize(
     ("who", "words"),
     [
-        ("nobody", "shown no certificate.*check both ends' certificates .tls=."),
-        ("stranger", "check both ends' certificates .tls=."),
-        ("mistrusts", "check both ends' certificates .tls=.: each must be signed by the other's authority="),
-        ("plain", "called without TLS: if it wants TLS, give this client certificates .tls=."),
+        ("nobody", "no certificate was sent.*check the certificates of both ends .tls=."),
+        ("stranger", "check the certificates of both ends .tls=."),
+        ("mistrusts", "check the certificates of both ends .tls=.: each must be signed by the other's authority="),
+        ("plain", "called without TLS: if it requires TLS, give this client certificates .tls=."),
         ("other name", "Hostname Verification"),
     ],
 )
@@ -102,7 +102,7 @@ def test_an_authority_made_again_is_rejected_at_once(rsa_key: bool) -> None:
     with Server([fussy_backend()], address="localhost:0", tls=server_tls) as server:
         for authority, signer in ((new, old), (old, new), (new, new)):
             tls = ClientTls(authority.pem, *signer.issue("trainer"))
-            rejected = pytest.raises(CertificateError, match="with its present key if that was made again")
+            rejected = pytest.raises(CertificateError, match="with its present key if that was renewed")
             with RemoteExpert("fussy", server.address, tls=tls, timeout=20.0) as remote, rejected:
                 remote.describe()
 

@@ -137,7 +137,7 @@ def test_expert_of_another_server_is_refused() -> None:
     with Server([fussy_backend()], directory=directory, options=options) as first:
         assert directory.get().addresses("fussy") == (first.address,)
         refused = Server([fussy_backend()], directory=directory, options=options)
-        with pytest.raises(UsageError, match=rf"(?s)say replicas= at every server.*'fussy' at {first.address}"):
+        with pytest.raises(UsageError, match=rf"(?s)set replicas= at every server.*'fussy' at {first.address}"):
             refused.start()
         with Server([], directory=directory, options=options) as second:
             with pytest.raises(UsageError, match="clients might move between different weights"):

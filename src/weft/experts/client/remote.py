@@ -4,7 +4,8 @@
     model = nn.Sequential(nn.Linear(8, 512), layer, nn.Linear(512, 2))
     loss(model(x)).backward()           # also trains the expert at its server
 
-For PyTorch it is an ordinary layer. The idea of one autograd function that joins two remote calls is hivemind's.
+To PyTorch it is an ordinary layer. `torch.distributed.rpc` has remote modules too, but needs a fixed group of
+processes that trust each other. The idea of one autograd function that joins two remote calls is hivemind's.
 """
 
 import inspect
@@ -31,41 +32,40 @@ from weft.experts.fork_guard import finalizer
 from weft.experts.tls import ClientTls, credential_faults
 from weft.experts.wire.service import Description
 
-_LAST_DISCARD = 1.0  # seconds that `close` waits until the server has dropped an open mini-batch
-_LOCAL = ("_stub", "_cache", "_finalizer")  # belongs to this process, and is made anew in another
-_SHARED = ("_where", "_credentials", "_retry", "_options")  # which a copy takes as they are
+_LAST_DISCARD = 1.0  # longest wait of `close`, in seconds, until the server has dropped an open mini-batch
+_LOCAL = ("_stub", "_cache", "_finalizer")  # valid in this process only, and made again in another
+_SHARED = ("_where", "_credentials", "_retry", "_options")  # shared by copies
 
 
 class RemoteExpert(RemoteLayer):
-    """An expert behind a server, as a layer. Any number of threads may call it at once.
+    """An expert of a server as a layer. Any number of threads can call it at once.
 
     Args:
         uid: the expert's name.
-        where: the server's address (``host:port``), then this expert has a connection of its own, until `close` or
-            until it is collected; or a `Transport` that several share; or `Connections` with a directory, which
-            then says where the expert is at every call.
-        timeout: seconds for one forward, backward or commit, with all its repetitions.
-        retry: which calls are sent again, and when; see `Retry`.
-        compression: how tensors travel; see `weft.experts.compression`.
-        client: the name by which the server knows this caller, for quotas; one of this process by default.
+        where: the server's address (``host:port``), for a separate connection until `close` or garbage collection; or
+            a shared `Transport`; or `Connections` with a directory, which locates the expert at every call.
+        timeout: seconds for one forward, backward or commit, including its retries.
+        retry: rule for retries (see `Retry`).
+        compression: of tensors on the wire (see `weft.experts.compression`).
+        client: name of this caller in the server's quotas; by default one name per process.
         accumulate: gradients of backward add up at the server until `commit`, which is one optimizer step: for
             micro-batches, of a `weft.Pipe` or by hand. ``False``: every backward steps.
-        keep_graph: ask the server to keep the graph of a forward for its backward, where it allows that. Then backward
-            does not send the inputs again either.
+        keep_graph: ask the server to keep the graph of a forward for its backward. If the server does, backward does
+            not send the inputs again.
         tls, token: see `GrpcTransport`; for an address only.
 
-    A call takes and returns what the server's module does, nested likewise; outputs come to the device of the first
-    tensor of the inputs. With gradients on, each backward is one call, and the server's optimizer steps, also where no
-    input wants a gradient. A call of more rows than the server takes at a time is sent in parts, which are one step all
-    the same. In a `weft.Pipe` that recomputes, forward is not sent again.
+    Arguments and results are those of the server's module, with the same nesting. Outputs are placed on the device of
+    the first input tensor. With gradients enabled, each backward is one call with one step of the server's optimizer,
+    even if no input requires a gradient. A call with more rows than the server accepts is sent in parts, which together
+    are one step. A `weft.Pipe` that recomputes does not send forward again.
 
-    Its parameters live at the server. Here there is a single zero, ``anchor``, through which autograd finds the expert:
-    in `parameters`, not in `state_dict`. Freezing it forbids backward. A copy or a pickle is one more client of the
-    same expert; with a `Transport` or `Connections` it can be copied, but not pickled.
+    Its parameters are at the server. The local parameter ``anchor``, a single zero, makes autograd reach the expert. It
+    is in `parameters`, not in `state_dict`. Freezing it forbids backward. A copy or a pickle is another client of the
+    same expert. With a `Transport` or `Connections` the layer can be copied, but not pickled.
 
-    Raises ``UsageError`` that lists all invalid arguments; at a call ``SpecError`` for arguments that do not fit
+    Raises ``UsageError`` that lists all invalid arguments. A call raises ``SpecError`` for arguments that do not fit
     (before anything is sent), ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``, ``DeadlineError``,
-    ``LostError``, and what the expert answers; see `weft.experts.errors`.
+    ``LostError``, and errors of the expert (see `weft.experts.errors`).
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -111,41 +111,44 @@ class RemoteExpert(RemoteLayer):
         stub = self._stub
         deadline = time.monotonic() + self._options.timeout
         signature = stub.signature(deadline)
-        inputs = signature.flat(args, kwargs)
+        inputs = signature.flatten_call(args, kwargs)
         forbid_tangents(f"expert {self.uid!r}", inputs)
-        key, known = IdempotencyKey(evaluation=not self.training), None
+        key, cached = IdempotencyKey(evaluation=not self.training), None
         if is_recomputing():
-            key, known = self._cache.take(inputs) or (key, None)
+            # With the key of the original forward, so that the server draws the same random numbers in backward.
+            key, cached = self._cache.pop_match(inputs) or (key, None)
         elif is_checkpointing():
             outputs = stub.forward(inputs, key, deadline)
-            self._cache.put(inputs, (key, [tensor.detach().clone() for tensor in outputs]))
+            # Clones, because the caller can modify the outputs in place before the recomputation reads these.
+            self._cache.store(inputs, (key, [tensor.detach().clone() for tensor in outputs]))
             return signature.outputs.pack(outputs)
-        reached = [*inputs, self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in reached):
-            key.keep = known is None and self._options.keep_graph
-            function = RemoteFunction(stub, signature, inputs, self.anchor, key, deadline, known)
-            outputs = list(apply(function, reached))
+        leaves = [*inputs, self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves):
+            if cached is None and self._options.keep_graph:
+                key.request_graph()
+            function = RemoteFunction(stub, signature, inputs, self.anchor, key, deadline, cached)
+            outputs = list(apply(function, leaves))
         else:
-            outputs = stub.forward(inputs, key, deadline) if known is None else known
+            outputs = stub.forward(inputs, key, deadline) if cached is None else cached
         return signature.outputs.pack(outputs)
 
     def describe(self) -> Description:
-        """The server's current description of the expert: schemas, steps, which of them are durable."""
+        """The server's current description of the expert: schemas, steps, durable steps."""
         return self._stub.describe()
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps of the expert, as of the last answer; None before the first."""
+        """Optimizer steps of the expert, according to the last answer, or None before the first."""
         return self._stub.progress.steps
 
     @property
     def durable_step(self) -> int | None:
-        """The last step that a crash of the server does not lose, as of the last answer; None: unknown, or none."""
+        """The last step that survives a crash of the server, according to the last answer. None: unknown, or none."""
         return self._stub.progress.durable_step
 
     @property
     def steps_lost(self) -> int:
-        """Steps that servers of the expert came back without; each time there is a `StepsLostWarning`."""
+        """Steps that were lost by restarts of servers. Each loss is reported by a `StepsLostWarning`."""
         return self._stub.progress.steps_lost
 
     @property
@@ -154,10 +157,10 @@ class RemoteExpert(RemoteLayer):
         return self._options.accumulate
 
     def commit(self) -> bool:
-        """One optimizer step with all gradients since the last commit; False if there were none.
+        """Take one optimizer step with all gradients since the last commit. Returns False without gradients.
 
-        Raises ``UsageError`` without ``accumulate``; ``CommitError`` if a part of the gradients is missing, because a
-        backward failed or the server was restarted: call `discard`, and run the mini-batch again.
+        Raises ``UsageError`` without ``accumulate``, and ``CommitError`` if gradients are missing, because a backward
+        failed or the server was restarted: call `discard`, and run the mini-batch again.
         """
         if not self._options.accumulate:
             raise UsageError(f"expert {self.uid!r} steps at every backward: to commit, make it with accumulate=True")
@@ -168,7 +171,7 @@ class RemoteExpert(RemoteLayer):
         self._stub.discard()
 
     def close(self) -> None:
-        """Discard an open mini-batch, close own connections, and fail calls in flight. Waits for at most a second."""
+        """Discard an open mini-batch, close a separate connection, and fail calls in flight. Waits up to a second."""
         if self._options.accumulate:
             self._stub.discard(_LAST_DISCARD)
         self._finalizer()
@@ -180,10 +183,10 @@ class RemoteExpert(RemoteLayer):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of this layer, with what subclasses or users have added, and nothing of this process."""
+        """The state of this layer, including additions of subclasses, without connections of this process."""
         if not isinstance(self._where, str):
             text = f"remote expert {self.uid!r} uses connections of this process, which cannot be pickled"
-            raise UsageError(f"{text}; make it from an address, or make it anew where it is needed")
+            raise UsageError(f"{text}; make it from an address, or make it again in the other process")
         return {name: value for name, value in super().__getstate__().items() if name not in _LOCAL}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -191,11 +194,11 @@ class RemoteExpert(RemoteLayer):
         self._connect()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteExpert":
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        state = {name: each for name, each in super().__getstate__().items() if name not in _LOCAL}
-        made.__setstate__({name: each if name in _SHARED else deepcopy(each, memo) for name, each in state.items()})
-        return made
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = {name: value for name, value in super().__getstate__().items() if name not in _LOCAL}
+        copied.__setstate__({name: v if name in _SHARED else deepcopy(v, memo) for name, v in state.items()})
+        return copied
 
     def extra_repr(self) -> str:
         where = self._where if isinstance(self._where, str) else type(self._where).__name__
@@ -203,22 +206,22 @@ class RemoteExpert(RemoteLayer):
 
     def _connect(self) -> None:
         where, (tls, token) = self._where, self._credentials
-        own = GrpcTransport(where, tls=tls, token=token) if isinstance(where, str) else None
+        separate = GrpcTransport(where, tls=tls, token=token) if isinstance(where, str) else None
         if isinstance(where, Connections):
             resolver = DirectoryResolver(self.uid, where)
         else:
-            resolver = FixedResolver(cast("Transport", own or where))
+            resolver = FixedResolver(cast("Transport", separate or where))
         caller = RetryingCaller(resolver, self._retry)
         self._stub = ExpertStub(self.uid, caller, self._options)
         self._cache = RecomputeCache[tuple[IdempotencyKey, list[Tensor]]]()
-        # Not this module's end but its stub's: a graph that is still to be walked back holds the stub, too.
-        self._finalizer = finalizer(self._stub, _close, caller, own)
+        # Bound to the stub, not to this module: a graph with a pending backward holds the stub and needs it to work.
+        self._finalizer = finalizer(self._stub, _close, caller, separate)
 
 
 _DEFAULTS = {
-    name: each.default
-    for name, each in inspect.signature(RemoteExpert.__init__).parameters.items()
-    if each.kind is each.KEYWORD_ONLY
+    name: parameter.default
+    for name, parameter in inspect.signature(RemoteExpert.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
 }
 
 
@@ -230,23 +233,23 @@ def check_remote_expert(check: Validator, uid: Any, where: Any, options: Mapping
     elif isinstance(where, Directory):
         check.add("where is a directory, wanted Connections(directory), which several experts share")
     else:
-        wanted = "the server's address (host:port), a Transport, or Connections to a directory"
-        check.instance("where", where, (Connections, Transport), wanted)
+        kinds = "the server's address (host:port), a Transport, or Connections to a directory"
+        check.instance("where", where, (Connections, Transport), kinds)
     check_options(check, isinstance(where, str), options)
 
 
-def check_options(check: Validator, address: bool, options: Mapping[str, Any]) -> None:
-    """Check keyword arguments of `RemoteExpert`, given or by default; ``address``: whether it is made from one."""
-    given = {**_DEFAULTS, **options}
-    check.seconds("timeout", given["timeout"])
-    check.instance("retry", given["retry"], Retry, "a Retry, such as Retry(attempts=3)", optional=True)
-    check.instance("compression", given["compression"], Policy, "a Policy, such as Policy('fp16')", optional=True)
-    check.instance("client", given["client"], str, "a text: the name by which servers know this caller")
-    check.boolean("accumulate", given["accumulate"])
-    check.boolean("keep_graph", given["keep_graph"])
-    check.add(*credential_faults(given["tls"], given["token"]))
-    own = address or (given["tls"] is None and given["token"] is None)
-    check.that(own, "tls= and token= are for an address; a transport or connections have their own")
+def check_options(check: Validator, has_address: bool, options: Mapping[str, Any]) -> None:
+    """Check keyword arguments of `RemoteExpert`. ``has_address``: it is made from an address."""
+    values = {**_DEFAULTS, **options}
+    check.seconds("timeout", values["timeout"])
+    check.instance("retry", values["retry"], Retry, "a Retry, such as Retry(attempts=3)", optional=True)
+    check.instance("compression", values["compression"], Policy, "a Policy, such as Policy('fp16')", optional=True)
+    check.instance("client", values["client"], str, "a text: the name by which servers know this caller")
+    check.boolean("accumulate", values["accumulate"])
+    check.boolean("keep_graph", values["keep_graph"])
+    check.add(*credential_faults(values["tls"], values["token"]))
+    allowed = has_address or (values["tls"] is None and values["token"] is None)
+    check.that(allowed, "tls= and token= are for an address; a transport or connections have their own")
     unknown = [name for name in options if name not in _DEFAULTS]
     check.add(*(f"there is no option {name!r}; help(weft.RemoteExpert) lists them" for name in unknown))
 
@@ -260,10 +263,10 @@ def _close(caller: RetryingCaller, transport: Transport | None) -> None:
 def create_remote_experts(
     uids: Sequence[str], directory: Directory | Connections | Mapping[str, str], **options: Any
 ) -> list[RemoteExpert | None]:
-    """Create one `RemoteExpert` per uid, in order; None for those that the directory does not know now.
+    """Create one `RemoteExpert` per uid, in order. None stands for those that the directory does not list now.
 
-    ``Connections`` stay open; with a bare directory, or addresses by uid, connections are made that close when the last
-    of the experts is collected. ``options``: those of `RemoteExpert`, but for ``tls`` and ``token``.
+    ``Connections`` stay open. For a directory, or addresses by uid, connections are made, which close when the last of
+    the experts is garbage-collected. ``options``: those of `RemoteExpert` except ``tls`` and ``token``.
 
     Raises ``DirectoryUnavailableError`` if the directory does not answer, ``UsageError`` that lists all invalid
     arguments.
@@ -285,8 +288,8 @@ def create_remote_experts(
         if isinstance(directory, Mapping):
             check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
         else:
-            wanted = "a directory, Connections to one, or addresses by uid; a single address is for RemoteExpert"
-            check.instance("directory", directory, (Directory, Connections), wanted)
+            kinds = "a directory, Connections to one, or addresses by uid; a single address is for RemoteExpert"
+            check.instance("directory", directory, (Directory, Connections), kinds)
         check_options(check, False, options)
     connections = directory if isinstance(directory, Connections) else Connections(directory)
     known = connections.snapshot()
@@ -294,10 +297,10 @@ def create_remote_experts(
 
 
 def commit(module: nn.Module) -> dict[str, bool]:
-    """Commit every accumulating remote expert and mixture inside of ``module``: whether it stepped, by uid.
+    """Commit every accumulating remote expert and mixture inside ``module``. Returns by uid whether it stepped.
 
-    Call it where the optimizer of the local parameters steps. Raises as their own `commit`; layers before the one that
-    failed have stepped. After a `CommitError`, `discard` begins a new mini-batch.
+    Call it together with the step of the local optimizer. Raises as `RemoteExpert.commit`; layers before the failed one
+    have stepped. After a `CommitError`, `discard` begins a new mini-batch.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -307,26 +310,26 @@ def commit(module: nn.Module) -> dict[str, bool]:
         ...     weft.experts.client.commit(remote)
         {'ffn.0': True}
     """
-    found: dict[str, bool] = {}
-    for each in _accumulating(module):
-        stepped = each.commit()
-        for uid, did in ({each.uid: stepped} if isinstance(each, RemoteExpert) else stepped).items():
-            found[uid] = did or found.get(uid, False)
-    return found
+    results: dict[str, bool] = {}
+    for layer in _accumulating_layers(module):
+        result = layer.commit()
+        for uid, stepped in ({layer.uid: result} if isinstance(layer, RemoteExpert) else result).items():
+            results[uid] = stepped or results.get(uid, False)
+    return results
 
 
 def discard(module: nn.Module) -> None:
-    """Drop the gradients since the last commit, of every accumulating remote expert and mixture inside of ``module``.
+    """Drop the gradients since the last commit, of every accumulating remote expert and mixture inside ``module``.
 
-    For a mini-batch that failed, and is to be run again or left out: until then every `commit` of it fails.
+    For a failed mini-batch, before it is run again or skipped. Until then, every `commit` fails.
 
     Example:
         >>> from weft.experts.client import discard
         >>> discard(nn.Sequential(nn.Linear(8, 8)))  # has no remote experts, so nothing is dropped
     """
-    for each in _accumulating(module):
-        each.discard()
+    for layer in _accumulating_layers(module):
+        layer.discard()
 
 
-def _accumulating(module: nn.Module) -> list[RemoteLayer]:
-    return [each for each in module.modules() if isinstance(each, RemoteLayer) and each.accumulates]
+def _accumulating_layers(module: nn.Module) -> list[RemoteLayer]:
+    return [layer for layer in module.modules() if isinstance(layer, RemoteLayer) and layer.accumulates]

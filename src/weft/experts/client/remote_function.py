@@ -1,17 +1,17 @@
-"""Autograd of remote experts: a call as one node of the graph, whose forward and backward both happen at a server.
+"""Autograd of remote experts: a call is one node of the graph, with forward and backward at a server.
 
     inputs, anchor ──> [ forward:  inputs ──────────────────> server ] ──> outputs ──> the user's loss
     their gradients <── [ backward: inputs, output gradients ─> server ] <── gradients of the outputs
 
-No graph is kept here: the server runs its module again for the backward, or has kept its graph. The *anchor* is a
-parameter of one zero with zero as its gradient (hivemind's DUMMY): through it the node is reached, and the expert
-trained, also where no input wants a gradient.
+The client keeps no graph: the server re-runs its module for the backward, or has kept the graph. Autograd omits a node
+if no input requires a gradient, and the expert would not be trained. The *anchor* prevents this: a parameter with a
+single zero, which always gets a zero gradient (hivemind's DUMMY).
 
-    anchor wants a gradient                 a node of autograd, whose backward trains the experts
-    frozen, nor does any input want one     no node: the experts only answer
-    frozen, but an input wants one          refused: the servers would step in the backward that the input wants
+    anchor requires a gradient              a node, whose backward trains the experts
+    frozen, and all inputs require none     no node: the experts only answer
+    frozen, but an input requires one       rejected: the backward for the input would step the servers
 
-It is one zero, not empty: optimizers and norms of gradients take no tensor without numbers.
+The anchor is not empty, because some optimizers and gradient norms fail for tensors without elements.
 """
 
 import threading
@@ -29,22 +29,22 @@ from weft.core.segment import version
 from weft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
 
 ONLY_ONCE = (
-    "has its graph at its server, and hands on first gradients only; compute such a penalty with layers of this "
-    "process, and with the expert's outputs detached"
+    "has its graph at its server, and returns first-order gradients only; compute such a penalty with local layers, "
+    "from the expert's detached outputs"
 )
-"""Why there is no gradient of a gradient through an expert."""
+"""The reason why a gradient of a gradient does not exist through an expert."""
 _ANCHOR = "anchor"
 _MOST = 256  # entries of a cache
 Value = TypeVar("Value")
 
 
 class RemoteLayer(nn.Module):
-    """Base of modules whose experts are at servers. ``anchor`` is left out of what is saved and loaded."""
+    """Base of layers with experts at servers. State dicts do not include ``anchor``."""
 
     anchor: nn.Parameter
 
     def make_anchor(self, like: Tensor | None = None) -> None:
-        """Make it, of the dtype and on the device of another parameter: some wrappers want all of a module alike."""
+        """Make the anchor, like another parameter: some wrappers need one dtype and device for all of a module."""
         self.anchor = nn.Parameter(torch.zeros(1) if like is None else like.detach().new_zeros(1))
 
     @property
@@ -53,7 +53,7 @@ class RemoteLayer(nn.Module):
         raise NotImplementedError
 
     def commit(self) -> Any:
-        """One optimizer step with the gradients since the last commit: whether it stepped; of several, by uid."""
+        """Take one optimizer step with the gradients since the last commit. Returns whether, or by uid, it stepped."""
         raise NotImplementedError
 
     def discard(self) -> None:
@@ -67,19 +67,19 @@ class RemoteLayer(nn.Module):
             return ""
         return "make it with accumulate=True and commit after backward, or freeze it if its server does not train it"
 
-    def anchor_for(self, who: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
-        """The anchor, which wants a gradient only where the call is to train the experts (``who``, with is or are)."""
+    def anchor_for(self, subject: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
+        """The anchor, detached if the call does not train the experts. ``subject`` begins the error."""
         if trained and self.anchor.requires_grad:
             return self.anchor
         if trained and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             raise UsageError(
-                f"{who} frozen here (the anchor does not require a gradient), but there would be a step in the "
-                "backward that the inputs want; call it under no_grad, or unfreeze it"
+                f"{subject} frozen here (the anchor does not require a gradient), but the backward for the inputs "
+                "would step at the server; call it under no_grad, or unfreeze it"
             )
         return self.anchor.detach()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Nothing of the experts: what they learn is saved by their servers."""
+        """Omit the anchor: the servers save the experts."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.pop(prefix + _ANCHOR, None)
 
@@ -93,7 +93,7 @@ class RemoteLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Weights for the experts are unexpected, an error if ``strict``."""
+        """Treat an anchor as unexpected, which is an error if ``strict``."""
         key, missing = prefix + _ANCHOR, list[str]()
         if state_dict.pop(key, None) is not None and strict:
             unexpected_keys.append(key)
@@ -103,7 +103,7 @@ class RemoteLayer(nn.Module):
 
 @dataclass(eq=False)
 class RemoteFunction:
-    """A `weft.core.autograd.CutFunction` of one call. ``deadline``, and ``known`` outputs: of the forward."""
+    """A `weft.core.autograd.CutFunction` of one call. ``deadline`` and ``cached`` outputs are those of the forward."""
 
     stub: ExpertStub
     signature: Signature
@@ -111,43 +111,45 @@ class RemoteFunction:
     anchor: Tensor
     key: IdempotencyKey
     deadline: float
-    known: list[Tensor] | None = None
+    cached: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self._wanted = [tensor.requires_grad for tensor in self.inputs]
-        self.inputs = [tensor.detach() for tensor in self.inputs]  # which share their versions, and hold no graph
+        self._needs_gradient = [tensor.requires_grad for tensor in self.inputs]
+        # Detached tensors hold no graph, but share the version counters, by which `backward` detects modifications.
+        self.inputs = [tensor.detach() for tensor in self.inputs]
         self._versions = [version(tensor) for tensor in self.inputs]
         self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._freed = False
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
-        known, self.known = self.known, None
-        outputs = self.stub.forward(self.inputs, self.key, self.deadline) if known is None else known
+        cached, self.cached = self.cached, None
+        outputs = self.stub.forward(self.inputs, self.key, self.deadline) if cached is None else cached
         self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs, self.signature.tracked
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
-        """See `CutFunction.backward`. Every call of it has a key of its own: one more backward, not a repetition."""
+        """See `CutFunction.backward`."""
         if self._freed:
             raise BackwardTwiceError(TWICE)
         names = zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
         if changed := [name for name, tensor, before in names if version(tensor) != before]:
             raise InPlaceError(
                 f"{', '.join(changed)} of expert {self.signature.name!r} was written to after the call, but its "
-                "backward needs it unchanged; give the expert a copy, or write into a copy"
+                "backward needs it unchanged; pass a copy to the expert, or write into a copy"
             )
-        key, self.key = self.key, self.key.again()
-        wanted = [
+        # A new key for the next backward of a retained graph: under the same key it would count as a retry.
+        key, self.key = self.key, self.key.next_backward()
+        output_gradients = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(gradients, self._outputs, strict=True)
         ]
-        found = self.stub.backward(self.inputs, wanted, key)
+        input_gradients = self.stub.backward(self.inputs, output_gradients, key)
         if not retain:
             self._freed = True
             self.inputs = []
-        back: list[Tensor | None] = [g if flag else None for g, flag in zip(found, self._wanted, strict=True)]
-        return [*back, torch.zeros_like(self.anchor)]
+        needed = zip(input_gradients, self._needs_gradient, strict=True)
+        return [*(gradient if is_needed else None for gradient, is_needed in needed), torch.zeros_like(self.anchor)]
 
     @property
     def only_once(self) -> str:
@@ -158,8 +160,8 @@ class RemoteFunction:
 class RecomputeCache(Generic[Value]):
     """Results of forwards that will be recomputed, by their inputs. Thread-safe.
 
-    Called again, remote experts might answer otherwise, if others have trained them meanwhile: the gradient would be
-    that of another forward. A result that is never taken (no backward came) is evicted by newer ones.
+    A second call could return other outputs, because other clients train the experts in between. The gradient would
+    then belong to another forward. Newer results evict those that no backward has fetched.
     """
 
     def __init__(self, most: int = _MOST) -> None:
@@ -169,27 +171,27 @@ class RecomputeCache(Generic[Value]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, inputs: Sequence[Tensor], value: Value) -> None:
-        """Store a result, with a copy of its inputs."""
+    def store(self, inputs: Sequence[Tensor], value: Value) -> None:
+        """Store a result with a copy of its inputs."""
         copies = [tensor.detach().clone() for tensor in inputs]
         with self._lock:
             self._entries.append((copies, value))
 
-    def take(self, inputs: Sequence[Tensor]) -> Value | None:
+    def pop_match(self, inputs: Sequence[Tensor]) -> Value | None:
         """Remove and return the oldest result for these inputs."""
         with self._lock:
-            for place, (known, value) in enumerate(self._entries):
-                pairs = zip(known, inputs, strict=True)
+            for place, (stored, value) in enumerate(self._entries):
+                pairs = zip(stored, inputs, strict=True)
                 if all(a.shape == b.shape and a.device == b.device and torch.equal(a, b.detach()) for a, b in pairs):
                     del self._entries[place]
                     return value
         return None
 
 
-def forbid_tangents(who: str, inputs: Sequence[Tensor]) -> None:
-    """Raise ``UsageError`` for forward-mode differentiation, whose tangents would be lost in silence."""
+def forbid_tangents(name: str, inputs: Sequence[Tensor]) -> None:
+    """Raise ``UsageError`` for forward-mode differentiation, because the tangents would be lost without notice."""
     if has_tangent(inputs):
         raise UsageError(
-            f"an input of {who} has a tangent (forward-mode differentiation), which only its server could propagate; "
-            "use backward, or call it with inputs that have none"
+            f"an input of {name} has a tangent (forward-mode differentiation), which only its server could propagate; "
+            "use backward, or call it with inputs without tangents"
         )

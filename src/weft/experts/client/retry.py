@@ -1,26 +1,27 @@
-"""Retries: which server to call, which calls are sent again, and the loop that sends them within one deadline.
+"""Retries: the choice of a server, the rule for repeated calls, and the loop that sends them within one deadline.
 
     call ── resolve ── submit ── wait ──┬── answer
              ^                          └── error ── retry? ── pause ──┐
              '─────────────────────────────────────────────────────────┘      until the deadline of the whole call
 
-    overloaded, draining, no connection, another owner     surely not executed         retry
-    a follower answers, where there is a directory         an owner takes over soon    retry; not counted
-    expired in the server's queue                          surely not executed         retry
-    connection lost, no answer in time                     may have been executed      retry
-    the expert has a new owner, and there is no answer     may have been executed      retry there, at once
+    overloaded, draining, no connection, another owner     certainly not executed      retry
+    a follower answers, and there is a directory           an owner takes over soon    retry; not counted
+    expired in the server's queue                          certainly not executed      retry
+    connection lost, no answer in time                     possibly executed           retry
+    the expert has a new owner, and there is no answer     possibly executed           retry there, at once
     a certificate that one end rejects                     would fail again            raise
     any other error                                        would fail again            raise
 
-A dead address stays in the directory until its lease ends; so every further attempt takes the next address. A server
-that only follows an expert says so (`NotOwnerError`): it is alive, and takes over when the owner's lease has ended.
-A server that hangs says nothing, so a waiting call looks at the directory's snapshot from time to time.
+gRPC's own retries do not suffice: they cannot change the server, and do not know which calls are safe to repeat. Here a
+call that was possibly executed is safe: a forward changes nothing, and a backward or commit has an idempotency key,
+under which it steps once however often it is sent.
 
-A call that may have been executed can be retried because a forward changes nothing, and a backward or commit bears its
-idempotency key: under the same key it steps once, however often it is sent.
+A dead address stays in the directory until its lease ends, so every attempt takes the next address. A follower rejects
+calls with `NotOwnerError`: it is alive, and takes over when the owner's lease has ended. A hung server does not answer
+at all, so a waiting call checks the directory's snapshot from time to time.
 
 Pauses grow, and are drawn at random between zero and their bound ("full jitter", Brooker, AWS Architecture Blog 2015),
-so that clients that failed together do not come back together.
+so that clients that failed together do not return together.
 """
 
 import math
@@ -36,7 +37,7 @@ from dataclasses import dataclass, field
 from weft.core.errors import UsageError, WeftError, escaped, listed
 from weft.core.rng import waiting
 from weft.core.validation import Validator
-from weft.experts.client.stream import TICK, named
+from weft.experts.client.stream import TICK, describe_call
 from weft.experts.client.transport import Connections, Transport
 from weft.experts.errors import (
     CertificateError,
@@ -49,46 +50,47 @@ from weft.experts.errors import (
 from weft.experts.wire import RETRYABLE, Call, Received
 
 _MAX_EXPONENT = 60.0  # far beyond any pause, and far from overflow
-_GRACE = 10 * TICK  # a transport ends late calls itself; this is for one that does not
-LOOK = 0.1  # seconds between two looks at the directory while a call waits, which are reads of memory
-_LISTED = 10  # names that a message lists; there may be as many as experts
-_random = random.Random()  # its own: the user's generators are not touched
+_GRACE = 10 * TICK  # transports end overdue calls themselves; this is for one that does not
+LOOK = 0.1  # seconds between two checks of the snapshot while a call waits; it is in memory
+_LISTED = 10  # most names in a message; there can be as many as experts
+_random = random.Random()  # a generator of its own, so that the user's seeds give the same numbers as without weft
 
 
 class FixedResolver:
-    """How one expert is reached: always by the same transport."""
+    """The way to one expert: always the same transport."""
 
     takeover_expected = False
-    """Whether a server that only follows the expert is sure to take it over soon."""
+    """Whether a follower of the expert will certainly take it over soon."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """Where to send the attempt of this number (from 0), after the one before ended with ``last``."""
+    def select_transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """The transport for an attempt (counted from 0), after the previous one ended with ``last``."""
         return self._transport
 
-    def token(self) -> int:
-        """The fencing token of the expert's owner, as far as it is known; 0: none."""
+    def owner_token(self) -> int:
+        """The fencing token of the expert's owner. 0: unknown."""
         return 0
 
     def new_owner(self, address: str, token: int) -> str | None:
-        """The address of the owner, if that changed since it had ``token`` and is not ``address``; else None."""
+        """The owner's address if the owner has changed since ``token`` and is not at ``address``."""
         return None
 
 
 class DirectoryResolver(FixedResolver):
-    """How one expert is reached: by the server that the directory names."""
+    """The way to one expert: the server that the directory names."""
 
     takeover_expected = True
 
     def __init__(self, uid: str, connections: Connections) -> None:
         self.connections, self._uid = connections, uid
 
-    def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """The owner first, then the other servers in turn; but the owner that ``last`` names, if it does."""
+    def select_transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """The owner that ``last`` names; otherwise the owner first, then the other servers in turn."""
         to, refusal = self.connections.to, self.connections.refusal
         named = last.details.get("address") if isinstance(last, NotOwnerError | LostError) else None
+        # A server can name any address, so the name must pass the same check as an address of the directory.
         if named and refusal(named) is None:
             return to(named)
         snapshot = self.connections.snapshot()
@@ -103,11 +105,11 @@ class DirectoryResolver(FixedResolver):
         refusals = {address: refusal(address) for address in addresses}
         trusted = [address for address in addresses if refusals[address] is None]
         if not trusted:
-            head = f"the directory knows no server of expert {self._uid!r} that may be connected to:"
-            raise UnreachableError(listed(head, [escaped(each) for each in refusals.values()]))
+            head = f"refusing to connect to any server of expert {self._uid!r} that the directory knows:"
+            raise UnreachableError(listed(head, [escaped(refusal) for refusal in refusals.values()]))
         return to(trusted[attempt % len(trusted)])
 
-    def token(self) -> int:
+    def owner_token(self) -> int:
         owner = self.connections.snapshot().owner(self._uid)
         return 0 if owner is None else owner.token
 
@@ -120,13 +122,13 @@ class DirectoryResolver(FixedResolver):
 
 @dataclass(frozen=True)
 class Retry:
-    """Rule by which calls are retried.
+    """Rule for retries of calls.
 
     Args:
-        attempts: how often a call is sent at most; 1: once; None: until its deadline.
-        first, growth, longest: seconds of the first pause, its factor each time, and the bound of all pauses.
-        attempt_seconds: how long one attempt waits for its answer before the call is sent again; None: until the
-            deadline. For networks that drop messages while the connection seems fine.
+        attempts: most times that a call is sent. 1: no retries. None: until its deadline.
+        first, growth, longest: seconds of the first pause, its growth factor, and the bound of all pauses.
+        attempt_seconds: longest wait for an answer before the call is sent again. None: until the deadline. For
+            networks that drop messages although the connection seems intact.
 
     The timeout of the call bounds attempts and pauses together. Raises ``UsageError`` that lists all invalid numbers.
 
@@ -152,7 +154,7 @@ class Retry:
             check.seconds("attempt_seconds", self.attempt_seconds, optional=True)
 
     def again(self, error: BaseException, attempt: int) -> bool:
-        """Whether to send a call again, after ``attempt`` attempts of which the last ended with this error."""
+        """Whether to send a call again after ``attempt`` attempts, of which the last ended with this error."""
         if self.attempts is not None and attempt >= self.attempts:
             return False
         if isinstance(error, CertificateError):
@@ -161,33 +163,34 @@ class Retry:
 
     def pause(self, attempt: int) -> float:
         """Seconds to wait after so many attempts."""
+        # `growth ** attempt` would raise OverflowError after some thousand attempts.
         factor = math.exp(min(_MAX_EXPONENT, (attempt - 1) * math.log(self.growth)))
         return _random.uniform(0.0, min(self.longest, self.first * factor))
 
 
 def not_executed(error: BaseException) -> bool:
-    """Whether a call that ended with this error was surely not executed, and may be next time."""
+    """Whether a call that ended with this error was certainly not executed, and can succeed later."""
     return isinstance(error, (*RETRYABLE, ExpiredError))
 
 
 NEVER = Retry(attempts=1)
-"""No call is sent twice."""
+"""The rule without retries."""
 
 
 @dataclass(eq=False)
 class RetryingCaller:
-    """Calls of one expert, which wait for their answer. Thread-safe: any number of calls at a time."""
+    """Blocking calls of one expert. Thread-safe: any number of calls at a time."""
 
     resolver: FixedResolver
     retry: Retry = field(default_factory=Retry)
     closed: threading.Event = field(default_factory=threading.Event)
 
     def call(self, call: Call, timeout: float, accept: Callable[[Received], None] | None = None) -> Received:
-        """The answer; the RNG lock is released meanwhile.
+        """Send a call until it is answered. Releases the RNG lock while it waits.
 
-        ``accept`` may raise for an answer that must not be used, which counts as if that error had been the answer. The
-        last error is raised, with a note about the attempts before it; but where the last attempt was surely not
-        executed and an earlier one may have been, that one's. ``UsageError`` once this is closed.
+        ``accept`` can raise for an answer that must not be used. That error counts as the answer. The last error is
+        raised, with a note about earlier attempts. If only an earlier attempt was possibly executed, the error of that
+        attempt is raised instead. Raises ``UsageError`` after `closed` is set.
         """
         attempts, start = RetryState(), time.monotonic()
         end = start + timeout
@@ -199,25 +202,24 @@ class RetryingCaller:
                         accept(answer)
                     return answer
                 except WeftError as error:
-                    pause = attempts.failed(error, self.retry, self.resolver, end)
+                    pause = attempts.record_failure(error, self.retry, self.resolver, end)
                     if pause is None:
-                        attempts.end(error, time.monotonic() - start)
+                        attempts.explain(error, time.monotonic() - start)
                         raise
                 self.closed.wait(pause)
 
     def send(self, call: Call, timeout: float) -> "Future[Received] | None":
-        """Send a hint once, without waiting: the future of the answer, or None if it could not be sent."""
+        """Send a call once, without waiting for the answer: its future, or None if it could not be sent."""
         with suppress(WeftError):
-            return self.resolver.transport(0, None).submit(call, timeout)
+            return self.resolver.select_transport(0, None).submit(call, timeout)
         return None
 
     def _attempt(self, call: Call, timeout: float, end: float, attempts: "RetryState") -> Received:
-        attempts.sent = False
         if self.closed.is_set():
-            raise UsageError(f"{named(call)} was not sent: its RemoteExpert is closed")
+            raise UsageError(f"{describe_call(call)} was not sent: its RemoteExpert is closed")
         seconds = end - time.monotonic()
         if seconds <= 0:
-            raise DeadlineError(f"{named(call)} was not sent again: no time is left of its {timeout:g} s")
+            raise DeadlineError(f"{describe_call(call)} was not sent again: its {timeout:g} s are over")
         if self.retry.attempt_seconds is not None:
             seconds = min(seconds, self.retry.attempt_seconds)
         look = LOOK if self.resolver.takeover_expected else seconds + _GRACE
@@ -228,26 +230,30 @@ class RetryingCaller:
                 try:
                     return future.result(min(look, left))
                 except FutureTimeout as error:
-                    if isinstance(error, WeftError):  # an error that was answered, and is a TimeoutError as well
+                    # `DeadlineError` is a TimeoutError too. As the outcome of the future it is not a pause in waiting.
+                    if isinstance(error, WeftError):
                         raise
                 attempts.check_owner(call, self.resolver)
-            raise DeadlineError(f"{named(call)} had no answer from {attempts.address} within {seconds:g} s")
+            text = f"had no answer from {attempts.address} within {seconds:g} s"
+            raise DeadlineError(f"{describe_call(call)} {text}")
         except CancelledError:
-            raise UsageError(f"{named(call)} was cancelled while it waited") from None
-        except BaseException:  # such as another owner, or Ctrl-C: what is still queued is not sent any more
-            future.cancel()
+            raise UsageError(f"{describe_call(call)} was cancelled while it waited") from None
+        except BaseException:  # e.g. a new owner, or Ctrl-C
+            future.cancel()  # so that a call that is still queued is never sent
             raise
         finally:
-            del future  # it holds an error which holds this frame, and with it the tensors of the call
+            # The future holds an error, and its traceback this frame. The cycle would keep the tensors of the call
+            # alive until the garbage collector runs.
+            del future
 
 
 @dataclass(eq=False, slots=True)
 class RetryState:
-    """What became of the attempts of one call.
+    """Outcomes of the attempts of one call.
 
-    ``counted``: those that count against `Retry.attempts`. ``sent``: the current one was given to its transport, that
-    to ``address``, when the expert's owner had the fencing token ``token``. ``unsure``: the error of the last that may
-    have been executed.
+    ``counted``: attempts that count against `Retry.attempts`. ``sent``: the current one was passed to the transport to
+    ``address``, when the expert's owner had the fencing token ``token``. ``last``: the last error. ``unsure``: that of
+    the last attempt that was possibly executed.
     """
 
     count: int = 0
@@ -260,41 +266,43 @@ class RetryState:
 
     def submit(self, call: Call, seconds: float, resolver: FixedResolver) -> "Future[Received]":
         """Send the next attempt."""
-        # The token is read before the address. If the owner changes in between, `check_owner` compares with the
-        # older one and sees it; the other way round, a call to the replaced owner would wait for it until the deadline.
-        self.token = resolver.token()
-        transport = resolver.transport(self.count, self.last)
+        # The token is read before the address. If the owner changes in between, `check_owner` compares with the older
+        # token and notices it. The other way round, a call to the replaced owner would wait until the deadline.
+        self.token = resolver.owner_token()
+        transport = resolver.select_transport(self.count, self.last)
         self.address = transport.address
         future = transport.submit(call, seconds)
         self.sent = True
         return future
 
     def check_owner(self, call: Call, resolver: FixedResolver) -> None:
-        """Raise ``LostError`` if the expert has had another owner since the current attempt was sent.
+        """Raise ``LostError`` if the owner of the expert has changed since the current attempt was sent.
 
-        The answer would not be used: that owner's token is the smaller one. Its step, if there was one, counts if the
-        new owner has its state, and then the key of the call is part of that.
+        An answer of the old owner would be rejected, because its token is smaller. If it has stepped, the new owner
+        either has that state with the key of this call, or has neither. So a retry there steps exactly once.
         """
         owner = resolver.new_owner(self.address, self.token)
         if owner is not None:
-            text = f"{named(call)} had no answer from {self.address} before {owner} became the owner of its expert"
-            raise LostError(text, {"address": owner})
+            text = f"had no answer from {self.address} before {owner} became the owner of its expert"
+            raise LostError(f"{describe_call(call)} {text}", {"address": owner})
 
-    def failed(self, error: Exception, retry: Retry, resolver: FixedResolver, end: float) -> float | None:
-        """Seconds until the call, of which one more attempt ended so, is sent again; None: it is not."""
+    def record_failure(self, error: Exception, retry: Retry, resolver: FixedResolver, end: float) -> float | None:
+        """Note the error of an attempt. Returns the seconds until the next attempt, or None to stop."""
         self.count += 1
         taken_over = resolver.takeover_expected and isinstance(error, NotOwnerError)
         self.counted = 1 if taken_over else self.counted + 1
         pause = retry.pause(self.count)
         if time.monotonic() + pause >= end or not retry.again(error, self.counted):
             return None
-        self.last = error.with_traceback(None)  # which holds a frame, and so would keep itself alive
+        # The traceback holds the frame of the call, and the frame holds this object: a cycle.
+        self.last = error.with_traceback(None)
         if not not_executed(error):
             self.unsure = self.last
+        self.sent = False
         return pause
 
-    def end(self, error: WeftError, seconds: float) -> None:
-        """Add a note about earlier attempts to the last error, or raise the earlier error if it says more."""
+    def explain(self, error: WeftError, seconds: float) -> None:
+        """Add a note about earlier attempts to the last error, or raise an earlier error that says more."""
         last, earlier = self.last, self.unsure
         self.last = self.unsure = None
         if self.sent and not not_executed(error):
@@ -307,7 +315,7 @@ class RetryState:
             try:
                 raise earlier from None
             finally:
-                del earlier, last, error  # for the same reason
+                del earlier, last, error  # each holds this frame by its traceback: a cycle
         if last is not None:
             before = f"the one before it ended with {type(last).__name__}: {last}"
             error.add_note(f"this was attempt {self.count} in {seconds:.3g} s; {before}")

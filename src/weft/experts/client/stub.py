@@ -1,14 +1,14 @@
 """Client stub of one expert: description, forward, backward, commit and discard, each under one deadline.
 
-    forward    key ──> the server keeps graph and inputs, if it is asked to and has a budget for them, and says so
-    backward   key ──> kept: only the gradients are sent; and where the inputs are gone meanwhile, the whole call
-    again      key+1   another backward of the same forward: a step of its own, with the same random numbers
-    in parts   key/2   of the third part of a call that has more rows than the server takes at a time
+    forward    key ──> the server keeps graph and inputs if requested and within its budget, and reports it
+    backward   key ──> kept: only the gradients are sent; if the server has evicted the inputs, the whole call
+    again      key+1   another backward of the same forward: a separate step, with the same random numbers
+    in parts   key/2   third part of a call with more rows than the server accepts at a time
     commit     the name of the mini-batch is its key
 
-A call that steps bears a fence: the fencing token of the owner that the directory names (a replaced owner refuses), and
-for a commit the incarnation of the server that holds the sum. An answer of a replaced owner is not used. The signature
-checks a call before anything is sent, and an answer before it is used.
+A call that steps has a fence: the fencing token of the owner in the directory, which a replaced owner rejects. A commit
+also has the incarnation of the server that holds the sum. Answers of a replaced owner are rejected. The signature
+checks a call before it is sent, and an answer before it is used.
 """
 
 import os
@@ -46,7 +46,7 @@ from weft.experts.task import REPEATED
 from weft.experts.wire import Call, Header, Kind, Received
 from weft.experts.wire.service import Description, Receipt, read_description, read_receipt
 
-_PAST_INCARNATIONS = 16  # whose late answers are recognised
+_PAST_INCARNATIONS = 16  # number of past incarnations whose delayed answers are recognised
 
 
 @dataclass(frozen=True)
@@ -76,76 +76,79 @@ class ExpertStub:
     def describe(self, timeout: float | None = None) -> Description:
         """The server's current description of the expert."""
         seconds = self.options.timeout if timeout is None else timeout
-        found = read_description(self.caller.call(self.requests.info(self.uid), seconds).header.data)
-        self.progress.update(found.steps, Receipt(found.durable, found.incarnation))
-        return found
+        description = read_description(self.caller.call(self.requests.info(self.uid), seconds).header.data)
+        self.progress.update(description.steps, Receipt(description.durable, description.incarnation))
+        return description
 
     def signature(self, deadline: float) -> "Signature":
-        """The expert's signature, requested by whoever calls first. Raises ``DeadlineError`` if time is over before."""
+        """The expert's signature, requested by the first call. Raises ``DeadlineError``."""
+        # Without a lock: two first calls at once both request the same description, and neither waits for the other.
         if self._signature is None:
-            self._signature = Signature(self.describe(self._left(deadline)))
+            self._signature = Signature(self.describe(self._remaining_seconds(deadline)))
         return self._signature
 
     def forward(self, inputs: Sequence[Tensor], key: "IdempotencyKey", deadline: float) -> list[Tensor]:
-        """The flat outputs; in parts, where there are more rows than the server takes at a time."""
+        """The flat outputs. Sends parts if there are more rows than the server accepts at a time."""
         signature = self.signature(deadline)
-        parts = _split(inputs, signature.max_batch_size)
-        keys = key.split(len(parts)) if len(parts) > 1 else [key]
-        found: list[list[Tensor]] = []
-        for part, own in zip(parts, keys, strict=True):
-            answer = self._answer(self.requests.forward(self.uid, part, own), deadline)
-            own.kept = answer.header.keep
-            found.append(signature.results(answer, part[0].device))
-        return found[0] if len(parts) == 1 else [torch.cat(outputs) for outputs in zip(*found, strict=True)]
+        parts = _split_rows(inputs, signature.max_batch_size)
+        keys = key.for_parts(len(parts)) if len(parts) > 1 else [key]
+        outputs: list[list[Tensor]] = []
+        for part, part_key in zip(parts, keys, strict=True):
+            answer = self._call_server(self.requests.forward(self.uid, part, part_key), deadline)
+            part_key.note_kept(answer.header.keep)
+            outputs.append(signature.read_outputs(answer, part[0].device))
+        return outputs[0] if len(parts) == 1 else [torch.cat(output) for output in zip(*outputs, strict=True)]
 
     def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: "IdempotencyKey") -> list[Tensor]:
-        """One gradient per flat input. The expert steps, once for this key; or adds to the mini-batch."""
+        """One gradient per flat input. The expert steps once for this key, or adds to the mini-batch."""
         deadline = time.monotonic() + self.options.timeout
         signature = self.signature(deadline)
-        parts = _split([*inputs, *gradients], signature.max_batch_size)
+        parts = _split_rows([*inputs, *gradients], signature.max_batch_size)
         mini_batch = self.mini_batch if self.options.accumulate else None
         if len(parts) == 1:
             return self._backward(inputs, gradients, key, mini_batch, deadline)
-        own = PendingCommit(self.uid) if signature.trained and mini_batch is None else None
+        # Parts that each step would change the weights between them. They accumulate in a mini-batch of this call
+        # instead, whose commit is the one step.
+        temporary = PendingCommit(self.uid) if signature.trained and mini_batch is None else None
         try:
-            found = [
-                self._backward(part[: len(inputs)], part[len(inputs) :], each, own or mini_batch, deadline)
-                for part, each in zip(parts, key.split(len(parts)), strict=True)
+            part_gradients = [
+                self._backward(part[: len(inputs)], part[len(inputs) :], part_key, temporary or mini_batch, deadline)
+                for part, part_key in zip(parts, key.for_parts(len(parts)), strict=True)
             ]
-            if own is not None:
-                self.commit(own, deadline)
+            if temporary is not None:
+                self.commit(temporary, deadline)
         except BaseException:
-            if own is not None:
-                self.discard(mini_batch=own)
+            if temporary is not None:
+                self.discard(mini_batch=temporary)
             raise
-        return [torch.cat(rows) for rows in zip(*found, strict=True)]
+        return [torch.cat(rows) for rows in zip(*part_gradients, strict=True)]
 
     def commit(self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None) -> bool:
-        """One step with the gradients of the open mini-batch; False if there are none."""
+        """Take one step with the gradients of the open mini-batch. Returns False without gradients."""
         mini_batch = mini_batch or self.mini_batch
-        incarnation = mini_batch.ready()
+        incarnation = mini_batch.commit_incarnation()
         if incarnation is None:
             return False
-        call = self.requests.commit(self.uid, mini_batch.name, incarnation, self.caller.resolver.token())
+        call = self.requests.commit(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
         try:
-            self._answer(call, time.monotonic() + self.options.timeout if deadline is None else deadline)
+            self._call_server(call, time.monotonic() + self.options.timeout if deadline is None else deadline)
         except CommitError as error:
-            mini_batch.failed(error)
+            mini_batch.record_failure(error)
             raise
-        self._renew(mini_batch)
+        self._begin_next(mini_batch)
         return True
 
     def discard(self, timeout: float = 0.0, mini_batch: "PendingCommit | None" = None) -> None:
-        """Begin the next mini-batch; tell the server to drop this one, and wait so long for its answer."""
+        """Begin the next mini-batch. Asks the server to drop this one, and waits ``timeout`` seconds for its answer."""
         mini_batch = mini_batch or self.mini_batch
-        self._renew(mini_batch)
-        if mini_batch.begun:
+        self._begin_next(mini_batch)
+        if mini_batch.has_begun:
             sent = self.caller.send(self.requests.discard(self.uid, mini_batch.name), self.options.timeout)
             if sent is not None and timeout:
                 wait([sent], min(timeout, self.options.timeout))
 
-    def _renew(self, mini_batch: "PendingCommit") -> None:
-        """Begin the next, after this one; what still comes of this one does not touch the next."""
+    def _begin_next(self, mini_batch: "PendingCommit") -> None:
+        # A backward that is still running holds the old object, so that its gradient cannot reach the next mini-batch.
         with self._lock:
             if self.mini_batch is mini_batch:
                 self.mini_batch = PendingCommit(self.uid)
@@ -158,38 +161,37 @@ class ExpertStub:
         mini_batch: "PendingCommit | None",
         deadline: float,
     ) -> list[Tensor]:
-        """One call, whose gradients of parameters are added to this mini-batch; None: they are a step."""
+        """One backward call. It adds parameter gradients to ``mini_batch``, or steps if that is None."""
         name = "" if mini_batch is None else mini_batch.name
-        token = self.caller.resolver.token()
-        call, whole = self.requests.backward(self.uid, inputs, gradients, key, name, token)
+        token = self.caller.resolver.owner_token()
+        call, complete_call = self.requests.backward(self.uid, inputs, gradients, key, name, token)
         try:
             try:
-                answer = self._answer(call, deadline)
+                answer = self._call_server(call, deadline)
             except InputsGoneError:
-                answer = self._answer(whole, deadline)
+                answer = self._call_server(complete_call, deadline)
         except BaseException as error:
             if mini_batch is not None:
-                mini_batch.failed(error)
+                mini_batch.record_failure(error)
             raise
         if mini_batch is not None:
-            mini_batch.added(read_receipt(answer.header.data).incarnation)
-        return self.signature(deadline).input_gradients(answer, inputs)
+            mini_batch.record_gradient(read_receipt(answer.header.data).incarnation)
+        return self.signature(deadline).read_input_gradients(answer, inputs)
 
-    def _answer(self, call: Call, deadline: float) -> Received:
-        return self.caller.call(call, self._left(deadline), self.progress.accept)
+    def _call_server(self, call: Call, deadline: float) -> Received:
+        return self.caller.call(call, self._remaining_seconds(deadline), self.progress.accept)
 
-    def _left(self, deadline: float) -> float:
-        left = deadline - time.monotonic()
-        if left <= 0:
+    def _remaining_seconds(self, deadline: float) -> float:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
             raise DeadlineError(
                 f"a call of expert {self.uid!r} was not sent: its description is requested first, which took all of "
                 f"the {self.options.timeout:g} s"
             )
-        return left
+        return seconds
 
 
-def _split(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
-    """The parts of a call, each of at most so many rows."""
+def _split_rows(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
     if not tensors or tensors[0].shape[0] <= rows:
         return [tensors]
     count = -(-tensors[0].shape[0] // rows)
@@ -198,25 +200,32 @@ def _split(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
 
 @dataclass(eq=False, slots=True)
 class IdempotencyKey:
-    """Key of a forward and its backward: by it a server knows a repetition, and draws the same random numbers for both.
+    """Key of a forward and its backward. By it, a server recognises retries and draws the same numbers for both.
 
-    ``text`` is sent. ``keep``: the server is asked to keep graph and inputs; ``kept``: it has said that it holds the
-    inputs. ``evaluation``: the module runs as after ``eval()``, in forward and backward.
+    ``text`` is sent. ``keep``: asks the server to keep graph and inputs. ``kept``: the server has reported that it
+    holds the inputs. ``evaluation``: the module runs as after ``eval()``, in forward and backward.
     """
 
     keep: bool = False
     evaluation: bool = False
-    text: str = field(default_factory=partial(secrets.token_hex, 16))  # not of the user's generators
+    text: str = field(default_factory=partial(secrets.token_hex, 16))  # not from the user's generators
     kept: bool = False
     _parts: "list[IdempotencyKey]" = field(default_factory=list["IdempotencyKey"])
 
-    def again(self) -> "IdempotencyKey":
+    def request_graph(self) -> None:
+        """Ask the server to keep graph and inputs of the forward."""
+        self.keep = True
+
+    def note_kept(self, kept: bool) -> None:
+        self.kept = kept
+
+    def next_backward(self) -> "IdempotencyKey":
         """The key of one more backward of the same forward."""
         first, _, number = self.text.partition(REPEATED)
         return IdempotencyKey(evaluation=self.evaluation, text=f"{first}{REPEATED}{int(number or 0) + 1}")
 
-    def split(self, count: int) -> "list[IdempotencyKey]":
-        """The keys of so many parts of a call, the same ones for its forward and its backward."""
+    def for_parts(self, count: int) -> "list[IdempotencyKey]":
+        """The keys of the parts of a call, the same ones for its forward and its backward."""
         if len(self._parts) != count:
             first, repeated, number = self.text.partition(REPEATED)
             texts = [f"{first}/{part}{repeated}{number}" for part in range(count)]
@@ -225,7 +234,7 @@ class IdempotencyKey:
 
 
 class RequestBuilder:
-    """Calls of any expert, under the client's name. ``token``: the fencing token of the owner."""
+    """Builds calls of any expert, under the client's name. ``token``: the fencing token of the owner."""
 
     def __init__(self, client: str, compression: Policy) -> None:
         self.client = client or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -233,11 +242,9 @@ class RequestBuilder:
         self._choose = lru_cache(16)(compression.choose)
 
     def info(self, uid: str) -> Call:
-        """Request the description of an expert."""
         return Call(self._header(Kind.INFO, uid=uid))
 
     def forward(self, uid: str, inputs: Sequence[Tensor], key: IdempotencyKey) -> Call:
-        """Request flat outputs."""
         reply = self._choose("outputs", 1)[0]
         header = self._header(
             Kind.FORWARD, uid=uid, key=key.text, keep=key.keep, evaluation=key.evaluation, reply=reply
@@ -253,7 +260,7 @@ class RequestBuilder:
         mini_batch: str,
         token: int,
     ) -> tuple[Call, Call]:
-        """Request input gradients: the call to send first, and the whole one, for a server without the inputs."""
+        """Request input gradients. Returns the call to send first, and the complete one if the inputs are gone."""
         header = self._header(
             Kind.BACKWARD,
             uid=uid,
@@ -263,22 +270,21 @@ class RequestBuilder:
             reply=self._choose("input_gradients", 1)[0],
             data=Receipt(None, 0, token).to_bytes(),
         )
-        ways = self._choose("output_gradients", len(gradients))
-        whole = Call(header, [*inputs, *gradients], [*self._choose("inputs", len(inputs)), *ways])
-        return (Call(header._replace(keep=True), gradients, ways), whole) if key.kept else (whole, whole)
+        compressions = self._choose("output_gradients", len(gradients))
+        complete = Call(header, [*inputs, *gradients], [*self._choose("inputs", len(inputs)), *compressions])
+        return (Call(header._replace(keep=True), gradients, compressions) if key.kept else complete), complete
 
     def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
-        """Request one step with the sum of a mini-batch, which a server has if it is still of this incarnation."""
+        """Request one step with the sum of a mini-batch from a server of this incarnation."""
         data = Receipt(None, incarnation, token).to_bytes()
         return Call(self._header(Kind.COMMIT, uid=uid, key=mini_batch, mini_batch=mini_batch, data=data))
 
     def discard(self, uid: str, mini_batch: str) -> Call:
-        """Request that a mini-batch is dropped."""
         return Call(self._header(Kind.DISCARD, uid=uid, mini_batch=mini_batch))
 
 
 class PendingCommit:
-    """One mini-batch, whose gradients wait at a server for its commit. Thread-safe."""
+    """One mini-batch with gradients that wait at a server for a commit. Thread-safe."""
 
     def __init__(self, uid: str) -> None:
         self.name = uuid.uuid4().hex
@@ -287,41 +293,40 @@ class PendingCommit:
         self._incarnations: set[int] = set()
         self._failure: str | None = None
 
-    def added(self, incarnation: int) -> None:
-        """A gradient was added at this incarnation of the server."""
+    def record_gradient(self, incarnation: int) -> None:
         with self._lock:
             self._incarnations.add(incarnation)
 
-    def failed(self, error: BaseException) -> None:
-        """A gradient was not added."""
+    def record_failure(self, error: BaseException) -> None:
         with self._lock:
             self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     @property
-    def begun(self) -> bool:
-        """Whether a server may have something of it."""
+    def has_begun(self) -> bool:
+        """Whether a server may hold gradients of it."""
         return bool(self._incarnations) or self._failure is not None
 
     @property
     def fault(self) -> str | None:
-        """Why gradients are missing; None if none are."""
+        """The reason why gradients are missing, or None if all are there."""
+        # A restarted server has lost the gradients that it held, so two incarnations mean that some are missing.
         return "its server was restarted in the middle of it" if len(self._incarnations) > 1 else self._failure
 
-    def ready(self) -> int | None:
-        """The incarnation at which to commit; None if nothing was added. Raises ``CommitError``."""
+    def commit_incarnation(self) -> int | None:
+        """The incarnation at which to commit, or None without gradients. Raises ``CommitError``."""
         with self._lock:
-            if why := self.fault:
-                text = f"a mini-batch of expert {self._uid!r} is not whole: {why}. Call discard() and run it again"
+            if fault := self.fault:
+                text = f"a mini-batch of expert {self._uid!r} is incomplete: {fault}. Call discard() and run it again"
                 raise CommitError(text)
             return next(iter(self._incarnations), None)
 
 
 class ExpertProgress:
-    """Optimizer steps of one expert, and which of them are durable, as of its last answer. Thread-safe.
+    """Optimizer steps of one expert, and which of them are durable, according to its answers. Thread-safe.
 
-    steps 41, incarnation 7 ── answers may overtake each other ──> the larger number
-    steps 35, incarnation 8 ── the server was restarted ─────────> what it says now; fewer: a `StepsLostWarning`
-    steps 42, incarnation 7 ── a late answer of the one before ──> ignored
+    steps 41, incarnation 7 ── answers can overtake each other ───────> the larger number
+    steps 35, incarnation 8 ── the server was restarted ──────────────> the new number; fewer: a `StepsLostWarning`
+    steps 42, incarnation 7 ── a delayed answer before the restart ───> ignored
     """
 
     def __init__(self, uid: str, resolver: FixedResolver) -> None:
@@ -334,23 +339,24 @@ class ExpertProgress:
 
     @property
     def durable_step(self) -> int | None:
-        """The last step that a crash of the server does not lose; None: unknown, or none."""
+        """The last step that survives a crash of the server. None: unknown, or none."""
         receipt = self.receipt
         return None if receipt is None else receipt.durable
 
     def accept(self, answer: Received) -> None:
-        """Take the progress from an answer. Raises ``NotOwnerError`` for that of an owner which was replaced."""
-        receipt, known = read_receipt(answer.header.data), self._resolver.token()
+        """Note the progress in an answer. Raises ``NotOwnerError`` for an answer of a replaced owner."""
+        receipt, known = read_receipt(answer.header.data), self._resolver.owner_token()
         if known and replaced(receipt.token, known):
             raise NotOwnerError(
                 f"expert {self._uid!r} was answered by a server with fencing token {number_of(receipt.token)}, but its "
-                f"owner has {number_of(known)}: its step does not count, and the call has to be sent to the owner"
+                f"owner has {number_of(known)}: the step does not count, and the call must be sent to the owner"
             )
         self.update(answer.header.step, receipt)
 
     def update(self, steps: int, receipt: Receipt) -> None:
-        """Note an answer. Warns with `StepsLostWarning` if the expert has gone back."""
+        """Note an answer. Warns with `StepsLostWarning` if the expert has lost steps."""
         with self._lock:
+            # A delayed answer from before a restart. Its steps may be lost, and would hide that loss.
             if receipt.incarnation in self._past:
                 return
             before = self.steps or 0
@@ -361,18 +367,18 @@ class ExpertProgress:
                 self.steps, lost = steps, max(0, before - steps)
                 self.steps_lost += lost
             self.receipt = receipt
-        if lost:
+        if lost:  # outside of the lock: a filter can turn the warning into an error, or call this again
             warnings.warn(StepsLostWarning(self._uid, before, steps, self._address()), stacklevel=2)
 
     def _address(self) -> str:
         try:
-            return self._resolver.transport(0, None).address
-        except WeftError:  # the directory has no server any more
+            return self._resolver.select_transport(0, None).address
+        except WeftError:  # the directory lists no server any more
             return "an unknown address"
 
 
 class Signature:
-    """What one expert takes and returns. Values may be nested in other containers of the same names."""
+    """Arguments and results of one expert. Values can be nested in other containers with the same names."""
 
     def __init__(self, description: Description) -> None:
         self.name = description.name
@@ -384,12 +390,12 @@ class Signature:
         self._columns = FlatSchema(self.inputs.columns())
         self._answers = FlatSchema(self.outputs.columns())
         self._paths = structure_paths(self.inputs.structure, "call")
-        self._plain = self._paths == [f"call[0][{place}]" for place in range(len(self.inputs.specs))]
+        self._is_plain = self._paths == [f"call[0][{place}]" for place in range(len(self.inputs.specs))]
 
-    def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call, in order; under autocast cast to the schema. Raises one ``SpecError``."""
+    def flatten_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call, in order, cast to the schema under autocast. Raises one ``SpecError``."""
         where = f"expert {self.name!r}"
-        tensors = self._tensors(args, kwargs, where)
+        tensors = self._select_tensors(args, kwargs, where)
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             tensors = [
                 x.to(spec.dtype)
@@ -400,10 +406,12 @@ class Signature:
         self._columns.check(tensors, where)
         return tensors
 
-    def _tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> list[Any]:
-        """The leaves where tensors are wanted. Raises ``SpecError`` if the call is nested otherwise."""
-        if self._plain and not kwargs and len(args) == len(self.inputs.specs) and all(type(x) is Tensor for x in args):
-            return list(args)  # the common case, and on the path of every call
+    def _select_tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> list[Any]:
+        """The leaves at the places of tensors. Raises ``SpecError`` for another nesting."""
+        # The common case: positional tensors only. Flattening is a large part of the client's time per call.
+        is_plain = self._is_plain and not kwargs and len(args) == len(self.inputs.specs)
+        if is_plain and all(type(x) is Tensor for x in args):
+            return list(args)
         ordered = {name: kwargs[name] for name in self.inputs.tree[1] if name in kwargs}
         leaves, structure = flatten((tuple(args), {**ordered, **kwargs}))
         if structure != self.inputs.structure and structure_paths(structure, "call") != self._paths:
@@ -415,11 +423,11 @@ class Signature:
             if type(leaves[place]) is not type(constant) or leaves[place] != constant
         ]
         if faults:
-            raise SpecError(listed(f"{where} takes only these constants:", faults))
+            raise SpecError(listed(f"{where} accepts only these constants:", faults))
         return [leaves[place] for place in self.inputs.places]
 
-    def results(self, answer: Received, device: torch.device, columns: FlatSchema | None = None) -> list[Tensor]:
-        """The flat outputs. Raises ``MalformedError`` if they are not what the expert said it returns."""
+    def read_outputs(self, answer: Received, device: torch.device, columns: FlatSchema | None = None) -> list[Tensor]:
+        """The flat outputs. Raises ``MalformedError`` if they do not fit the schema."""
         tensors = answer.tensors()
         try:
             (columns or self._answers).check(tensors, f"the answer of expert {self.name!r}")
@@ -427,9 +435,11 @@ class Signature:
             raise MalformedError(str(error), reason="answer") from None
         return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
-    def input_gradients(self, answer: Received, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """One gradient per flat input, like it in shape, dtype and device. Raises as `results`."""
-        found = self.results(answer, torch.device("cpu"), self._columns)
-        if any(gradient.shape != tensor.shape for gradient, tensor in zip(found, inputs, strict=True)):
-            raise MalformedError(f"expert {self.name!r} returned gradients of other shapes", reason="shape")
-        return [g.to(device=x.device, dtype=x.dtype) for g, x in zip(found, inputs, strict=True)]
+    def read_input_gradients(self, answer: Received, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """One gradient per flat input, with its shape, dtype and device. Raises as `read_outputs`."""
+        gradients = self.read_outputs(answer, torch.device("cpu"), self._columns)
+        if any(gradient.shape != tensor.shape for gradient, tensor in zip(gradients, inputs, strict=True)):
+            shapes, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (gradients, inputs))
+            text = f"expert {self.name!r} returned gradients of shapes {shapes}, wanted {wanted}"
+            raise MalformedError(text, reason="shape")
+        return [g.to(device=x.device, dtype=x.dtype) for g, x in zip(gradients, inputs, strict=True)]

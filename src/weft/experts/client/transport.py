@@ -1,14 +1,15 @@
-"""Transports: how calls reach experts and answers come back, over gRPC or within the process; and those of one client.
+"""Transports: calls to servers and their answers, over gRPC or within the process; and all transports of one client.
 
-    submit(call, timeout) ──> future of the answer, or of the error that came instead
+    submit(call, timeout) ──> future of the answer, or of an error
 
-    GrpcTransport    one channel, one stream at a time, opened again when it is gone: the server may have restarted
+    GrpcTransport    one channel, one stream at a time, reopened after its end, e.g. because the server has restarted
     LocalTransport   encode ── decode ──> handler ── encode ── decode ──> future; the same frames without a network
     Connections      one transport per server, shared by all its experts, and the directory's snapshot
 
-Every future ends: with an answer, with an error of the other side, with `LostError` or `UnreachableError` when the
-connection is gone, with `DeadlineError` when the time is up, or at `close`. A transport knows no expert and retries
-nothing; see `weft.experts.client.retry`. One protocol for the real, the local and the fake one is httpx's idea.
+Every future completes: with an answer, with an error of the server, with `LostError` or `UnreachableError` if the
+connection ends, with `DeadlineError` after the timeout, or at `close`. Experts and retries belong to
+`weft.experts.client.retry`, so that tests can replace the network by a transport of few lines. One protocol for real,
+local and fake transports is httpx's idea.
 """
 
 import os
@@ -53,19 +54,19 @@ from weft.experts.wire.service import (
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
 _HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset")
-"""How connections end where certificates are missing or wrong."""
-# The last two: an authority that was made again has its old name and another key. By its name it is taken for the
-# signer, and then the signature does not fit; BoringSSL names the algorithm's error instead of a failed verification.
+"""gRPC's messages for connections with missing or wrong certificates."""
+# The last two are for a renewed authority, which has its old name and another key. BoringSSL takes it for the signer
+# because of the name, and then reports an error of the signature algorithm instead of a failed verification.
 _REJECTED = ("certificate_verify_failed", "hostname verification", "certificate signature failure", "bad_signature")
-_WANTED = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
-_PROBE = 1.0  # seconds for each message of a handshake by hand
+_DIRECTORY_HINT = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
+_PROBE = 1.0  # timeout of each message of the handshake in `_rejects_certificate`
 Handler = Callable[[Received, Callable[[Call], None]], Any]
-"""Takes a call and a function for its one answer, such as ``server.handler()``."""
+"""Receives a call and a function for its answer, such as ``server.handler()``."""
 
 
 @dataclass(frozen=True)
 class TransportStatistics:
-    """``calls`` so far, ``waiting`` for their answers; ``failed``: errors by class; ``streams``: connections made.
+    """``calls`` so far, those ``waiting`` for answers, ``failed``: errors by class, ``streams``: opened connections.
 
     Example:
         >>> with weft.GrpcTransport("10.0.0.7:7070") as transport:
@@ -83,7 +84,7 @@ class TransportStatistics:
 
 @runtime_checkable
 class Transport(Protocol):
-    """A connection to one server. All methods may be called in any thread.
+    """A connection to one server. All methods can be called in any thread.
 
     Example:
         >>> transport: weft.experts.client.Transport = weft.GrpcTransport("10.0.0.7:7070")
@@ -92,22 +93,22 @@ class Transport(Protocol):
 
     @property
     def address(self) -> str:
-        """Of the server, for errors and statistics."""
+        """Address of the server, for errors and statistics."""
         ...
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
-        """Send a call; never waits. The tensors must not be written to before the future is done.
+        """Send a call without waiting. Its tensors must not be modified before the future is done.
 
         Callbacks of the future run in a thread of the transport and must not wait. Raises ``UsageError`` after `close`.
         """
         ...
 
     def close(self) -> None:
-        """Fail calls in flight with ``LostError``, and end all threads. May be called twice."""
+        """Fail calls in flight with ``LostError``, and end all threads. Can be called twice."""
         ...
 
     def statistics(self) -> TransportStatistics:
-        """Calls so far, and those in flight."""
+        """Numbers of calls so far and in flight."""
         ...
 
 
@@ -135,14 +136,14 @@ class GrpcTransport(_BaseTransport):
     """A `Transport` to the server at ``address`` (host:port). A context manager.
 
     Args:
-        address: host:port, such as 10.0.0.7:7070 or [::1]:7070; nothing is connected before the first call.
-        tls: certificates; None: nothing is encrypted.
-        token: proves who this client is, where certificates do not.
-        limits: of a frame; the server's are kept as well.
+        address: host:port, such as 10.0.0.7:7070 or [::1]:7070. The first call connects.
+        tls: certificates. None: no encryption.
+        token: authenticates this client if certificates do not.
+        limits: of a frame; those of the server apply as well.
         trace: returns the traceparent of a new stream, such as ``current`` of a `weft.experts.telemetry.SpanObserver`.
 
-    Raises ``UsageError`` for an address that is none or not one of ``tls.servers``, a token that no header can carry,
-    and a token without TLS to another machine.
+    Raises ``UsageError`` for an address that is malformed or not one of ``tls.servers``, a token that a header cannot
+    hold, and a token without TLS to another machine.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -173,7 +174,8 @@ class GrpcTransport(_BaseTransport):
         self._explain = partial(unreachable, address, tls)
         self._name = f"the transport to {address}"
         self._lock = threading.Lock()
-        self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
+        # At most one stream. A list, because the finalizer shares it, and must not reference this object.
+        self._streams: list[Stream] = []
         self._opened = 0
         self._threads = GrpcThreads()
         self._finalizer = finalizer(self, _close_transport, self._pending, self._streams, self._channel, self._threads)
@@ -181,18 +183,19 @@ class GrpcTransport(_BaseTransport):
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         if os.getpid() != self._process:
             check_fork(self._name)
-        entry = self._pending.open(call, timeout)
+        entry = self._pending.register(call, timeout)
+        # Repeats only if the stream ends between `_current_stream` and `enqueue`.
         while not self._pending.closed:
             try:
-                stream = self._stream()
-            except ValueError as error:  # closed just now, and so all calls in flight were ended
-                self._pending.settle(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
+                stream = self._current_stream()
+            except ValueError as error:  # gRPC's, of a channel that `close` has just closed
+                self._pending.set_outcome(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
                 break
-            if stream.draining and call.header.kind is not Kind.INFO:
-                error = DrainingError(f"{self.address} is shutting down and takes no new work")
-                self._pending.settle(entry.number, error)
+            if stream.is_draining and call.header.kind is not Kind.INFO:
+                error = DrainingError(f"{self.address} is shutting down and accepts no new work")
+                self._pending.set_outcome(entry.number, error)
                 break
-            if stream.send(entry):
+            if stream.enqueue(entry):
                 break
         return entry.future
 
@@ -203,17 +206,18 @@ class GrpcTransport(_BaseTransport):
         except _grpc.RpcError as error:
             code, text = error.code(), str(error.details())
             if code in _REFUSED:
-                raise ForbiddenError(f"{self.address} refuses this client: {text}") from None
+                raise ForbiddenError(f"{self.address} rejects this client: {text}") from None
             if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError(f"{self.address} did not tell its status within {timeout:g} s") from None
-            raise self._explain("did not tell its status", text) from None
+                raise DeadlineError(f"{self.address} did not report its status within {timeout:g} s") from None
+            raise self._explain("did not report its status", text) from None
 
     def __enter__(self) -> "GrpcTransport":
         return self
 
-    def _stream(self) -> Stream:
+    def _current_stream(self) -> Stream:
+        # Opening does not wait for the server, so the lock is held only briefly.
         with self._lock:
-            if not self._streams or self._streams[0].gone:
+            if not self._streams or self._streams[0].is_gone:
                 trace = None if self._trace is None else self._trace()
                 metadata = self._metadata if trace is None else (*self._metadata, (TRACEPARENT, trace))
                 start = partial(self._threads.stream, self._channel.stream_stream(STREAM), metadata=metadata)
@@ -225,7 +229,7 @@ class GrpcTransport(_BaseTransport):
 class LocalTransport(_BaseTransport):
     """A `Transport` to a handler of this process, for tests. A context manager.
 
-    As only bytes are handed over, neither side can write into the other's tensors.
+    Only bytes are exchanged, so neither end can write into the other's tensors.
 
     Example:
         >>> from weft.experts.client import LocalTransport
@@ -241,15 +245,15 @@ class LocalTransport(_BaseTransport):
         self._finalizer = finalizer(self, self._pending.close)
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
-        entry = self._pending.open(call, timeout)
+        entry = self._pending.register(call, timeout)
         try:
             header = call.header._replace(call_id=entry.number, deadline_ms=int(timeout * 1000))
             (received,) = decode(encode([call._replace(header=header)], self._limits), self._limits)
         except WeftError as error:
-            self._pending.settle(entry.number, error)
+            self._pending.set_outcome(entry.number, error)
             return entry.future
-        entry.sent = True
-        self._handler(received, partial(_answered, self._pending, self._limits, entry.number))
+        entry.begin_send()
+        self._handler(received, partial(_deliver_answer, self._pending, self._limits, entry.number))
         return entry.future
 
     def __enter__(self) -> "LocalTransport":
@@ -260,15 +264,15 @@ class Connections:
     """Transports by address, and the directory's snapshot. Thread-safe. A context manager.
 
     Args:
-        directory: where experts are looked up; it stays open, and its last snapshot serves while it is away. Or the
-            address of every expert by its uid, ``{"ffn.0": "10.0.0.1:31330", ...}``, where these never change.
+        directory: where experts are looked up. It is not closed, and its last snapshot is used while it does not
+            answer. Or fixed addresses of all experts by uid: ``{"ffn.0": "10.0.0.1:31330", ...}``.
         tls, token, limits: see `GrpcTransport`.
-        open_transport: makes the transport to an address, in place of `GrpcTransport`.
+        open_transport: makes the transport to an address, instead of `GrpcTransport`.
 
-    An address of the directory that is not one of ``tls.servers``, or to which a token would go in plain text, is
-    not connected to. Raises ``DirectoryUnavailableError`` if the directory does not answer at first, and ``UsageError``
-    that lists all invalid arguments, among them a directory of several machines with a ``tls`` that names no
-    ``servers``.
+    Does not connect to an address of the directory that is not one of ``tls.servers``, or to which a token would be
+    sent in plain text. Raises ``DirectoryUnavailableError`` if the directory does not answer at first, and
+    ``UsageError`` that lists all invalid arguments, including ``tls`` without ``servers`` for a directory of several
+    machines.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -289,23 +293,18 @@ class Connections:
     ) -> None:
         with Validator("invalid connections") as check:
             check.add(*credential_faults(tls, token))
-            own = open_transport is not None and (tls is not None or token is not None)
-            check.that(not own, "tls= and token= are for GrpcTransport; what open_transport= makes has its own")
+            is_unused = open_transport is not None and (tls is not None or token is not None)
+            check.that(not is_unused, "tls= and token= are for GrpcTransport, and open_transport= is in use")
             if isinstance(directory, Mapping):
                 check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
-            elif check.instance("directory", directory, Directory, _WANTED, optional=True) and not check.faults:
+            elif check.instance("directory", directory, Directory, _DIRECTORY_HINT, optional=True) and not check.faults:
                 check.add(*([] if isinstance(directory, LocalDirectory | None) else directory_faults(tls)))
         self._credentials = None if open_transport is not None else (tls, token)
-        self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
+        self._open_transport = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
         self.fixed = isinstance(directory, Mapping)
-        """Whether addresses were given, so that an expert which is not among them never will be."""
-        if isinstance(directory, Mapping):
-            found: Directory | None = LocalDirectory()
-            for uid, address in directory.items():
-                found.declare(uid, address, ttl=LONGEST)
-        else:
-            found = directory
-        self._watch = None if found is None else found.watch()
+        """Whether all addresses are known from the start, so that an unlisted expert will never be listed."""
+        source = _list_addresses(directory) if isinstance(directory, Mapping) else directory
+        self._watch = None if source is None else source.watch()
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
         self._finalizer = finalizer(self, _close_connections, self._lock, self._transports, self._watch)
@@ -316,28 +315,28 @@ class Connections:
             if not self._finalizer.alive:
                 raise UsageError("these connections were closed; make new ones")
             if address not in self._transports:
-                self._transports[address] = self._make(address)
+                self._transports[address] = self._open_transport(address)
             return self._transports[address]
 
     def refusal(self, address: str) -> str | None:
-        """Why an address from a directory or a server must not be connected to; None: it may be."""
+        """The reason not to connect to an address that a directory or a server names, or None."""
         faults = [] if self._credentials is None else address_faults(address, *self._credentials)
         return faults[0] if faults else None
 
     def snapshot(self) -> Snapshot:
         """The newest known snapshot of the directory. Raises ``UsageError`` without a directory."""
         if self._watch is None:
-            raise UsageError("these connections have no directory to look experts up in; give Connections(directory)")
+            raise UsageError("these connections have no directory to look up experts; use Connections(directory)")
         return self._watch.snapshot()
 
     def statistics(self) -> dict[str, TransportStatistics]:
-        """Of every transport, by address."""
+        """Statistics of every transport, by address."""
         with self._lock:
             transports = dict(self._transports)
         return {address: transport.statistics() for address, transport in transports.items()}
 
     def close(self) -> None:
-        """Close all transports; calls in flight fail with ``LostError``. May be called twice."""
+        """Close all transports. Calls in flight fail with ``LostError``. Can be called twice."""
         self._finalizer()
 
     def __enter__(self) -> "Connections":
@@ -348,13 +347,24 @@ class Connections:
 
 
 def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
-    """What is wrong with addresses by uid."""
-    pairs = addresses.items()
-    return [fault for uid, one in pairs for fault in (*uid_fault(uid), *address_fault(f"the address of {uid!r}", one))]
+    """The faults of addresses by uid."""
+    return [
+        fault
+        for uid, address in addresses.items()
+        for fault in (*uid_fault(uid), *address_fault(f"the address of {uid!r}", address))
+    ]
+
+
+def _list_addresses(addresses: Mapping[str, str]) -> Directory:
+    # A directory with leases that practically never end, so that lookups need no second code path.
+    directory = LocalDirectory()
+    for uid, address in addresses.items():
+        directory.declare(uid, address, ttl=LONGEST)
+    return directory
 
 
 def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
-    """A gRPC channel to a server of experts. Raises ``UsageError`` in a fork; see `weft.experts.fork_guard`."""
+    """Open a gRPC channel to a server of experts. Raises ``UsageError`` in a fork (see `weft.experts.fork_guard`)."""
     check_fork(f"the transport to {address}")
     options = client_options(limits)
     if tls is None:
@@ -362,13 +372,13 @@ def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
     return _grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
 
 
-def _answered(pending: PendingCalls, limits: Limits, number: int, answer: Call) -> None:
+def _deliver_answer(pending: PendingCalls, limits: Limits, number: int, answer: Call) -> None:
     try:
         (received,) = decode(encode([answer], limits), limits)
         outcome = read_fault(received.header.data) if received.header.kind is Kind.ERROR else received
     except WeftError as error:
         outcome = error
-    pending.settle(number, outcome)
+    pending.set_outcome(number, outcome)
 
 
 def _close_transport(pending: PendingCalls, streams: list[Stream], channel: Any, threads: GrpcThreads) -> None:
@@ -380,51 +390,51 @@ def _close_transport(pending: PendingCalls, streams: list[Stream], channel: Any,
 
 
 def _close_connections(lock: threading.Lock, transports: dict[str, Transport], watch: Watch | None) -> None:
-    with lock:  # after which `Connections.to` opens no other
-        found = list(transports.values())
-    for transport in found:
+    with lock:  # waits for a running `Connections.to`, after which no other transport is opened
+        opened = list(transports.values())
+    for transport in opened:
         transport.close()
     if watch is not None:
         watch.close()
 
 
 def unreachable(
-    address: str, tls: ClientTls | None, what: str, text: str, who: str = "this client", where: str = "tls="
+    address: str, tls: ClientTls | None, action: str, text: str, end: str = "this client", option: str = "tls="
 ) -> UnreachableError:
-    """The error of a failed connection: a `CertificateError` where the certificates are surely at fault."""
-    lower, refused = text.lower(), False
+    """The error of a failed connection: a `CertificateError` if the certificates are certainly the cause."""
+    lower, rejected = text.lower(), False
     if tls is not None:
         ended = any(words in lower for words in _HANDSHAKE_ENDED)
-        refused = any(words in lower for words in _REJECTED) or (ended and _hangs_up(address, tls))
-    kind = CertificateError if refused else UnreachableError
-    return kind(f"{address} {what}: {explained(text, tls, who, where)}")
+        rejected = any(words in lower for words in _REJECTED) or (ended and _rejects_certificate(address, tls))
+    kind = CertificateError if rejected else UnreachableError
+    return kind(f"{address} {action}: {explain_failure(text, tls, end, option)}")
 
 
-def explained(text: str, tls: ClientTls | None, who: str = "this client", where: str = "tls=") -> str:
-    """gRPC's words for a failed connection, and what to do; ``who`` was given ``tls`` as ``where``."""
+def explain_failure(text: str, tls: ClientTls | None, end: str = "this client", option: str = "tls=") -> str:
+    """gRPC's message for a failed connection with advice. ``tls`` is the ``option`` of ``end``."""
     if "hostname verification" in text.lower():
-        return f"{text} Call it by a name (subjectAltName) of its certificate, or give that as server_name= ({where})"
+        return f"{text} Call it by a name (subjectAltName) of its certificate, or pass that as server_name= ({option})"
     if not any(words in text.lower() for words in _HANDSHAKE_ENDED):
         return text
     if tls is None:
-        return f"{text}; it was called without TLS: if it wants TLS, give {who} certificates ({where})"
-    shown = "it was shown no certificate, which it may ask for" if tls.certificate is None else "it was shown one"
+        return f"{text}; it was called without TLS: if it requires TLS, give {end} certificates ({option})"
+    sent = "no certificate was sent, which it may require" if tls.certificate is None else "a certificate was sent"
     return (
-        f"{text}; {shown}; check both ends' certificates ({where}): each must be signed by the other's authority=, "
-        "with its present key if that was made again, and neither may have expired"
+        f"{text}; {sent}; check the certificates of both ends ({option}): each must be signed by the other's "
+        "authority=, with its present key if that was renewed, and neither may have expired"
     )
 
 
-def _hangs_up(address: str, tls: ClientTls) -> bool:
-    """Whether the server ends a complete handshake because of the certificate that it was shown, or missed.
+def _rejects_certificate(address: str, tls: ClientTls) -> bool:
+    """Whether the server ends a complete handshake because of the client's certificate, or for lack of one.
 
-    In TLS 1.3 it may refuse a client after the handshake, without a word; gRPC then reports a closed connection. By
-    itself a server of HTTP/2 sends first.
+    In TLS 1.3 a server can reject a client after the handshake without a message, and gRPC reports a closed
+    connection. Otherwise the server sends first, because HTTP/2 demands it.
     """
     host, port = parse_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # whether it is trusted here, gRPC has said; nothing is sent to it
+    context.verify_mode = ssl.CERT_NONE  # gRPC has verified the server before, and nothing is sent to it here
     context.set_alpn_protocols(["h2"])
     if tls.key is not None and tls.certificate is not None:
         context.set_ciphers("DEFAULT:@SECLEVEL=0")

@@ -1,9 +1,9 @@
-"""Discovery: which server serves which expert, under leases, so that a dead server is forgotten.
+"""Discovery: the servers of every expert, listed under leases, so that a dead server is forgotten.
 
-directory.py   what every directory can do, its snapshots, and a directory within this process
-fencing.py     tokens that refuse replaced owners
-etcd.py        a directory in etcd, for several machines; etcd.proto has etcd's messages
-registration.py   a server's entry in the directory, renewed, and the other servers there
+directory.py      the protocol of all directories, snapshots, and a directory within this process
+fencing.py        tokens that reject replaced owners
+etcd.py           a directory in etcd, for several machines; etcd.proto has etcd's messages
+registration.py   the entry of a server, renewed until it ends, and the other servers in the directory
 """
 
 from weft.experts.discovery.directory import Directory, Lease, LocalDirectory, Ownership, Snapshot, Watch

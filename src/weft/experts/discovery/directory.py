@@ -4,11 +4,12 @@
     server B   declare("ffn.1", "b:1", ttl 5)          ──> lease 2         ffn.1 has two addresses: replicas
     server A   claim("ffn.1", lease 1)                 ──> token 7         it may step; B follows
                  ... lease 1 ends ...
-    server B   claim("ffn.1", lease 2)                 ──> token 12        A's late writes bear 7 and are refused
-    client     watch("ffn.") ── snapshot() ──> what is there now, as far as is known; also while the directory is away
+    server B   claim("ffn.1", lease 2)                 ──> token 12        A's stale writes have 7 and are rejected
+    client     watch("ffn.") ── snapshot() ──> the last known entries, even while the directory does not answer
 
-Every entry stands under a lease and ends with it, so a dead server leaves nothing behind. Leases: Gray and Cheriton
-(SOSP 1989). Fencing tokens: Kleppmann, "How to do distributed locking" (2016). Revisions and watches are etcd's.
+Every entry belongs to a lease and ends with it. Without leases, the entries of a crashed server would stay forever.
+Leases: Gray and Cheriton (SOSP 1989). Fencing tokens: Kleppmann, "How to do distributed locking" (2016). Revisions and
+watches are those of etcd.
 """
 
 import threading
@@ -28,7 +29,7 @@ from weft.experts.errors import DirectoryUnavailableError, ExpertOwnedError, Lea
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right of one server to be listed, for ``ttl`` seconds from each renewal on.
+    """The right of one server to be listed, for ``ttl`` seconds after each renewal.
 
     Example:
         >>> from weft.experts.discovery import LocalDirectory
@@ -45,7 +46,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The right of one server to step an expert. Later owners of it have a larger ``token``; see `fencing`.
+    """The right of one server to step an expert. Later owners of it have a larger ``token`` (see `fencing`).
 
     Example:
         >>> from weft.experts.discovery import LocalDirectory
@@ -61,7 +62,7 @@ class Ownership:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Experts with the addresses that serve them (sorted), and their owners, as of ``revision``. It never changes.
+    """Experts with their servers' addresses (sorted), and their owners, at ``revision``. Immutable.
 
     Example:
         >>> from weft.experts.discovery import Snapshot
@@ -85,12 +86,12 @@ class Snapshot:
         return tuple(sorted(self.experts))
 
     def search(self, prefix: str) -> list[str]:
-        """The experts whose name starts with ``prefix``, sorted; in logarithmic time and that of the answer."""
+        """The experts with this prefix, sorted. Takes logarithmic time and that of the result."""
         start = bisect_left(self.uids, prefix)
         return list(takewhile(lambda uid: uid.startswith(prefix), (self.uids[i] for i in range(start, len(self)))))
 
     def addresses(self, uid: str) -> tuple[str, ...]:
-        """The servers of this expert; empty if there is none."""
+        """The servers of this expert, possibly empty."""
         return self.experts.get(uid, ())
 
     def owner(self, uid: str) -> Ownership | None:
@@ -101,7 +102,7 @@ class Snapshot:
 class Watch(Protocol):
     """The experts with one prefix, as the directory last listed them. Thread-safe. A context manager.
 
-    An address in its snapshot may be dead: its callers learn that soonest, and try another one.
+    An address in the snapshot can be dead. Callers notice that first, and try another address.
 
     Example:
         >>> from weft.experts.discovery import LocalDirectory
@@ -114,12 +115,12 @@ class Watch(Protocol):
 
     @property
     def away_seconds(self) -> float:
-        """For how long the directory has been away, as of the last look; 0 if it is there."""
+        """Seconds since the directory stopped answering, or 0 if it answers."""
         since = self._away_since
         return 0.0 if since is None else time.monotonic() - since
 
     def snapshot(self) -> Snapshot:
-        """The newest that is known, without waiting for a network. The last one still serves after `close`."""
+        """The newest known snapshot, without waiting for a network. After `close`, the last one."""
         ...
 
     def close(self) -> None: ...
@@ -133,8 +134,7 @@ class Watch(Protocol):
 
 @runtime_checkable
 class Directory(Protocol):
-    """A registry of experts. Thread-safe. Every method raises ``DirectoryUnavailableError`` if the directory does not
-    answer.
+    """A registry of experts. Thread-safe. All methods raise ``DirectoryUnavailableError`` if it does not answer.
 
     Example:
         >>> from weft.experts.discovery import Directory, LocalDirectory
@@ -145,55 +145,56 @@ class Directory(Protocol):
     """
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
-        """List experts under one new lease. The same expert at the same address moves to the new lease.
+        """List experts under a new lease. The same expert at the same address moves to the new lease.
 
-        Raises ``UsageError`` for no expert, an empty name or address, or a ``ttl`` that is not positive.
+        Raises ``UsageError`` without experts, and for an empty name or address or a ``ttl`` that is not positive.
         """
         ...
 
     def renew(self, lease: Lease) -> None:
-        """Let the lease last for its ``ttl`` from now. Raises ``LeaseLostError`` if it has ended."""
+        """Extend the lease to its ``ttl`` from now. Raises ``LeaseLostError`` if it has ended."""
         ...
 
     def withdraw(self, lease: Lease) -> None:
-        """End the lease now, and with it all that stands under it. Again, or too late, is no error."""
+        """End the lease now with all its entries. Does nothing if it has ended."""
         ...
 
     def get(self, prefix: str = "") -> Snapshot:
-        """All experts whose name starts with ``prefix``, as of one moment."""
+        """All experts with this prefix, at one moment."""
         ...
 
     def watch(self, prefix: str = "") -> Watch:
-        """A snapshot of these experts that follows every change, and stays while the directory is away."""
+        """A snapshot of these experts that follows all changes, and remains while the directory does not answer."""
         ...
 
     def claim(self, uid: str, lease: Lease) -> Ownership:
-        """Become the owner of an expert that was declared under ``lease``, if nobody else is. Compare and swap.
+        """Become the owner of an expert that was declared under ``lease``, if it has no other owner. Compare and swap.
 
-        The token is larger than every earlier one of this epoch of the directory; one that lost its data, or another
-        one in its place, has another epoch. An own earlier claim, from the same address, is replaced.
-        Raises ``ExpertOwnedError`` if another address owns it, ``LeaseLostError`` if the lease has ended,
-        ``UsageError`` if the expert was not declared under it.
+        The token is larger than all earlier ones of this epoch of the directory. A directory that lost its data, or was
+        replaced, has another epoch. An earlier claim from the same address is replaced.
+
+        Raises ``ExpertOwnedError`` if another address owns it, ``LeaseLostError`` if the lease has ended, and
+        ``UsageError`` if the expert was not declared under the lease.
         """
         ...
 
     def release(self, ownership: Ownership) -> None:
-        """Give up an ownership. Again, or too late, is no error; a newer owner is left alone."""
+        """End an ownership. Does nothing if it has ended, even if there is a newer owner."""
         ...
 
     def close(self) -> None:
-        """Free the directory's resources and wake every watch. Again is no error."""
+        """Free the directory's resources and wake every watch. Can be called twice."""
         ...
 
 
 def check_declaration(uids: str | Sequence[str], address: str, ttl: float) -> tuple[str, ...]:
-    """The names of the experts, each once. Raises ``UsageError`` for arguments that no directory can list."""
+    """The distinct names of the experts. Raises ``UsageError`` for arguments that a directory cannot list."""
     names = (uids,) if isinstance(uids, str) else tuple(dict.fromkeys(uids))
     with Validator("cannot declare experts") as check:
-        check.that(bool(names), "there is no expert, wanted at least one")
+        check.that(bool(names), "the list of experts is empty, wanted at least one")
         check.that(all(names), "an expert's name is empty")
         for uid in names:
-            check.that("\0" not in uid, f"the name {uid!r} holds the character 0")
+            check.that("\0" not in uid, f"the name {uid!r} contains the character 0")
         check.that(bool(address), "the address is empty")
         check.seconds("ttl", ttl)
     return names
@@ -206,23 +207,22 @@ def check_claim(uid: str, lease: Lease) -> None:
 
 
 Entry = tuple[str, str | Ownership]
-"""An expert, and an address that serves it or its owner."""
+"""An expert, and one of its servers' addresses or its owner."""
 
 
 def make_snapshot(revision: int, entries: Iterable[Entry]) -> Snapshot:
-    """The snapshot of all these entries."""
     experts: dict[str, list[str]] = {}
     owners: dict[str, Ownership] = {}
-    for uid, what in entries:
-        if isinstance(what, Ownership):
-            owners[uid] = what
+    for uid, value in entries:
+        if isinstance(value, Ownership):
+            owners[uid] = value
         else:
-            experts.setdefault(uid, []).append(what)
+            experts.setdefault(uid, []).append(value)
     return Snapshot(revision, {uid: tuple(sorted(addresses)) for uid, addresses in experts.items()}, owners)
 
 
-def owned_error(uid: str, there: str, lease: Lease) -> ExpertOwnedError:
-    return ExpertOwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
+def owned_error(uid: str, owner: str, lease: Lease) -> ExpertOwnedError:
+    return ExpertOwnedError(f"expert {uid!r} is owned by {owner}, and {lease.address} cannot claim it", owner)
 
 
 def lease_lost_error(lease: Lease) -> LeaseLostError:
@@ -233,9 +233,9 @@ def lease_lost_error(lease: Lease) -> LeaseLostError:
 
 
 class LocalDirectory(Directory):
-    """The protocol `Directory`, in the memory of this process, without a thread. ``clock`` gives seconds.
+    """The protocol `Directory`, in the memory of this process, without a thread. ``clock`` returns seconds.
 
-    Every call first ends the leases whose time is over; a watch asks the directory each time that it is asked itself.
+    Every call first ends expired leases. A watch reads the directory at every call.
 
     Example:
         >>> from weft.experts.discovery import LocalDirectory
@@ -266,9 +266,9 @@ class LocalDirectory(Directory):
             lease = Lease(self._last_lease, names, address, ttl)
             self._ends[lease.number] = self._clock() + ttl
             entries = dict.fromkeys([(uid, address) for uid in names], lease.number)
-            listed = entries.keys() <= self._entries.keys()
+            is_listed = entries.keys() <= self._entries.keys()
             self._entries |= entries
-            if not listed:
+            if not is_listed:
                 self._change()
             return lease
 
@@ -280,15 +280,16 @@ class LocalDirectory(Directory):
     def withdraw(self, lease: Lease) -> None:
         with self._lock:
             self._expire()
-            self._end(lease.number)
+            self._end_lease(lease.number)
 
     def get(self, prefix: str = "") -> Snapshot:
         with self._lock:
             self._expire()
+            # One object for each revision, because clients recognise a change by the identity of the snapshot.
             if prefix not in self._snapshots:
                 entries: list[Entry] = [*self._entries, *((uid, owner) for uid, (owner, _) in self._owners.items())]
-                found = make_snapshot(self._revision, (each for each in entries if each[0].startswith(prefix)))
-                self._snapshots[prefix] = found
+                matching = (entry for entry in entries if entry[0].startswith(prefix))
+                self._snapshots[prefix] = make_snapshot(self._revision, matching)
             return self._snapshots[prefix]
 
     def watch(self, prefix: str = "") -> "LocalWatch":
@@ -301,7 +302,7 @@ class LocalDirectory(Directory):
             owner, _ = self._owners.get(uid, (None, 0))
             if owner is not None and owner.address != lease.address:
                 raise owned_error(uid, owner.address, lease)
-            self._change()
+            self._change()  # before the token is made, so that every claim has a larger one
             ownership = Ownership(uid, lease.address, token_of(self._epoch, self._revision))
             self._owners[uid] = ownership, lease.number
             return ownership
@@ -323,15 +324,14 @@ class LocalDirectory(Directory):
             raise lease_lost_error(lease)
 
     def _expire(self) -> None:
-        """Refuse if closed; end all leases that are over. Called first, with the lock held."""
+        """Raise if closed, and end expired leases. The caller holds the lock."""
         if self._closed:
             raise DirectoryUnavailableError("the directory is closed")
         now = self._clock()
-        for number in [number for number, ends in self._ends.items() if ends <= now]:
-            self._end(number)
+        for number in [number for number, end in self._ends.items() if end <= now]:
+            self._end_lease(number)
 
-    def _end(self, number: int) -> None:
-        """A lease and all that still stands under it."""
+    def _end_lease(self, number: int) -> None:
         if self._ends.pop(number, None) is not None:
             self._entries = {entry: lease for entry, lease in self._entries.items() if lease != number}
             self._owners = {uid: owned for uid, owned in self._owners.items() if owned[1] != number}
@@ -343,7 +343,7 @@ class LocalDirectory(Directory):
 
 
 class LocalWatch(Watch):
-    """The protocol `Watch`, of a `LocalDirectory`."""
+    """The protocol `Watch` for a `LocalDirectory`."""
 
     def __init__(self, directory: LocalDirectory, prefix: str) -> None:
         self._directory, self._prefix = directory, prefix

@@ -6,20 +6,21 @@
     get       one range                                                 snapshot's revision      store revision
     watch     one watch, and a range when it has begun                  token                    mod revision of its key
     claim     transaction: if it has no owner, or this address has it                            and the epoch
-Keys, each under its server's lease, but for the epoch:
+Keys, each under its server's lease, except for the epoch:
 
-    weft/ffn.3.17 0 a 10.0.0.5:7000      a server of the expert        value: nothing
+    weft/ffn.3.17 0 a 10.0.0.5:7000      a server of the expert        value: empty
     weft/ffn.3.17 0 o                    its owner                     value: the address 0 epoch; this epoch and the
                                                                               key's revision are the token
     weft/ 0 epoch                        the directory's epoch         drawn by the first declaration or claim
 
-The byte 0 ends the name, so no name is a prefix of another's keys; and names stand first, so that one range, and one
-watch, covers all that concerns the experts with a prefix, in the order in which it happened.
+The byte 0 ends the name, so that a name is never a prefix of another's keys. Names come first, so that one range and
+one watch cover all keys of the experts with a prefix, in the order of their changes.
 
     call ── member 1 ── no answer ──> member 2 ── answer        from now on member 2 goes first
 
-Every call has a deadline, of which each member gets its share. All calls of a directory may be sent twice: a second
-lease ends by itself, and a compare-and-swap has compared before.
+gRPC's own load balancing cannot replace this loop, because it does not move a call from a member that hangs. Every call
+has a deadline, of which each member gets a share. All calls can be sent twice: a second lease ends by itself, and a
+compare-and-swap succeeds only once.
 """
 
 import threading
@@ -31,7 +32,7 @@ from math import ceil
 from queue import SimpleQueue
 from typing import Any, cast
 
-from weft.experts import extras as extras  # noqa: PLC0414  (says what is not installed, before that is imported)
+from weft.experts import extras as extras  # noqa: PLC0414  (reports missing packages, before they are imported)
 
 # isort: split
 import grpc
@@ -63,13 +64,13 @@ _grpc = cast("Any", grpc)
 _Code = _grpc.StatusCode
 RpcError = _grpc.RpcError
 _ELSEWHERE = {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.UNKNOWN, _Code.INTERNAL, _Code.CANCELLED}
-_LEADER = (("hasleader", "true"),)  # a member that lost the others says so, instead of serving outdated reads
+_LEADER = (("hasleader", "true"),)  # an isolated member then returns an error instead of stale data
 _OPTIONS = [
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.keepalive_time_ms", 10_000),  # etcd allows one every 5 s
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # of any other ping, behind which the one for keepalive waits
-    ("grpc.http2.max_pings_without_data", 0),  # no limit: a watch may hear nothing for days, and must notice its end
+    ("grpc.http2.ping_timeout_ms", 5_000),  # for gRPC's other pings, which delay those for keepalive
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: a watch can be idle for days, and must still notice its end
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -80,12 +81,11 @@ MESSAGES = load_messages(__package__ or "", "etcd")
 """The classes of etcd's messages, by their names in its ``rpc.proto``."""
 
 DELETE = 1  # type of an Event
-MODIFIED, VALUE = 2, 3  # targets of a Compare, whose result is "equal" unless told otherwise
-
+MODIFIED, VALUE = 2, 3  # targets of a Compare, whose default result is "equal"
 
 _SERVICES = {
     "Range": "KV",  # keys of a prefix, and their revision
-    "Txn": "KV",  # compare and swap; puts and ranges of one moment
+    "Txn": "KV",  # compare and swap; puts and ranges at one moment
     "LeaseGrant": "Lease",
     "LeaseRevoke": "Lease",
     "LeaseKeepAlive": "Lease",
@@ -94,17 +94,17 @@ _SERVICES = {
 _PATHS = {name: f"/etcdserverpb.{service}/{name}" for name, service in _SERVICES.items()}
 _STREAMS = ("LeaseKeepAlive", "Watch")
 _SCHEME = "etcd://"
-_PUTS = 100  # of one transaction; etcd takes 128 unless told otherwise
-_TRIES = 100  # of a claim that others keep changing
-_JOIN = 0.5  # seconds that `close` waits for the thread of a watch; it ends with its call of etcd, at the latest
-_RETRY = 0.25  # seconds between two rounds over all members, where the first brought nothing
-_PAUSE = 0.02  # and where members accept a watch and then end it
+_PUTS = 100  # in one transaction; etcd's default limit is 128
+_TRIES = 100  # of a claim while others change the owner
+_JOIN = 0.5  # longest wait of `close` for the thread of a watch, which ends with its call of etcd at the latest
+_RETRY = 0.25  # seconds between two rounds over all members, if the first brought no snapshot
+_PAUSE = 0.02  # otherwise, e.g. if members accept a watch and then end it
 _END = b"\0"
 _DIGITS = 8  # more than an epoch has
 
 
 class RefusedByEtcdError(DirectoryUnavailableError):
-    """etcd answered with a refusal. ``missing``: what the call named, such as a lease, does not exist (any more)."""
+    """etcd answered with an error. ``missing``: the lease (or another object) of the call does not exist any more."""
 
     def __init__(self, message: str, *, missing: bool = False) -> None:
         super().__init__(message)
@@ -112,7 +112,7 @@ class RefusedByEtcdError(DirectoryUnavailableError):
 
 
 class EtcdTls(Certificates):
-    """Certificates for the way to etcd, as PEM bytes or paths; a key if etcd asks for it (``--client-cert-auth``)."""
+    """Certificates for connections to etcd, as PEM bytes or paths. etcd's ``--client-cert-auth`` requires a key."""
 
 
 class EtcdClient:
@@ -123,9 +123,9 @@ class EtcdClient:
 
     def __init__(self, addresses: Sequence[str], tls: EtcdTls | None, timeout: float) -> None:
         with Validator("invalid options of an etcd client") as check:
-            check.that(bool(addresses), "there is no endpoint, wanted at least one host:port")
-            for one in addresses:
-                check.add(*address_fault("an endpoint", one))
+            check.that(bool(addresses), "the list of endpoints is empty, wanted at least one host:port")
+            for address in addresses:
+                check.add(*address_fault("an endpoint", address))
             check.seconds("timeout", timeout)
         check_fork("the way to etcd")
         self.addresses, self.timeout = tuple(addresses), timeout
@@ -138,39 +138,39 @@ class EtcdClient:
         self._channels = [channel(address, options=options, **secure) for address in addresses]
 
     def call(self, name: str, /, *, within: float = float("inf"), **fields: Any) -> Any:
-        """The response to a request of these fields, in ``within`` seconds or `timeout`, whichever is less.
+        """The response to a request with these fields, in ``within`` seconds or `timeout`, whichever is less.
 
-        Raises ``DirectoryUnavailableError`` if no member answers, ``RefusedByEtcdError`` if one refuses.
+        Raises ``DirectoryUnavailableError`` if all members fail to answer, ``RefusedByEtcdError`` for an error of etcd.
         """
         request = MESSAGES[f"{name}Request"](**fields)
         timeout = min(within, self.timeout)
         end, faults = time.monotonic() + timeout, list[str]()
-        for left, index in zip(range(len(self.addresses), 0, -1), self.order(), strict=True):
-            seconds = (end - time.monotonic()) / left
+        for remaining, index in zip(range(len(self.addresses), 0, -1), self.member_order(), strict=True):
+            seconds = (end - time.monotonic()) / remaining
             try:
-                found = self._call_member(index, name, request, seconds)
+                response = self._call_member(index, name, request, seconds)
+                # Without a lock: with a stale value, another thread only tries the members in a worse order.
                 self._first = index
-                return found
+                return response
             except (RpcError, StopIteration, ValueError) as error:
-                faults.append(self.fault(index, error))
+                faults.append(self.explain_error(index, error))
         raise DirectoryUnavailableError(listed(f"etcd does not answer {_PATHS[name]} within {timeout:g} s:", faults))
 
     def watch(self, index: int, requests: Any) -> Any:
-        """A stream of watch responses from one member; iterate it, and ``cancel`` it."""
+        """A stream of watch responses from one member, to be iterated and ended by ``cancel``."""
         return self.grpc_threads.stream(self._callable(index, "Watch"), requests, metadata=_LEADER)
 
-    def order(self) -> list[int]:
-        """The members, in the order in which to try them. ``DirectoryUnavailableError`` after `close`, ``UsageError``
-        in a fork.
-        """
+    def member_order(self) -> list[int]:
+        """The order in which to try members. Raises ``DirectoryUnavailableError`` after `close`, ``UsageError`` in a
+        fork."""
         check_fork("the way to etcd")
         if self._closed:
             raise DirectoryUnavailableError("the directory is closed")
         count, first = len(self.addresses), self._first
         return [(first + i) % count for i in range(count)]
 
-    def fault(self, index: int, error: Any) -> str:
-        """The error of a member in words. Raises ``RefusedByEtcdError`` if the others would refuse as well."""
+    def explain_error(self, index: int, error: Any) -> str:
+        """The error of a member in words. Raises ``RefusedByEtcdError`` if other members would return it too."""
         address = self.addresses[index]
         if self._closed:
             raise DirectoryUnavailableError("the directory is closed") from None
@@ -183,7 +183,7 @@ class EtcdClient:
         return f"{address}: {code.name}: {text}"
 
     def close(self) -> None:
-        """End all calls. Again is no error."""
+        """End all calls. Can be called twice."""
         self._closed = True
         for channel in self._channels:
             channel.close()
@@ -192,6 +192,7 @@ class EtcdClient:
         call = self._callable(index, name)
         if name not in _STREAMS:
             return call(request, timeout=seconds, metadata=_LEADER)
+        # etcd offers renewals as a stream only. One stream for each renewal moves to another member like any call.
         answers = self.grpc_threads.stream(call, iter([request]), timeout=seconds, metadata=_LEADER)
         try:
             return next(answers)
@@ -200,21 +201,21 @@ class EtcdClient:
 
     def _callable(self, index: int, name: str) -> Any:
         channel, request, response = self._channels[index], MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"]
-        make = channel.stream_stream if name in _STREAMS else channel.unary_unary
-        return make(_PATHS[name], request.SerializeToString, response.FromString)
+        make_callable = channel.stream_stream if name in _STREAMS else channel.unary_unary
+        return make_callable(_PATHS[name], request.SerializeToString, response.FromString)
 
 
 def open_directory(address: str, *, tls: EtcdTls | None = None, timeout: float = 5.0) -> Directory:
-    """The directory at an address, to be closed by the caller. Nothing is connected yet.
+    """The directory at an address, without connecting. The caller closes it.
 
         local                                          in this process
         etcd://one:2379,two:2379,three:2379/training   members of a cluster, and the keys' namespace (default: weft)
 
-    Raises ``UsageError`` for an invalid address, and for ``tls`` where nothing is encrypted.
+    Raises ``UsageError`` for an invalid address, and for ``tls`` with a local directory.
     """
     if address == "local":
         if tls is not None:
-            raise UsageError("a directory in this process has no use for certificates; leave tls out")
+            raise UsageError("a directory in this process does not use certificates; leave tls out")
         return LocalDirectory()
     if not address.startswith(_SCHEME):
         raise UsageError(
@@ -228,16 +229,16 @@ def open_directory(address: str, *, tls: EtcdTls | None = None, timeout: float =
 class EtcdDirectory(Directory):
     """The protocol `Directory`, in etcd. A context manager.
 
-    Leases count in whole seconds here, and etcd looks for ended ones twice a second: a ``ttl`` is rounded up, and a
-    dead server is seen up to half a second later.
+    etcd's leases last whole seconds, and etcd ends expired ones twice a second. A ``ttl`` is therefore rounded up, and
+    a dead server is noticed up to half a second later.
 
     Args:
-        endpoints: the members of the cluster, as host:port; one after the other is tried.
-        namespace: of the keys; directories with different ones share an etcd.
-        tls: certificates; None: nothing is encrypted.
+        endpoints: the members of the cluster, as host:port, tried one after the other.
+        namespace: of the keys; directories with different namespaces can share an etcd.
+        tls: certificates. None: no encryption.
         timeout: seconds for each call, over all members.
 
-    Raises ``UsageError`` for invalid addresses and options. Nothing is connected before the first call.
+    Raises ``UsageError`` for invalid addresses and options. The first call connects.
     """
 
     def __init__(
@@ -251,26 +252,27 @@ class EtcdDirectory(Directory):
         self._keys = EtcdKeys(namespace)
         self._client = EtcdClient([endpoints] if isinstance(endpoints, str) else endpoints, tls, timeout)
         self._watches: list[EtcdWatch] = []
-        self._epoch = 0  # as last seen; every claim compares it
+        self._epoch = 0  # the last known one; every claim compares it
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
-        """See `Directory.declare`. The lease's ``ttl`` is what etcd granted: whole seconds, at least its minimum."""
+        """See `Directory.declare`. The lease has the ``ttl`` that etcd granted: whole seconds, at least its minimum."""
         names = check_declaration(uids, address, ttl)
         granted = self._client.call("LeaseGrant", TTL=ceil(ttl))
         lease = Lease(granted.ID, names, address, float(granted.TTL))
-        puts = [{"request_put": {"key": self._keys.entry(uid, address), "lease": lease.number}} for uid in names]
+        puts = [{"request_put": {"key": self._keys.entry_key(uid, address), "lease": lease.number}} for uid in names]
         try:
             self._epoch = self._current_epoch()
             for start in range(0, len(puts), _PUTS):
-                self._put(lease, success=puts[start : start + _PUTS])
-        except BaseException:
+                self._put_under_lease(lease, success=puts[start : start + _PUTS])
+        except BaseException:  # also Ctrl-C: part of the experts must not stay listed
             with suppress(DirectoryUnavailableError):  # then the lease ends by itself
                 self.withdraw(lease)
             raise
         return lease
 
     def renew(self, lease: Lease) -> None:
-        answer = self._client.call("LeaseKeepAlive", ID=lease.number, within=lease.ttl / 3)  # else a slow one takes all
+        # A third of the lease, so that a slow renewal leaves time for another one.
+        answer = self._client.call("LeaseKeepAlive", ID=lease.number, within=lease.ttl / 3)
         if answer.TTL <= 0:
             raise lease_lost_error(lease)
 
@@ -282,53 +284,55 @@ class EtcdDirectory(Directory):
                 raise
 
     def get(self, prefix: str = "") -> Snapshot:
-        start, end = self._keys.range(prefix)
-        found = self._client.call("Range", key=start, range_end=end)
-        return make_snapshot(found.header.revision, filter(None, map(self._keys.read, found.kvs)))
+        start, end = self._keys.key_range(prefix)
+        response = self._client.call("Range", key=start, range_end=end)
+        return make_snapshot(response.header.revision, filter(None, map(self._keys.read_entry, response.kvs)))
 
     def watch(self, prefix: str = "") -> "EtcdWatch":
         """See `Directory.watch`. It has a thread, which ends with `close`."""
-        made = EtcdWatch(self._client, self._keys, prefix)
-        self._watches = [*(each for each in self._watches if not each.closed.is_set()), made]
-        return made
+        watch = EtcdWatch(self._client, self._keys, prefix)
+        self._watches = [*(other for other in self._watches if not other.closed.is_set()), watch]
+        return watch
 
     def claim(self, uid: str, lease: Lease) -> Ownership:
         check_claim(uid, lease)
-        key, seen = self._keys.owner(uid), 0
+        # The transaction compares the owner's revision and the epoch, both as last seen: it fails if another server
+        # claims in between, or if etcd has lost its data, so that a token never has the epoch of lost data.
+        key, seen_revision = self._keys.owner_key(uid), 0
         for _ in range(_TRIES):
             epoch = self._epoch
             same_epoch = {"target": VALUE, "key": self._keys.epoch, "value": str(epoch).encode()}
             put = {"key": key, "value": f"{lease.address}\0{epoch}".encode(), "lease": lease.number}
-            answer = self._put(
+            answer = self._put_under_lease(
                 lease,
-                compare=[_unchanged(key, seen), same_epoch],
+                compare=[_compare_revision(key, seen_revision), same_epoch],
                 success=[{"request_put": put}],
                 failure=[{"request_range": {"key": key}}],
             )
             if answer.succeeded:
                 return Ownership(uid, lease.address, token_of(epoch, answer.header.revision))
             self._epoch = self._current_epoch()
-            found = answer.responses[0].response_range.kvs
-            there = self._keys.ownership(uid, found[0]).address if found else lease.address
-            if there != lease.address:
-                raise owned_error(uid, there, lease)
-            seen = found[0].mod_revision if found else 0
+            owners = answer.responses[0].response_range.kvs
+            owner_address = self._keys.read_ownership(uid, owners[0]).address if owners else lease.address
+            if owner_address != lease.address:
+                raise owned_error(uid, owner_address, lease)
+            seen_revision = owners[0].mod_revision if owners else 0
         raise DirectoryUnavailableError(
             f"the owner of expert {uid!r} changed {_TRIES} times while {lease.address} claimed it"
         )
 
     def release(self, ownership: Ownership) -> None:
-        key = self._keys.owner(ownership.uid)
-        compare, delete = _unchanged(key, number_of(ownership.token)), {"request_delete_range": {"key": key}}
+        key = self._keys.owner_key(ownership.uid)
+        compare, delete = _compare_revision(key, number_of(ownership.token)), {"request_delete_range": {"key": key}}
         self._client.call("Txn", compare=[compare], success=[delete])
 
     def close(self) -> None:
-        """See `Directory.close`. In a fork of its process it does nothing."""
+        """See `Directory.close`. Does nothing in a fork of its process."""
         if not self._client.fork_guard.here:
             return
         self._client.close()
-        for each in self._watches:
-            each.close()
+        for watch in self._watches:
+            watch.close()
         self._watches = []
         self._client.grpc_threads.wait()
 
@@ -339,18 +343,17 @@ class EtcdDirectory(Directory):
         self.close()
 
     def _current_epoch(self) -> int:
-        """The directory's epoch, drawn now if there is none."""
+        """The directory's epoch, drawn now if it has none."""
         key, drawn = self._keys.epoch, new_epoch()
         answer = self._client.call(
             "Txn",
-            compare=[_unchanged(key, 0)],
+            compare=[_compare_revision(key, 0)],
             success=[{"request_put": {"key": key, "value": str(drawn).encode()}}],
             failure=[{"request_range": {"key": key}}],
         )
         return drawn if answer.succeeded else _read_epoch(answer.responses[0].response_range.kvs[0].value)
 
-    def _put(self, lease: Lease, **fields: Any) -> Any:
-        """A transaction that puts under a lease."""
+    def _put_under_lease(self, lease: Lease, **fields: Any) -> Any:
         try:
             return self._client.call("Txn", **fields)
         except RefusedByEtcdError as error:
@@ -359,93 +362,89 @@ class EtcdDirectory(Directory):
             raise
 
 
-def _unchanged(key: bytes, revision: int) -> dict[str, Any]:
-    """A comparison: the key was last written at this revision; 0: it is not there."""
+def _compare_revision(key: bytes, revision: int) -> dict[str, Any]:
+    """The condition that the key was last written at this revision. 0: that it does not exist."""
     return {"target": MODIFIED, "key": key, "mod_revision": revision}
 
 
 class EtcdKeys:
-    """The keys below one namespace. Directories of different namespaces share an etcd without seeing each other."""
+    """The keys of one namespace. Directories with different namespaces can share an etcd."""
 
     def __init__(self, namespace: str) -> None:
         if not namespace or "\0" in namespace:
             raise UsageError(f"namespace is {namespace!r}, wanted a name without the character 0")
         self._root = namespace.encode() + b"/"
-        self.epoch = self._root + _END + b"epoch"  # no expert's name is empty
+        self.epoch = self._root + _END + b"epoch"  # unique, because experts' names are not empty
 
-    def entry(self, uid: str, address: str) -> bytes:
-        """The key of one server of an expert."""
+    def entry_key(self, uid: str, address: str) -> bytes:
         return self._root + uid.encode() + _END + b"a" + address.encode()
 
-    def owner(self, uid: str) -> bytes:
-        """The key of an expert's owner."""
+    def owner_key(self, uid: str) -> bytes:
         return self._root + uid.encode() + _END + b"o"
 
-    def range(self, prefix: str) -> tuple[bytes, bytes]:
-        """First key, and first key behind the last, of all experts whose name starts with ``prefix``."""
+    def key_range(self, prefix: str) -> tuple[bytes, bytes]:
+        """The first key of the experts with this prefix, and the first key after them."""
         start = self._root + prefix.encode()
         return start, start[:-1] + bytes([start[-1] + 1])  # UTF-8 has no byte 255
 
-    def ownership(self, uid: str, kv: Any) -> Ownership:
-        """The owner, out of a KeyValue. An address that is not UTF-8, put there by others, is shown escaped."""
+    def read_ownership(self, uid: str, kv: Any) -> Ownership:
+        """The owner in a KeyValue. Bytes that are not UTF-8 (from other programs) are escaped."""
         address, _, epoch = kv.value.partition(_END)
         token = token_of(_read_epoch(epoch), kv.mod_revision)
         return Ownership(uid, address.decode("utf-8", "backslashreplace"), token)
 
-    def read(self, kv: Any) -> Entry | None:
-        """What a KeyValue says; None for the epoch, and for a key that others put there."""
+    def read_entry(self, kv: Any) -> Entry | None:
+        """The entry in a KeyValue, or None for the epoch, and for keys of other programs."""
         uid, _, rest = kv.key.removeprefix(self._root).partition(_END)
         try:
             name, address = uid.decode(), rest[1:].decode()
         except UnicodeDecodeError:
             return None
         if rest[:1] == b"o":
-            return name, self.ownership(name, kv)
+            return name, self.read_ownership(name, kv)
         return (name, address) if rest[:1] == b"a" else None
 
 
 def _read_epoch(value: bytes) -> int:
-    """The epoch in a value; 0 if there is none."""
     return int(value) if value.isdigit() and len(value) < _DIGITS else 0
 
 
 class EtcdWatch(Watch):
-    """The protocol `Watch`, over whichever member answers.
+    """The protocol `Watch`, over any member that answers.
 
-        member 1 ── began ── range: snapshot 6 ── events 7, 8 ── gone        what happens between the two streams
-        member 2 ── began ── range: snapshot 9 ── event 10 ...               is in the second snapshot
-        all gone: the last snapshot, and a new round after a while
+        member 1 ── began ── range: snapshot 6 ── events 7, 8 ── gone        changes between the two streams
+        member 2 ── began ── range: snapshot 9 ── event 10 ...               are in the second snapshot
+        all gone: the last snapshot, and a new round after a pause
 
-    A stream begins at the revision of now, and the range is asked for when it has begun, so no change is in neither; of
-    those in both the older are skipped. So an etcd that forgot old revisions, or has lost its data, needs nothing more.
+    The range is requested after the stream has begun at the present revision. Every change is therefore in the range or
+    in the stream; changes in both are skipped. Resuming at the last revision would be less work, but fails if etcd has
+    compacted that revision or lost its data.
     """
 
     def __init__(self, client: EtcdClient, keys: EtcdKeys, prefix: str) -> None:
         self.closed = threading.Event()
         self._client, self._keys = client, keys
-        start, end = keys.range(prefix)
+        start, end = keys.key_range(prefix)
         self._range: dict[str, Any] = {"key": start, "range_end": end}
         self._entries: dict[bytes, Entry] = {}
         self._snapshot = Snapshot()
         self._call: Any = None
         self._begun: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name="weft-etcd-watch", daemon=True)
+        self._thread = threading.Thread(target=self._follow_members, name="weft-etcd-watch", daemon=True)
         self._thread.start()
         try:
             self._begun.result(client.timeout)
         except Exception as error:
             self.close()
             if isinstance(error, TimeoutError):
-                raise DirectoryUnavailableError(
-                    f"etcd did not begin to be watched within {client.timeout:g} s"
-                ) from None
+                raise DirectoryUnavailableError(f"etcd did not start a watch within {client.timeout:g} s") from None
             raise
 
     def snapshot(self) -> Snapshot:
         return self._snapshot
 
     def close(self) -> None:
-        """See `Watch.close`. In a fork of its process it does nothing."""
+        """See `Watch.close`. Does nothing in a fork of its process."""
         if not self._client.fork_guard.here:
             return
         self.closed.set()
@@ -453,12 +452,11 @@ class EtcdWatch(Watch):
             self._call.cancel()
         self._thread.join(_JOIN)
 
-    def _run(self) -> None:
-        """The thread: one stream after the other."""
+    def _follow_members(self) -> None:
         while not self.closed.is_set():
             before = self._snapshot
             try:
-                faults = [self._follow(index) for index in self._client.order()]
+                faults = [self._follow_member(index) for index in self._client.member_order()]
                 failure: Exception = DirectoryUnavailableError(f"etcd cannot be watched: {'; '.join(faults)}")
             except Exception as error:
                 failure = error
@@ -468,44 +466,43 @@ class EtcdWatch(Watch):
                     self._begun.set_exception(failure)
             self.closed.wait(_RETRY if self._snapshot is before else _PAUSE)
 
-    def _follow(self, index: int) -> str:
-        """Read one member until its stream ends; returns why. Raises ``DirectoryUnavailableError`` if others would
-        refuse as well.
-        """
+    def _follow_member(self, index: int) -> str:
+        """Read one member until its stream ends, and return the reason. Raises as `EtcdClient.explain_error`."""
         requests: SimpleQueue[Any] = SimpleQueue()
         requests.put(MESSAGES["WatchRequest"](create_request=self._range))
         self._call = call = self._client.watch(index, iter(requests.get, None))
-        timer = threading.Timer(self._client.timeout, call.cancel)  # until the member says that it began
+        timer = threading.Timer(self._client.timeout, call.cancel)  # until the member reports that the watch began
         timer.daemon = True
         timer.start()
         try:
+            # After the call was stored, and `close` sets the event first: it cancels this call, or it is seen here.
             if self.closed.is_set():
                 return "closed"
             for response in call:
                 timer.cancel()
                 if response.canceled:
-                    return f"etcd ended the watch: {response.cancel_reason or 'it gave no reason'}"
-                self._apply(response)
+                    return f"etcd ended the watch: {response.cancel_reason or 'without a reason'}"
+                self._apply_response(response)
                 self._away_since = None
                 if not self._begun.done():
                     self._begun.set_result(None)
         except (RpcError, ValueError) as error:
-            return self._client.fault(index, error)
+            return self._client.explain_error(index, error)
         finally:
             timer.cancel()
             requests.put(None)
             call.cancel()
         return f"{self._client.addresses[index]}: the stream ended"
 
-    def _apply(self, response: Any) -> None:
-        """Take the snapshot from a range when the stream has begun, and from the events that came after it."""
+    def _apply_response(self, response: Any) -> None:
+        """Make the snapshot from a range after the stream has begun, and then from its events."""
         if response.created:
-            found = self._client.call("Range", **self._range)
-            revision, before = found.header.revision, {}
-            changes = {kv.key: self._keys.read(kv) for kv in found.kvs}
+            contents = self._client.call("Range", **self._range)
+            revision, before = contents.header.revision, {}
+            changes = {kv.key: self._keys.read_entry(kv) for kv in contents.kvs}
         else:
             later = [event for event in response.events if event.kv.mod_revision > self._snapshot.revision]
             revision, before = later[-1].kv.mod_revision if later else self._snapshot.revision, self._entries
-            changes = {each.kv.key: None if each.type == DELETE else self._keys.read(each.kv) for each in later}
+            changes = {e.kv.key: None if e.type == DELETE else self._keys.read_entry(e.kv) for e in later}
         self._entries = {key: entry for key, entry in (before | changes).items() if entry is not None}
         self._snapshot = make_snapshot(revision, self._entries.values())

@@ -1,10 +1,10 @@
-"""Mixtures: a router here, and for each sample the k best of a grid of experts at servers.
+"""Mixtures: a local router selects for each sample the k best of a grid of experts at servers.
 
 mixture.py   RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts    mixture_function.py  autograd node, mini-batches
 routing.py   scores, weights, rows by expert and back                fanout.py            calls at once, quorum
 """
 
-from weft.experts import extras as extras  # says what is not installed
+from weft.experts import extras as extras  # reports missing packages
 from weft.experts.mixture.fanout import MixtureStatistics
 from weft.experts.mixture.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from weft.experts.mixture.routing import load_balancing_loss

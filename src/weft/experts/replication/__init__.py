@@ -1,6 +1,6 @@
-"""Replication: one expert at several servers; one owns it and steps (the leader), the others follow and take over.
+"""Replication: one expert at several servers. The owner (leader) steps it, the others follow and can take over.
 
-manager.py   claims, follows, takes over, hands over     replica.py   options; one expert, its role, its state
+manager.py   claims, follows, takes over, hands over     replica.py   options; one expert, role, versioned state
 streams.py   states from a leader to its followers
 """
 

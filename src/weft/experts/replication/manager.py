@@ -1,14 +1,15 @@
-"""Replication manager: claims experts without an owner, follows those of others, takes over, hands over.
+"""Replication manager: claims experts without an owner, follows those of other servers, takes over, hands over.
 
-    every 50 ms:   the directory's snapshot ── is the owner this server? none? another?
-        none        claim (compare and swap) ── newest state among: here, other replicas, checkpoints ──> lead
-        another     follow: a stream from its owner
-        was here    the lease ended: as if there were none; or follow the server that was faster
-    at the end:    no steps any more ── save ── followers fetch the last state ── release
+    every 50 ms:    the directory's snapshot ── which server is the owner?
+        none         claim (compare and swap) ── newest of: own state, other replicas, checkpoints ──> lead
+        another      follow: a stream from its owner
+        this one     if the lease has ended: claim again, or follow the server that was faster
+    at shutdown:    no more steps ── save ── followers fetch the last state ── release
 
-A server that claims an expert is its owner before it looks for a newer state, so that nobody steps while it looks; it
-refuses calls until it has looked. In a directory that has begun anew it looks a lease later: the previous owner may not
-know yet. Transfers are asynchronous: what an owner stepped after the last one is lost if it dies.
+A server claims an expert before it looks for a newer state, so that no other server steps the expert in between. It
+rejects calls until it has looked. If the directory has begun again, it waits for one lease before it looks, because the
+previous owner may still be stepping. Transfers are asynchronous, because a step must not wait for a follower: the steps
+since the last transfer are lost if the owner crashes.
 """
 
 import logging
@@ -30,20 +31,20 @@ from weft.experts.tls import directory_faults
 from weft.experts.wire import Limits, UnknownExpertError
 
 _LOG = logging.getLogger("weft.experts.server")
-INTERVAL = 0.05  # seconds between two looks at the directory, which are reads of memory
-_AGAIN = 0.25  # seconds before something that failed is tried again
-_ASKED = 2.0  # seconds that another replica may take to answer whether it has a newer state
-_JOIN = 0.5  # seconds that `stop` waits for the thread; a call of a directory that is away ends it later
-_LEAST = 0.5  # seconds that followers have for the last state, also if draining took all of its time
+INTERVAL = 0.05  # seconds between two readings of the snapshot, which is in memory
+_RETRY_SECONDS = 0.25
+_ANSWER_SECONDS = 2.0  # longest wait for a replica that is asked for a newer state
+_JOIN = 0.5  # longest wait of `stop` for the thread; a pending call of an unavailable directory ends it later
+_LEAST_HANDOVER = 0.5  # seconds for followers to fetch the last state, even if draining took all of its time
 
 
 @dataclass(frozen=True)
 class ReplicaStatistics:
     """One replicated expert at one server.
 
-    ``role``: "owner", "taking over", or "follower". ``owner``: its address, "" if none is known, with the number of its
-    fencing ``token``. ``lasts``: whether the own lease surely lasts. ``behind``: steps that this follower lacks, as the
-    owner last reported, ``heard_seconds`` ago. ``followers``: by address, with the steps that each lacks.
+    ``role``: "owner", "taking over", or "follower". ``owner``: its address, "" if unknown, with the number of its
+    fencing ``token``. ``lasts``: whether this server's lease certainly lasts. ``behind``: steps that this follower
+    lacks, according to the owner's report ``heard_seconds`` ago. ``followers``: steps that each lacks, by address.
     """
 
     role: str
@@ -61,12 +62,11 @@ class ReplicaStatistics:
 
 
 class ReplicationManager:
-    """The replicas of one server, and a thread that tends them from `start` to `stop`.
+    """The replicas of one server, and a thread that attends to them from `start` to `stop`.
 
-    ``options``: None: no expert is replicated; then all methods do nothing. ``directory`` lists the owners, and stays
-    open.
+    Without ``options``, all methods do nothing. ``directory`` lists the owners, and is not closed.
 
-    Raises ``UsageError`` for options without a directory, and for certificates that name no servers.
+    Raises ``UsageError`` for options without a directory, and for certificates without server names.
     """
 
     def __init__(self, options: ReplicaOptions | None, directory: Directory | None, limits: Limits) -> None:
@@ -74,22 +74,22 @@ class ReplicationManager:
         self.leader_streams = None if options is None else LeaderStreams(self.replicas, limits)
         if options is not None:
             if directory is None:
-                raise UsageError("replicas= wants directory= as well: the directory says which server owns an expert")
+                raise UsageError("replicas= needs directory= as well: the directory says which server owns an expert")
             if not isinstance(directory, LocalDirectory) and (faults := directory_faults(options.tls)):
                 raise UsageError(listed("invalid replica options:", faults))
         self._options = options or ReplicaOptions()
         self._directory = directory or LocalDirectory()  # never used without options
         self._limits = limits
         self._heartbeat: LeaseHeartbeat | None = None
-        self._here = ""  # this server's address
+        self._address = ""  # of this server
         self._streams: dict[str, FollowerStream] = {}  # by the leader's address
-        self._led: list[Replica] = []  # taken over, and not saved yet
-        self._retired = False
+        self._unsaved: list[Replica] = []  # those taken over since the last save
+        self._is_retired = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weft-replicas", daemon=True)
+        self._thread = threading.Thread(target=self._run_rounds, name="weft-replicas", daemon=True)
 
     def covers(self, uid: str) -> bool:
-        """Whether other servers may have this expert too."""
+        """Whether other servers can have this expert too."""
         return self.leader_streams is not None and self._options.covers(uid)
 
     def add(self, replica: Replica) -> None:
@@ -101,58 +101,61 @@ class ReplicationManager:
         return float("-inf") if self._heartbeat is None else self._heartbeat.until(lease)
 
     def start(self, heartbeat: LeaseHeartbeat, served: list[str]) -> None:
-        """Claim and follow. ``served``: all experts of the server, replicated or not.
+        """Start to claim and follow. ``served``: all experts of the server, replicated or not.
 
-        Waits until every replica is owned here or has its owner's state, for at most ``first_seconds``. Raises
-        ``UsageError`` if another server lists one alone.
+        Waits until every replica is owned by this server or has its owner's state, at most ``first_seconds``. Raises
+        ``UsageError`` if another server lists one of the experts without ``replicas=``.
         """
-        self._heartbeat, self._here = heartbeat, heartbeat.address
+        self._heartbeat, self._address = heartbeat, heartbeat.address
         if self.leader_streams is None:
             return
-        for pattern in self._options.experts if served else ():  # no fault: it may fit experts that come later
+        # Only a warning, because the pattern can match experts that are added later.
+        for pattern in self._options.experts if served else ():
             if not any(fnmatchcase(name, pattern) for name in served):
-                _LOG.warning("replicas: pattern %r fits none of the experts here, such as %r", pattern, served[0])
+                _LOG.warning("replicas: pattern %r matches none of the experts here, such as %r", pattern, served[0])
         self._thread.start()
         end = time.monotonic() + self._options.first_seconds
         while time.monotonic() < end and not self._stop.wait(0.01):
             for replica in self.replicas.values():
                 if isinstance(replica.failure, AlreadyDeclaredError):
                     raise UsageError(str(replica.failure))
-            if all(replica.settled for replica in self.replicas.values()):
+            if all(replica.is_settled for replica in self.replicas.values()):
                 return
 
     def retire(self) -> bool:
-        """Claim nothing more; whether experts are replicated, which are listed until `hand_over`."""
-        self._retired = True
+        """Stop claiming experts. Returns whether any are replicated: those stay listed until `hand_over`."""
+        self._is_retired = True
         return self.leader_streams is not None
 
     def hand_over(self, seconds: float, max_wait: float) -> None:
-        """Nothing steps replicas any more: save them, let followers fetch the last state, own them no more.
+        """Save the owned replicas, let followers fetch the last states, and stop owning. No steps may follow.
 
         Waits at most ``max_wait`` seconds for a module that still holds its expert, and ``seconds`` for followers.
-        Raises the last of what saving raised, at the end. The claims themselves end with the lease.
+        Raises the last error of saving, at the end. The claims themselves end with the lease.
         """
         failure: Exception | None = None
-        mine = [replica for replica in self.replicas.values() if replica.leadership.may_step]
-        for replica in mine:
-            replica.final = True
-        for replica in mine:
+        owned = [replica for replica in self.replicas.values() if replica.leadership.may_step]
+        for replica in owned:
+            replica.mark_final()
+        for replica in owned:
             try:
                 replica.save(max_wait)
-            except Exception as error:  # the others are to be saved all the same
+            except Exception as error:  # continue, so that the other replicas are saved
                 failure = error
-        end = time.monotonic() + max(_LEAST, seconds)
+        # A follower acknowledges a state by its next request, which names the version that it has. Stopping as soon as
+        # the bytes are sent would lose the steps of a follower that has not loaded them yet.
+        end = time.monotonic() + max(_LEAST_HANDOVER, seconds)
         while time.monotonic() < end and any(
-            version != replica.version for replica in mine for version in self._followers(replica.uid).values()
+            version != replica.version for replica in owned for version in self._follower_versions(replica.uid).values()
         ):
             time.sleep(0.005)
-        for replica in mine:
+        for replica in owned:
             replica.follow(None)
         if failure is not None:
             raise failure
 
     def stop(self) -> None:
-        """End the thread and all streams. May be called twice, and before the start."""
+        """End the thread and all streams. Can be called twice, and before `start`."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_JOIN)
@@ -161,39 +164,40 @@ class ReplicationManager:
         self._streams.clear()
 
     def statistics(self) -> dict[str, ReplicaStatistics]:
-        """Of every replica."""
-        return {uid: self._statistics(replica) for uid, replica in sorted(self.replicas.items())}
+        """Statistics of every replica, by uid."""
+        return {uid: self._replica_statistics(replica) for uid, replica in sorted(self.replicas.items())}
 
-    def _statistics(self, replica: Replica) -> ReplicaStatistics:
+    def _replica_statistics(self, replica: Replica) -> ReplicaStatistics:
         leadership, steps, failure = replica.leadership, replica.backend.steps, replica.failure
-        owner, follows = leadership.owner, leadership.role == "follower"
-        versions = {} if follows else self._followers(replica.uid)
+        owner, follows, report = leadership.owner, leadership.role == "follower", replica.report
+        versions = {} if follows else self._follower_versions(replica.uid)
         return ReplicaStatistics(
             role=leadership.role,
             owner="" if owner is None else owner.address,
             token=0 if owner is None else number_of(owner.token),
             lasts=leadership.lasts,
             steps=steps,
-            behind=replica.behind,
-            heard_seconds=time.monotonic() - replica.heard_at if follows and replica.heard_at else None,
+            behind=replica.steps_behind,
+            heard_seconds=time.monotonic() - report.heard_at if follows and report is not None else None,
+            # Token 0: the follower has initial weights only, so its steps do not count.
             followers={name: max(0, steps - (have.steps if have.token else 0)) for name, have in versions.items()},
-            sent=replica.sent,
-            received=replica.received,
-            received_bytes=replica.received_bytes,
+            sent=replica.state.sent,
+            received=replica.state.received,
+            received_bytes=replica.state.received_bytes,
             failure="" if failure is None else f"{type(failure).__name__}: {failure}",
         )
 
-    def _followers(self, uid: str) -> dict[str, StateVersion]:
+    def _follower_versions(self, uid: str) -> dict[str, StateVersion]:
         return {} if self.leader_streams is None else self.leader_streams.followers(uid)
 
-    def _run(self) -> None:
+    def _run_rounds(self) -> None:
         while not self._stop.wait(INTERVAL):
             try:
-                self._turn()
-            except Exception:  # such as a directory that is away; the next turn comes anyway
-                _LOG.debug("replicas: a turn failed", exc_info=True)
+                self._attend_all()
+            except Exception:  # e.g. an unavailable directory; the next round tries again
+                _LOG.debug("replicas: a round failed", exc_info=True)
 
-    def _turn(self) -> None:
+    def _attend_all(self) -> None:
         if self._heartbeat is None or self._heartbeat.watch is None:
             return
         snapshot, lease = self._heartbeat.watch.snapshot(), self._heartbeat.lease
@@ -203,108 +207,112 @@ class ReplicationManager:
             if time.monotonic() < replica.next_try:
                 continue
             try:
-                self._tend(replica, snapshot, lease)
+                self._attend_replica(replica, snapshot, lease)
             except Exception as error:
-                replica.failure, replica.next_try = error, time.monotonic() + _AGAIN
+                replica.record_failure(error)
+                replica.postpone(_RETRY_SECONDS)
         self._follow_owners()
-        while self._led:
-            replica = self._led.pop()
+        # After all replicas have been attended to: saving can wait long for a busy module, and claims must not.
+        while self._unsaved:
+            replica = self._unsaved.pop()
             try:
                 replica.save(LONGEST)
             except WeftError as error:
-                replica.failure = error
+                replica.record_failure(error)
 
-    def _tend(self, replica: Replica, snapshot: Snapshot, lease: Lease | None) -> None:
-        """Do what is due for one replica."""
+    def _attend_replica(self, replica: Replica, snapshot: Snapshot, lease: Lease | None) -> None:
+        """Follow, claim or take over one replica, whichever is due."""
         leadership, owner = replica.leadership, snapshot.owner(replica.uid)
-        theirs = owner if owner is not None and owner.address != self._here else None
+        other = owner if owner is not None and owner.address != self._address else None
         if leadership.role == "follower":
-            if leadership.owner != theirs:
-                replica.follow(theirs)
-            if theirs is None and lease is not None and replica.uid in lease.uids and not self._retired:
+            if leadership.owner != other:
+                replica.follow(other)
+            if other is None and lease is not None and replica.uid in lease.uids and not self._is_retired:
                 if not replica.may_lead:
                     raise ExpertError(
-                        f"expert {replica.uid!r} has no owner, and is not claimed: its owner's state never came here, "
-                        "or could not be loaded. Start a server that has the state, or start this one again to go on "
-                        "with what it has"
+                        f"expert {replica.uid!r} has no owner, and this server does not claim it, because it never "
+                        "received the owner's state or could not load it. Start a server that has the state, or "
+                        "restart this one to continue with its present state"
                     )
-                self._claim(replica, snapshot, lease)
-        elif theirs is not None and replaced(leadership.token, theirs.token):
-            replica.follow(theirs)
+                self._claim_replica(replica, snapshot, lease)
+        elif other is not None and replaced(leadership.token, other.token):
+            replica.follow(other)
         elif lease is None:
             return
         elif leadership.lease is None or lease.number != leadership.lease.number:
             if replica.uid in lease.uids:
-                self._claim(replica, snapshot, lease)
+                self._claim_replica(replica, snapshot, lease)
         elif leadership.role == "taking over" and leadership.owner is not None:
             self._take_over(replica, leadership.owner, snapshot, lease)
 
-    def _claim(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> None:
-        """Claim it, and take over unless a previous owner may still step it."""
+    def _claim_replica(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> None:
         try:
             ownership = self._directory.claim(replica.uid, lease)
         except ExpertOwnedError as error:
             replica.follow(Ownership(replica.uid, error.address, 0))
-        except LeaseLostError:  # it is declared again soon
+        except LeaseLostError:  # the heartbeat declares the experts again soon
             pass
         else:
             replica.claimed(ownership, lease)
             self._take_over(replica, ownership, snapshot, lease)
 
     def _take_over(self, replica: Replica, ownership: Ownership, snapshot: Snapshot, lease: Lease) -> None:
-        """It is claimed: find the newest state, and lead, unless it is too early or the state is broken."""
+        """Load the newest state of a claimed expert, and lead it, unless it is too early or the state is broken."""
         if seconds := replica.quiet(lease):
-            replica.failure = ExpertError(
-                f"the directory has begun anew: expert {replica.uid!r} is claimed, and is led in {seconds:.1f} s, when "
-                "the lease of the previous owner has surely ended"
+            replica.record_failure(
+                ExpertError(
+                    f"the directory has begun again: expert {replica.uid!r} is claimed, and will be led in "
+                    f"{seconds:.1f} s, when the lease of the previous owner has certainly ended"
+                )
             )
             return
         failure: Exception | None = None
         try:
-            for address in sorted({*snapshot.addresses(replica.uid)} - {self._here}):
+            for address in sorted({*snapshot.addresses(replica.uid)} - {self._address}):
                 try:
-                    self._stream(address).newest(replica, ownership.token, _ASKED)
+                    self._stream_from(address).fetch_newest(replica, ownership.token, _ANSWER_SECONDS)
                 except UnknownExpertError:
-                    words = "without replicas=, and clients would move between different weights: say it there too"
                     raise AlreadyDeclaredError(
-                        f"the server at {address} lists expert {replica.uid!r} {words}"
+                        f"the server at {address} lists expert {replica.uid!r} without replicas=, so clients would "
+                        "move between different weights: set replicas= at that server too"
                     ) from None
                 except WeftError:  # that replica does not answer
                     pass
             replica.restore()
-        except Exception as error:  # also what module and optimizer raise: no other server could claim it meanwhile
+        # Errors of module and optimizer included: while this server holds the claim, no other server can lead.
+        except Exception as error:
             failure = error
-        if replica.broken or isinstance(failure, AlreadyDeclaredError):
+        if replica.state.is_broken or isinstance(failure, AlreadyDeclaredError):
+            # Follow first: once the claim is released, another server may step.
             replica.follow(None)
             self._directory.release(ownership)
-            replica.next_try = time.monotonic() + _AGAIN
+            replica.postpone(_RETRY_SECONDS)
         else:
             replica.lead(ownership, lease)
-            self._led.append(replica)
-        replica.failure = failure
+            self._unsaved.append(replica)
+        replica.record_failure(failure)
 
     def _follow_owners(self) -> None:
-        """Keep a stream from every owner, and no other."""
-        wanted: set[str] = set()
+        owners: set[str] = set()
         for replica in self.replicas.values():
             owner = replica.leadership.owner
-            if replica.leadership.role != "follower" or owner is None or owner.address == self._here:
+            if replica.leadership.role != "follower" or owner is None or owner.address == self._address:
                 continue
-            wanted.add(owner.address)
+            owners.add(owner.address)
             try:
-                stream = self._stream(owner.address)
-            except UsageError as error:  # its owner is no server that may be followed
+                stream = self._stream_from(owner.address)
+            except UsageError as error:  # this server must not connect to the owner
                 replica.failed(error)
                 continue
             if replica.uid not in stream.followed and time.monotonic() >= replica.next_try:
                 stream.follow(replica)
-                replica.next_try = time.monotonic() + _AGAIN
+                replica.postpone(_RETRY_SECONDS)
         for address, stream in list(self._streams.items()):
-            if stream.ended or address not in wanted:
+            if stream.ended or address not in owners:
                 del self._streams[address]
                 stream.close()
 
-    def _stream(self, address: str) -> FollowerStream:
+    def _stream_from(self, address: str) -> FollowerStream:
         if address not in self._streams or self._streams[address].ended:
-            self._streams[address] = FollowerStream(address, self._here, self._options, self._limits)
+            self._streams[address] = FollowerStream(address, self._address, self._options, self._limits)
         return self._streams[address]

@@ -1,10 +1,10 @@
-"""What travels between clients and servers: frames of calls, a protobuf header with raw tensor bytes behind it.
+"""The protocol between clients and servers: frames of calls, each a protobuf header followed by raw tensor bytes.
 
 experts.proto  the format, and gRPC's service     frame.py  calls and tensors <-> messages, and their limits
 service.py     methods and options of gRPC; receipts, descriptions, faults
 """
 
-from weft.experts import extras as extras  # says what is not installed
+from weft.experts import extras as extras  # reports missing packages
 from weft.experts.errors import CertificateError as CertificateError
 from weft.experts.errors import DeadlineError as DeadlineError
 from weft.experts.errors import DrainingError as DrainingError
