@@ -1,4 +1,4 @@
-"""What no plan can run: the eager loop steps in, with one warning that says why, or without a word."""
+"""Calls that no plan can run: the eager loop runs them, with one warning that gives the reason, or silently."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -70,20 +70,18 @@ CANNOT: dict[str, tuple[Any, str]] = {
     "a compiled module": (lambda: torch.compile(Nothing(), backend="eager"), "a compiled or scripted module"),
     "hooks": (Hooked, "the hooks of Identity"),
     "a network": (Nested, "by a plan of its own"),
-    "an iterator": (lambda: reading(iter("ab")), "may change unseen"),
+    "an iterator": (lambda: reading(iter("ab")), "can change unnoticed"),
 }
 
 
 @pytest.mark.parametrize("backend", ["auto", "python"])
 @pytest.mark.parametrize(("make", "words"), CANNOT.values(), ids=CANNOT)
-def test_a_cell_without_a_plan_gets_the_eager_loop_and_one_warning_that_says_why(
-    make: Any, words: str, backend: str
-) -> None:
+def test_cell_without_a_plan_runs_eagerly_with_one_warning(make: Any, words: str, backend: str) -> None:
     net, other = Recurrent(make(), backend=backend), eagerly(make())
-    with pytest.warns(NoPlanWarning, match=words) as told:
+    with pytest.warns(NoPlanWarning, match=words) as warned:
         torch.manual_seed(0)
         seen = net(ONE, ZERO)
-    assert len(told) == 1
+    assert len(warned) == 1
     torch.manual_seed(0)
     assert equal(tuple(seen), tuple(other(ONE, ZERO)))
     with warnings.catch_warnings():
@@ -140,14 +138,14 @@ SILENT: dict[str, Callable[[Recurrent, Recurrent], None]] = {
 
 
 @at_once("run", SILENT.values(), ids=SILENT)
-def test_a_call_that_no_plan_can_run_is_run_by_the_eager_loop_without_a_word(run: Any) -> None:
+def test_unfit_call_runs_eagerly_without_a_warning(run: Any) -> None:
     net = Recurrent(add)
     run(net, eagerly(add))
     assert run_by(net) == {"eager"}
 
 
 @by_plan
-def test_an_output_that_is_none_stays_none(backend: str) -> None:
+def test_output_none_stays_none(backend: str) -> None:
     net, loop = Recurrent(Nothing(), backend=backend), eagerly(Nothing())
     for rows in ({}, {"lengths": [4, 2]}):
         close(tuple(net(ONE, ZERO, **rows)), tuple(loop(ONE, ZERO, **rows)), 1e-6)
@@ -184,7 +182,7 @@ def asking(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("cell", [numbers, Unkept(), asking])
-def test_what_only_looks_unfit_has_a_plan(cell: Any) -> None:
+def test_cells_that_only_look_unfit_have_a_plan(cell: Any) -> None:
     net, loop = Recurrent(cell, backend="python"), eagerly(cell)
     x = ONE.clone().requires_grad_()
     for on in (True, False, True):
@@ -208,7 +206,7 @@ class Passing(nn.Module):
 
 
 @by_plan
-def test_what_wants_a_gradient_by_itself_passes_without_gradients(backend: str) -> None:
+def test_parameters_as_results_in_both_grad_modes(backend: str) -> None:
     cell = Passing()
     net = Recurrent(cell, backend=backend)
     for on in (False, True):
@@ -217,7 +215,7 @@ def test_what_wants_a_gradient_by_itself_passes_without_gradients(backend: str) 
     assert run_by(net) == {backend}
 
 
-def test_a_counter_of_operators_sees_every_step() -> None:
+def test_operator_counter_sees_every_step() -> None:
     cell = nn.RNNCell(3, 3)
     net = Recurrent(cell)
     net(ONE, ZERO)
@@ -235,7 +233,7 @@ class Lazy(nn.Module):
         return after, after
 
 
-def test_a_lazy_module_gets_its_plan_once_it_has_seen_an_input() -> None:
+def test_lazy_module_gets_a_plan_after_its_first_input() -> None:
     cell = Lazy()
     net = Recurrent(cell, backend="python")
     first = net(ONE, ZERO).outputs
@@ -244,13 +242,13 @@ def test_a_lazy_module_gets_its_plan_once_it_has_seen_an_input() -> None:
     assert run_by(net) == {"python"}
 
 
-def test_a_leaf_that_is_no_tensor_goes_to_every_step_by_the_eager_loop() -> None:
+def test_input_that_is_not_a_tensor_runs_eagerly() -> None:
     net = Recurrent(lambda x, h: (x[0] * x[1] + h, h))
     assert equal(net((ONE, 2.0), ZERO).outputs, ONE * 2)
     assert run_by(net) == {"eager"}
 
 
-def test_a_cell_that_is_wrong_is_told_by_the_eager_loop_without_a_warning() -> None:
+def test_faulty_cell_raises_without_a_plan_warning() -> None:
     for cell in (lambda x, h: x, lambda x, h: (x, h[:1]), lambda x, h: (x, (h, h))):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -18,6 +18,7 @@ from tests.recurrent.recurrent_cases import (
     close,
     eagerly,
     equal,
+    fault_lines,
     floats,
     gradients,
     outcome,
@@ -26,7 +27,6 @@ from tests.recurrent.recurrent_cases import (
     random_case,
     run_by,
     spoiled,
-    told,
 )
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
@@ -66,7 +66,7 @@ def network(kind: type[Awkward], backend: str) -> Recurrent:
     own=st.booleans(),
     form=st.sampled_from([list, tuple, torch.tensor]),
 )
-def test_every_row_runs_as_if_alone_and_padding_of_nan_leaks_nowhere(
+def test_each_row_runs_as_if_alone_despite_nan_padding(
     lengths: Any, mask: Tensor | None, reset: Tensor | None, seed: int, own: bool, form: Any, backend: str
 ) -> None:
     net, (_, x, state) = network(Awkward, backend), random_case(STEPS, ROWS, seed)
@@ -88,7 +88,7 @@ def test_every_row_runs_as_if_alone_and_padding_of_nan_leaks_nowhere(
 @by_plan
 @settings(max_examples=8)
 @given(start=st.integers(0, 3), every=st.integers(1, 7), seed=st.integers(0, 99), reset=st.none() | tables)
-def test_truncation_the_step_number_and_resets_are_as_in_the_loop(
+def test_truncation_step_number_and_resets_equal_the_loop(
     start: int, every: int, seed: int, reset: Tensor | None, backend: str
 ) -> None:
     net, (_, x, state) = network(Timed, backend), random_case(STEPS, ROWS, seed)
@@ -101,7 +101,7 @@ def test_truncation_the_step_number_and_resets_are_as_in_the_loop(
 
 @by_plan
 @pytest.mark.parametrize("own", [True, False])
-def test_what_a_reset_brings_back_keeps_its_gradient_where_others_are_cut(own: bool, backend: str) -> None:
+def test_restored_state_keeps_its_gradient_at_a_cut(own: bool, backend: str) -> None:
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         return h.sin(), (x + h).tanh()
 
@@ -116,7 +116,7 @@ def test_what_a_reset_brings_back_keeps_its_gradient_where_others_are_cut(own: b
 
 
 @by_plan
-def test_a_cell_that_looks_at_all_rows_sees_the_same_in_place_of_padding(backend: str) -> None:
+def test_cell_that_mixes_rows_sees_the_same_padding_values(backend: str) -> None:
     torch.manual_seed(0)
     x, h = torch.randn(STEPS, ROWS, 3).double().requires_grad_(), torch.randn(ROWS, 3).double()
     x.data[4:, 1] = torch.nan
@@ -124,7 +124,7 @@ def test_a_cell_that_looks_at_all_rows_sees_the_same_in_place_of_padding(backend
 
 
 @by_plan
-def test_a_step_number_that_a_plan_would_round_is_left_to_the_loop(backend: str) -> None:
+def test_step_number_that_a_plan_would_round_runs_eagerly(backend: str) -> None:
     """Also where the first steps do not show it."""
 
     def cell(x: Tensor, h: Tensor, t: int) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def test_a_step_number_that_a_plan_would_round_is_left_to_the_loop(backend: str)
     assert run_by(net) == {backend}
 
 
-def test_a_reset_counts_in_a_hole_but_not_past_the_end() -> None:
+def test_reset_counts_in_a_hole_but_not_past_the_end() -> None:
     net = eagerly(lambda x, s: (s + x, s + x), initial=torch.zeros(()))
     x = torch.ones(4, 2)
     hole = torch.tensor([True, True, False, False])[:, None].expand(4, 2)
@@ -160,7 +160,7 @@ def test_a_reset_counts_in_a_hole_but_not_past_the_end() -> None:
     assert net(x, lengths=[2, 4], reset=reset).last.tolist() == [2, 2]
 
 
-def test_a_reset_brings_back_the_networks_own_state_so_that_chunks_agree_with_the_whole() -> None:
+def test_reset_restores_the_networks_own_state() -> None:
     net = eagerly(nn.LSTMCell(3, 4))
     x, reset = torch.randn(6, 5, 3), torch.rand(6, 5) < 0.4
     whole = net(x, reset=reset)
@@ -170,18 +170,18 @@ def test_a_reset_brings_back_the_networks_own_state_so_that_chunks_agree_with_th
     assert equal(second.last, whole.last)
 
 
-def test_a_mask_that_is_true_everywhere_changes_no_bit() -> None:
+def test_all_true_mask_changes_no_bit() -> None:
     cell, x, state = random_case(4, 3, 1)
     plain = eagerly(cell)(x, state)
     masked = eagerly(cell)(x, state, mask=torch.ones(4, 3, dtype=torch.bool), lengths=[4, 4, 4])
     assert all(equal(a, b) for a, b in zip(plain, masked, strict=True))
 
 
-def test_all_faults_of_lengths_mask_and_reset_are_told_at_once() -> None:
+def test_faults_of_lengths_mask_and_reset_are_listed() -> None:
     cell, x, state = random_case(3, 2, 0)
     with pytest.raises(SpecError) as caught:
         eagerly(cell)(x, state, lengths=[4, -1], mask=torch.ones(2, 3), reset=torch.ones(3, dtype=torch.bool))
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "lengths go from 0 to T = 3, but row 0 has 4, row 1 has -1",
         "mask has dtype torch.float32, wanted torch.bool",
         "mask has shape (2, 3), wanted T x N = (3, 2)",
@@ -193,13 +193,13 @@ def test_all_faults_of_lengths_mask_and_reset_are_told_at_once() -> None:
     ]:
         with pytest.raises(SpecError) as caught:
             eagerly(cell)(x, state, lengths=lengths)
-        assert told(caught) == [word]
+        assert fault_lines(caught) == [word]
     with pytest.raises(SpecError) as caught:
         eagerly(lambda x, s: (x, s))(torch.ones(4), torch.ones(1), lengths=[4])
-    assert told(caught) == ["lengths, mask and reset are per row, but no input has two axes, T x N"]
+    assert fault_lines(caught) == ["lengths, mask and reset are per row, but no input has two axes, T x N"]
 
 
-def test_what_is_chosen_by_row_must_have_rows() -> None:
+def test_masked_results_must_have_rows() -> None:
     x = torch.ones(3, 2, 3)
     with pytest.raises(SpecError, match="output has shape \\(\\), wanted 2 rows first"):
         eagerly(lambda x, s: (x.sum(), s))(x, torch.ones(2, 1), lengths=[1, 2])
@@ -221,7 +221,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @at_once(("given", "words"), WRONG.values(), ids=WRONG)
-def test_what_is_no_table_at_all_is_told_too(given: dict[str, Any], words: str) -> None:
+def test_arguments_that_are_not_tables_are_reported(given: dict[str, Any], words: str) -> None:
     check = Validator("tables")
     inputs = read_inputs(torch.zeros(3, 2, 1), batch_first=False, certain=True, check=check)
     tables = {"lengths": None, "mask": None, "reset": None, **given}

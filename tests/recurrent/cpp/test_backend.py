@@ -133,7 +133,7 @@ def test_what_the_loops_do_not_know_is_named_and_run_by_another_backend(
 def test_the_worth_of_threads_is_that_of_a_chunk_not_of_a_step() -> None:
     net = planned(nn.LSTMCell(64, 64), "c", verify="never")
     net(torch.randn(2, 16, 64))
-    (choice,) = net._plans._known.values()
+    (choice,) = net._plans.choices()
     work = choice.engine.compiled.forward.work
     assert work < backend.MIN_PARALLEL_OPERATIONS < work * choice.engine.chunk_steps
 

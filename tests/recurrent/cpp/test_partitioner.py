@@ -138,7 +138,7 @@ def test_the_gradient_of_an_embedding_is_never_made_for_every_step() -> None:
     for name in ("an embedding", "rows in outputs only", "rows of a table"):
         net = planned(Beside(AROUND[name]), "c", verify="never")
         net(*sequence(name))
-        ((choice,),) = [list(net._plans._known.values())]
+        ((choice,),) = [net._plans.choices()]
         assert choice.engine is not None and isinstance(choice.engine, CppBackend)
         halves = choice.engine.compiled.lowered.split
         assert halves.summed and all(map(summed_at_once, halves.summed))
@@ -167,7 +167,7 @@ class Step(nn.Module):
 def found(net: Recurrent, **call: Tensor) -> tuple[int, int]:
     """How many products skip rows, and how many sums of them."""
     net(torch.randn(T, N, D, dtype=torch.float64).requires_grad_(), **call)
-    (choice,) = net._plans._known.values()
+    (choice,) = net._plans.choices()
     assert isinstance(choice.engine, CppBackend), choice.why
     live = ForwardBackwardSplit(choice.engine.captured).sparsity
     return len(live.products), len(live.totals)

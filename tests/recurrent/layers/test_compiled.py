@@ -52,12 +52,12 @@ assert torch.equal(compiled(x)[0], layer(x)[0]) and len(graphs) == 1
 
 
 @pytest.mark.long
-def test_layers_of_networks_are_in_one_graph() -> None:
+def test_layers_of_networks_compile_to_one_graph() -> None:
     done = python(NETWORKS)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long
-def test_nothing_inside_a_layer_in_place_of_torchs_is_compiled_unless_torch_is_told_to() -> None:
+def test_drop_in_layer_is_compiled_only_on_request() -> None:
     done = python(LAYERS)
     assert done.returncode == 0, done.stderr
