@@ -25,23 +25,10 @@ from weft.core.autograd import quiet_hooks
 from weft.core.errors import WeftError
 from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.segment import differentiable
-from weft.recurrent.graph import (
-    StepGraph,
-    graph_signature,
-    lift_draws,
-    note_strides,
-    separate_bernoulli,
-    value_dependent_draws,
-)
+from weft.recurrent import graph as step_graph
+from weft.recurrent import pytorch_internals as internals
+from weft.recurrent.graph import StepGraph
 from weft.recurrent.passes import canonicalize, functionalize, fuse, writes
-from weft.recurrent.pytorch_internals import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    TracingContext,
-    make_fx,
-    replay_views,
-    tracing,
-)
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -112,8 +99,8 @@ def capture(
         _check_pure(run_forward, (inputs, states))
         raise
     counts = (len(inputs), len(states), len(new_states), len(outputs))
-    signature = graph_signature(module, counts)
-    random, draws = lift_draws(module)
+    signature = step_graph.graph_signature(module, counts)
+    random, draws = step_graph.lift_draws(module)
     signature.inputs.extend(random)
     signature.input_gradients.extend([None] * len(random))
     graph = StepGraph(
@@ -132,7 +119,7 @@ def capture(
     return graph
 
 
-class _ValueReadGuard(TorchDispatchMode):
+class _ValueReadGuard(internals.TorchDispatchMode):
     """Reject reads of the value of certain tensors, because tracing would freeze it as a constant of the program."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -153,7 +140,7 @@ class _ValueReadGuard(TorchDispatchMode):
 def _check_pure(forward: Callable[..., Any], example: tuple[list[Tensor], ...]) -> None:
     try:
         with torch.no_grad():
-            traced = make_fx(forward)(*map_leaves(torch.clone, list(example)))
+            traced = internals.make_fx(forward)(*map_leaves(torch.clone, list(example)))
     except RuntimeError as error:
         if "data-dependent" not in str(error):
             raise
@@ -171,15 +158,15 @@ def _trace_joint(
     composed: Mapping[Any, Any] | None,
 ) -> fx.GraphModule:
     # One fake mode for all values. Without it the tracer creates one per value, which takes a third of its time.
-    context = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
+    context = internals.TracingContext(internals.FakeTensorMode(allow_fallback_kernels=True))
     # The gradient of a view that is written to then repeats the view. By default it reads by strides, which a value
     # stacked over time does not have.
-    with torch.no_grad(), quiet_hooks(parameters), tracing(context), replay_views(True):
-        traced = make_fx(joint)(*example)
+    with torch.no_grad(), quiet_hooks(parameters), internals.tracing(context), internals.replay_views(True):
+        traced = internals.make_fx(joint)(*example)
         _reject_writes(traced)
-        separate_bernoulli(traced)
+        step_graph.separate_bernoulli(traced)
         pure = functionalize(traced, example, composed)
-    written, dependent = writes(pure), value_dependent_draws(pure)
+    written, dependent = writes(pure), step_graph.value_dependent_draws(pure)
     # With `composed`, a decomposition of PyTorch can write. The backend then rejects it.
     if written and composed is None:
         raise CaptureError(
@@ -193,7 +180,7 @@ def _trace_joint(
             "eager loop"
         )
     # Before canonicalization, which changes the layouts that random numbers are drawn in.
-    note_strides(pure)
+    step_graph.note_strides(pure)
     canonicalize(pure)
     return pure
 

@@ -109,7 +109,7 @@ class InductorStep:
         for step in range(steps - 1, -1, -1) if loop.backward else range(steps):
             arguments = [*constants, *carried, *rows[step::steps], *places[step::steps]]
             if self._compiled is None:
-                self._compiled = _compile_module(self.module, arguments)
+                self._compiled = compile_module(self.module, arguments)
             ends = iter(self._compiled(*arguments))
             carried = [next(ends).contiguous() if at is None else places[at * steps + step] for at in self._at]
         return [*carried]
@@ -184,7 +184,7 @@ class InductorStep:
         return fx.GraphModule({}, graph)
 
 
-def _compile_module(module: fx.GraphModule, arguments: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+def compile_module(module: fx.GraphModule, arguments: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
     """Compile a step by Inductor for arguments of these shapes. Raises CompileError."""
     if not any(node.op == "call_function" for node in module.graph.nodes):
         return module
@@ -208,7 +208,7 @@ class InductorBackend(PythonBackend):
     """See `weft.recurrent.plan_backends.Backend`. On CUDA all steps of a chunk are recorded by `record`."""
 
     def __init__(self, captured: StepGraph) -> None:
-        self.record: Recorder | None = cuda_recorder if _runs_on_cuda(captured) else None
+        self.record: Recorder | None = cuda_recorder if runs_on_cuda(captured) else None
         self._why_not = ""
         super().__init__(captured)
 
@@ -234,6 +234,7 @@ class InductorBackend(PythonBackend):
         return f"{super().explain()}\n\nlaunched {how}{self._why_not}"
 
 
-def _runs_on_cuda(captured: StepGraph) -> bool:
+def runs_on_cuda(captured: StepGraph) -> bool:
+    """Whether all inputs and states of the step are on CUDA."""
     values = [node.meta.get("val") for node in (*captured.signature.inputs, *captured.signature.states)]
     return bool(values) and all(isinstance(value, Tensor) and value.is_cuda for value in values)

@@ -29,15 +29,8 @@ from weft.core.errors import UsageError, WeftError
 from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.timing import time_after
 from weft.core.validation import Validator
-from weft.recurrent import eager
-from weft.recurrent.backend_registry import (
-    BackendName,
-    build_backend,
-    candidate_backends,
-    composed_operators,
-    is_always_faster,
-    serves_smaller_batches,
-)
+from weft.recurrent import backend_registry, eager
+from weft.recurrent.backend_registry import BackendName, serves_smaller_batches
 from weft.recurrent.capture import CaptureError, MisfitError, capture
 from weft.recurrent.cell import StepNetCell
 from weft.recurrent.graph import StepGraph, draw_numbers, memory_order, same_but_rows
@@ -255,7 +248,7 @@ class PlanCache:
     def _make_plan(self, call: "PlannedCall") -> PlanChoice:
         rejections, incorrect, planned = dict[str, list[str]](), False, None
         strict = self._backend == "c"
-        for name in candidate_backends(self._backend, call.inputs.device):
+        for name in backend_registry.candidate_backends(self._backend, call.inputs.device):
             try:
                 with without_observers():
                     engine = call.make(name)
@@ -283,7 +276,7 @@ class PlanCache:
         """The plan. For "auto", the faster of it and the eager loop, measured on the first steps of this sequence."""
         if self._backend != "auto":
             return PlanChoice(call.kind, engine, name, "it was asked for")
-        if is_always_faster(name):
+        if backend_registry.is_always_faster(name):
             return PlanChoice(call.kind, engine, name, "its loops could be compiled, and nothing here is faster")
         by_plan, by_loop = call.race(engine)
         times = f"{1e3 * by_plan:.2f} ms by the {name} plan and {1e3 * by_loop:.2f} ms by the eager loop"
@@ -385,7 +378,7 @@ class PlannedCall:
         if self.guards.rejection is not None:
             raise CaptureError(self.guards.rejection)
         other = next((leaf.device for leaf in self.inputs.leaves if leaf.device.type != "cpu"), self.inputs.device)
-        captured = self._capture(composed_operators(name, other))
+        captured = self._capture(backend_registry.composed_operators(name, other))
         known = {id(tensor) for tensor in self.guards.tensors}
         references = [(node, captured.reference(node)) for node in captured.signature.references]
         # A constant that the step itself creates from plain numbers is not a tensor of the cell.
@@ -397,7 +390,7 @@ class PlannedCall:
             raise CaptureError(
                 f"it reads {unregistered} tensors that are neither parameters nor buffers of it; register them"
             )
-        return build_backend(name, captured.hold_weakly(self.guards.tensors))
+        return backend_registry.build_backend(name, captured.hold_weakly(self.guards.tensors))
 
     def _capture(self, operators: Mapping[Any, Any] | None) -> StepGraph:
         # Capture the step. Side effects of the cell are undone, and the caller's generators do not advance.
@@ -476,7 +469,7 @@ class PlannedCall:
         with without_observers(), torch.random.fork_rng(self._cuda_devices()), self.guards.restore_state():
             # The best of two: the first run of each way also warms up allocators.
             by_plan, by_loop = (
-                min(_time_with_backward(way, self.guards.parameters, self.inputs.device) for _ in range(2))
+                min(time_with_backward(way, self.guards.parameters, self.inputs.device) for _ in range(2))
                 for way in ways
             )
         return by_plan, by_loop
@@ -520,7 +513,7 @@ def _meta_key(value: Any, begin: int) -> Hashable:
     return value.shape[begin:], value.dtype, value.device, None if plain else memory_order(value)
 
 
-def _time_with_backward(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor], device: torch.device) -> float:
+def time_with_backward(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor], device: torch.device) -> float:
     """The seconds of a run with its backward, on this device and those of the parameters."""
     devices = {device, *(parameter.device for parameter in parameters)}
     begin = time_after(devices)

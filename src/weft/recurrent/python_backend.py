@@ -171,9 +171,9 @@ class PythonBackend:
 
     def forward(self, constants: None, chunk: Chunk, keep: bool) -> BulkEvaluator:
         outputs, states, kept = self.run_forward(chunk.inputs, self._first_states(chunk))
-        _copy_into(chunk.outputs, outputs)
+        copy_into(chunk.outputs, outputs)
         moving = [k for k in range(len(states)) if k not in self.captured.invariant]
-        _copy_into([chunk.states[k][1:] for k in moving], [states[k] for k in moving])
+        copy_into([chunk.states[k][1:] for k in moving], [states[k] for k in moving])
         return kept
 
     def recompute(self, constants: None, chunk: Chunk) -> BulkEvaluator:
@@ -186,7 +186,7 @@ class PythonBackend:
             pairs = zip(gradients.carried, gradients.states, strict=True)
             states = [c.new_zeros(chunk.steps, *c.shape) if grad is None else grad for c, grad in pairs]
         inputs, carried, parameters = self.run_backward(kept, gradients.outputs, states, gradients.carried)
-        _copy_into(gradients.carried, carried)
+        copy_into(gradients.carried, carried)
         for buffer, gradient in zip(gradients.inputs, inputs, strict=True):
             if buffer is not None and gradient is not None:
                 buffer.copy_(gradient)
@@ -338,7 +338,8 @@ class PythonBackend:
         return last
 
 
-def _copy_into(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def copy_into(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into places that can overlap with them."""
     # If a cell swaps two states, each value lies in the place of the other. Clone it before the first copy.
     taken = {place.untyped_storage().data_ptr() for place in places}
     values = [value.clone() if value.untyped_storage().data_ptr() in taken else value for value in values]

@@ -57,15 +57,15 @@ with_tensors = cast("Callable[..., AbstractContextManager[None]]", cast(Any, sta
 
 
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Dynamo does not look into. Imports Dynamo, which takes seconds."""
-    import torch._dynamo  # noqa: PLC0415
+    """A function that Dynamo does not look into."""
+    import torch._dynamo  # noqa: PLC0415  (takes seconds)
 
     return cast(Any, torch._dynamo).nonstrict_trace(function)
 
 
 def inductor() -> Any:
-    """The module of Inductor, whose import takes seconds."""
-    from torch import _inductor  # noqa: PLC0415
+    """The module of Inductor."""
+    from torch import _inductor  # noqa: PLC0415  (takes seconds)
 
     return _inductor
 

@@ -130,7 +130,7 @@ class Recurrent(nn.Module):
         verify: VerifyMode = "first",
     ) -> None:
         super().__init__()
-        _check_arguments(cell, links, initial, time_step, truncate, memory, backend, verify)
+        check_arguments(cell, links, initial, time_step, truncate, memory, backend, verify)
         self.cell = cell
         self.links = links
         self.time_step = time_step
@@ -297,9 +297,10 @@ class Recurrent(nn.Module):
         return RecurrentSettings(make, self.batch_first, self.truncate, plans)
 
 
-def _check_arguments(
+def check_arguments(
     cell: Any, links: Any, initial: Any, time_step: bool, truncate: Any, memory: Any, backend: Any, verify: Any
 ) -> None:
+    """Raise UsageError that lists all invalid arguments of a network."""
     with Validator("invalid arguments of Recurrent") as check:
         _check_cell(check, cell)
         if links is not None:

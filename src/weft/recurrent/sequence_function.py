@@ -15,6 +15,7 @@ While a gate is closed, no gradient passes it, so the first gradients are those 
 computed from a parameter that the cell reads too. The gates are then opened for the second gradients.
 """
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -257,9 +258,7 @@ class ScanFunction:
         """See `TwiceDifferentiable`. Raises BackwardTwiceError if the sequence was freed, and DoubleBackwardError."""
         with self._saved_by_forward(retain=retain, replayed=True):
             if self._replay is None:
-                raise DoubleBackwardError(
-                    "a gradient of a gradient was requested, but this plan was made without its cell"
-                )
+                raise DoubleBackwardError("a gradient of a gradient was requested, but this plan has no cell to replay")
             count, stop = self._counts[0], sum(self._counts)
             return self._replay.gradients(self.tensors[:count], self.tensors[count:stop], self.split_ends(gradients))
 
@@ -425,7 +424,7 @@ class EagerReplay:
 
         Raises DoubleBackwardError.
         """
-        gate = _Gate()
+        gate = threading.Event()
         in_grad_mode, parameters = torch.is_grad_enabled(), self._captured.parameters
         with torch.enable_grad():
             leaves = (*inputs, *states)
@@ -435,7 +434,7 @@ class EagerReplay:
             roots, seeds = [*ends.outputs, *every, *ends.last], [*incoming.outputs, *incoming.states, *incoming.last]
             with quiet_hooks(parameters):
                 results = gradients_of([*gated, *parameters], roots, seeds, create_graph=in_grad_mode)
-        gate.open()
+        gate.set()
         return results
 
     def _run_once_more(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> SequenceLeaves[Tensor]:
@@ -457,24 +456,14 @@ class EagerReplay:
                 rng.restore(self._sources, now)
 
 
-class _Gate:
-    """Whether gradients can pass."""
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-    def open(self) -> None:
-        self.is_open = True
-
-
 class _Gated(torch.autograd.Function):
-    """The identity. Its gradient is None until the gate opens."""
+    """The identity. It passes gradients only after the event `gate` is set."""
 
     @staticmethod
-    def forward(ctx: Any, gate: _Gate, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: threading.Event, tensor: Tensor) -> Tensor:
         ctx.gate = gate
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:
-        return None, gradients[0] if ctx.gate.is_open else None
+        return None, gradients[0] if ctx.gate.is_set() else None
