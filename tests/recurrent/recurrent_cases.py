@@ -178,10 +178,10 @@ def as_the_loop(
 def spoiled(x: Any, valid: Tensor) -> Any:
     """The same inputs with NaN in padding."""
     with torch.no_grad():
-        found = map_leaves(
+        results = map_leaves(
             lambda leaf: leaf.masked_fill(~valid.view(*valid.shape, *[1] * (leaf.dim() - 2)), torch.nan), x
         )
-    return map_leaves(lambda leaf: leaf.requires_grad_(), found)
+    return map_leaves(lambda leaf: leaf.requires_grad_(), results)
 
 
 def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:

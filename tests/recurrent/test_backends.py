@@ -28,7 +28,7 @@ from weft.recurrent import Recurrent, plan_cache
 from weft.recurrent.cpp.cpp_backend import CppBackend
 from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.plan_cache import NoPlanWarning, PlanCache, PlannedCall
-from weft.recurrent.recurrent import _check_arguments
+from weft.recurrent.recurrent import check_arguments
 from weft.recurrent.verify import PlanError
 
 ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
@@ -53,7 +53,7 @@ def test_choice_of_auto_ignores_the_first_length(first: int, monkeypatch: pytest
         steps = float(len(run()[0]))
         return 4.0 + steps / 8 if isinstance(run, partial) else steps
 
-    monkeypatch.setattr("weft.recurrent.plan_cache._time_with_backward", seconds)
+    monkeypatch.setattr("weft.recurrent.plan_cache.time_with_backward", seconds)
     net = Recurrent(lambda x, h: (x + h, torch.fft.fft(h).real.tanh()), verify="never")
     for steps in (first, 200):
         net(torch.randn(steps, 2, 3), ZERO)
@@ -204,8 +204,8 @@ def test_frozen_tensors_get_no_gradient(backend: str) -> None:
     cell.requires_grad_(False)
     assert not net(ONE.double()).outputs.requires_grad
     x = ONE.double().requires_grad_()
-    wanted = torch.autograd.grad(eagerly(cell)(x).outputs.sum(), x)
-    close(torch.autograd.grad(net(x).outputs.sum(), x), wanted, 1e-11)
+    expected = torch.autograd.grad(eagerly(cell)(x).outputs.sum(), x)
+    close(torch.autograd.grad(net(x).outputs.sum(), x), expected, 1e-11)
     assert run_by(net) == {backend}
 
 
@@ -240,7 +240,7 @@ def test_integer_bool_and_invariant_states(backend: str) -> None:
 
 def test_invalid_settings_are_listed_together() -> None:
     with pytest.raises(UsageError) as caught:
-        _check_arguments(nn.GRUCell(2, 2), None, None, False, None, "none", "cuda", "later")
+        check_arguments(nn.GRUCell(2, 2), None, None, False, None, "none", "cuda", "later")
     text = str(caught.value)
     assert "backend is 'cuda'" in text and "verify is 'later'" in text and "memory is 'none'" in text
 
@@ -248,24 +248,26 @@ def test_invalid_settings_are_listed_together() -> None:
 @by_plan
 def test_lazily_negated_gradient_keeps_its_sign(backend: str) -> None:
     cell = nn.GRUCell(3, 4).double()
-    x, found = ONE.double(), []
+    x, results = ONE.double(), []
     marked = torch._neg_view(torch.randn(4, 2, 4).double())
     assert marked.is_neg()
     for net in (planned(cell, backend), eagerly(cell)):
         result = net(x)
         gradients = [marked, marked[-1], marked]
-        found.append(torch.autograd.grad([result.outputs, result.last, result.states], [*cell.parameters()], gradients))
-    close(found[0], found[1], 1e-12)
+        results.append(
+            torch.autograd.grad([result.outputs, result.last, result.states], [*cell.parameters()], gradients)
+        )
+    close(results[0], results[1], 1e-12)
 
 
 @pytest.mark.parametrize("verify", ["first", "never"])
 def test_complex_state_has_a_gradient(verify: Any) -> None:
     h = torch.randn(2, 3, dtype=torch.complex128, requires_grad=True)
-    x, found = torch.randn(4, 2, 3, dtype=torch.complex128), []
+    x, results = torch.randn(4, 2, 3, dtype=torch.complex128), []
     for net in (planned(rotate, "python", verify=verify), eagerly(rotate)):
         result = net(x, h)
-        found.append(torch.autograd.grad(result.outputs.abs().sum(), [h])[0])
-    close(found[0], found[1], 1e-12)
+        results.append(torch.autograd.grad(result.outputs.abs().sum(), [h])[0])
+    close(results[0], results[1], 1e-12)
 
 
 def rotate(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,5 +288,5 @@ def test_timed_run_waits_for_devices_at_both_ends(monkeypatch: pytest.MonkeyPatc
     def run() -> Any:
         return ONE, ZERO, None
 
-    assert plan_cache._time_with_backward(run, [torch.ones(1, device=meta)], cpu) == 1.0
+    assert plan_cache.time_with_backward(run, [torch.ones(1, device=meta)], cpu) == 1.0
     assert waits == [{meta, cpu}] * 2

@@ -19,7 +19,7 @@ Cell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Normed(nn.Module):
-    """A norm, a nested state with a counter, and an output that is no state; singular where x is zero."""
+    """A norm, a nested state with a counter, and an output that is not a state; singular where x is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def outcome(net: Recurrent, x: Tensor, **call: Any) -> Any:
     ids=["chunks", "resets, by sqrt", "lengths, by states"],
 )
 def test_filled_up_batches_have_the_same_bits(make: Callable[[], nn.Module], steps: int, options: Any) -> None:
-    """Outputs, states and gradients equal those of a network that has seen no other size."""
+    """Outputs, states and gradients equal those of a network that ran only this size."""
     cell, memory = make(), options.get("memory", "full")
     net = planned(cell, "c", memory=memory)
     for rows in SIZES:
@@ -70,7 +70,7 @@ def test_filled_up_batches_have_the_same_bits(make: Callable[[], nn.Module], ste
 
 
 def test_padding_of_a_filled_up_batch_yields_no_nan() -> None:
-    """The copies of a row where the cell is singular: no zero times infinity reaches a weight that is summed."""
+    """Filled-up rows copy a row, where the cell is not singular. Zero times infinity would reach the summed weights."""
     cell = Normed()
     net, seen = planned(cell, "c"), []
     for rows in (5, 7, 10):
@@ -117,7 +117,7 @@ def test_byte_budget_disables_filling_up() -> None:
 
 
 def test_double_backward_of_filled_up_batches() -> None:
-    """The eager loop makes them, on the filled-up rows."""
+    """The eager loop computes them, on the filled-up rows."""
     cell = Normed().double()
     net = planned(cell, "c")
     for rows in (5, 7, 10):

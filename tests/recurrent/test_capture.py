@@ -1,4 +1,4 @@
-"""What is captured from a cell computes what the cell computes, and what cannot be captured is refused by name."""
+"""A captured graph has the results of its cell, and a cell that cannot be captured is rejected with the reason."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,9 +38,9 @@ def test_one_tensor_given_as_two_states_stays_two() -> None:
     zero = torch.zeros(3, 4, dtype=torch.float64)
     captured = capture(case.cell, case.x, (zero, zero))
     h, c = torch.randn_like(zero), torch.randn_like(zero)
-    wanted = case.cell(case.x, (h, c))[1]
-    found = captured.module([case.x], [h, c], [zero, zero], [zero])
-    for one, other in zip(wanted, found, strict=False):
+    expected = case.cell(case.x, (h, c))[1]
+    results = captured.module([case.x], [h, c], [zero, zero], [zero])
+    for one, other in zip(expected, results, strict=False):
         torch.testing.assert_close(other, one)
 
 

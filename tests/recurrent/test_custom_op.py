@@ -1,4 +1,4 @@
-"""A model with a recurrent network compiles as one graph, exports, and gives the numbers that it gives otherwise."""
+"""A model with a recurrent network compiles as one graph, exports, and keeps its results."""
 
 import copy
 import gc
@@ -71,7 +71,7 @@ def alike(model: Model, compiled: Any, x: Tensor, **call: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo cannot trace the checks of types around what it traces; behind the operator they stay."""
+    """Remove the type checks around traced functions, which Dynamo cannot trace. Inside the operator they stay."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     monkeypatch.setattr(Recurrent, "forward", inspect.unwrap(Recurrent.forward))

@@ -37,13 +37,13 @@ def test_links_feed_outputs_back_by_name(steps: int, rows: int) -> None:
     for t in range(steps):
         h = torch.tanh(x[t] + 0.5 * h + u[t][:, None])
         hs.append(h)
-    wanted = torch.stack(hs) if hs else torch.zeros(0, rows, 3).double() + 0 * h
-    close(seen.outputs["hidden"], wanted)
-    close(seen.outputs["score"], wanted.sum(-1))
-    close((seen.all["h"], seen.last["h"]), (wanted, h))
+    expected = torch.stack(hs) if hs else torch.zeros(0, rows, 3).double() + 0 * h
+    close(seen.outputs["hidden"], expected)
+    close(seen.outputs["score"], expected.sum(-1))
+    close((seen.all["h"], seen.last["h"]), (expected, h))
     assert seen.last["n"].tolist() == [steps] * rows
     assert list(seen.outputs) == ["hidden", "count", "score"]
-    close(gradients(seen.outputs, [x, states["h"]]), gradients((wanted, 0, wanted.sum(-1)), [x, states["h"]]))
+    close(gradients(seen.outputs, [x, states["h"]]), gradients((expected, 0, expected.sum(-1)), [x, states["h"]]))
 
 
 def remember(inputs: Named, states: Named) -> Named:
@@ -122,23 +122,17 @@ def test_gradients_of_references_are_summed_over_time() -> None:
     close(gradients(seen.outputs, [weight]), gradients(torch.stack(hs), [weight]))
 
 
-def test_faults_of_links_are_listed_together() -> None:
-    x, links = {"x": torch.ones(3, 2, 1)}, {"past": Window("y", 0), "h": Window("y", -1)}
-    wanted = [
-        "links['past'] is a window over 0 steps, wanted at least 1",
-        "links['h'] is a window over -1 steps, wanted at least 1",
-    ]
+def test_faults_of_arguments_and_links_are_listed_together() -> None:
+    links = {"past": Window("y", 0), "h": Window("y", -1)}
+    windows = [f"links[{name!r}] is a window over {link.k} steps, wanted at least 1" for name, link in links.items()]
     with pytest.raises(UsageError) as caught:
-        recurrent_net(remember, x, {}, links, truncate=0)
-    assert fault_lines(caught) == [*wanted, "truncate is 0, wanted at least 1 step, or None"]
+        recurrent_net(remember, {"x": torch.ones(3, 2, 1)}, {}, links, truncate=0)
+    assert fault_lines(caught) == [*windows, "truncate is 0, wanted at least 1 step, or None"]
     with pytest.raises(UsageError) as caught:
         eagerly(remember, links=links)
-    assert fault_lines(caught) == wanted
-
-
-def test_wrong_argument_types_are_listed_together() -> None:
+    assert fault_lines(caught) == windows
     with pytest.raises(UsageError) as caught:
-        network._check_arguments(3, {"h": 2}, None, False, None, "full", "auto", "first")
+        network.check_arguments(3, {"h": 2}, None, False, None, "full", "auto", "first")
     assert fault_lines(caught) == [
         "cell is 3, wanted a module or a function of one time step",
         "links['h'] is of type int, wanted the name of an output, or a Window over it",

@@ -17,7 +17,7 @@ from weft.recurrent.step_plan import partition
 
 
 class Weights(nn.Module):
-    """A cell whose recurrent weight is made, in every step, by a function of its parameter and its buffer."""
+    """A cell whose recurrent weight is computed in every step from its parameter and its buffer."""
 
     def __init__(self, made: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -147,8 +147,8 @@ STATE = (torch.zeros(2, 4), torch.zeros(2, 4))
 
 def names(nodes: list[Any]) -> list[str]:
     """The operators, without views."""
-    found = [str(getattr(node.target, "__name__", node.target)) for node in nodes]
-    return [each for each in found if not each.startswith(("split", "getitem"))]
+    results = [str(getattr(node.target, "__name__", node.target)) for node in nodes]
+    return [each for each in results if not each.startswith(("split", "getitem"))]
 
 
 def lstm(composed: Any = None) -> StepGraph:
@@ -165,8 +165,8 @@ def test_loops_of_an_lstm_are_minimal() -> None:
 
 
 def test_graph_for_c_is_not_fused() -> None:
-    found = names(lstm(composed={}).nodes)
-    assert "sigmoid_backward.default" in found and "addcmul.default" not in found
+    results = names(lstm(composed={}).nodes)
+    assert "sigmoid_backward.default" in results and "addcmul.default" not in results
 
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]

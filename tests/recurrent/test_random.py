@@ -1,4 +1,4 @@
-"""What a cell draws under a plan are the numbers that the eager loop would draw."""
+"""Under a plan a cell draws the same numbers as in the eager loop."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ from weft.recurrent.plan_cache import NoPlanWarning
 
 
 class Drawing(nn.Module):
-    """Adds to its state what a function draws."""
+    """Adds random numbers of a function to its state."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_same_seed_gives_the_numbers_of_the_eager_loop(draw: Callable[[Tensor], Tensor], backend: str) -> None:
     cell = Drawing(draw)
     x, state = torch.randn(5, 2, 3).double().requires_grad_(), torch.zeros(2, 3).double()
-    net, found = planned(cell, backend), []
+    net, results = planned(cell, backend), []
     for each in (eagerly(cell), net, net):  # the second call has its plan: nothing is drawn to make one
-        found.append((outcome(each, x, state), torch.get_rng_state()))
+        results.append((outcome(each, x, state), torch.get_rng_state()))
     assert run_by(net) == {backend}
-    for seen in found[1:]:
-        close(seen[0], found[0][0])
-        assert torch.equal(seen[1], found[0][1])
+    for seen in results[1:]:
+        close(seen[0], results[0][0])
+        assert torch.equal(seen[1], results[0][1])
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -1,4 +1,4 @@
-"""Small random cells, drawn from the operators that people use: every plan computes what the eager loop computes."""
+"""Small random cells of common operators: every plan has the results of the eager loop."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Streams, torch's own cells as they are, and where a network begins."""
+"""Streams, torch's own cells, initial states, and faults of arguments."""
 
 import copy
 import pickle
@@ -63,15 +63,8 @@ def test_first_step_equals_a_sequence_of_one() -> None:
     assert equal(y, net(x).outputs[0])
     assert equal(state, net(x).last)
     assert equal(net.step(x[0], (torch.ones(1, 4), torch.zeros(4)))[0], y)
-
-
-def test_truncation_of_single_steps() -> None:
-    net = eagerly(lambda x, s: (s + x, s + x), truncate=2)
-    state = torch.zeros(2, requires_grad=True)
-    x = torch.ones(2)
-    assert net.step(x, state, t=0)[0].requires_grad
-    assert net.step(x, state, t=1)[0].requires_grad
-    assert not net.step(x, state, t=2)[0].requires_grad
+    cut, first = eagerly(plus, truncate=2), torch.zeros(2, requires_grad=True)
+    assert [cut.step(torch.ones(2), first, t=t)[0].requires_grad for t in range(3)] == [True, True, False]
 
 
 def test_faults_of_a_single_step_are_listed() -> None:
@@ -86,15 +79,15 @@ def test_faults_of_a_single_step_are_listed() -> None:
 @given(st.integers(0, 4), st.integers(1, 3))
 def test_batch_first_transposes_all_but_the_last_state(steps: int, rows: int) -> None:
     cell, x, state = random_case(steps, rows, 3)
-    wanted = eagerly(cell)(x, state)
+    expected = eagerly(cell)(x, state)
     seen = eagerly(cell, batch_first=True)(map_leaves(lambda leaf: leaf.transpose(0, 1), x), state)
 
     def turned(leaf: Any) -> Any:
         return leaf if leaf is None else leaf.transpose(0, 1)
 
-    assert equal(seen.last, wanted.last)
-    assert equal(map_leaves(turned, seen.outputs), wanted.outputs)
-    assert equal(map_leaves(turned, seen.states), wanted.states)
+    assert equal(seen.last, expected.last)
+    assert equal(map_leaves(turned, seen.outputs), expected.outputs)
+    assert equal(map_leaves(turned, seen.states), expected.states)
 
 
 KINDS = {"LSTM": (nn.LSTM, nn.LSTMCell), "GRU": (nn.GRU, nn.GRUCell), "RNN": (nn.RNN, nn.RNNCell)}
@@ -111,21 +104,14 @@ def test_torch_cells_equal_torch_networks(kind: str, steps: int, rows: int, batc
     torch.manual_seed(steps)
     network, cell = KINDS[kind]
     whole = network(3, 4, batch_first=batch_first).double()
-    net = eagerly(copied(cell(3, 4), whole), batch_first=batch_first)
+    net = eagerly(copied(cell(3, 4), whole), batch_first=batch_first)  # its first state has the weights' dtype
     x = torch.randn(*((rows, steps) if batch_first else (steps, rows)), 3).double().requires_grad_()
-    wanted, last = whole(x)
+    expected, last = whole(x)
     last = (last[0][0], last[1][0]) if kind == "LSTM" else last[0]
     seen = net(x)
-    close(seen.outputs, wanted)
+    close(seen.outputs, expected)
     close(seen.last, last)
-    close(gradients(seen[:2], [x, *net.cell.parameters()]), gradients((wanted, last), [x, *whole.parameters()]))
-
-
-def test_first_state_has_the_dtype_of_the_weights() -> None:
-    net = eagerly(nn.GRUCell(3, 4).double())
-    assert net(torch.zeros(1, 2, 3).double()).last.dtype == torch.float64
-    with torch.autocast("cpu", torch.bfloat16):
-        assert eagerly(nn.GRUCell(3, 4))(torch.randn(2, 2, 3)).outputs.shape == (2, 2, 4)
+    close(gradients(seen[:2], [x, *net.cell.parameters()]), gradients((expected, last), [x, *whole.parameters()]))
 
 
 @grid(make=[nn.LSTMCell, nn.GRUCell, GRUCell, ElmanCell], backend=["eager", "python"])
@@ -154,23 +140,20 @@ def plus(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return s + x, s + x
 
 
+def add_first(x: Tensor, s: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+    return x + s[0], s
+
+
 def test_initial_tensors_are_saved_moved_and_trained() -> None:
     learned = nn.Parameter(torch.ones(2))
-    net = eagerly(lambda x, s: (x + s[0], s), initial=(learned, torch.zeros(1, 2)))
+    net = eagerly(add_first, initial=(learned, torch.zeros(1, 2)))
     assert list(net.state_dict()) == ["initial.0", "initial.1"]
     assert list(net.parameters()) == [learned]
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert other.initial.get_parameter("0") is not learned
     assert net.double()(torch.zeros(3, 5, 2).double()).last[1].dtype == torch.float64
     net(torch.zeros(3, 5, 2).double()).outputs.sum().backward()
     assert learned.grad.tolist() == [15, 15]
-
-
-def test_network_can_be_copied_and_pickled() -> None:
-    net = eagerly(nn.LSTMCell(3, 4), initial=(torch.ones(4), nn.Parameter(torch.ones(1, 4))))
-    x = torch.randn(2, 3, 3)
-    wanted = net(x).outputs
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert equal(other(x).outputs, wanted)
-        assert other.initial.get_parameter("1") is not net.initial.get_parameter("1")
 
 
 class Begins(nn.Module):
@@ -237,7 +220,7 @@ def test_shared_state_gets_the_sum_of_gradients(rows: int, hidden: int, axis: bo
     x = torch.randn(4, rows, 3).double()
     one = nn.Parameter(torch.randn(*([1] if axis else []), hidden).double())
     full = one.detach().expand(rows, hidden).clone().requires_grad_()
-    wanted = net(x, full)
+    expected = net(x, full)
     more = {"lengths": [4] * rows} if by_row else {}
     if own:
         seen = eagerly(net.cell, initial=one)(x, **more)
@@ -245,8 +228,8 @@ def test_shared_state_gets_the_sum_of_gradients(rows: int, hidden: int, axis: bo
         return  # H numbers for N = H rows: a state given with the call is then taken to have rows
     else:
         seen = net(x, one, **more)
-    assert all(equal(a, b) for a, b in zip(seen, wanted, strict=True))
-    close(gradients(tuple(seen), [one])[0].view(hidden), gradients(tuple(wanted), [full])[0].sum(0))
+    assert all(equal(a, b) for a, b in zip(seen, expected, strict=True))
+    close(gradients(tuple(seen), [one])[0].view(hidden), gradients(tuple(expected), [full])[0].sum(0))
 
 
 def test_tokens_with_fewer_axes_than_states() -> None:
@@ -274,6 +257,8 @@ def test_first_step_settles_shape_and_dtype() -> None:
     flags = torch.tensor([[False, True]] * 3)
     last = net(x, mask=flags).last
     assert equal(last, torch.tensor([[0.0, 0.0], [3.0, 3.0]], dtype=torch.float64))
+    with pytest.raises(SpecError, match=r"(?s)step 1 returned.*state has shape \(4, 2, 2\), wanted \(2, 2, 2\)"):
+        eagerly(lambda x, s: (x, torch.stack([s, s]) if s.dim() < 3 else torch.cat([s, s])))(x, torch.ones(2, 2))
 
 
 @at_once(
@@ -296,14 +281,6 @@ def test_state_that_does_not_fit_is_reported_by_path(returned: Any, faults: list
     with pytest.raises(SpecError, match="the state that step 0 returned") as caught:
         eagerly(lambda x, s: (x, returned(s)))(torch.ones(3, 2, 3), (torch.ones(2, 3), torch.ones(2, 3)))
     assert fault_lines(caught) == faults
-
-
-def test_growing_state_is_rejected() -> None:
-    with pytest.raises(SpecError, match=r"step 1 returned") as caught:
-        eagerly(lambda x, s: (x, torch.stack([s, s]) if s.dim() < 3 else torch.cat([s, s])))(
-            torch.ones(3, 2, 2), torch.ones(2, 2)
-        )
-    assert fault_lines(caught) == ["state has shape (4, 2, 2), wanted (2, 2, 2)"]
 
 
 def test_state_must_be_nested_like_the_initial_state() -> None:

@@ -1,4 +1,4 @@
-"""Lengths, masks with holes, resets, truncation and the step number: as if every row ran alone, on every backend."""
+"""Lengths, masks, resets, truncation and the step number: each row runs as if alone, on every backend."""
 
 from functools import cache
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.recurrent.recurrent_cases import (
     Awkward,
@@ -43,7 +43,7 @@ tables = st.lists(st.booleans(), min_size=STEPS * ROWS, max_size=STEPS * ROWS).m
 
 
 class Timed(Awkward):
-    """Reads the number of the step as an int may be read."""
+    """Reads the number of the step."""
 
     def forward(self, x: Any, state: Any, t: int) -> Any:
         y, (h, more) = super().forward(x, state)
@@ -74,14 +74,14 @@ def test_each_row_runs_as_if_alone_despite_nan_padding(
     net.initial = (lambda first: fresh) if own else None
     within = torch.arange(STEPS)[:, None] < torch.tensor([STEPS] * ROWS if lengths is None else lengths)
     valid = within if mask is None else within & mask
-    wanted = per_row(net.cell, x, state, valid, None if reset is None else within & reset, fresh)
+    expected = per_row(net.cell, x, state, valid, None if reset is None else within & reset, fresh)
     padded = spoiled(x, valid)
     seen = net(padded, state, lengths=None if lengths is None else form(lengths), mask=mask, reset=reset)
-    close(tuple(seen), tuple(wanted))
+    close(tuple(seen), tuple(expected))
     for leaf in floats(seen.outputs):
         assert torch.equal(leaf[~valid], torch.zeros_like(leaf[~valid]))
     learn = [*net.cell.parameters(), *floats(state), *floats(fresh)]
-    close(gradients(tuple(seen), [*learn, *floats(padded)]), gradients(wanted, [*learn, *floats(x)]), 1e-10)
+    close(gradients(tuple(seen), [*learn, *floats(padded)]), gradients(expected, [*learn, *floats(x)]), 1e-10)
     assert run_by(net) == {backend}
 
 
@@ -109,10 +109,10 @@ def test_restored_state_keeps_its_gradient_at_a_cut(own: bool, backend: str) -> 
     x, first = torch.randn(STEPS, ROWS, 3).double(), torch.randn(ROWS, 3).double().requires_grad_()
     reset = torch.arange(STEPS)[:, None] % 4 == torch.arange(ROWS)
     options: dict[str, Any] = {"truncate": 2, "initial": (lambda _: first) if own else None}
-    found: list[Any] = []
+    results: list[Any] = []
     for net in (planned(cell, backend, **options), eagerly(cell, **options)):
-        found.append(gradients(tuple(net(x, None if own else first, reset=reset)), [first]))
-    close(*found)
+        results.append(gradients(tuple(net(x, None if own else first, reset=reset)), [first]))
+    close(*results)
 
 
 @by_plan
@@ -134,7 +134,7 @@ def test_step_number_that_a_plan_would_round_runs_eagerly(backend: str) -> None:
         return x + h * (1e-4 * torch.as_tensor(t, dtype=x.dtype)), h
 
     x, h = torch.randn(4, 2, 3).double(), torch.ones(2, 3).double()
-    wanted = eagerly(cell, time_step=True)(x, h, start=9999).outputs
+    expected = eagerly(cell, time_step=True)(x, h, start=9999).outputs
     net = planned(cell, backend, time_step=True)
     words = "float64 with the number t.*as_tensor"
     if backend == "c":
@@ -143,11 +143,11 @@ def test_step_number_that_a_plan_would_round_runs_eagerly(backend: str) -> None:
         net.backend = "auto"
     with pytest.warns(NoPlanWarning, match=words):
         net(x, h)
-    close(net(x, h, start=9999).outputs, wanted, 1e-14)
+    close(net(x, h, start=9999).outputs, expected, 1e-14)
     assert run_by(net) == {"eager"}
     net = planned(exact, backend, time_step=True)
     net(x, h)
-    close(net(x, h, start=9999).outputs, wanted, 1e-14)
+    close(net(x, h, start=9999).outputs, expected, 1e-14)
     assert run_by(net) == {backend}
 
 
@@ -158,16 +158,6 @@ def test_reset_counts_in_a_hole_but_not_past_the_end() -> None:
     reset = torch.tensor([False, False, True, False])[:, None].expand(4, 2)
     assert net(x, mask=hole, reset=reset).last.tolist() == [0, 0]
     assert net(x, lengths=[2, 4], reset=reset).last.tolist() == [2, 2]
-
-
-def test_reset_restores_the_networks_own_state() -> None:
-    net = eagerly(nn.LSTMCell(3, 4))
-    x, reset = torch.randn(6, 5, 3), torch.rand(6, 5) < 0.4
-    whole = net(x, reset=reset)
-    first = net(x[:2], reset=reset[:2])
-    second = net(x[2:], first.last, reset=reset[2:])
-    assert equal(torch.cat([first.outputs, second.outputs]), whole.outputs)
-    assert equal(second.last, whole.last)
 
 
 def test_all_true_mask_changes_no_bit() -> None:
@@ -187,13 +177,6 @@ def test_faults_of_lengths_mask_and_reset_are_listed() -> None:
         "mask has shape (2, 3), wanted T x N = (3, 2)",
         "reset has shape (3,), wanted T x N = (3, 2)",
     ]
-    for lengths, word in [
-        (torch.tensor([1.0, 2.0]), "lengths has dtype torch.float32, wanted integers"),
-        ([1, 2, 3], "lengths has shape (3,), wanted (2,): one for each row"),
-    ]:
-        with pytest.raises(SpecError) as caught:
-            eagerly(cell)(x, state, lengths=lengths)
-        assert fault_lines(caught) == [word]
     with pytest.raises(SpecError) as caught:
         eagerly(lambda x, s: (x, s))(torch.ones(4), torch.ones(1), lengths=[4])
     assert fault_lines(caught) == ["lengths, mask and reset are per row, but no input has two axes, T x N"]
@@ -208,6 +191,8 @@ def test_masked_results_must_have_rows() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "lengths are floats": ({"lengths": torch.tensor([1.0, 2.0])}, "lengths has dtype torch.float32, wanted integers"),
+    "too many lengths": ({"lengths": [1, 2, 3]}, "lengths has shape (3,), wanted (2,): one for each row"),
     "lengths is a number": ({"lengths": 3}, "lengths"),
     "lengths are words": (
         {"lengths": ["a", "b"]},

@@ -118,16 +118,16 @@ def test_packed_sequence_equals_torch(lengths: list[int], presorted: bool, given
     x = torch.randn(max(lengths), len(lengths), 3).double()
     packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=presorted)
     state = (torch.randn(len(lengths), 4).double(), torch.randn(len(lengths), 4).double()) if given_state else None
-    wanted, (h, c) = whole(packed, None if state is None else (state[0][None], state[1][None]))
+    expected, (h, c) = whole(packed, None if state is None else (state[0][None], state[1][None]))
     seen = net(packed, state)
-    close(seen.outputs.data, wanted.data)
+    close(seen.outputs.data, expected.data)
     close(seen.last, (h[0], c[0]))
-    assert torch.equal(seen.outputs.batch_sizes, wanted.batch_sizes)
+    assert torch.equal(seen.outputs.batch_sizes, expected.batch_sizes)
     if presorted:
         assert seen.outputs.sorted_indices is seen.outputs.unsorted_indices is None
     else:
-        assert torch.equal(seen.outputs.sorted_indices, wanted.sorted_indices)
-        assert torch.equal(seen.outputs.unsorted_indices, wanted.unsorted_indices)
+        assert torch.equal(seen.outputs.sorted_indices, expected.sorted_indices)
+        assert torch.equal(seen.outputs.unsorted_indices, expected.unsorted_indices)
     close(seen.states[0][-1], h[0])  # past its length a row keeps its state
 
 
@@ -143,8 +143,8 @@ def test_packed_outputs_by_leaf() -> None:
 def test_batch_first_with_a_packed_sequence() -> None:
     packed = pack_padded_sequence(torch.randn(3, 2, 3), torch.tensor([3, 1]))
     cell, mask = nn.GRUCell(3, 4), torch.tensor([[True, True], [False, True], [True, True]])
-    wanted = eagerly(cell)(packed, mask=mask)
+    expected = eagerly(cell)(packed, mask=mask)
     seen = eagerly(cell, batch_first=True)(packed, mask=mask.t())
-    assert torch.equal(seen.outputs.data, wanted.outputs.data)
-    assert torch.equal(seen.last, wanted.last)
-    assert torch.equal(seen.states, wanted.states.transpose(0, 1))
+    assert torch.equal(seen.outputs.data, expected.outputs.data)
+    assert torch.equal(seen.last, expected.last)
+    assert torch.equal(seen.states, expected.states.transpose(0, 1))

@@ -110,7 +110,7 @@ def test_deleted_step_net_leaves_no_weights() -> None:
 
 @pytest.mark.parametrize("leaf", [True, False], ids=["leaves", "computed"])
 def test_functional_call_has_double_backward(leaf: bool) -> None:
-    x, found = torch.randn(4, 2, 3, dtype=torch.float64), list[list[Tensor]]()
+    x, results = torch.randn(4, 2, 3, dtype=torch.float64), list[list[Tensor]]()
     torch.manual_seed(2)
     cell = nn.GRUCell(3, 3).double()
     net, loop = Recurrent(cell, backend="python"), Recurrent(cell, backend="eager")
@@ -124,8 +124,8 @@ def test_functional_call_has_double_backward(leaf: bool) -> None:
         first = torch.autograd.grad(loss, list(given.values()), create_graph=True)
         second = torch.autograd.grad(sum(g.square().sum() for g in first), list(given.values()))
         assert all(one is other for one, other in zip(before, each.parameters(), strict=True))
-        found.append([*first, *second])
-    close(*found)
+        results.append([*first, *second])
+    close(*results)
     assert run_by(net) == ({"python"} if leaf else {"eager"})
     assert ["computed from others" in str(each.message) for each in warned] == ([] if leaf else [True])
 

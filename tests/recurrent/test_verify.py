@@ -60,7 +60,7 @@ def test_fault_of_single_steps_is_detected(
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
 
-    monkeypatch.setattr(python_engine, "_copy_into", one_after_another)
+    monkeypatch.setattr(python_engine, "copy_into", one_after_another)
     x, state = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 2, 3, dtype=torch.float64).unbind()
     engine = engine_of("python", Case(swapped, x, state, []))
     with pytest.raises(PlanError, match="gradient of initial state"):

@@ -54,8 +54,8 @@ def test_rows_keep_last_states_and_padding_has_no_gradient(
     for n, length in enumerate(lengths):
         x[length:, n] = torch.nan
     x.requires_grad_()
-    wanted = everything(layer, reference(layer, clean, lengths, state), [clean, *state])
-    close(everything(layer, layer(x, lengths, state), [x, *state]), wanted)
+    expected = everything(layer, reference(layer, clean, lengths, state), [clean, *state])
+    close(everything(layer, layer(x, lengths, state), [x, *state]), expected)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -63,12 +63,12 @@ def test_weights_convert_from_and_to_torch(bias: bool) -> None:
     whole = nn.LSTM(3, 4, bias=bias).double()
     layer = Caffe2LSTM.from_torch(whole, forget_bias=0.7, backend="eager")
     x = torch.randn(5, 2, 3).double()
-    wanted, (h, c) = whole(x)
+    expected, (h, c) = whole(x)
     for seen in (layer(x), layer(x, [5, 5], None)):
-        close([seen.hidden_all, seen.hidden_last, seen.cell_last], [wanted, h[0], c[0]])
+        close([seen.hidden_all, seen.hidden_last, seen.cell_last], [expected, h[0], c[0]])
         close([seen.cell_all[-1]], [c[0]])
     back = layer.to_torch()
-    close([back(x)[0]], [wanted])
+    close([back(x)[0]], [expected])
     if bias:
         close(list(back.parameters()), list(whole.parameters()), 1e-15)
     assert layer.forget_bias == 0.7 and layer.how == {"backend": "eager"}
@@ -127,12 +127,12 @@ def test_faults_of_a_call_are_listed_together() -> None:
 
 def test_caffe2_names_and_independent_copies() -> None:
     layer, x, state = case(3, 2, backend="python")
-    wanted = list(layer(x, None, state))
+    expected = list(layer(x, None, state))
     assert list(layer.state_dict()) == ["i2h_w", "i2h_b", "gates_t_w", "gates_t_b"]
     assert "loop_back" in layer.explain()
     again = copy.deepcopy(layer)
     nn.init.zeros_(layer.gates_t_w)
-    close(list(again(x, None, state)), wanted)
+    close(list(again(x, None, state)), expected)
     assert "backend='python'" in repr(again)
 
 

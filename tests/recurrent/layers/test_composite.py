@@ -1,4 +1,4 @@
-"""Stacks and both directions: layers one upon the other, and rows read backward within their own length."""
+"""Stacks of layers, and bidirectional networks, in which rows are read backward within their own length."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.nn.functional import dropout
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.layers.layer_cases import WIDTH, everything, layers
-from tests.recurrent.recurrent_cases import Awkward, close, fault_lines, floats, per_row, random_case
+from tests.recurrent.recurrent_cases import Awkward, close, fault_lines, floats, gradients, per_row, random_case
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
 from weft.recurrent import Recurrent
@@ -130,13 +130,9 @@ def test_backward_network_gets_each_row_reversed(steps: int, rows: int, batch_fi
     close(seen.outputs, (first(wanted[0]), first(flip(turned[0]))))
     close(seen.last, (wanted[1], turned[1]))
     close(seen.states, (first(wanted[2]), first(flip(turned[2]))))
-    wrt = floats((x, state, back))
-    close(
-        everything(net, (seen.outputs, seen.last), wrt)[len(floats((seen.outputs, seen.last))) :],
-        everything(net, ((first(wanted[0]), first(flip(turned[0]))), (wanted[1], turned[1])), wrt)[
-            len(floats((seen.outputs, seen.last))) :
-        ],
-    )
+    learned = [*floats((x, state, back)), *net.parameters()]
+    expected = ((first(wanted[0]), first(flip(turned[0]))), (wanted[1], turned[1]))
+    close(gradients((seen.outputs, seen.last), learned), gradients(expected, learned))
 
 
 def two(**options: Any) -> Bidirectional:
