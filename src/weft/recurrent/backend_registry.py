@@ -5,8 +5,7 @@
     inductor    inductor_backend.py    all        compiles for seconds; only on request
     python      python_backend.py      all        none, but a loop of small operators can lose against the eager loop
 
-`plan_cache.py` decides when a plan is made and for which calls it holds. It does so without a word about how a backend
-works, so a new backend is added here.
+`plan_cache.py` decides when a plan is made and for which calls it holds. A new backend is added here, not there.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +22,8 @@ from weft.recurrent.plan_backends import Backend
 from weft.recurrent.python_backend import PythonBackend
 
 BackendName = Literal["auto", "c", "inductor", "python", "eager"]
-_BUILDERS: dict[str, Callable[[StepGraph], Backend]] = {
-    "c": CppBackend,
-    "inductor": InductorBackend,
-    "python": PythonBackend,
-}
+_Builder = Callable[[StepGraph], Backend]
+_BUILDERS: dict[str, _Builder] = {"c": CppBackend, "inductor": InductorBackend, "python": PythonBackend}
 
 
 def candidate_backends(name: BackendName, device: torch.device) -> tuple[str, ...]:

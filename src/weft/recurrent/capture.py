@@ -7,12 +7,11 @@
         gx, gs, gw = gradients of (s', y) for (x, s, parameters), given (gs', gy)
         return s', y, gx, gs, gw
 
-The idea of deriving the backward net of the step net once is that of Caffe2's ``recurrent_net``.
-
-Capturing is `make_fx` over `torch.autograd.grad`. Dynamo and `torch.export` read the cell's Python code and reject code
-that they do not know, whereas `make_fx` runs it, so it accepts the most cells. Parameters and other tensors that the
-cell reads are its *references*: constants of the graph that are looked up at every use, so an optimizer can change
-them. A cell that cannot be captured is rejected here.
+The idea of deriving the backward net once is that of Caffe2's ``recurrent_net``. Capturing is `make_fx` over
+`torch.autograd.grad`. Dynamo and `torch.export` read the cell's Python code and reject code that they do not know,
+whereas `make_fx` runs it, so it accepts the most cells. Parameters and other tensors that the cell reads are its
+*references*: constants of the graph that are looked up at every use, so an optimizer can change them. A cell that
+cannot be captured is rejected here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,14 +52,10 @@ def capture(
 ) -> StepGraph:
     """Run the cell once on `x` and `state` (no time axis) and derive its joint graph.
 
-    Args:
-        parameters: the references that require a gradient; by default those of the cell, if it is a module.
-        wanted_inputs: flags the leaves of `x` that require a gradient; by default all.
-        composed: decompositions of large operators, for backends that do not know them.
-        watched: tensors such as buffers. A cell that reads the value of one is rejected, because the plan would
-            freeze the value.
-
-    Raises CaptureError. An exception of the cell itself passes through.
+    `parameters` are the references that require a gradient, by default those of a cell that is a module.
+    `wanted_inputs` flags the leaves of `x` that require one, by default all. `composed` decomposes large operators, for
+    backends that do not know them. A cell that reads the value of a `watched` tensor, e.g. a buffer, is rejected,
+    because the plan would freeze it. Raises CaptureError. An exception of the cell itself passes through.
     """
     if parameters is None:
         parameters = [p for p in cell.parameters() if p.requires_grad] if isinstance(cell, nn.Module) else []

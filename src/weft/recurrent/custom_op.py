@@ -190,7 +190,6 @@ class OutputMeta(PlanCache):
     """
 
     def run(self, job: eager.SequenceRun) -> eager.Unrolled:
-        """See `PlanCache.run`."""
         steps = job.inputs.steps
         if not steps:
             return job.run()

@@ -76,10 +76,8 @@ class SequenceRun:
             after, ys = border.accept(new, t), outputs.accept(y, t)
             if valid is not None:
                 # The first step can settle a larger shape or a float dtype, which the state before it then takes too.
-                after = [
-                    select_rows(valid, leaf, expand_like(old, leaf), leaf.dtype)
-                    for leaf, old in zip(after, state, strict=True)
-                ]
+                pairs = zip(after, state, strict=True)
+                after = [select_rows(valid, leaf, expand_like(old, leaf), leaf.dtype) for leaf, old in pairs]
                 ys = [y if y is None else select_rows(valid, y, torch.zeros_like(y), y.dtype) for y in ys]
             state = after
             states.append(after)
@@ -148,7 +146,6 @@ def raise_input_form(cell: Cell, x: Any, error: Exception) -> None:
 
 
 def _shapes_of(value: Any) -> str:
-    """A value's leaves in short, such as ``[float32 (4, 3), None]``."""
     words = [
         f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in flatten(value)[0]

@@ -62,8 +62,7 @@ class CellGuards:
         key: equal if nothing has changed; hashable as a tuple.
         tensors: each once, in the order of the walk.
         unready: whether a lazy module has yet to see its first input.
-        held: objects that the key identifies by address. They must live as long as the key, or a new object could get
-            the same address.
+        held: objects that the key identifies by address. They must live as long as the key.
     """
 
     def __init__(self, cell: Callable[..., Any]) -> None:
@@ -140,7 +139,6 @@ class CellGuards:
 
     @contextmanager
     def _swap_tensors(self, substitutes: Mapping[int, Tensor]) -> Generator[None]:
-        """Inside, modules and closures hold `substitutes` for the tensors with these ids."""
         names = ("_parameters", "_buffers", "__dict__")
         tables = [getattr(module, name) for module in self._modules for name in names]
         before = [dict(table) for table in tables]
@@ -160,7 +158,6 @@ class CellGuards:
     # -- the walk over everything that a cell can reach ---------------------------------------------------------------
 
     def _add_value(self, name: str, value: Any, depth: int = 0) -> None:
-        """Add one value to the key. `name` is for messages."""
         # Ordered by frequency. A plain value, which most attributes are, must not cost a dozen checks.
         if isinstance(value, Tensor):
             self._add_tensor(value)
@@ -268,7 +265,6 @@ class CellGuards:
             self._add_value(f"{name}.{attribute}", content, depth)
 
     def _add_function(self, function: Callable[..., Any], depth: int) -> None:
-        """Add the closure and defaults of a function, and the globals that it names."""
         if self._seen_before(function):
             return
         if isinstance(function, functools.partial):
@@ -352,7 +348,6 @@ class CellGuards:
 
 @functools.cache
 def _is_constant_module(module: str | None) -> bool:
-    """Whether a module of code belongs to torch, numpy, Python or weft, and so does not change."""
     home = (module or "").partition(".")[0]
     return home in ("torch", "numpy", "weft") or home in sys.stdlib_module_names
 

@@ -115,7 +115,6 @@ class InductorStep:
         return [*carried]
 
     def _replay(self, steps: int, values: list[Tensor], places: list[Tensor]) -> list[Tensor]:
-        """`_launch_steps` by a recording, if the step can be recorded."""
         device = values[0].device
         with _RECORDING:
             with recording_stream(device):

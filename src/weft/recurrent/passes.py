@@ -227,7 +227,6 @@ def _mask_to_where(node: fx.Node) -> None:
 
 
 def _copy_source(node: fx.Node) -> fx.Node:
-    """The source of a `copy` over a whole tensor, in the shape and dtype of that tensor."""
     fake, source = node.meta["val"], cast(fx.Node, node.args[1])
     with node.graph.inserting_before(node):
         if source.meta["val"].dtype != fake.dtype:
@@ -306,7 +305,6 @@ def _reorder_products(captured: StepGraph) -> None:
 
 
 def _fuse_sum(node: fx.Node, inside: set[fx.Node]) -> None:
-    """Fuse a sum with the operator of one summand, if nothing else reads that summand."""
     if not _is_plain(node):
         return
     one, other = cast("tuple[fx.Node, fx.Node]", node.args)

@@ -178,8 +178,7 @@ def size_of(backend: Backend, steps: int, states: Sequence[Tensor]) -> SequenceS
     fixed = _total_bytes(parameters) + backend.work_bytes(chunk)
     # The carried gradients, two more rows of them in C, and the gradient that comes in for the last state.
     fixed += 4 * _total_bytes(states)
-    # A chunk of the outputs' gradients is made contiguous.
-    fixed += chunk * _total_bytes(outputs)
+    fixed += chunk * _total_bytes(outputs)  # a chunk of the outputs' gradients is made contiguous
     fixed += steps * sum(math.prod(draw.shape) * draw.dtype.itemsize for draw in backend.captured.draws)
     rows = (_total_bytes(moving), _total_bytes(lone), _total_bytes(separate), _total_bytes(inputs))
     return SequenceSize(steps, chunk, *rows, fixed, backend.kept_bytes(chunk))

@@ -10,7 +10,7 @@ runs, and one warning gives the reason.
                      | no
                    build by each candidate backend -> verify -> race? -> cache the choice
 
-Planning when the network is constructed would be simpler, but shapes, dtypes and grad mode are not known then.
+Planning at construction would be simpler, but shapes, dtypes and grad mode are not known then.
 """
 
 import threading
@@ -143,12 +143,10 @@ class PlanCache:
         return results
 
     def _run_by_plan(self, job: eager.SequenceRun) -> tuple[eager.Unrolled | None, PlanChoice]:
-        """The results, or None if the eager loop must run the call, with the choice."""
         call, choice = self._plan_for(job)
         return None if call is None or choice.engine is None else call.run(choice.engine, self._memory), choice
 
     def _plan_for(self, job: eager.SequenceRun) -> "tuple[PlannedCall | None, PlanChoice]":
-        """The choice for a sequence. A plan is made if there is none yet."""
         kind, why, warning, strict = "sequences of every kind", "it was asked for", None, False
         if self._backend != "eager":
             reason = unfit(job.inputs, job.initial)
@@ -359,7 +357,6 @@ class PlannedCall:
         )
 
     def _input_leaves(self) -> list[Tensor]:
-        """The inputs, T x ..., with those that conditions add."""
         if not any(self._on):
             return [*self.inputs.leaves]
         start, truncate, rows = self._job.start, self._job.truncate, self._job.rows
@@ -405,12 +402,8 @@ class PlannedCall:
             with torch.no_grad():
                 return step(*(map_leaves(torch.clone, value) for value in (nest, state)))
 
-        with (
-            torch.random.fork_rng(self._cuda_devices()),
-            _CAPTURING,
-            self.guards.restore_state(),
-            no_foreign_draws(run_once),
-        ):
+        generators, state_guard = torch.random.fork_rng(self._cuda_devices()), self.guards.restore_state()
+        with generators, _CAPTURING, state_guard, no_foreign_draws(run_once):
             parameters, tensors = self.guards.parameters, self.guards.tensors
             captured = capture(step, nest, state, parameters, wanted_inputs=wants, composed=operators, watched=tensors)
             if self._on.time:
@@ -447,10 +440,8 @@ class PlannedCall:
             inputs += draw_numbers(captured.draws, self.inputs.steps, device)
         leaves = run_derived(engine, inputs, self.states, memory, replay)
         outputs = iter(leaves.outputs)
-        y = unflatten(
-            captured.output_structure,
-            [next(outputs) if is_tensor else None for is_tensor in captured.output_is_tensor],
-        )
+        ys = [next(outputs) if is_tensor else None for is_tensor in captured.output_is_tensor]
+        y = unflatten(captured.output_structure, ys)
         # A state of the graph is (the cell's, `fresh`, references, padding). Only the first is the user's.
         last = unflatten(captured.state_structure, leaves.last)[0]
         states = unflatten(captured.state_structure, leaves.states)[0] if leaves.states else None

@@ -63,13 +63,9 @@ _INTO: dict[Any, tuple[Any, str]] = {
 class Loop:
     """A loop to generate. Nodes stand for their values in one step.
 
-    Attributes:
-        constants: the same in all steps.
-        rows: read from lists with a tensor per step.
-        carried, ends: passed from step to step, and their new values.
-        saved: left in a list per node with a tensor per step. For those also in `written`, the list holds rows to
-            write to.
-        added: whether every carried value gets a value of the step added to it before it is read.
+    `constants` are the same in all steps. `rows` are read from lists with a tensor per step. `carried` are passed from
+    step to step and become `ends`. `saved` are left in a list per node. For those also in `written`, it holds rows to
+    write to. With `added`, every carried value gets a value of the step added to it before it is read.
     """
 
     nodes: Sequence[fx.Node]

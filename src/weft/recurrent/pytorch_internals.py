@@ -1,10 +1,8 @@
 """Every private name of PyTorch that `weft.recurrent` uses, so that a new release of PyTorch breaks one file.
 
-The alternative is a private name at each place of use. An upgrade then has to find them all, and a name that PyTorch
-moved fails at the first call that needs it instead of at import.
-
-Three kinds of access to one tensor or node stay where they are, because they are stable and frequent:
-`Tensor._version`, `UntypedStorage._cdata` and `OpOverload._schema`.
+With a private name at each place of use, an upgrade has to find them all, and a name that PyTorch moved fails at the
+first call that needs it instead of at import. `Tensor._version`, `UntypedStorage._cdata` and `OpOverload._schema` stay
+where they are used, because they are stable and frequent.
 """
 
 import sys
@@ -30,7 +28,6 @@ _C = cast(Any, torch._C)
 # These run in C. A Python function here would add a frame to every call.
 
 has_storage = cast("Callable[[Tensor], bool]", _C._has_storage)
-"""False for a batch of tensors under `vmap`."""
 dispatch_modes = cast("Callable[[], list[object]]", _get_current_dispatch_mode_stack)
 functorch_interpreter = cast("Callable[[], object | None]", _C._functorch.peek_interpreter_stack)
 """The innermost transform of `torch.func`, or None."""
@@ -51,7 +48,6 @@ replay_views = cast(
 """Whether the gradient of a view that is written to repeats the view instead of reading by strides."""
 foreach_copy = cast("Callable[[Sequence[Tensor], Sequence[Tensor]], None]", cast(Any, torch)._foreach_copy_)
 module_hooks = cast("dict[str, Any]", vars(nn.modules.module))
-"""The hooks of all modules, as `_global_forward_hooks`."""
 with_tensors = cast("Callable[..., AbstractContextManager[None]]", cast(Any, stateless)._reparametrize_module)
 """Swap other tensors in for a module's own, as `torch.func.functional_call` does."""
 

@@ -1,7 +1,7 @@
 """A recurrent network made of one time step.
 
-`torch.nn` has a few fixed recurrent networks. Any other cell needs a loop over time in Python, which is slow, and which
-every project writes again, with its own bugs for padding, resets and truncation. Here the user writes one step:
+`torch.nn` has a few fixed recurrent networks. Any other cell needs a loop over time in Python, which is slow, and whose
+padding, resets and truncation every project writes again. Here the user writes one step:
 
     class Counter(nn.Module):                        net = Recurrent(Counter())
         def forward(self, x_t, state):               result = net(x)              x: T x N x ...
@@ -456,7 +456,6 @@ def _read_call(
 def _given_state(
     cell: Cell, settings: RecurrentSettings, state: Any, inputs: SequenceInputs | None, check: Validator
 ) -> Any:
-    """The ``state`` argument of a call, in the loop's form, or ``None``."""
     if state is None:
         if settings.initial is None:
             check.add(

@@ -3,10 +3,10 @@
     rows of a state     initial | after step 1 | ... | after step T      an output that is a state is stored there too
     chunk of steps 4-7                 '── row 4 to row 8 ──'             begins with the state before it
 
-Plain autograd would record a node per operator and step, and would keep every intermediate value of every step. The
-derived backward is a loop that autograd does not see. It computes one gradient of each end. A gradient of a gradient
-(`create_graph=True`), or a batch of gradients (`is_grads_batched=True`), needs more. Then the eager loop replays the
-sequence over the same tensors and with the same random numbers, and autograd differentiates it:
+Plain autograd would record every operator of every step. The derived backward is a loop that autograd does not see. It
+computes one gradient of each end. For a gradient of a gradient (`create_graph=True`), or a batch of gradients
+(`is_grads_batched=True`), the eager loop replays the sequence with the same tensors and random numbers, and autograd
+differentiates it:
 
     x, s0 -> gates -> eager loop -> first gradients, which autograd can differentiate again
     w --------------------^
@@ -157,13 +157,11 @@ class Buffers:
 
 @dataclass(frozen=True)
 class SavedSequence:
-    """The memory that forward leaves for backward."""
+    """The memory that forward leaves for backward: other values by chunk, and the first states of each segment."""
 
     buffers: Buffers
     values: list[Any]
-    """By chunk, the other values that backward reads, if they are kept."""
     heads: list[list[Tensor]]
-    """If states are not kept whole, those that each segment begins with."""
     read: list[Read]
 
 
@@ -190,8 +188,8 @@ class ScanFunction:
         self._bounds = [0, steps] if steps <= backend.chunk_steps else chunk_bounds(steps, backend.chunk_steps)
         self._saved: SavedSequence | None = None
         # Only a replay reads the initial states themselves. The plan reads the copies above.
-        replayed = states if tracked else ()
-        self._replay_reads: list[Read] = [(f"initial state {i}", s, _version_of(s)) for i, s in enumerate(replayed)]
+        replayed = enumerate(states if tracked else ())
+        self._replay_reads: list[Read] = [(f"initial state {i}", s, _version_of(s)) for i, s in replayed]
 
     # -- forward ----------------------------------------------------------------------------------------------------
 

@@ -181,10 +181,8 @@ class BulkEvaluator:
         self.env.update(zip(wanted, every_step(*[self.env[node] for node in arguments]), strict=True))
 
     def summed(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
-        """The sum over all steps of a value that is computed by nodes `inside`.
-
-        Linear operators are applied after the sum, so that the values of single steps need not exist.
-        """
+        """The sum over all steps of a value that is computed by nodes `inside`."""
+        # Linear operators are applied after the sum, so that the values of single steps need not exist.
         if not self.varies(node):
             return self.env[node] * self.steps
         if node not in inside:
@@ -233,7 +231,6 @@ class BulkEvaluator:
         return value if self.varies(node) else value.expand(self.steps, *value.shape)
 
     def _computed(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
-        """The value for all steps, computed at the first request."""
         if node not in self.env:
             self.evaluate([other for other in inside if other not in self.env], [node])
         return self.env[node]

@@ -1,8 +1,7 @@
 """Networks by the handle under which a compiled or exported graph finds them.
 
-A graph can hold numbers and tensors, but not a module. It therefore holds a number, and this table maps the number to
-the network, as long as the module lives. The table is a module of its own because both sides need it: `recurrent.py`
-registers a network, and `custom_op.py`, which that module imports only under tracing, looks it up.
+A graph can hold numbers, but not a module. This table maps its number to the network, as long as that lives. It is a
+separate module, because `recurrent.py` registers a network and `custom_op.py`, imported only under tracing, finds it.
 """
 
 import itertools

@@ -26,12 +26,9 @@ from weft.recurrent.graph import StepGraph, draw_numbers
 from weft.recurrent.plan_backends import Backend, Memory
 from weft.recurrent.sequence_function import SequenceLeaves, run_derived, run_stepwise
 
+# Number of steps, and whether the states after all steps get gradients too. These create a new tensor at every step.
+# Without them, and in a single step, the carried gradient stays the same tensor: another path through a backend.
 TRIALS = ((3, True), (1, False))
-"""Number of steps, and whether the states after all steps get gradients too, or only the ends that most losses read.
-
-Gradients of states create a new tensor at every step. Without them, and in a single step, the carried gradient stays
-the same tensor, which is another path through a backend.
-"""
 ROUNDINGS = 256
 NEAR = 8
 """How many times the eager loop's own error, against float64, a plan can have."""
@@ -94,11 +91,7 @@ class _Trial:
         expected = _values_and_gradients(parameters, by_loop, *loop_leaves, every)
         seen = _values_and_gradients(parameters, by_plan, *plan_leaves, every)
         rounded = rounded_factors(plan.captured, device.type)
-        faults = {
-            name: fault
-            for name, value in expected.items()
-            if (fault := difference(name, value, seen[name], rounded)) is not None
-        }
+        faults = {name: f for name, value in expected.items() if (f := difference(name, value, seen[name], rounded))}
         # Not for a cell that draws, because it would draw other numbers in float64.
         exact = self._exact_values(widened, every) if faults and not plan.captured.draws else {}
         near = [name for name in faults.keys() & exact.keys() if _is_near(expected[name], seen[name], exact[name])]
@@ -129,7 +122,6 @@ def rounded_factors(captured: StepGraph, kind: str) -> float:
 
 
 def _is_near(expected: Tensor, seen: Tensor, exact: Tensor) -> bool:
-    """Whether a plan's value is about as near to the exact one as the eager loop's. False for NaN."""
     if not differentiable(expected) or not expected.shape == seen.shape == exact.shape or expected.dtype != seen.dtype:
         return False
     of_loop, of_plan = (float((value.double() - exact).abs().max()) for value in (expected, seen))

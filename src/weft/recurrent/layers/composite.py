@@ -312,7 +312,6 @@ class Stack(nn.Module):
         return self._run_layers(step_layer, x, state), after
 
     def _run_layers(self, run: Callable[[Any, Any, Any], Any], x: Any, state: Sequence[Any] | None) -> Any:
-        """The output of the last layer. `run` gets each layer with its input and its state."""
         count = len(self.layers)
         states = [None] * count if state is None else state
         if not isinstance(states, list | tuple) or len(states) != count:

@@ -9,8 +9,8 @@
        +-- cache:     Recurrent(LSTMStep(weights)), ...        not a child: no keys, not copied, not pickled
 
 Constructor, parameters and their names are inherited from torch; only `forward` is replaced. It runs a network per
-layer and direction, over cells that register the layer's own parameters. A module of our own with such networks as
-children would be simpler, but its keys, copies and `isinstance` checks would not be those of a ``torch.nn`` layer.
+layer and direction, over cells that register the layer's own parameters. With such networks as children, keys, copies
+and `isinstance` checks would not be those of a ``torch.nn`` layer.
 """
 
 import functools
@@ -223,7 +223,6 @@ class RNNBase(nn.RNNBase):
     def _run_layer(
         self, layer: int, net: Recurrent | Bidirectional, x: Tensor, call: LayerInput
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """One layer: its output, and the last state of each of its directions."""
         two_way = isinstance(net, Bidirectional)
         state = call.states[2 * layer : 2 * layer + 2] if two_way else call.states[layer]
         if is_exporting():
@@ -267,7 +266,6 @@ class RNNBase(nn.RNNBase):
         return self._nets.get(self._flat_parameters(), make_networks)
 
     def _read_call(self, weight: Tensor, input: Any, hx: Any) -> LayerInput:
-        """The validated arguments of a call. `weight` is one of the layer's weights."""
         packed = input if isinstance(input, PackedSequence) else None
         data: Any = input if packed is None else packed.data
         widths = [*([self.proj_size or self.hidden_size] if self.mode == "LSTM" else []), self.hidden_size]
@@ -338,7 +336,6 @@ class RNNBase(nn.RNNBase):
         return pad_packed_sequence(packed._replace(data=dropout(packed.data, self.dropout)))[0]
 
     def _restore_form(self, x: Tensor, call: LayerInput) -> Any:
-        """The output in the form in which the input came."""
         if call.packed is not None:
             return call.pack_again(x)
         # Backward reads the outputs again, but the caller can write into torch's, e.g. by ReLU(inplace=True). A
