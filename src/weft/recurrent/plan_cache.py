@@ -402,8 +402,8 @@ class PlannedCall:
             with torch.no_grad():
                 return step(*(map_leaves(torch.clone, value) for value in (nest, state)))
 
-        generators, state_guard = torch.random.fork_rng(self._cuda_devices()), self.guards.restore_state()
-        with generators, _CAPTURING, state_guard, no_foreign_draws(run_once):
+        devices = self._cuda_devices()
+        with torch.random.fork_rng(devices), _CAPTURING, self.guards.restore_state(), no_foreign_draws(run_once):
             parameters, tensors = self.guards.parameters, self.guards.tensors
             captured = capture(step, nest, state, parameters, wanted_inputs=wants, composed=operators, watched=tensors)
             if self._on.time:
