@@ -78,7 +78,7 @@ def _step(model: nn.Module, forward: Forward, x: Tensor, seeds: Tensor) -> float
 def _foretold(net: Recurrent, steps: int, state: Sequence[Tensor]) -> tuple[int, str]:
     """What the memory plan of the network's only kind of sequence says of a call with its backward."""
     plans: Any = net._plans
-    (choice,) = plans._known.values()
+    (choice,) = plans.choices()
     size = size_of(choice.engine, steps, state)
     way = choose_policy(net.memory, size)
     return size.peak(way), f"{way}"

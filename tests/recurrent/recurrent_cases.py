@@ -1,4 +1,4 @@
-"""Cells that the tests of the recurrent part share, and the loop that they are compared with."""
+"""Cells and helpers that the tests of recurrent networks share, and the loop that they compare with."""
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
@@ -18,9 +18,9 @@ by_any = pytest.mark.parametrize("backend", ["eager", "python", pytest.param("c"
 
 
 def grid(**axes: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:
-    """A parametrization by a grid, of which the last axis, the shortest, is `long` but where it follows the others.
+    """Parametrize by a grid. Points are `long`, except one value of the last and shortest axis for each of the others.
 
-    So of two axes every value occurs, of three every pair. The axis ``backend`` may hold "c".
+    Of two axes every value still occurs, of three every pair. The axis ``backend`` can hold "c".
     """
     choices = [
         list(axis.items())
@@ -41,7 +41,7 @@ def grid(**axes: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:
 def at_once(
     names: str | tuple[str, ...], values: Iterable[Any], ids: Iterable[object] = ()
 ) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """As ``pytest.mark.parametrize``, but all points, which are cheap, are one test; a note names what failed."""
+    """``pytest.mark.parametrize`` as one test, for cheap points. A note names the failed point."""
     several = not isinstance(names, str)
 
     def decorated(test: Callable[..., None]) -> Callable[[], None]:
@@ -67,22 +67,22 @@ WIDTH, HIDDEN = 3, 4
 
 
 def eagerly(cell: Any, **options: Any) -> Recurrent:
-    """The network that runs every step by plain autograd: for laws of the loop itself, whatever the cell does."""
+    """A network that runs every step by plain autograd, for laws of the loop itself."""
     return Recurrent(cell, backend="eager", **options)
 
 
 def planned(cell: Any, backend: str, **options: Any) -> Recurrent:
-    """A network by a plan, which therefore refuses to be run by the eager loop instead: see `run_by`."""
+    """A network by a plan of this backend. `run_by` shows whether a plan ran it."""
     return Recurrent(cell, backend=backend, **options)
 
 
 def run_by(net: Recurrent) -> set[str]:
-    """What ran the sequences that this network has seen."""
+    """The backends that ran the sequences of this network so far."""
     return {backend for _, backend, _ in net.why()}
 
 
 class Awkward(nn.Module):
-    """Nested values, a state that is an integer, an output that is no state, singular where x is zero."""
+    """Nested values, an integer state, an output that is not a state, singular where x is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Awkward(nn.Module):
 
 
 def random_case(steps: int, rows: int, seed: int) -> tuple[Awkward, dict[str, Tensor], Any]:
-    """A cell, inputs and an initial state, all that can be learned with gradients."""
+    """A cell, inputs and an initial state. All floats require gradients."""
     torch.manual_seed(seed)
     x = {"x": torch.randn(steps, rows, WIDTH).double() + 3, "gate": torch.rand(steps, rows).double()}
     state = (torch.randn(rows, HIDDEN).double(), {"n": torch.randint(9, (rows,))})
@@ -113,7 +113,7 @@ def learned(leaf: Tensor) -> Tensor:
 def per_row(
     cell: Any, x: Any, state: Any, valid: Tensor, reset: Tensor | None = None, fresh: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Outputs, last and all states of every row run alone, step by step, skipping what does not count."""
+    """Outputs, last and all states of every row run alone, step by step, without padding."""
     per = [_one_row(cell, n, x, state, valid, reset, state if fresh is None else fresh) for n in range(valid.shape[1])]
     outputs = map_leaves(lambda *leaves: None if leaves[0] is None else torch.cat(leaves, 1), *[p[0] for p in per])
     last = map_leaves(lambda *leaves: torch.cat(leaves, 0), *[p[1] for p in per])
@@ -145,7 +145,7 @@ def floats(value: Any) -> list[Tensor]:
 
 
 def weighed(value: Any) -> Tensor:
-    """A number in which every entry of every tensor counts differently."""
+    """A sum with a different weight for every entry of every tensor."""
     return sum((leaf * torch.arange(1.0, leaf.numel() + 1).view(leaf.shape).sin()).sum() for leaf in floats(value))
 
 
@@ -154,7 +154,7 @@ def gradients(value: Any, wrt: list[Tensor]) -> list[Tensor]:
 
 
 def outcome(net: Recurrent, x: Any, state: Any = None, **call: Any) -> tuple[Any, list[Tensor]]:
-    """All that comes out, and the gradients of all that learns; whatever is drawn is the same each time."""
+    """The result, and the gradients of all trainable tensors, with the same random numbers each time."""
     torch.manual_seed(5)
     result = tuple(net(x, state, **call))
     return result, gradients(result, [*(each for each in floats((x, state)) if each.requires_grad), *net.parameters()])
@@ -163,9 +163,9 @@ def outcome(net: Recurrent, x: Any, state: Any = None, **call: Any) -> tuple[Any
 def as_the_loop(
     cell: Any, backend: str, x: Any, state: Any = None, tolerance: float = 1e-10, **options: Any
 ) -> Recurrent:
-    """The network by a plan, after its results and gradients were found to be those of the eager loop.
+    """A network by a plan, after comparing its results and gradients with the eager loop.
 
-    An option that a call takes goes to the call, the others to the network.
+    Options of a call go to the call, the others to the network.
     """
     call = {name: options.pop(name) for name in ("lengths", "mask", "reset", "start") if name in options}
     net = planned(cell, backend, **options)
@@ -176,12 +176,12 @@ def as_the_loop(
 
 
 def spoiled(x: Any, valid: Tensor) -> Any:
-    """The same inputs with NaN wherever they do not count."""
+    """The same inputs with NaN in padding."""
     with torch.no_grad():
-        found = map_leaves(
+        results = map_leaves(
             lambda leaf: leaf.masked_fill(~valid.view(*valid.shape, *[1] * (leaf.dim() - 2)), torch.nan), x
         )
-    return map_leaves(lambda leaf: leaf.requires_grad_(), found)
+    return map_leaves(lambda leaf: leaf.requires_grad_(), results)
 
 
 def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
@@ -196,6 +196,9 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-def told(caught: Any) -> list[str]:
+def fault_lines(caught: Any) -> list[str]:
     """The faults that a message lists."""
     return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]
+
+
+told = fault_lines

@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
 
 class Told(nn.Module):
-    """One of PyTorch's cells, as a cell of weft."""
+    """One of PyTorch's cells in the form of weft's."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Told(nn.Module):
 
 
 class SumFirst(nn.Module):
-    """Begins and ends with a sum, has an output that is no state and a state that is no output."""
+    """Begins and ends with a sum, and has an output that is not a state and a state that is not an output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

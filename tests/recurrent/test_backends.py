@@ -1,4 +1,4 @@
-"""Who runs a sequence, and why; and that plans run calls of every form."""
+"""The choice of a backend and its reason, and plans for calls of every form."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ from weft.recurrent import Recurrent, plan_cache
 from weft.recurrent.cpp.cpp_backend import CppBackend
 from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.plan_cache import NoPlanWarning, PlanCache, PlannedCall
-from weft.recurrent.recurrent import _check
+from weft.recurrent.recurrent import check_arguments
 from weft.recurrent.verify import PlanError
 
 ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
@@ -37,18 +37,8 @@ ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
 # -- plans --------------------------------------------------------------------------------------------------------
 
 
-@by_plan
-def test_a_plan_is_explained_and_says_who_runs_it(backend: str) -> None:
-    net = planned(nn.GRUCell(3, 4), backend)
-    assert net.explain() == "" and net.why() == []
-    net(ONE)
-    ((kind, name, why),) = net.why()
-    assert name == backend and why and "(2, 3)" in kind
-    assert net.explain().startswith(kind)
-
-
 @needs_compiler
-def test_auto_takes_another_way_where_loops_in_c_cannot_and_says_why() -> None:
+def test_auto_replaces_c_with_a_reason() -> None:
     net = Recurrent(lambda x, h: (h, torch.fft.fft(h).real + x), verify="never")
     net(ONE, ZERO)
     ((_, name, why),) = net.why()
@@ -56,16 +46,14 @@ def test_auto_takes_another_way_where_loops_in_c_cannot_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2, 7, 40])
-def test_what_auto_chooses_does_not_depend_on_the_first_calls_steps(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One step is faster by the eager loop, many are by a plan: a race on what the first call has would differ."""
+def test_choice_of_auto_ignores_the_first_length(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step is faster by the eager loop, many by a plan. A race over the steps of the first call would differ."""
 
     def seconds(run: Callable[[], Any], parameters: Any, device: Any) -> float:
         steps = float(len(run()[0]))
         return 4.0 + steps / 8 if isinstance(run, partial) else steps
 
-    monkeypatch.setattr("weft.recurrent.plan_cache._seconds", seconds)
+    monkeypatch.setattr("weft.recurrent.plan_cache.time_with_backward", seconds)
     net = Recurrent(lambda x, h: (x + h, torch.fft.fft(h).real.tanh()), verify="never")
     for steps in (first, 200):
         net(torch.randn(steps, 2, 3), ZERO)
@@ -74,12 +62,15 @@ def test_what_auto_chooses_does_not_depend_on_the_first_calls_steps(
 
 
 @by_plan
-def test_one_plan_serves_all_lengths_and_another_kind_is_another_plan(backend: str) -> None:
-    cell = nn.GRUCell(3, 4)
-    net = planned(cell, backend, verify="never")
+def test_one_plan_serves_all_lengths_of_one_kind(backend: str) -> None:
+    """And explains itself."""
+    net = planned(nn.GRUCell(3, 4), backend, verify="never")
+    assert net.explain() == "" and net.why() == []
     for shape in [(3, 2, 3), (9, 2, 3), (1, 2, 3)]:
         net(torch.randn(shape))
-    assert len(net.why()) == 1
+    ((kind, name, why),) = net.why()
+    assert name == backend and why and "(2, 3)" in kind
+    assert net.explain().startswith(kind)
     net(torch.randn(3, 5, 3))
     net(torch.randn(3, 5, 3).requires_grad_())
     net(torch.randn(3, 5, 3), lengths=[3, 2, 1, 3, 3])
@@ -87,16 +78,16 @@ def test_one_plan_serves_all_lengths_and_another_kind_is_another_plan(backend: s
     assert run_by(net) == {backend}
 
 
-def test_only_so_many_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_plan_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.recurrent.plan_cache.MAX_PLANS", 2)
     net = planned(nn.RNNCell(3, 4), "python", verify="never")
     for rows in (1, 2, 1, 3):
         net(torch.randn(2, rows, 3))
-    assert [kind.split("(")[1][0] for kind, _, _ in net.why()] == ["1", "3"], "the one that was not used goes"
+    assert [kind.split("(")[1][0] for kind, _, _ in net.why()] == ["1", "3"]
 
 
 @by_plan
-def test_the_optimizer_is_seen_and_a_copy_has_plans_of_its_own(backend: str) -> None:
+def test_plans_see_new_weights_and_copies_get_their_own(backend: str) -> None:
     net = planned(nn.GRUCell(3, 4).double(), backend, verify="never")
     x = ONE.double()
     net(x)
@@ -106,10 +97,10 @@ def test_the_optimizer_is_seen_and_a_copy_has_plans_of_its_own(backend: str) -> 
                 parameter.mul_(2)
         close(other(x).outputs, eagerly(other.cell)(x).outputs)
         close(net(x).outputs, eagerly(net.cell)(x).outputs)
-    assert len(net.why()) == 1, "values are no part of what a plan is known by"
+    assert len(net.why()) == 1, "values of tensors are not part of the key"
 
 
-def test_new_shapes_of_one_cell_are_no_waste_and_a_cell_that_is_new_every_time_is(
+def test_only_ever_new_cells_count_as_unused_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("weft.recurrent.plan_cache.MAX_UNUSED_PLANS", 2)
@@ -121,14 +112,14 @@ def test_new_shapes_of_one_cell_are_no_waste_and_a_cell_that_is_new_every_time_i
     nets = [Recurrent(lambda x, h, k=k: (x + h * k, h)) for k in range(4)]
     for net in nets[:2]:
         net.run_plainly(ONE, ZERO, plans=plans)
-    with pytest.warns(NoPlanWarning, match="new every time") as told:
+    with pytest.warns(NoPlanWarning, match="is always new") as warned:
         for net in nets[2:]:
             net.run_plainly(ONE, ZERO, plans=plans)
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
-def test_auto_leaves_out_recorded_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have never run on a GPU, and a stale one would be wrong in silence."""
+def test_auto_skips_inductor_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded graphs have never run on a GPU, and a stale one would give wrong results without an error."""
     tried: list[str] = []
 
     def make(call: PlannedCall, name: str) -> Any:
@@ -149,7 +140,7 @@ def test_auto_leaves_out_recorded_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_compiler
-def test_a_plan_that_computes_something_else_is_told_though_another_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incorrect_plan_warns_even_if_another_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     check = PlannedCall.verify
 
     def suspicious(call: PlannedCall, engine: Any, memory: Any) -> None:
@@ -159,9 +150,9 @@ def test_a_plan_that_computes_something_else_is_told_though_another_one_runs(mon
 
     monkeypatch.setattr(PlannedCall, "verify", suspicious)
     net = Recurrent(nn.GRUCell(3, 64))
-    with pytest.warns(NoPlanWarning, match=r"runs by the (python plan|eager loop): not c: state 0 differs") as told:
+    with pytest.warns(NoPlanWarning, match=r"runs by the (python plan|eager loop): not c: state 0 differs") as warned:
         net(torch.randn(200, 2, 3))
-    assert len(told) == 1
+    assert len(warned) == 1
     net(torch.randn(200, 2, 3))
 
 
@@ -179,7 +170,7 @@ FORMS: dict[str, Callable[[Tensor], tuple[Tensor, Any]]] = {
 
 
 @grid(form=FORMS, backend=BACKENDS)
-def test_inputs_and_states_may_lie_in_memory_as_they_like(form: Any, backend: str) -> None:
+def test_any_memory_layout_of_inputs_and_states(form: Any, backend: str) -> None:
     x, state = form(ONE.double())
     as_the_loop(
         nn.GRUCell(3, 4).double(), backend, x, None if state is None else state.requires_grad_(), verify="never"
@@ -187,7 +178,7 @@ def test_inputs_and_states_may_lie_in_memory_as_they_like(form: Any, backend: st
 
 
 @grid(rows=[1, 2], backend=BACKENDS)
-def test_batch_first_chunks_and_steps_agree_with_the_whole(rows: int, backend: str) -> None:
+def test_batch_first_chunks_and_steps_equal_the_whole(rows: int, backend: str) -> None:
     cell = nn.LSTMCell(3, 4).double()
     net = planned(cell, backend, batch_first=True, verify="never")
     x = torch.randn(rows, 6, 3).double()
@@ -202,7 +193,7 @@ def test_batch_first_chunks_and_steps_agree_with_the_whole(rows: int, backend: s
 
 
 @by_plan
-def test_what_wants_no_gradient_gets_none(backend: str) -> None:
+def test_frozen_tensors_get_no_gradient(backend: str) -> None:
     cell = nn.GRUCell(3, 4).double()
     cell.bias_hh.requires_grad_(False)
     net = planned(cell, backend, verify="never")
@@ -213,13 +204,13 @@ def test_what_wants_no_gradient_gets_none(backend: str) -> None:
     cell.requires_grad_(False)
     assert not net(ONE.double()).outputs.requires_grad
     x = ONE.double().requires_grad_()
-    wanted = torch.autograd.grad(eagerly(cell)(x).outputs.sum(), x)
-    close(torch.autograd.grad(net(x).outputs.sum(), x), wanted, 1e-11)
+    expected = torch.autograd.grad(eagerly(cell)(x).outputs.sum(), x)
+    close(torch.autograd.grad(net(x).outputs.sum(), x), expected, 1e-11)
     assert run_by(net) == {backend}
 
 
 @by_plan
-def test_a_network_that_ran_in_inference_mode_learns_afterwards(backend: str) -> None:
+def test_network_trains_after_inference_mode(backend: str) -> None:
     cell = nn.GRUCell(3, 4).double()
     net, x = planned(cell, backend), ONE.double()
     with torch.inference_mode():
@@ -231,7 +222,7 @@ def test_a_network_that_ran_in_inference_mode_learns_afterwards(backend: str) ->
 
 
 class Counting(nn.Module):
-    """Its states are of three dtypes, and one is handed on as it is."""
+    """Its states have three dtypes, and one is invariant."""
 
     def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> Any:
         h, count, seen, fixed = state
@@ -241,40 +232,42 @@ class Counting(nn.Module):
 
 
 @by_plan
-def test_states_may_be_integers_and_truth_values_or_stay_as_they_are(backend: str) -> None:
+def test_integer_bool_and_invariant_states(backend: str) -> None:
     fixed = torch.randn(2, 3).double().requires_grad_()
     state = (ZERO.double(), torch.tensor([1, -2]), torch.tensor([False, True]), fixed)
     as_the_loop(Counting(), backend, ONE.double().requires_grad_(), state, 1e-12)
 
 
-def test_unknown_backends_checks_and_memory_are_refused_at_once() -> None:
+def test_invalid_settings_are_listed_together() -> None:
     with pytest.raises(UsageError) as caught:
-        _check(nn.GRUCell(2, 2), None, None, False, None, "none", "cuda", "later")
+        check_arguments(nn.GRUCell(2, 2), None, None, False, None, "none", "cuda", "later")
     text = str(caught.value)
     assert "backend is 'cuda'" in text and "verify is 'later'" in text and "memory is 'none'" in text
 
 
 @by_plan
-def test_a_gradient_that_is_only_marked_as_negative_counts_with_its_sign(backend: str) -> None:
+def test_lazily_negated_gradient_keeps_its_sign(backend: str) -> None:
     cell = nn.GRUCell(3, 4).double()
-    x, found = ONE.double(), []
+    x, results = ONE.double(), []
     marked = torch._neg_view(torch.randn(4, 2, 4).double())
     assert marked.is_neg()
     for net in (planned(cell, backend), eagerly(cell)):
         result = net(x)
         gradients = [marked, marked[-1], marked]
-        found.append(torch.autograd.grad([result.outputs, result.last, result.states], [*cell.parameters()], gradients))
-    close(found[0], found[1], 1e-12)
+        results.append(
+            torch.autograd.grad([result.outputs, result.last, result.states], [*cell.parameters()], gradients)
+        )
+    close(results[0], results[1], 1e-12)
 
 
 @pytest.mark.parametrize("verify", ["first", "never"])
-def test_a_complex_state_has_its_gradient(verify: Any) -> None:
+def test_complex_state_has_a_gradient(verify: Any) -> None:
     h = torch.randn(2, 3, dtype=torch.complex128, requires_grad=True)
-    x, found = torch.randn(4, 2, 3, dtype=torch.complex128), []
+    x, results = torch.randn(4, 2, 3, dtype=torch.complex128), []
     for net in (planned(rotate, "python", verify=verify), eagerly(rotate)):
         result = net(x, h)
-        found.append(torch.autograd.grad(result.outputs.abs().sum(), [h])[0])
-    close(found[0], found[1], 1e-12)
+        results.append(torch.autograd.grad(result.outputs.abs().sum(), [h])[0])
+    close(results[0], results[1], 1e-12)
 
 
 def rotate(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +275,7 @@ def rotate(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     return h, h
 
 
-def test_a_timed_run_waits_for_its_devices_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_run_waits_for_devices_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[set[torch.device]] = []
     meta, cpu = torch.device("meta"), torch.device("cpu")
 
@@ -295,5 +288,5 @@ def test_a_timed_run_waits_for_its_devices_at_both_ends(monkeypatch: pytest.Monk
     def run() -> Any:
         return ONE, ZERO, None
 
-    assert plan_cache._seconds(run, [torch.ones(1, device=meta)], cpu) == 1.0
+    assert plan_cache.time_with_backward(run, [torch.ones(1, device=meta)], cpu) == 1.0
     assert waits == [{meta, cpu}] * 2

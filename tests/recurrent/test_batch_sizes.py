@@ -19,7 +19,7 @@ Cell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Normed(nn.Module):
-    """A norm, a nested state with a counter, and an output that is no state; singular where x is zero."""
+    """A norm, a nested state with a counter, and an output that is not a state; singular where x is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def outcome(net: Recurrent, x: Tensor, **call: Any) -> Any:
     ids=["chunks", "resets, by sqrt", "lengths, by states"],
 )
 def test_filled_up_batches_have_the_same_bits(make: Callable[[], nn.Module], steps: int, options: Any) -> None:
-    """Outputs, states and gradients equal those of a network that has seen no other size."""
+    """Outputs, states and gradients equal those of a network that ran only this size."""
     cell, memory = make(), options.get("memory", "full")
     net = planned(cell, "c", memory=memory)
     for rows in SIZES:
@@ -69,8 +69,8 @@ def test_filled_up_batches_have_the_same_bits(make: Callable[[], nn.Module], ste
     assert run_by(net) == {"c"}
 
 
-def test_padding_takes_no_gradient_that_is_nan() -> None:
-    """The copies of a row where the cell is singular: no zero times infinity reaches a weight that is summed."""
+def test_padding_of_a_filled_up_batch_yields_no_nan() -> None:
+    """Filled-up rows copy a row, where the cell is not singular. Zero times infinity would reach the summed weights."""
     cell = Normed()
     net, seen = planned(cell, "c"), []
     for rows in (5, 7, 10):
@@ -89,14 +89,14 @@ ALONE: dict[str, Cell] = {
 
 
 @at_once(("cell",), [(each,) for each in ALONE.values()], ALONE)
-def test_other_cells_have_a_plan_for_each_size(cell: Cell) -> None:
+def test_cells_that_mix_rows_get_a_plan_per_size(cell: Cell) -> None:
     net = planned(cell, "c")
     for rows in (5, 7, 9):
         net(torch.randn(4, rows, D), torch.zeros(rows, D))
     assert len(net.why()) == 3 and not any(filled_up(net)), net.why()
 
 
-def test_branch_on_the_number_of_rows_is_never_missed() -> None:
+def test_branch_on_the_number_of_rows_is_detected() -> None:
     """Each size is checked against the eager loop for just these rows before it is filled up."""
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,15 +109,15 @@ def test_branch_on_the_number_of_rows_is_never_missed() -> None:
     assert filled_up(net).count(True) == 1 and len(net.why()) == 5  # one of them is the plan for 12 rows
 
 
-def test_bytes_are_kept_to_by_plans_of_each_size() -> None:
+def test_byte_budget_disables_filling_up() -> None:
     net = planned(nn.RNNCell(D, H), "c", memory=10_000_000)
     for rows in (5, 7, 9):
         net(torch.randn(4, rows, D, requires_grad=True))
     assert not any(filled_up(net))
 
 
-def test_second_gradients_of_filled_up_batches() -> None:
-    """The eager loop makes them, on the filled-up rows."""
+def test_double_backward_of_filled_up_batches() -> None:
+    """The eager loop computes them, on the filled-up rows."""
     cell = Normed().double()
     net = planned(cell, "c")
     for rows in (5, 7, 10):

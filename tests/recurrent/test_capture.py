@@ -1,4 +1,4 @@
-"""What is captured from a cell computes what the cell computes, and what cannot be captured is refused by name."""
+"""A captured graph has the results of its cell, and a cell that cannot be captured is rejected with the reason."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from weft.recurrent.capture import CaptureError, capture
 
 
 @every_case
-def test_the_graph_is_pure_and_says_nothing_twice(make: Callable[[], Case]) -> None:
+def test_captured_graph_is_pure_without_duplicates(make: Callable[[], Case]) -> None:
     case = make()
     nodes = capture(case.cell, case.x, case.state).nodes
     assert not any(node.target._schema.is_mutable for node in nodes if hasattr(node.target, "_schema"))
@@ -22,7 +22,7 @@ def test_the_graph_is_pure_and_says_nothing_twice(make: Callable[[], Case]) -> N
     assert not any("detach" in each or "clone" in each for each in said)
 
 
-def test_a_capture_leaves_the_cell_its_gradients_hooks_and_arguments_alone() -> None:
+def test_capture_has_no_side_effects() -> None:
     case = CASES["LSTM"]()
     fired: list[int] = []
     case.parameters[0].register_hook(lambda gradient: fired.append(1))
@@ -33,18 +33,18 @@ def test_a_capture_leaves_the_cell_its_gradients_hooks_and_arguments_alone() -> 
     assert torch.equal(case.x, before)
 
 
-def test_one_tensor_for_two_states_is_two_states() -> None:
+def test_one_tensor_given_as_two_states_stays_two() -> None:
     case = CASES["LSTM"]()
     zero = torch.zeros(3, 4, dtype=torch.float64)
     captured = capture(case.cell, case.x, (zero, zero))
     h, c = torch.randn_like(zero), torch.randn_like(zero)
-    wanted = case.cell(case.x, (h, c))[1]
-    found = captured.module([case.x], [h, c], [zero, zero], [zero])
-    for one, other in zip(wanted, found, strict=False):
+    expected = case.cell(case.x, (h, c))[1]
+    results = captured.module([case.x], [h, c], [zero, zero], [zero])
+    for one, other in zip(expected, results, strict=False):
         torch.testing.assert_close(other, one)
 
 
-def test_a_function_captures_what_it_closes_over() -> None:
+def test_closed_over_tensors_become_references() -> None:
     weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     scale = torch.randn(4, dtype=torch.float64)
 
@@ -73,12 +73,12 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @at_once(("cell", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_captured_is_refused_with_the_reason(cell: Any, words: str) -> None:
+def test_uncapturable_cells_are_rejected_with_a_reason(cell: Any, words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         capture(cell, torch.randn(2, 3), torch.randn(2, 3))
 
 
-def test_an_error_of_the_cell_passes_through() -> None:
+def test_error_of_the_cell_passes_through() -> None:
     def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         raise ArithmeticError("mine")
 

@@ -1,4 +1,4 @@
-"""A model with a recurrent network compiles as one graph, exports, and gives the numbers that it gives otherwise."""
+"""A model with a recurrent network compiles as one graph, exports, and keeps its results."""
 
 import copy
 import gc
@@ -71,12 +71,15 @@ def alike(model: Model, compiled: Any, x: Tensor, **call: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo cannot trace the checks of types around what it traces; behind the operator they stay."""
+    """Remove the type checks around traced functions, which Dynamo cannot trace. Inside the operator they stay."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     monkeypatch.setattr(Recurrent, "forward", inspect.unwrap(Recurrent.forward))
     functions = [name for name, value in vars(tree).items() if inspect.isfunction(value)]
-    for module, names in ((custom_op, ("traced_call", "_without_none", "_with_none", "map_leaves")), (tree, functions)):
+    for module, names in (
+        (custom_op, ("traced_call", "_encode_none", "_decode_none", "map_leaves")),
+        (tree, functions),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
 
@@ -87,7 +90,7 @@ symbolic = pytest.mark.skipif(CHECKED, reason="a symbolic size is no int, so the
 
 @pytest.mark.long
 @pytest.mark.skipif(not CHECKED, reason="they run here")
-def test_those_with_symbolic_sizes_pass_in_an_interpreter_without_checks_of_types() -> None:
+def test_symbolic_sizes_without_runtime_type_checks() -> None:
     names = ("another_length_no_new_graph", "export_leaves_steps", "export_runs_for_other_lengths", "jit_trace")
     marked = " or ".join([*names, "layer_itself_is_exported"])
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-k", marked, __file__]
@@ -121,7 +124,7 @@ def test_one_graph_gives_equal_results_and_gradients(name: str) -> None:
 
 
 @symbolic
-def test_a_given_state_gets_its_gradient_and_another_length_no_new_graph() -> None:
+def test_another_length_no_new_graph() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True)
     for steps in (5, 7, 9):
@@ -142,7 +145,7 @@ class Passing(nn.Module):
 
 
 @pytest.mark.parametrize("loop", ["eager", "python"])
-def test_results_lie_in_memory_of_their_own(loop: Any) -> None:
+def test_results_do_not_share_memory(loop: Any) -> None:
     net = Recurrent(Passing(), backend=loop)
     x, state = sequence(), (sequence(N, D), sequence(N, D))
     result = torch.compile(net, fullgraph=True, backend="aot_eager")(x, state)
@@ -151,7 +154,7 @@ def test_results_lie_in_memory_of_their_own(loop: Any) -> None:
     assert len({each.untyped_storage().data_ptr() for each in distinct}) == len(distinct)
 
 
-def test_the_optimizer_is_seen_and_a_copy_is_another_network() -> None:
+def test_compiled_graph_sees_new_weights_not_those_of_copies() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     other, x = copy.deepcopy(net), sequence()
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
@@ -165,21 +168,21 @@ def test_the_optimizer_is_seen_and_a_copy_is_another_network() -> None:
     assert not torch.equal(again(x).outputs, compiled(x).outputs)
 
 
-def test_without_gradients_nothing_is_kept_and_with_them_until_backward() -> None:
+def test_token_lives_until_backward_only() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         held = compiled(sequence()).outputs
-    assert not custom_op._sequences
+    assert not custom_op.live_sequences
     held = compiled(sequence()).outputs.sum()
-    assert len(custom_op._sequences) == 1
+    assert len(custom_op.live_sequences) == 1
     held.backward()
     del held
     gc.collect()
-    assert not custom_op._sequences
+    assert not custom_op.live_sequences
 
 
-def test_a_copied_token_is_refused_by_name() -> None:
+def test_copied_token_is_rejected() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda each: each):
@@ -190,7 +193,7 @@ def test_a_copied_token_is_refused_by_name() -> None:
 
 @symbolic
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_jit_trace_records_the_eager_loop() -> None:
+def test_jit_trace_records_the_eager_loop() -> None:
     net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
     traced = torch.jit.trace(net, sequence().detach(), check_trace=False)
     x = sequence().detach()
@@ -230,7 +233,7 @@ def test_export_leaves_steps_and_rows_free() -> None:
 
 @symbolic
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # PyTorch 2.11's own
-def test_an_export_runs_for_other_lengths_and_is_saved_and_loaded() -> None:
+def test_export_runs_for_other_lengths_after_loading() -> None:
     model = Model()
     dims = {0: torch.export.Dim("T", min=2), 1: torch.export.Dim("N", min=2)}
     exported = torch.export.export(model, (sequence(),), dynamic_shapes={"x": dims})
@@ -259,7 +262,7 @@ def test_an_export_runs_for_other_lengths_and_is_saved_and_loaded() -> None:
         (Caffe2LSTM, True),
     ],
 )
-def test_a_layer_itself_is_exported_and_runs_by_its_plans(make: Any, graph: bool) -> None:
+def test_layer_itself_is_exported_and_reuses_its_plans(make: Any, graph: bool) -> None:
     layer = copy.deepcopy(make(D, H, dtype=torch.float64, backend="python", verify="never"))
     dims = {0: torch.export.Dim("T", min=2), 1: torch.export.Dim("N", min=2)}
     with torch.set_grad_enabled(graph):
@@ -276,14 +279,14 @@ def test_a_layer_itself_is_exported_and_runs_by_its_plans(make: Any, graph: bool
         close(*results)
 
 
-def test_a_graph_without_its_network_says_so() -> None:
+def test_graph_of_a_deleted_network_raises() -> None:
     exported = torch.export.export(Model(), (sequence(),)).module()
     gc.collect()
     with pytest.raises(UsageError, match="keep the module"):
         exported(sequence())
 
 
-def test_a_function_that_closes_over_parameters_is_refused() -> None:
+def test_function_that_closes_over_parameters_is_rejected() -> None:
     weight = torch.randn(D, D, dtype=torch.float64, requires_grad=True)
 
     def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

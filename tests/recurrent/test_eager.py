@@ -1,4 +1,4 @@
-"""The exact loop: values and gradients of a plain loop, whatever autograd is asked for, and clear faults."""
+"""The exact loop: values and all kinds of gradients equal a plain loop, and faults are clear."""
 
 from typing import Any
 
@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, random_case, told
+from tests.recurrent.recurrent_cases import close, eagerly, equal, fault_lines, gradients, random_case
 from weft.core.errors import SpecError
-from weft.core.pytree import map_leaves
 
 
-def test_an_output_that_is_a_state_is_stacked_once() -> None:
+def test_output_that_is_a_state_is_stacked_once() -> None:
     cell, x, state = random_case(3, 2, 0)
     result = eagerly(cell)(x, state)
     assert result.outputs["h"] is result.states[0]
@@ -35,7 +34,7 @@ def small() -> tuple[nn.Module, Tensor, Tensor]:
     return eagerly(step), torch.randn(3, 2, 2).double(), torch.randn(2, 2).double()
 
 
-def test_first_and_second_derivatives_are_those_of_finite_differences() -> None:
+def test_first_and_second_derivatives_pass_gradcheck() -> None:
     net, x, h = small()
     mask, reset = torch.tensor([[True, False], [True, True], [False, True]]), torch.tensor([[False, True]] * 3)
 
@@ -47,7 +46,7 @@ def test_first_and_second_derivatives_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradgradcheck(run, arguments)
 
 
-def test_vmap_over_the_batch_equals_the_batch() -> None:
+def test_vmap_over_rows_equals_the_batch() -> None:
     net, x, h = small()
     mapped = torch.func.vmap(lambda x, h: tuple(net(x, h)), in_dims=(1, 0), out_dims=(1, 0, 1))
     close(mapped(x, h), tuple(net(x, h)))
@@ -56,7 +55,7 @@ def test_vmap_over_the_batch_equals_the_batch() -> None:
     close(per_sample, torch.autograd.grad(net(x, learned).outputs.sum(), learned)[0])
 
 
-def test_autocast_and_no_grad_do_as_in_a_plain_loop() -> None:
+def test_autocast_and_no_grad_equal_a_plain_loop() -> None:
     cell = nn.GRUCell(3, 4)
     x = torch.randn(4, 2, 3)
 
@@ -79,7 +78,7 @@ def test_autocast_and_no_grad_do_as_in_a_plain_loop() -> None:
 
 
 @given(st.integers(1, 7), st.integers(1, 8), st.integers(0, 5))
-def test_truncation_stops_gradients_where_a_loop_would_detach(steps: int, every: int, start: int) -> None:
+def test_truncation_equals_detaching_in_a_loop(steps: int, every: int, start: int) -> None:
     torch.manual_seed(steps)
     cell = nn.RNNCell(2, 3).double()
     x = torch.randn(steps, 2, 2).double().requires_grad_()
@@ -94,7 +93,7 @@ def test_truncation_stops_gradients_where_a_loop_would_detach(steps: int, every:
     close(gradients(seen.outputs, learn), gradients(torch.stack(hs), learn))
 
 
-def test_an_error_of_the_cell_keeps_its_type_and_gets_a_note_that_names_the_step() -> None:
+def test_error_of_the_cell_gets_a_note_with_the_step() -> None:
     def breaks(x: Tensor, s: Tensor, t: int) -> Any:
         if t == 7:
             raise ZeroDivisionError("mine")
@@ -109,18 +108,18 @@ def test_an_error_of_the_cell_keeps_its_type_and_gets_a_note_that_names_the_step
 @pytest.mark.parametrize(
     ("returned", "word"), [(None, "NoneType"), (torch.ones(2), "Tensor"), ((1, 2, 3), "int, int, int")]
 )
-def test_a_cell_that_returns_no_pair_is_told_so(returned: Any, word: str) -> None:
+def test_result_that_is_not_a_pair_is_rejected(returned: Any, word: str) -> None:
     with pytest.raises(SpecError, match=rf"returned \({word}\) at step 0, wanted a pair \(y, new_state\)"):
         eagerly(lambda x, s: returned)(torch.ones(5, 2, 3), torch.ones(2))
 
 
-def test_outputs_that_change_from_step_to_step_are_told_by_path() -> None:
+def test_changing_outputs_are_reported_by_path() -> None:
     def changes(x: Tensor, s: Tensor, t: int) -> Any:
         return {"a": x[: 2 - t], "b": x if t else None, "c": x.double() if t else x}, s
 
     with pytest.raises(SpecError, match="the output that step 1 returned") as caught:
         eagerly(changes, time_step=True)(torch.ones(3, 2), torch.ones(2))
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "output['a'] has shape (1,), wanted (2,)",
         "output['b'] is of type Tensor, wanted None",
         "output['c'] has dtype torch.float64, wanted torch.float32; convert it, or begin with torch.float64",
@@ -131,7 +130,6 @@ def test_outputs_that_change_from_step_to_step_are_told_by_path() -> None:
         eagerly(lambda x, s, t: ((x,) if t else x, s), time_step=True)(torch.ones(3, 2), torch.ones(2))
 
 
-def test_a_cell_may_have_no_state() -> None:
+def test_cell_without_a_state() -> None:
     result = eagerly(lambda x, s: (x * 2, s))(torch.ones(3, 2), ())
     assert equal(tuple(result), (torch.full((3, 2), 2.0), (), ()))
-    assert map_leaves(lambda leaf: leaf, result.states) == ()

@@ -1,4 +1,4 @@
-"""Compiled steps and recorded chunks give the numbers of the plan that Python runs."""
+"""Compiled steps and recorded chunks have the results of the eager loop."""
 
 import threading
 import time
@@ -63,7 +63,7 @@ def results(net: Recurrent, steps: int = T, all_states: bool = True, **call: Any
 
 
 @pytest.mark.long
-def test_compiled_steps_give_the_numbers_of_the_eager_loop() -> None:
+def test_compiled_steps_equal_the_eager_loop() -> None:
     net = Recurrent(Mixed(), backend="inductor")
     loop = Recurrent(net.cell, backend="eager")
     for steps in (T, 3):
@@ -72,11 +72,11 @@ def test_compiled_steps_give_the_numbers_of_the_eager_loop() -> None:
     assert "a compiled step" in net.explain() and "launched step by step" in net.explain()
 
 
-# -- recordings, without a GPU: what is recorded is run again into the same memory ----------------------------------
+# -- recordings, without a GPU: a replay runs the function again into the same memory --------------------------------
 
 
 class Recorder:
-    """As `cuda_recorder`, by running the function again; it counts."""
+    """Stands for `cuda_recorder`, by running the function again. It counts."""
 
     def __init__(self, fails: bool = False) -> None:
         self.recorded, self.replayed, self.fails = 0, 0, fails
@@ -99,16 +99,16 @@ class Recorder:
 
 def recorded(monkeypatch: pytest.MonkeyPatch, recorder: module.Recorder, **options: Any) -> tuple[Recurrent, Recurrent]:
     """A network whose chunks are recorded (its steps run by Python, so nothing is compiled), and the eager loop."""
-    monkeypatch.setattr(module, "_compiled", lambda graph, arguments: graph)
+    monkeypatch.setattr(module, "compile_module", lambda graph, arguments: graph)
     monkeypatch.setattr(module, "cuda_recorder", recorder)
-    monkeypatch.setattr(module, "_on_cuda", lambda captured: True)
+    monkeypatch.setattr(module, "runs_on_cuda", lambda captured: True)
     net = Recurrent(Mixed(), backend="inductor", **options)
     return net, Recurrent(net.cell, backend="eager")
 
 
 @pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
 @pytest.mark.parametrize("call", [{}, {"lengths": [3, 2]}], ids=["whole", "lengths"])
-def test_recorded_chunks_give_the_numbers_of_the_eager_loop(
+def test_recorded_chunks_equal_the_eager_loop(
     monkeypatch: pytest.MonkeyPatch, memory: Any, call: dict[str, Any]
 ) -> None:
     recorder = Recorder()
@@ -119,7 +119,7 @@ def test_recorded_chunks_give_the_numbers_of_the_eager_loop(
     assert "recorded" in net.explain() and recorder.replayed > recorder.recorded
 
 
-def test_a_length_is_recorded_once_whatever_becomes_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_weights_need_no_new_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     net, loop = recorded(monkeypatch, recorder, verify="never")
     results(net, 4)
@@ -135,44 +135,41 @@ def test_a_length_is_recorded_once_whatever_becomes_of_the_weights(monkeypatch: 
     assert recorder.recorded == 2
 
 
-def test_what_cannot_be_recorded_runs_step_by_step_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, loop = recorded(monkeypatch, Recorder(fails=True))
-    close(results(net), results(loop))
-    assert "not permitted when stream is capturing" in net.explain()
+def record_nothing(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    """As a graph that missed the kernels: its buffers keep the first results."""
+    return function(), lambda: None
 
 
-def test_an_empty_recording_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that missed the kernels leaves the first results in its buffers. Compared with other values, it shows."""
-
-    def empty(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        return function(), lambda: None
-
-    net, loop = recorded(monkeypatch, empty)
-    for _ in range(3):
-        close(results(net), results(loop))
-    assert "could not be recorded: a value of its replay is NaN at other places" in net.explain()
+def record_stale(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    """A replay computes all values again, but from the memory at the time of recording."""
+    outputs = [output.clone() for output in function()]
+    buffers = {id(each): each for cell in function.__closure__ or () for each in _tensors(cell.cell_contents)}
+    first = [(each, each.clone()) for each in (*buffers.values(), *outputs)]
+    return outputs, lambda: [each.copy_(old) for each, old in first] and None
 
 
-def test_a_recording_that_reads_old_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It computes all values again, but out of what was there when it was recorded."""
-
-    def stale(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        outputs = [each.clone() for each in function()]
-        buffers = {id(each): each for cell in function.__closure__ or () for each in _tensors(cell.cell_contents)}
-        first = [(each, each.clone()) for each in (*buffers.values(), *outputs)]
-        return outputs, lambda: [each.copy_(old) for each, old in first] and None
-
-    net, loop = recorded(monkeypatch, stale)
+@pytest.mark.parametrize(
+    ("recorder", "words"),
+    [
+        (Recorder(fails=True), "not permitted when stream is capturing"),
+        (record_nothing, "could not be recorded: a value of its replay is NaN at other places"),
+        (record_stale, "could not be recorded: a value of its replay differs"),
+    ],
+    ids=["fails", "empty", "stale"],
+)
+def test_wrong_recordings_launch_step_by_step(monkeypatch: pytest.MonkeyPatch, recorder: Any, words: str) -> None:
+    """The check with other values detects them."""
+    net, loop = recorded(monkeypatch, recorder)
     for steps in (T, T, 4):
         close(results(net, steps), results(loop, steps))
-    assert "could not be recorded: a value of its replay differs" in net.explain()
+    assert words in net.explain()
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [each for each in value if isinstance(each, Tensor)] if isinstance(value, list) else []
 
 
-def test_threads_that_share_a_network_get_their_own_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_a_recorded_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording has one set of buffers for all of them."""
     net, loop = recorded(monkeypatch, Recorder())
     begin, inputs = state(), [torch.randn(T, N, D, dtype=torch.float64) for _ in range(4)]
@@ -226,7 +223,7 @@ class FakeStream:
         self.waits.append(other)
 
 
-def test_every_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made current on that very device, and waits for the caller's stream as that one waits for it, also after an
     error: a graph that is recorded on a stream of another device is empty."""
     devices = [torch.device("cuda", number) for number in range(2)]
@@ -251,7 +248,7 @@ def test_every_device_has_its_own_recording_stream(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.cuda
-def test_on_a_gpu_chunks_are_recorded_and_auto_leaves_them_out() -> None:
+def test_gpu_records_chunks_but_not_for_auto() -> None:
     x = torch.randn(T, N, D, dtype=torch.float64, device="cuda", requires_grad=True)
     nets = {name: Recurrent(nn.GRUCell(D, H).double().cuda(), backend=name) for name in ("inductor", "eager", "auto")}
     found: dict[str, list[Tensor]] = {}

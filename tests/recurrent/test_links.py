@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, told
+from tests.recurrent.recurrent_cases import close, eagerly, equal, fault_lines, gradients
 from weft.core.errors import SpecError, UsageError
 from weft.recurrent import Window, recurrent_net
 from weft.recurrent import recurrent as network
@@ -37,13 +37,13 @@ def test_links_feed_outputs_back_by_name(steps: int, rows: int) -> None:
     for t in range(steps):
         h = torch.tanh(x[t] + 0.5 * h + u[t][:, None])
         hs.append(h)
-    wanted = torch.stack(hs) if hs else torch.zeros(0, rows, 3).double() + 0 * h
-    close(seen.outputs["hidden"], wanted)
-    close(seen.outputs["score"], wanted.sum(-1))
-    close((seen.all["h"], seen.last["h"]), (wanted, h))
+    expected = torch.stack(hs) if hs else torch.zeros(0, rows, 3).double() + 0 * h
+    close(seen.outputs["hidden"], expected)
+    close(seen.outputs["score"], expected.sum(-1))
+    close((seen.all["h"], seen.last["h"]), (expected, h))
     assert seen.last["n"].tolist() == [steps] * rows
     assert list(seen.outputs) == ["hidden", "count", "score"]
-    close(gradients(seen.outputs, [x, states["h"]]), gradients((wanted, 0, wanted.sum(-1)), [x, states["h"]]))
+    close(gradients(seen.outputs, [x, states["h"]]), gradients((expected, 0, expected.sum(-1)), [x, states["h"]]))
 
 
 def remember(inputs: Named, states: Named) -> Named:
@@ -67,7 +67,7 @@ def test_a_window_holds_the_last_values_oldest_first(steps: int, rows: int, k: i
         close(gradients(seen.outputs["y"], [first]), gradients(torch.stack(values[k:]), [first]))
 
 
-def test_windows_go_on_from_chunk_to_chunk_and_step_to_step() -> None:
+def test_windows_continue_across_chunks_and_steps() -> None:
     net = eagerly(remember, links={"past": Window("y", 3)}, initial={"past": torch.zeros(3, 1, 1)})
     x = torch.randn(6, 2, 1)
     whole = net({"x": x})
@@ -82,7 +82,7 @@ def test_windows_go_on_from_chunk_to_chunk_and_step_to_step() -> None:
     assert equal(state, whole.last)
 
 
-def test_a_hole_in_the_mask_leaves_a_window_as_it_is() -> None:
+def test_hole_in_the_mask_keeps_the_window() -> None:
     x = torch.arange(1.0, 5)[:, None].expand(4, 2)
     mask = torch.tensor([[True, True], [True, False], [True, False], [True, True]])
     seen = recurrent_net(
@@ -95,7 +95,7 @@ def test_a_hole_in_the_mask_leaves_a_window_as_it_is() -> None:
     assert seen.last["past"].tolist() == [[3, 1], [4, 4]]
 
 
-def test_batch_first_windows_lie_behind_the_time_axis() -> None:
+def test_batch_first_windows_follow_the_time_axis() -> None:
     net = eagerly(remember, links={"past": Window("y", 3)}, batch_first=True)
     x, past = torch.randn(2, 5, 1), torch.randn(3, 2, 1)
     turned = eagerly(remember, links={"past": Window("y", 3)})({"x": x.transpose(0, 1)}, {"past": past})
@@ -105,7 +105,7 @@ def test_batch_first_windows_lie_behind_the_time_axis() -> None:
     assert torch.equal(seen.states["past"][1, :, 2], turned.states["past"][:, 2, 1])
 
 
-def test_references_are_handed_over_and_their_gradients_summed_over_time() -> None:
+def test_gradients_of_references_are_summed_over_time() -> None:
     weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
 
     def step(inputs: Named, states: Named, references: Named, t: int) -> Named:
@@ -122,41 +122,35 @@ def test_references_are_handed_over_and_their_gradients_summed_over_time() -> No
     close(gradients(seen.outputs, [weight]), gradients(torch.stack(hs), [weight]))
 
 
-def test_faults_of_links_are_told_at_once() -> None:
-    x, links = {"x": torch.ones(3, 2, 1)}, {"past": Window("y", 0), "h": Window("y", -1)}
-    wanted = [
-        "links['past'] is a window over 0 steps, wanted at least 1",
-        "links['h'] is a window over -1 steps, wanted at least 1",
-    ]
+def test_faults_of_arguments_and_links_are_listed_together() -> None:
+    links = {"past": Window("y", 0), "h": Window("y", -1)}
+    windows = [f"links[{name!r}] is a window over {link.k} steps, wanted at least 1" for name, link in links.items()]
     with pytest.raises(UsageError) as caught:
-        recurrent_net(remember, x, {}, links, truncate=0)
-    assert told(caught) == [*wanted, "truncate is 0, wanted at least 1 step, or None"]
+        recurrent_net(remember, {"x": torch.ones(3, 2, 1)}, {}, links, truncate=0)
+    assert fault_lines(caught) == [*windows, "truncate is 0, wanted at least 1 step, or None"]
     with pytest.raises(UsageError) as caught:
         eagerly(remember, links=links)
-    assert told(caught) == wanted
-
-
-def test_what_is_no_cell_no_links_or_no_inputs_by_name_is_told_at_once() -> None:
+    assert fault_lines(caught) == windows
     with pytest.raises(UsageError) as caught:
-        network._check(3, {"h": 2}, None, False, None, "full", "auto", "first")
-    assert told(caught) == [
+        network.check_arguments(3, {"h": 2}, None, False, None, "full", "auto", "first")
+    assert fault_lines(caught) == [
         "cell is 3, wanted a module or a function of one time step",
         "links['h'] is of type int, wanted the name of an output, or a Window over it",
     ]
     with pytest.raises(SpecError) as mixed:
         inspect.unwrap(network.recurrent_net)(None, torch.ones(3, 2, 1), {}, "h")
-    assert told(mixed) == [
+    assert fault_lines(mixed) == [
         "cell is None, wanted a module or a function of one time step",
         "links is of type str, wanted a dict: for every state the output that feeds it",
         "inputs is of type Tensor, wanted a dict of sequences by name",
     ]
 
 
-def test_states_that_do_not_fit_the_links_are_told_at_once() -> None:
+def test_states_that_do_not_fit_links_are_listed() -> None:
     x, links = {"x": torch.ones(3, 2, 1)}, {"past": Window("y", 3), "h": "y", "gone": "y"}
     with pytest.raises(SpecError) as caught:
         recurrent_net(remember, x, {"past": {"a": torch.ones(2, 2), "b": 3}, "h": torch.ones(2), "more": 1}, links)
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "state['gone'] is missing: links have it",
         "state['more'] is too much: no link feeds it",
         "state['past']['a'] has shape (2, 2), wanted 3 values first: it is a window over 3 steps",
@@ -166,16 +160,16 @@ def test_states_that_do_not_fit_the_links_are_told_at_once() -> None:
         eagerly(remember, links={"h": "y"})(x, torch.ones(2))
 
 
-def test_a_step_net_that_does_not_return_what_links_want_is_told_so() -> None:
+def test_missing_outputs_of_a_step_net_are_listed() -> None:
     x, state = {"x": torch.ones(3, 2, 1)}, {"past": torch.ones(1, 2, 1), "h": torch.ones(2, 1)}
     with pytest.raises(SpecError, match=r"returned \['y', 'seen'\] at step 0, but") as caught:
         recurrent_net(remember, x, state, {"past": Window("hidden", 1), "h": "z"})
-    assert told(caught) == ["links['past'] wants 'hidden'", "links['h'] wants 'z'"]
+    assert fault_lines(caught) == ["links['past'] wants 'hidden'", "links['h'] wants 'z'"]
     with pytest.raises(SpecError, match="the step net <lambda> returned a Tensor at step 0, wanted a dict"):
         recurrent_net(lambda i, s: torch.ones(1), x, {"h": torch.ones(2, 1)}, {"h": "y"})
 
 
-def test_states_may_be_nested() -> None:
+def test_nested_states_of_a_step_net() -> None:
     def step(inputs: Named, states: Named) -> Named:
         a, b = states["pair"]
         return {"pair": (b, a + inputs["x"]), "y": states["past"][0][0] + a}

@@ -1,4 +1,4 @@
-"""What is kept: a byte budget takes the fastest way that fits, and what is predicted is what is taken."""
+"""Memory policies: a byte budget selects the fastest one that fits, and the predicted peak is the measured one."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,14 +20,14 @@ from weft.recurrent.cpp.cpp_backend import CppBackend
 from weft.recurrent.cpp.workspace import pool
 from weft.recurrent.plan_backends import Chunk, MemoryPolicy, SequenceSize, choose_policy, chunk_bounds
 
-TOLD = 0.1  # how far a prediction may be off
+TOLERANCE = 0.1  # relative error of a prediction
 
 
 def size(steps: int = 1000, chunk: int = 10) -> SequenceSize:
     return SequenceSize(steps, chunk, 64, 32, 16, 8, 100, chunk * 1000)
 
 
-def test_a_budget_takes_the_fastest_way_that_fits() -> None:
+def test_budget_selects_the_fastest_policy_that_fits() -> None:
     full, states = (size().peak(MemoryPolicy(values=each)) for each in (True, False))
     assert choose_policy(full, size()) == MemoryPolicy(values=True)
     assert choose_policy(full - 1, size()) == choose_policy(states, size()) == MemoryPolicy(values=False)
@@ -35,21 +35,22 @@ def test_a_budget_takes_the_fastest_way_that_fits() -> None:
 
 
 @given(steps=st.integers(1, 300), chunk=st.integers(8, 40), budget=st.integers(1, 400_000))
-def test_a_budget_is_kept_or_refused_with_the_least_that_would_do(steps: int, chunk: int, budget: int) -> None:
-    looks = size(steps, chunk)
+def test_budget_is_kept_or_rejected_with_the_minimum(steps: int, chunk: int, budget: int) -> None:
+    sequence = size(steps, chunk)
     try:
-        way = choose_policy(budget, looks)
+        policy = choose_policy(budget, sequence)
     except UsageError as error:
         least = int(str(error).split("the least is ")[1].split()[0])
         assert least > budget
-        assert looks.peak(choose_policy(least, looks)) == least
+        assert sequence.peak(choose_policy(least, sequence)) == least
         with pytest.raises(UsageError):
-            choose_policy(least - 1, looks)
+            choose_policy(least - 1, sequence)
     else:
-        assert looks.peak(way) <= budget
+        assert sequence.peak(policy) <= budget
 
 
-def test_sqrt_is_the_way_that_takes_least_and_grows_slower_than_its_length() -> None:
+def test_sqrt_has_the_lowest_peak() -> None:
+    """Which grows more slowly than the length."""
     ways = [MemoryPolicy(values=False, segment=each) for each in range(1, 101)]
     assert choose_policy("sqrt", size()) == min(ways, key=size().peak)
     bare = [SequenceSize(steps, 10, 64, 64, 0, 0, 0, 10_000) for steps in (200, 20_000)]
@@ -57,13 +58,13 @@ def test_sqrt_is_the_way_that_takes_least_and_grows_slower_than_its_length() -> 
     assert other < 20 * one
 
 
-def test_a_way_says_what_it_is() -> None:
+def test_policies_have_readable_names() -> None:
     ways = [MemoryPolicy(values=True), MemoryPolicy(values=False), MemoryPolicy(values=False, segment=3)]
     assert [str(each) for each in ways] == ["full", "states", "segments of 3 chunks"]
 
 
 @given(st.integers(1, 500), st.integers(1, 50))
-def test_chunks_cover_all_steps_in_as_few_of_one_length_as_can_be_and_a_rest(steps: int, chunk: int) -> None:
+def test_chunk_bounds_are_few_and_of_equal_length(steps: int, chunk: int) -> None:
     marks = chunk_bounds(steps, chunk)
     *whole, rest = [b - a for a, b in pairwise(marks)]
     assert marks[0] == 0 and marks[-1] == steps
@@ -96,10 +97,10 @@ CELLS: dict[str, Callable[[], nn.Module]] = {
 
 
 def measured(cell: nn.Module, backend: str, memory: Any, steps: int) -> tuple[int, int]:
-    """Bytes that a call with its backward takes, and what was predicted."""
+    """Bytes that a call with its backward takes, and the prediction."""
     net = planned(cell, backend, memory=memory, verify="never")
     x = torch.randn(steps, 8, 24, requires_grad=True)
-    told = net.forecast(steps, x[:2])
+    predicted = net.forecast(steps, x[:2])
     pool.release()
 
     def run() -> list[Tensor]:
@@ -110,10 +111,10 @@ def measured(cell: nn.Module, backend: str, memory: Any, steps: int) -> tuple[in
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workspace, "_OWN_PAGES", 1 << 60)  # all by PyTorch's allocator, which is watched
-        return peak(run), told.get(memory, memory)
+        return peak(run), predicted.get(memory, memory)
 
 
-def test_without_a_plan_there_is_no_forecast() -> None:
+def test_no_forecast_without_a_plan() -> None:
     net = planned(CELLS["LSTM"](), "eager")
     with pytest.raises(UsageError, match="run by the eager loop, because it was asked for"):
         net.forecast(10, torch.randn(1, 8, 24))
@@ -123,23 +124,23 @@ def test_without_a_plan_there_is_no_forecast() -> None:
 
 @needs_compiler
 @grid(make=CELLS, memory=["full", "states", "sqrt"])
-def test_the_predicted_peak_is_what_is_taken(make: Callable[[], nn.Module], memory: Any) -> None:
-    taken, told = measured(make(), "c", memory, 2000)
-    assert abs(taken - told) <= TOLD * told, f"{taken} bytes were taken, {told} were predicted"
+def test_predicted_peak_equals_the_measured_one(make: Callable[[], nn.Module], memory: Any) -> None:
+    taken, predicted = measured(make(), "c", memory, 2000)
+    assert abs(taken - predicted) <= TOLERANCE * predicted, f"{taken} bytes were taken, {predicted} were predicted"
 
 
 @needs_compiler
-def test_a_network_keeps_its_budget_and_uses_it() -> None:
+def test_network_keeps_its_budget_and_uses_it() -> None:
     cell = nn.LSTMCell(24, 32)
     for memory in ("full", "states", "sqrt"):
         needed = measured(cell, "c", memory, 2000)
-        taken, told = measured(cell, "c", needed[1], 2000)
-        assert told == needed[1] and abs(taken - told) <= TOLD * told
+        taken, predicted = measured(cell, "c", needed[1], 2000)
+        assert predicted == needed[1] and abs(taken - predicted) <= TOLERANCE * predicted
 
 
 @needs_compiler
-def test_all_chunks_of_a_sequence_use_the_same_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each would find its place taken by something small, and a long sequence would grow the process."""
+def test_all_chunks_of_a_sequence_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each would be allocated elsewhere, and a long sequence would grow the process."""
     places: dict[int, set[int]] = {}
     forward = CppBackend.forward
 
@@ -151,12 +152,12 @@ def test_all_chunks_of_a_sequence_use_the_same_room(monkeypatch: pytest.MonkeyPa
     net = planned(nn.LSTMCell(24, 32), "c", memory="sqrt", verify="never")
     x = torch.randn(9000, 1, 24, requires_grad=True)
     net(x).outputs.sum().backward()
-    marks = len(chunk_bounds(9000, next(iter(net._plans._known.values())).engine.chunk_steps)) - 1
+    marks = len(chunk_bounds(9000, net._plans.choices()[0].engine.chunk_steps)) - 1
     assert marks > 3 and len(places[0]) == 1 and len(places[1]) < marks
 
 
 @by_plan
-def test_too_small_a_budget_says_the_least_that_would_do(backend: str) -> None:
+def test_too_small_a_budget_reports_the_minimum(backend: str) -> None:
     x = torch.randn(50, 2, 3)
     cell = nn.GRUCell(3, 4)
     with pytest.raises(UsageError, match="the least is") as caught:

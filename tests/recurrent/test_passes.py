@@ -17,7 +17,7 @@ from weft.recurrent.step_plan import partition
 
 
 class Weights(nn.Module):
-    """A cell whose recurrent weight is made, in every step, by a function of its parameter and its buffer."""
+    """A cell whose recurrent weight is computed in every step from its parameter and its buffer."""
 
     def __init__(self, made: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _orthogonal(weight: Tensor, buffer: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("made", [_copied, _filled, _orthogonal])
-def test_a_step_may_write_into_what_it_made_of_weights(made: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_writes_into_values_of_weights(made: Callable[[Tensor, Tensor], Tensor]) -> None:
     cell = Weights(made)
     before = [each.clone() for each in (cell.weight, cell.buffer)]
     as_the_loop(cell, "python", *sequence(), verify="never")
@@ -91,13 +91,13 @@ def _masked(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("cell", [_strided, _empty, _selected, _masked])
-def test_a_step_may_write_into_any_view_of_what_it_made(cell: Callable[..., tuple[Tensor, Tensor]]) -> None:
+def test_writes_into_views_of_intermediates(cell: Callable[..., tuple[Tensor, Tensor]]) -> None:
     x, h = (each.detach() - 0.5 for each in sequence())
     as_the_loop(cell, "python", x.requires_grad_(), h.requires_grad_(), verify="never")
 
 
 @pytest.mark.parametrize("backend", ["python", "auto"])
-def test_a_read_by_strides_is_refused_by_name(backend: str) -> None:
+def test_read_by_strides_is_rejected(backend: str) -> None:
     net = planned(lambda x, h: ((x + h).as_strided((3, 2), (4, 2), 1), h), backend)
     with pytest.warns(NoPlanWarning, match="by strides"):
         net(torch.randn(5, 3, 4), torch.randn(3, 4))
@@ -116,7 +116,7 @@ NORMED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("form", NORMED.values(), ids=NORMED)
-def test_group_norm_takes_values_wherever_they_lie(form: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_group_norm_of_any_memory_layout(form: Callable[[nn.Module, Tensor], Tensor]) -> None:
     class Cell(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -136,7 +136,7 @@ FILLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("step", FILLED.values(), ids=FILLED)
-def test_a_plan_passes_on_no_warning_of_pytorch_about_vmap(step: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_no_vmap_warning_of_pytorch_gets_through(step: Callable[[Tensor, Tensor], Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         as_the_loop(lambda x, h: (step(x, h),) * 2, "python", *sequence())
@@ -147,8 +147,8 @@ STATE = (torch.zeros(2, 4), torch.zeros(2, 4))
 
 def names(nodes: list[Any]) -> list[str]:
     """The operators, without views."""
-    found = [str(getattr(node.target, "__name__", node.target)) for node in nodes]
-    return [each for each in found if not each.startswith(("split", "getitem"))]
+    results = [str(getattr(node.target, "__name__", node.target)) for node in nodes]
+    return [each for each in results if not each.startswith(("split", "getitem"))]
 
 
 def lstm(composed: Any = None) -> StepGraph:
@@ -156,7 +156,7 @@ def lstm(composed: Any = None) -> StepGraph:
     return capture(cell, torch.zeros(2, 3), STATE, [*cell.parameters()], composed=composed)
 
 
-def test_the_loops_of_an_lstm_hold_what_they_must_and_no_more() -> None:
+def test_loops_of_an_lstm_are_minimal() -> None:
     parts = partition(lstm())
     gates, pointwise = ["addmm.default"], ["sigmoid.default"] * 3 + ["tanh.default"] * 2
     assert sorted(names(parts.loop)) == sorted([*gates, *pointwise, *["mul.Tensor"] * 2, "addcmul.default"])
@@ -164,9 +164,9 @@ def test_the_loops_of_an_lstm_hold_what_they_must_and_no_more() -> None:
     assert sorted(names(parts.loop_back)) == sorted(back)
 
 
-def test_what_loops_in_c_read_is_left_as_it_is() -> None:
-    found = names(lstm(composed={}).nodes)
-    assert "sigmoid_backward.default" in found and "addcmul.default" not in found
+def test_graph_for_c_is_not_fused() -> None:
+    results = names(lstm(composed={}).nodes)
+    assert "sigmoid_backward.default" in results and "addcmul.default" not in results
 
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -186,9 +186,7 @@ SUMS: dict[str, tuple[Step, str, bool]] = {
 
 
 @at_once(("step", "operator", "merged"), SUMS.values(), ids=SUMS)
-def test_a_sum_takes_in_the_operator_before_it_where_that_changes_nothing(
-    step: Step, operator: str, merged: bool
-) -> None:
+def test_sums_are_fused_only_where_exact(step: Step, operator: str, merged: bool) -> None:
     class Cell(nn.Module):
         def __init__(self) -> None:
             super().__init__()

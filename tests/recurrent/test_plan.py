@@ -28,29 +28,19 @@ def products(nodes: list[fx.Node]) -> int:
 
 
 @every_case
-def test_every_operator_is_in_one_part_and_needs_only_earlier_ones(make: Callable[[], Case]) -> None:
+def test_partition_is_complete_and_ordered(make: Callable[[], Case]) -> None:
     captured = captured_of(make)
     parts = partition(captured)
     flat = [node for field in fields(parts) for node in getattr(parts, field.name)]
     assert sorted(flat, key=str) == sorted(captured.nodes, key=str)
     known = {node for node in captured.module.graph.nodes if node.op != "call_function"}
-    # what backward needs of the forward loop's values may run after the loop, like the outputs
-    for part in (
-        parts.once,
-        parts.before,
-        parts.loop,
-        parts.after,
-        parts.before_back,
-        parts.loop_back,
-        parts.after_back,
-    ):
-        for node in part:
-            assert set(node.all_input_nodes) <= known, node
-            known.add(node)
+    for node in flat:  # the fields are in the order of execution
+        assert set(node.all_input_nodes) <= known, node
+        known.add(node)
 
 
 @every_case
-def test_only_what_the_carry_needs_runs_step_by_step(make: Callable[[], Case]) -> None:
+def test_loops_hold_only_carried_dependences(make: Callable[[], Case]) -> None:
     captured = captured_of(make)
     parts, on = partition(captured), dependences(captured)
     assert all(STATE in on[node] and not on[node] & {CARRIED, GIVEN} for node in parts.loop)
@@ -64,9 +54,10 @@ def test_only_what_the_carry_needs_runs_step_by_step(make: Callable[[], Case]) -
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
-def test_the_loops_of_the_classic_cells_hold_one_matrix_product_each(name: str) -> None:
+def test_loops_of_classic_cells_have_one_product_each(name: str) -> None:
     captured = captured_of(CASES[name])
-    parts = partition(captured)
+    parts, text = partition(captured), explain(captured)
+    assert "loop_back (step by step, backward)" in text and "mm.default" in text and "[3 x " in text
     assert products(parts.loop) == 1
     assert products(parts.loop_back) == 1
     assert products(parts.before) == 1, "the projection of all inputs is one product before the loop"
@@ -74,14 +65,8 @@ def test_the_loops_of_the_classic_cells_hold_one_matrix_product_each(name: str) 
     assert weights.isdisjoint(parts.loop_back), "no parameter's gradient is made step by step"
 
 
-def test_the_explanation_names_every_part_and_what_is_in_it() -> None:
-    text = explain(captured_of(CASES["LSTM"]))
-    assert "loop_back (step by step, backward)" in text
-    assert "mm.default" in text and "[3 x 16]" in text
-
-
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
-def test_a_weights_gradient_is_one_product_over_all_steps(name: str) -> None:
+def test_weight_gradient_is_one_product_over_all_steps(name: str) -> None:
     case = CASES[name]()
     plan = PythonBackend(capture(case.cell, case.x, case.state))
     steps = 6
@@ -100,7 +85,7 @@ def test_a_weights_gradient_is_one_product_over_all_steps(name: str) -> None:
 
 
 @grid(steps=[1, 2, 5], backend=BACKENDS)
-def test_states_that_change_places_keep_their_gradients(steps: int, backend: str) -> None:
-    """The gradient that is carried into a short sequence comes out of it as it is, for another state."""
+def test_swapped_states_keep_their_gradients(steps: int, backend: str) -> None:
+    """The gradient carried into a short sequence comes out unchanged, for another state."""
     x, *state = (torch.randn(*shape).double().requires_grad_() for shape in ((steps, 2, 4), *[(2, 4)] * 3))
     as_the_loop(lambda x, s: (x * s[0], (s[1], s[2], s[0])), backend, x, tuple(state))

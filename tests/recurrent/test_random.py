@@ -1,4 +1,4 @@
-"""What a cell draws under a plan are the numbers that the eager loop would draw."""
+"""Under a plan a cell draws the same numbers as in the eager loop."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ from weft.recurrent.plan_cache import NoPlanWarning
 
 
 class Drawing(nn.Module):
-    """Adds to its state what a function draws."""
+    """Adds random numbers of a function to its state."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -59,22 +59,20 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @grid(draw=DRAWS, backend=BACKENDS)
-def test_the_same_seed_gives_the_numbers_of_the_eager_loop_and_leaves_the_generator_as_it_does(
-    draw: Callable[[Tensor], Tensor], backend: str
-) -> None:
+def test_same_seed_gives_the_numbers_of_the_eager_loop(draw: Callable[[Tensor], Tensor], backend: str) -> None:
     cell = Drawing(draw)
     x, state = torch.randn(5, 2, 3).double().requires_grad_(), torch.zeros(2, 3).double()
-    net, found = planned(cell, backend), []
+    net, results = planned(cell, backend), []
     for each in (eagerly(cell), net, net):  # the second call has its plan: nothing is drawn to make one
-        found.append((outcome(each, x, state), torch.get_rng_state()))
+        results.append((outcome(each, x, state), torch.get_rng_state()))
     assert run_by(net) == {backend}
-    for seen in found[1:]:
-        close(seen[0], found[0][0])
-        assert torch.equal(seen[1], found[0][1])
+    for seen in results[1:]:
+        close(seen[0], results[0][0])
+        assert torch.equal(seen[1], results[0][1])
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_attention_and_rrelu_draw_only_where_they_are_told_to(training: bool) -> None:
+def test_attention_and_rrelu_draw_only_in_training(training: bool) -> None:
     def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         heads = [each.view(2, 1, 3, 4) for each in (x, x * h, h)]
         z = nn.functional.scaled_dot_product_attention(*heads, dropout_p=0.1 * training).view_as(h)
@@ -90,7 +88,7 @@ def test_attention_and_rrelu_draw_only_where_they_are_told_to(training: bool) ->
 
 
 @by_plan
-def test_a_new_dropout_rate_or_evaluation_makes_another_plan(backend: str) -> None:
+def test_new_dropout_rate_or_mode_makes_a_new_plan(backend: str) -> None:
     cell = Drawing(nn.Dropout(0.5))
     net, x, state = planned(cell, backend), torch.randn(3, 2, 3).double(), torch.zeros(2, 3).double()
     for change in (lambda: None, lambda: setattr(cell.draw, "p", 0.1), cell.eval):
@@ -100,7 +98,7 @@ def test_a_new_dropout_rate_or_evaluation_makes_another_plan(backend: str) -> No
 
 
 @grid(rows=[1, 2], backend=BACKENDS)
-def test_inputs_and_states_that_lie_otherwise_in_memory_draw_what_the_eager_loop_draws(rows: int, backend: str) -> None:
+def test_draws_follow_the_memory_layout(rows: int, backend: str) -> None:
     """Numbers come in the order of memory, so a plan for tensors row by row draws others for transposed ones."""
     weight = torch.randn(4, 4).double()
 

@@ -1,4 +1,4 @@
-"""Small random cells, drawn from the operators that people use: every plan computes what the eager loop computes."""
+"""Small random cells of common operators: every plan has the results of the eager loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +94,7 @@ chains = st.lists(st.tuples(st.integers(0, 2), numbers, numbers, numbers), min_s
 @settings(max_examples=6, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # a smaller example costs minutes
 @given(steps=chains, ends=st.tuples(numbers, numbers, numbers), lengths=st.none() | st.just([3, 1]))
 @example(steps=((2, 0, 0, 1), (0, 0, 4, 0), (1, 2, 5, 2)), ends=(6, 5, 6), lengths=[4, 2])
-def test_a_plan_computes_what_the_eager_loop_computes(
+def test_random_cells_equal_the_eager_loop(
     steps: tuple[tuple[int, int, int, int], ...], ends: tuple[int, int, int], lengths: Any, backend: str
 ) -> None:
     check(Mixed(steps, ends), backend, lengths)
@@ -117,7 +117,7 @@ class All(nn.Module):
 
 @pytest.mark.long
 @by_plan
-def test_every_operator_of_the_generator_is_planned_right(backend: str) -> None:
+def test_every_operator_equals_the_eager_loop(backend: str) -> None:
     for table, arguments in ((UNARY, 1), (BINARY, 2)):
         check(All(table, arguments), backend, None)
 

@@ -1,4 +1,4 @@
-"""Streams, torch's own cells as they are, and where a network begins."""
+"""Streams, torch's own cells, initial states, and faults of arguments."""
 
 import copy
 import pickle
@@ -18,10 +18,10 @@ from tests.recurrent.recurrent_cases import (
     close,
     eagerly,
     equal,
+    fault_lines,
     gradients,
     grid,
     random_case,
-    told,
 )
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
@@ -36,7 +36,7 @@ class Timed(Awkward):
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.data())
-def test_steps_and_chunks_give_the_bits_of_the_whole(steps: int, rows: int, data: st.DataObject) -> None:
+def test_steps_and_chunks_equal_the_whole_bit_by_bit(steps: int, rows: int, data: st.DataObject) -> None:
     _, x, state = random_case(steps, rows, steps)
     net = eagerly(Timed(), time_step=True, truncate=data.draw(st.sampled_from([None, 2])))
     whole = net(x, state)
@@ -56,45 +56,38 @@ def test_steps_and_chunks_give_the_bits_of_the_whole(steps: int, rows: int, data
     assert equal(now, whole.last)
 
 
-def test_a_step_begins_where_a_sequence_begins() -> None:
+def test_first_step_equals_a_sequence_of_one() -> None:
     net = eagerly(nn.LSTMCell(3, 4), initial=(nn.Parameter(torch.ones(4)), torch.zeros(1, 4)))
     x = torch.randn(1, 2, 3)
     y, state = net.step(x[0])
     assert equal(y, net(x).outputs[0])
     assert equal(state, net(x).last)
     assert equal(net.step(x[0], (torch.ones(1, 4), torch.zeros(4)))[0], y)
+    cut, first = eagerly(plus, truncate=2), torch.zeros(2, requires_grad=True)
+    assert [cut.step(torch.ones(2), first, t=t)[0].requires_grad for t in range(3)] == [True, True, False]
 
 
-def test_truncation_holds_for_single_steps_too() -> None:
-    net = eagerly(lambda x, s: (s + x, s + x), truncate=2)
-    state = torch.zeros(2, requires_grad=True)
-    x = torch.ones(2)
-    assert net.step(x, state, t=0)[0].requires_grad
-    assert net.step(x, state, t=1)[0].requires_grad
-    assert not net.step(x, state, t=2)[0].requires_grad
-
-
-def test_faults_of_a_single_step_are_told_at_once() -> None:
+def test_faults_of_a_single_step_are_listed() -> None:
     with pytest.raises(SpecError) as caught:
         eagerly(nn.LSTMCell(3, 4)).step(torch.ones(2, 3), (torch.ones(3, 4), "c"))
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "state[0] has shape (3, 4), wanted 2 rows, or 1 for all of them",
         "state[1] is of type str, wanted a tensor",
     ]
 
 
 @given(st.integers(0, 4), st.integers(1, 3))
-def test_batch_first_turns_inputs_outputs_and_states_but_not_the_last_one(steps: int, rows: int) -> None:
+def test_batch_first_transposes_all_but_the_last_state(steps: int, rows: int) -> None:
     cell, x, state = random_case(steps, rows, 3)
-    wanted = eagerly(cell)(x, state)
+    expected = eagerly(cell)(x, state)
     seen = eagerly(cell, batch_first=True)(map_leaves(lambda leaf: leaf.transpose(0, 1), x), state)
 
     def turned(leaf: Any) -> Any:
         return leaf if leaf is None else leaf.transpose(0, 1)
 
-    assert equal(seen.last, wanted.last)
-    assert equal(map_leaves(turned, seen.outputs), wanted.outputs)
-    assert equal(map_leaves(turned, seen.states), wanted.states)
+    assert equal(seen.last, expected.last)
+    assert equal(map_leaves(turned, seen.outputs), expected.outputs)
+    assert equal(map_leaves(turned, seen.states), expected.states)
 
 
 KINDS = {"LSTM": (nn.LSTM, nn.LSTMCell), "GRU": (nn.GRU, nn.GRUCell), "RNN": (nn.RNN, nn.RNNCell)}
@@ -107,29 +100,22 @@ def copied(cell: nn.RNNCellBase, whole: nn.RNNBase) -> nn.RNNCellBase:
 
 
 @given(st.sampled_from(sorted(KINDS)), st.integers(1, 5), st.integers(1, 3), st.booleans())
-def test_torchs_cells_give_what_its_networks_give(kind: str, steps: int, rows: int, batch_first: bool) -> None:
+def test_torch_cells_equal_torch_networks(kind: str, steps: int, rows: int, batch_first: bool) -> None:
     torch.manual_seed(steps)
     network, cell = KINDS[kind]
     whole = network(3, 4, batch_first=batch_first).double()
-    net = eagerly(copied(cell(3, 4), whole), batch_first=batch_first)
+    net = eagerly(copied(cell(3, 4), whole), batch_first=batch_first)  # its first state has the weights' dtype
     x = torch.randn(*((rows, steps) if batch_first else (steps, rows)), 3).double().requires_grad_()
-    wanted, last = whole(x)
+    expected, last = whole(x)
     last = (last[0][0], last[1][0]) if kind == "LSTM" else last[0]
     seen = net(x)
-    close(seen.outputs, wanted)
+    close(seen.outputs, expected)
     close(seen.last, last)
-    close(gradients(seen[:2], [x, *net.cell.parameters()]), gradients((wanted, last), [x, *whole.parameters()]))
-
-
-def test_the_first_state_has_the_dtype_of_the_weights() -> None:
-    net = eagerly(nn.GRUCell(3, 4).double())
-    assert net(torch.zeros(1, 2, 3).double()).last.dtype == torch.float64
-    with torch.autocast("cpu", torch.bfloat16):
-        assert eagerly(nn.GRUCell(3, 4))(torch.randn(2, 2, 3)).outputs.shape == (2, 2, 4)
+    close(gradients(seen[:2], [x, *net.cell.parameters()]), gradients((expected, last), [x, *whole.parameters()]))
 
 
 @grid(make=[nn.LSTMCell, nn.GRUCell, GRUCell, ElmanCell], backend=["eager", "python"])
-def test_an_input_of_another_width_is_told_with_the_cells(make: Any, backend: str) -> None:
+def test_wrong_input_width_is_reported_with_the_cell(make: Any, backend: str) -> None:
     net = Recurrent(make(3, 8), backend=backend)
     words = re.escape(f"x has shape (2, 4), but cell {make.__name__} wants 3 (input_size) as its last size")
     with pytest.raises(SpecError, match=words):
@@ -139,13 +125,13 @@ def test_an_input_of_another_width_is_told_with_the_cells(make: Any, backend: st
 
 
 @at_once("layer", [nn.LSTM, nn.GRU, nn.RNN, LSTM])
-def test_a_layer_is_no_cell_and_the_error_names_the_cell(layer: Any) -> None:
+def test_layer_as_a_cell_is_rejected_with_a_hint(layer: Any) -> None:
     kind = layer.__name__
     with pytest.raises(UsageError, match=rf"(?s)runs over time by itself.* nn.{kind}Cell, or weft.recurrent.{kind} in"):
         Recurrent(layer(3, 8))
 
 
-def test_the_keys_of_a_cell_do_not_depend_on_how_it_is_run() -> None:
+def test_state_dict_keys_and_repr() -> None:
     assert list(eagerly(nn.LSTMCell(3, 4)).state_dict()) == [f"cell.{key}" for key in nn.LSTMCell(3, 4).state_dict()]
     assert "cell=plus" in repr(eagerly(plus, truncate=3)) and "truncate=3" in repr(eagerly(plus, truncate=3))
 
@@ -154,23 +140,20 @@ def plus(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return s + x, s + x
 
 
-def test_an_initial_state_of_tensors_is_saved_moved_and_learned() -> None:
+def add_first(x: Tensor, s: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+    return x + s[0], s
+
+
+def test_initial_tensors_are_saved_moved_and_trained() -> None:
     learned = nn.Parameter(torch.ones(2))
-    net = eagerly(lambda x, s: (x + s[0], s), initial=(learned, torch.zeros(1, 2)))
+    net = eagerly(add_first, initial=(learned, torch.zeros(1, 2)))
     assert list(net.state_dict()) == ["initial.0", "initial.1"]
     assert list(net.parameters()) == [learned]
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert other.initial.get_parameter("0") is not learned
     assert net.double()(torch.zeros(3, 5, 2).double()).last[1].dtype == torch.float64
     net(torch.zeros(3, 5, 2).double()).outputs.sum().backward()
     assert learned.grad.tolist() == [15, 15]
-
-
-def test_a_network_can_be_copied_and_pickled() -> None:
-    net = eagerly(nn.LSTMCell(3, 4), initial=(torch.ones(4), nn.Parameter(torch.ones(1, 4))))
-    x = torch.randn(2, 3, 3)
-    wanted = net(x).outputs
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert equal(other(x).outputs, wanted)
-        assert other.initial.get_parameter("1") is not net.initial.get_parameter("1")
 
 
 class Begins(nn.Module):
@@ -181,7 +164,7 @@ class Begins(nn.Module):
         return plus(x, s)
 
 
-def test_who_says_where_a_network_begins() -> None:
+def test_sources_of_the_initial_state() -> None:
     x = torch.ones(2, 3)
     assert eagerly(Begins())(x).last.tolist() == [12] * 3
     assert eagerly(Begins(), initial=lambda first: first * 100)(x).last.tolist() == [102] * 3
@@ -190,16 +173,16 @@ def test_who_says_where_a_network_begins() -> None:
     assert eagerly(plus, initial=nn.Linear(2, 2, bias=False))(torch.ones(1, 3, 2)).last.shape == (3, 2)
 
 
-def test_the_first_input_is_no_padding() -> None:
+def test_initial_state_does_not_read_padding() -> None:
     x = torch.tensor([[torch.nan, 1.0], [2.0, 3.0]])
     mask = ~x.isnan()
     assert eagerly(Begins())(x, mask=mask).last.tolist() == [22, 14]
 
 
-def test_a_network_that_does_not_know_where_to_begin_says_so() -> None:
+def test_missing_initial_state_is_reported() -> None:
     with pytest.raises(UsageError) as caught:
         eagerly(plus)(torch.ones(2, 3))
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "there is no initial state: give state=, or initial= to the network, or give plus a method "
         "initial_state(first input)"
     ]
@@ -207,11 +190,11 @@ def test_a_network_that_does_not_know_where_to_begin_says_so() -> None:
         eagerly(plus).step(torch.ones(3))
 
 
-def test_all_faults_of_a_networks_arguments_are_told_at_once() -> None:
+def test_faults_of_arguments_are_listed_together() -> None:
     with pytest.raises(UsageError) as caught:
         eagerly(nn.GRUCell(3, 4), links={"h": "y"}, time_step=True, truncate=0, initial=(torch.ones(1), "zeros"))
-    assert told(caught) == [
-        "links want a step net over dicts, but cell is torch's GRUCell",
+    assert fault_lines(caught) == [
+        "links need a step net over dicts, but cell is torch's GRUCell",
         "time_step=True, but torch's GRUCell takes no step number",
         "truncate is 0, wanted at least 1 step, or None",
         "initial holds str, wanted nested tensors, or a function of the first input",
@@ -231,15 +214,13 @@ class Concatenating(nn.Module):
 
 
 @given(st.integers(1, 4), st.integers(2, 4), st.booleans(), st.booleans(), st.booleans())
-def test_one_state_for_all_rows_gets_the_sum_of_their_gradients(
-    rows: int, hidden: int, axis: bool, own: bool, by_row: bool
-) -> None:
+def test_shared_state_gets_the_sum_of_gradients(rows: int, hidden: int, axis: bool, own: bool, by_row: bool) -> None:
     torch.manual_seed(rows)
     net = eagerly(Concatenating(3, hidden))
     x = torch.randn(4, rows, 3).double()
     one = nn.Parameter(torch.randn(*([1] if axis else []), hidden).double())
     full = one.detach().expand(rows, hidden).clone().requires_grad_()
-    wanted = net(x, full)
+    expected = net(x, full)
     more = {"lengths": [4] * rows} if by_row else {}
     if own:
         seen = eagerly(net.cell, initial=one)(x, **more)
@@ -247,11 +228,11 @@ def test_one_state_for_all_rows_gets_the_sum_of_their_gradients(
         return  # H numbers for N = H rows: a state given with the call is then taken to have rows
     else:
         seen = net(x, one, **more)
-    assert all(equal(a, b) for a, b in zip(seen, wanted, strict=True))
-    close(gradients(tuple(seen), [one])[0].view(hidden), gradients(tuple(wanted), [full])[0].sum(0))
+    assert all(equal(a, b) for a, b in zip(seen, expected, strict=True))
+    close(gradients(tuple(seen), [one])[0].view(hidden), gradients(tuple(expected), [full])[0].sum(0))
 
 
-def test_tokens_have_one_axis_and_states_more() -> None:
+def test_tokens_with_fewer_axes_than_states() -> None:
     table = nn.Embedding(9, 4)
     net = eagerly(lambda token, h: (None, torch.cat([table(token)[:, :2], h[:, :2]], 1)))
     tokens = torch.randint(9, (5, 3))
@@ -259,7 +240,7 @@ def test_tokens_have_one_axis_and_states_more() -> None:
     assert net(tokens, torch.zeros(4), lengths=[5, 4, 0]).last.shape == (3, 4)
 
 
-def test_a_sequence_without_rows_keeps_its_state_as_it_is() -> None:
+def test_sequence_without_rows_keeps_its_state() -> None:
     net = eagerly(Concatenating(3, 1))
     x = torch.randn(4, 3).double()
     assert net(x, torch.zeros(1).double()).last.shape == (1,)
@@ -269,13 +250,15 @@ def test_a_sequence_without_rows_keeps_its_state_as_it_is() -> None:
     close(mapped(batch, state), tuple(net(batch, state)))
 
 
-def test_the_first_step_may_settle_shape_and_dtype_as_a_plain_loop_would() -> None:
+def test_first_step_settles_shape_and_dtype() -> None:
     net = eagerly(lambda x, s: (s + x, s + x), initial=lambda first: torch.zeros((), dtype=torch.int64))
     x = torch.ones(3, 2, 2, dtype=torch.float64)
     assert net(x).last.dtype == torch.float64
     flags = torch.tensor([[False, True]] * 3)
     last = net(x, mask=flags).last
     assert equal(last, torch.tensor([[0.0, 0.0], [3.0, 3.0]], dtype=torch.float64))
+    with pytest.raises(SpecError, match=r"(?s)step 1 returned.*state has shape \(4, 2, 2\), wanted \(2, 2, 2\)"):
+        eagerly(lambda x, s: (x, torch.stack([s, s]) if s.dim() < 3 else torch.cat([s, s])))(x, torch.ones(2, 2))
 
 
 @at_once(
@@ -294,28 +277,20 @@ def test_the_first_step_may_settle_shape_and_dtype_as_a_plain_loop_would() -> No
         (lambda s: (None, s[1]), ["state[0] is of type NoneType, wanted a tensor"]),
     ],
 )  # fmt: skip
-def test_a_state_that_does_not_fit_is_told_by_path(returned: Any, faults: list[str]) -> None:
+def test_state_that_does_not_fit_is_reported_by_path(returned: Any, faults: list[str]) -> None:
     with pytest.raises(SpecError, match="the state that step 0 returned") as caught:
         eagerly(lambda x, s: (x, returned(s)))(torch.ones(3, 2, 3), (torch.ones(2, 3), torch.ones(2, 3)))
-    assert told(caught) == faults
+    assert fault_lines(caught) == faults
 
 
-def test_a_state_may_not_grow() -> None:
-    with pytest.raises(SpecError, match=r"step 1 returned") as caught:
-        eagerly(lambda x, s: (x, torch.stack([s, s]) if s.dim() < 3 else torch.cat([s, s])))(
-            torch.ones(3, 2, 2), torch.ones(2, 2)
-        )
-    assert told(caught) == ["state has shape (4, 2, 2), wanted (2, 2, 2)"]
-
-
-def test_a_state_nested_otherwise_than_the_one_that_a_reset_brings_back_is_refused() -> None:
+def test_state_must_be_nested_like_the_initial_state() -> None:
     net = eagerly(nn.GRUCell(3, 4))
     with pytest.raises(SpecError, match="is not nested as its initial state: state should be a leaf"):
         net(torch.ones(2, 2, 3), (torch.ones(2, 4),), reset=torch.ones(2, 2, dtype=torch.bool))
 
 
 @by_any
-def test_step_with_reset_is_as_the_sequence(backend: str) -> None:
+def test_steps_with_reset_equal_the_sequence(backend: str) -> None:
     """Rows that start anew, one step at a time, have the numbers and gradients of `reset=` over the whole."""
     torch.manual_seed(0)
     x, reset = torch.randn(6, 4, 3).double().requires_grad_(), torch.rand(6, 4) < 0.4
@@ -332,7 +307,7 @@ def test_step_with_reset_is_as_the_sequence(backend: str) -> None:
     close(*(gradients(each, [x, *net.parameters()]) for each in ends))
 
 
-def test_reset_of_a_step_drops_nan_and_wants_an_initial_state() -> None:
+def test_reset_of_a_step_drops_nan() -> None:
     """What a row had before does not count, be it NaN; without an initial state there is nothing to begin from."""
     net = Recurrent(nn.GRUCell(3, 2))
     x, reset = torch.randn(4, 3), torch.tensor([True, False, True, False])
@@ -354,7 +329,7 @@ class Joining(nn.Module):
         return h, torch.cat([h, x], -1)[:, -2:]
 
 
-def test_lists_of_steps_and_missing_batch_axes_get_the_mend() -> None:
+def test_unusual_input_forms_get_a_hint() -> None:
     """Both are forms that some cells take, so the error comes where the cell fails."""
     x = torch.randn(5, 4, 3)
     for cell in (Joining(), nn.GRUCell(3, 2)):

@@ -1,4 +1,4 @@
-"""Lengths, masks with holes, resets, truncation and the step number: as if every row ran alone, on every backend."""
+"""Lengths, masks, resets, truncation and the step number: each row runs as if alone, on every backend."""
 
 from functools import cache
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.recurrent.recurrent_cases import (
     Awkward,
@@ -18,6 +18,7 @@ from tests.recurrent.recurrent_cases import (
     close,
     eagerly,
     equal,
+    fault_lines,
     floats,
     gradients,
     outcome,
@@ -26,7 +27,6 @@ from tests.recurrent.recurrent_cases import (
     random_case,
     run_by,
     spoiled,
-    told,
 )
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
@@ -43,7 +43,7 @@ tables = st.lists(st.booleans(), min_size=STEPS * ROWS, max_size=STEPS * ROWS).m
 
 
 class Timed(Awkward):
-    """Reads the number of the step as an int may be read."""
+    """Reads the number of the step."""
 
     def forward(self, x: Any, state: Any, t: int) -> Any:
         y, (h, more) = super().forward(x, state)
@@ -66,7 +66,7 @@ def network(kind: type[Awkward], backend: str) -> Recurrent:
     own=st.booleans(),
     form=st.sampled_from([list, tuple, torch.tensor]),
 )
-def test_every_row_runs_as_if_alone_and_padding_of_nan_leaks_nowhere(
+def test_each_row_runs_as_if_alone_despite_nan_padding(
     lengths: Any, mask: Tensor | None, reset: Tensor | None, seed: int, own: bool, form: Any, backend: str
 ) -> None:
     net, (_, x, state) = network(Awkward, backend), random_case(STEPS, ROWS, seed)
@@ -74,21 +74,21 @@ def test_every_row_runs_as_if_alone_and_padding_of_nan_leaks_nowhere(
     net.initial = (lambda first: fresh) if own else None
     within = torch.arange(STEPS)[:, None] < torch.tensor([STEPS] * ROWS if lengths is None else lengths)
     valid = within if mask is None else within & mask
-    wanted = per_row(net.cell, x, state, valid, None if reset is None else within & reset, fresh)
+    expected = per_row(net.cell, x, state, valid, None if reset is None else within & reset, fresh)
     padded = spoiled(x, valid)
     seen = net(padded, state, lengths=None if lengths is None else form(lengths), mask=mask, reset=reset)
-    close(tuple(seen), tuple(wanted))
+    close(tuple(seen), tuple(expected))
     for leaf in floats(seen.outputs):
         assert torch.equal(leaf[~valid], torch.zeros_like(leaf[~valid]))
     learn = [*net.cell.parameters(), *floats(state), *floats(fresh)]
-    close(gradients(tuple(seen), [*learn, *floats(padded)]), gradients(wanted, [*learn, *floats(x)]), 1e-10)
+    close(gradients(tuple(seen), [*learn, *floats(padded)]), gradients(expected, [*learn, *floats(x)]), 1e-10)
     assert run_by(net) == {backend}
 
 
 @by_plan
 @settings(max_examples=8)
 @given(start=st.integers(0, 3), every=st.integers(1, 7), seed=st.integers(0, 99), reset=st.none() | tables)
-def test_truncation_the_step_number_and_resets_are_as_in_the_loop(
+def test_truncation_step_number_and_resets_equal_the_loop(
     start: int, every: int, seed: int, reset: Tensor | None, backend: str
 ) -> None:
     net, (_, x, state) = network(Timed, backend), random_case(STEPS, ROWS, seed)
@@ -101,7 +101,7 @@ def test_truncation_the_step_number_and_resets_are_as_in_the_loop(
 
 @by_plan
 @pytest.mark.parametrize("own", [True, False])
-def test_what_a_reset_brings_back_keeps_its_gradient_where_others_are_cut(own: bool, backend: str) -> None:
+def test_restored_state_keeps_its_gradient_at_a_cut(own: bool, backend: str) -> None:
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         return h.sin(), (x + h).tanh()
 
@@ -109,14 +109,14 @@ def test_what_a_reset_brings_back_keeps_its_gradient_where_others_are_cut(own: b
     x, first = torch.randn(STEPS, ROWS, 3).double(), torch.randn(ROWS, 3).double().requires_grad_()
     reset = torch.arange(STEPS)[:, None] % 4 == torch.arange(ROWS)
     options: dict[str, Any] = {"truncate": 2, "initial": (lambda _: first) if own else None}
-    found: list[Any] = []
+    results: list[Any] = []
     for net in (planned(cell, backend, **options), eagerly(cell, **options)):
-        found.append(gradients(tuple(net(x, None if own else first, reset=reset)), [first]))
-    close(*found)
+        results.append(gradients(tuple(net(x, None if own else first, reset=reset)), [first]))
+    close(*results)
 
 
 @by_plan
-def test_a_cell_that_looks_at_all_rows_sees_the_same_in_place_of_padding(backend: str) -> None:
+def test_cell_that_mixes_rows_sees_the_same_padding_values(backend: str) -> None:
     torch.manual_seed(0)
     x, h = torch.randn(STEPS, ROWS, 3).double().requires_grad_(), torch.randn(ROWS, 3).double()
     x.data[4:, 1] = torch.nan
@@ -124,7 +124,7 @@ def test_a_cell_that_looks_at_all_rows_sees_the_same_in_place_of_padding(backend
 
 
 @by_plan
-def test_a_step_number_that_a_plan_would_round_is_left_to_the_loop(backend: str) -> None:
+def test_step_number_that_a_plan_would_round_runs_eagerly(backend: str) -> None:
     """Also where the first steps do not show it."""
 
     def cell(x: Tensor, h: Tensor, t: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def test_a_step_number_that_a_plan_would_round_is_left_to_the_loop(backend: str)
         return x + h * (1e-4 * torch.as_tensor(t, dtype=x.dtype)), h
 
     x, h = torch.randn(4, 2, 3).double(), torch.ones(2, 3).double()
-    wanted = eagerly(cell, time_step=True)(x, h, start=9999).outputs
+    expected = eagerly(cell, time_step=True)(x, h, start=9999).outputs
     net = planned(cell, backend, time_step=True)
     words = "float64 with the number t.*as_tensor"
     if backend == "c":
@@ -143,15 +143,15 @@ def test_a_step_number_that_a_plan_would_round_is_left_to_the_loop(backend: str)
         net.backend = "auto"
     with pytest.warns(NoPlanWarning, match=words):
         net(x, h)
-    close(net(x, h, start=9999).outputs, wanted, 1e-14)
+    close(net(x, h, start=9999).outputs, expected, 1e-14)
     assert run_by(net) == {"eager"}
     net = planned(exact, backend, time_step=True)
     net(x, h)
-    close(net(x, h, start=9999).outputs, wanted, 1e-14)
+    close(net(x, h, start=9999).outputs, expected, 1e-14)
     assert run_by(net) == {backend}
 
 
-def test_a_reset_counts_in_a_hole_but_not_past_the_end() -> None:
+def test_reset_counts_in_a_hole_but_not_past_the_end() -> None:
     net = eagerly(lambda x, s: (s + x, s + x), initial=torch.zeros(()))
     x = torch.ones(4, 2)
     hole = torch.tensor([True, True, False, False])[:, None].expand(4, 2)
@@ -160,46 +160,29 @@ def test_a_reset_counts_in_a_hole_but_not_past_the_end() -> None:
     assert net(x, lengths=[2, 4], reset=reset).last.tolist() == [2, 2]
 
 
-def test_a_reset_brings_back_the_networks_own_state_so_that_chunks_agree_with_the_whole() -> None:
-    net = eagerly(nn.LSTMCell(3, 4))
-    x, reset = torch.randn(6, 5, 3), torch.rand(6, 5) < 0.4
-    whole = net(x, reset=reset)
-    first = net(x[:2], reset=reset[:2])
-    second = net(x[2:], first.last, reset=reset[2:])
-    assert equal(torch.cat([first.outputs, second.outputs]), whole.outputs)
-    assert equal(second.last, whole.last)
-
-
-def test_a_mask_that_is_true_everywhere_changes_no_bit() -> None:
+def test_all_true_mask_changes_no_bit() -> None:
     cell, x, state = random_case(4, 3, 1)
     plain = eagerly(cell)(x, state)
     masked = eagerly(cell)(x, state, mask=torch.ones(4, 3, dtype=torch.bool), lengths=[4, 4, 4])
     assert all(equal(a, b) for a, b in zip(plain, masked, strict=True))
 
 
-def test_all_faults_of_lengths_mask_and_reset_are_told_at_once() -> None:
+def test_faults_of_lengths_mask_and_reset_are_listed() -> None:
     cell, x, state = random_case(3, 2, 0)
     with pytest.raises(SpecError) as caught:
         eagerly(cell)(x, state, lengths=[4, -1], mask=torch.ones(2, 3), reset=torch.ones(3, dtype=torch.bool))
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "lengths go from 0 to T = 3, but row 0 has 4, row 1 has -1",
         "mask has dtype torch.float32, wanted torch.bool",
         "mask has shape (2, 3), wanted T x N = (3, 2)",
         "reset has shape (3,), wanted T x N = (3, 2)",
     ]
-    for lengths, word in [
-        (torch.tensor([1.0, 2.0]), "lengths has dtype torch.float32, wanted integers"),
-        ([1, 2, 3], "lengths has shape (3,), wanted (2,): one for each row"),
-    ]:
-        with pytest.raises(SpecError) as caught:
-            eagerly(cell)(x, state, lengths=lengths)
-        assert told(caught) == [word]
     with pytest.raises(SpecError) as caught:
         eagerly(lambda x, s: (x, s))(torch.ones(4), torch.ones(1), lengths=[4])
-    assert told(caught) == ["lengths, mask and reset are per row, but no input has two axes, T x N"]
+    assert fault_lines(caught) == ["lengths, mask and reset are per row, but no input has two axes, T x N"]
 
 
-def test_what_is_chosen_by_row_must_have_rows() -> None:
+def test_masked_results_must_have_rows() -> None:
     x = torch.ones(3, 2, 3)
     with pytest.raises(SpecError, match="output has shape \\(\\), wanted 2 rows first"):
         eagerly(lambda x, s: (x.sum(), s))(x, torch.ones(2, 1), lengths=[1, 2])
@@ -208,6 +191,8 @@ def test_what_is_chosen_by_row_must_have_rows() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "lengths are floats": ({"lengths": torch.tensor([1.0, 2.0])}, "lengths has dtype torch.float32, wanted integers"),
+    "too many lengths": ({"lengths": [1, 2, 3]}, "lengths has shape (3,), wanted (2,): one for each row"),
     "lengths is a number": ({"lengths": 3}, "lengths"),
     "lengths are words": (
         {"lengths": ["a", "b"]},
@@ -221,7 +206,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @at_once(("given", "words"), WRONG.values(), ids=WRONG)
-def test_what_is_no_table_at_all_is_told_too(given: dict[str, Any], words: str) -> None:
+def test_arguments_that_are_not_tables_are_reported(given: dict[str, Any], words: str) -> None:
     check = Validator("tables")
     inputs = read_inputs(torch.zeros(3, 2, 1), batch_first=False, certain=True, check=check)
     tables = {"lengths": None, "mask": None, "reset": None, **given}

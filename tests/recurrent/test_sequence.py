@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from tests.recurrent.recurrent_cases import at_once, close, eagerly, equal, told
+from tests.recurrent.recurrent_cases import at_once, close, eagerly, equal, fault_lines
 from tests.recurrent.test_recurrent import copied
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
@@ -22,7 +22,7 @@ def total(x: Any, state: Tensor) -> tuple[Any, Tensor]:
 
 
 @given(st.integers(0, 4), st.integers(1, 3), st.booleans())
-def test_every_step_gets_its_slice_of_tensors_and_the_rest_whole(steps: int, rows: int, batch_first: bool) -> None:
+def test_steps_get_slices_of_tensors_and_other_leaves_whole(steps: int, rows: int, batch_first: bool) -> None:
     value = {"x": torch.randn(steps, rows, 2), "gate": torch.randn(steps, rows), "dt": torch.rand(steps), "name": "a"}
     given_value = map_leaves(
         lambda leaf: leaf.transpose(0, 1) if batch_first and isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf,
@@ -31,7 +31,7 @@ def test_every_step_gets_its_slice_of_tensors_and_the_rest_whole(steps: int, row
     with Validator("no fault expected") as check:
         read = read_inputs(given_value, batch_first=batch_first, certain=batch_first, check=check)
     assert (read.steps, read.rows, read.axes) == (steps, rows, 2)
-    seen = list(read.each())
+    seen = list(read.each_step())
     assert len(seen) == steps
     for t, (x, gate, dt, name) in enumerate(seen):
         assert torch.equal(x, value["x"][t]) and torch.equal(gate, value["gate"][t])
@@ -39,14 +39,14 @@ def test_every_step_gets_its_slice_of_tensors_and_the_rest_whole(steps: int, row
 
 
 @at_once("dtype", [torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64])
-def test_no_steps_at_all_give_empty_results_and_the_state_as_it_was(dtype: torch.dtype) -> None:
+def test_no_steps_give_empty_results_and_the_same_state(dtype: torch.dtype) -> None:
     state = torch.ones(3, dtype=torch.float64)
     result = eagerly(lambda x, s: (x * 2, s + 1))(torch.zeros(0, 3, dtype=dtype), state)
     assert result.outputs.shape == result.states.shape == (0, 3)
     assert equal(result.last, state)
 
 
-def test_no_steps_at_all_have_gradients_of_zero_and_draw_no_random_numbers() -> None:
+def test_no_steps_have_zero_gradients_and_draw_nothing() -> None:
     class Noisy(nn.LSTMCell):
         def forward(self, x: Tensor, state: Any) -> Any:
             return super().forward(x + torch.randn_like(x), state)
@@ -86,16 +86,16 @@ def test_no_steps_at_all_have_gradients_of_zero_and_draw_no_random_numbers() -> 
         ((), ["inputs hold no tensor (saw nothing), wanted T x N x ..., time first"]),
     ],
 )
-def test_faults_of_the_inputs_are_told_at_once_by_path(value: Any, faults: list[str]) -> None:
+def test_faults_of_inputs_are_listed_by_path(value: Any, faults: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
         eagerly(total)(value, torch.zeros(2))
-    assert told(caught) == faults
+    assert fault_lines(caught) == faults
 
 
-def test_faults_of_inputs_state_and_tables_come_together() -> None:
+def test_faults_of_inputs_state_and_tables_are_listed() -> None:
     with pytest.raises(SpecError) as caught:
         eagerly(total)({"x": torch.ones(4, 2, 3)}, (torch.zeros(3, 1), "b"), lengths=[9, 1], start=-1)
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "lengths go from 0 to T = 4, but row 0 has 9",
         "start is -1, wanted the number of the first step, 0 or more",
         "state[0] has shape (3, 1), wanted 2 rows, or 1 for all of them",
@@ -109,7 +109,7 @@ def test_batch_first_names_its_own_axes() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.booleans(), st.booleans())
-def test_a_packed_sequence_gives_what_torch_gives(lengths: list[int], presorted: bool, given_state: bool) -> None:
+def test_packed_sequence_equals_torch(lengths: list[int], presorted: bool, given_state: bool) -> None:
     if presorted:
         lengths = sorted(lengths, reverse=True)
     torch.manual_seed(len(lengths))
@@ -118,20 +118,20 @@ def test_a_packed_sequence_gives_what_torch_gives(lengths: list[int], presorted:
     x = torch.randn(max(lengths), len(lengths), 3).double()
     packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=presorted)
     state = (torch.randn(len(lengths), 4).double(), torch.randn(len(lengths), 4).double()) if given_state else None
-    wanted, (h, c) = whole(packed, None if state is None else (state[0][None], state[1][None]))
+    expected, (h, c) = whole(packed, None if state is None else (state[0][None], state[1][None]))
     seen = net(packed, state)
-    close(seen.outputs.data, wanted.data)
+    close(seen.outputs.data, expected.data)
     close(seen.last, (h[0], c[0]))
-    assert torch.equal(seen.outputs.batch_sizes, wanted.batch_sizes)
+    assert torch.equal(seen.outputs.batch_sizes, expected.batch_sizes)
     if presorted:
         assert seen.outputs.sorted_indices is seen.outputs.unsorted_indices is None
     else:
-        assert torch.equal(seen.outputs.sorted_indices, wanted.sorted_indices)
-        assert torch.equal(seen.outputs.unsorted_indices, wanted.unsorted_indices)
+        assert torch.equal(seen.outputs.sorted_indices, expected.sorted_indices)
+        assert torch.equal(seen.outputs.unsorted_indices, expected.unsorted_indices)
     close(seen.states[0][-1], h[0])  # past its length a row keeps its state
 
 
-def test_outputs_that_are_none_stay_none_others_are_packed_one_by_one_and_lengths_besides_refused() -> None:
+def test_packed_outputs_by_leaf() -> None:
     packed = pack_padded_sequence(torch.randn(3, 2, 1), torch.tensor([3, 1]))
     seen = eagerly(lambda x, s: ((x, None), s + x))(packed, torch.zeros(2, 1))
     assert seen.outputs[1] is None
@@ -140,11 +140,11 @@ def test_outputs_that_are_none_stay_none_others_are_packed_one_by_one_and_length
         eagerly(nn.GRUCell(1, 4))(packed, lengths=[3, 1])
 
 
-def test_batch_first_turns_the_states_of_a_packed_sequence_only() -> None:
+def test_batch_first_with_a_packed_sequence() -> None:
     packed = pack_padded_sequence(torch.randn(3, 2, 3), torch.tensor([3, 1]))
     cell, mask = nn.GRUCell(3, 4), torch.tensor([[True, True], [False, True], [True, True]])
-    wanted = eagerly(cell)(packed, mask=mask)
+    expected = eagerly(cell)(packed, mask=mask)
     seen = eagerly(cell, batch_first=True)(packed, mask=mask.t())
-    assert torch.equal(seen.outputs.data, wanted.outputs.data)
-    assert torch.equal(seen.last, wanted.last)
-    assert torch.equal(seen.states, wanted.states.transpose(0, 1))
+    assert torch.equal(seen.outputs.data, expected.outputs.data)
+    assert torch.equal(seen.last, expected.last)
+    assert torch.equal(seen.states, expected.states.transpose(0, 1))

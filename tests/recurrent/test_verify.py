@@ -1,4 +1,4 @@
-"""Nothing that computes something else than its cell is let through."""
+"""The check of a new plan rejects every plan whose results are not those of its cell."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from weft.recurrent.verify import PlanError, rounded_factors, verify
 
 
 @grid(make=CASES, backend=BACKENDS)
-def test_a_right_plan_passes_the_check_and_leaves_no_gradient_behind(make: Callable[[], Case], backend: str) -> None:
+def test_correct_plan_passes_without_gradients_left(make: Callable[[], Case], backend: str) -> None:
     case = make()
     xs, states = sequence(case)
     for memory in ("full", "states", "sqrt", 10_000_000):
@@ -32,8 +32,8 @@ def test_a_right_plan_passes_the_check_and_leaves_no_gradient_behind(make: Calla
     ("part", "words"),
     [("loop", "output 0 differs"), ("loop_back", "gradient of initial state"), ("after_back", "gradient of parameter")],
 )
-def test_a_wrong_plan_is_refused_and_every_wrong_value_named(part: str, words: str) -> None:
-    """One operator of the plan is replaced by another: what a fault of the analysis would look like."""
+def test_incorrect_plan_is_rejected_with_all_values(part: str, words: str) -> None:
+    """One operator of the plan is replaced, as an error of the analysis would do."""
     case = CASES["RNN"]()
     captured = capture(case.cell, case.x, case.state, case.parameters)
     swap: dict[str, tuple[Any, Any]] = {
@@ -49,7 +49,7 @@ def test_a_wrong_plan_is_refused_and_every_wrong_value_named(part: str, words: s
         verify(PythonBackend(captured), case.cell, xs, states)
 
 
-def test_a_fault_that_shows_in_one_step_without_gradients_of_all_states_is_seen(
+def test_fault_of_single_steps_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def swapped(x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -60,7 +60,7 @@ def test_a_fault_that_shows_in_one_step_without_gradients_of_all_states_is_seen(
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
 
-    monkeypatch.setattr(python_engine, "_write", one_after_another)
+    monkeypatch.setattr(python_engine, "copy_into", one_after_another)
     x, state = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 2, 3, dtype=torch.float64).unbind()
     engine = engine_of("python", Case(swapped, x, state, []))
     with pytest.raises(PlanError, match="gradient of initial state"):
@@ -68,7 +68,7 @@ def test_a_fault_that_shows_in_one_step_without_gradients_of_all_states_is_seen(
 
 
 class Shifted(PythonBackend):
-    """A plan whose states are off by some of what TF32 rounds away."""
+    """A plan whose states are off by less than a rounding of TF32."""
 
     def run_forward(self, *given: Any) -> Any:
         outputs, states, kept = super().run_forward(*given)
@@ -84,7 +84,7 @@ def precision() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_right_plan_passes_where_products_use_tf32(precision: Any, dtype: torch.dtype) -> None:
+def test_correct_plan_passes_with_tf32(precision: Any, dtype: torch.dtype) -> None:
     """Kernels for one step and for all of them round differently. Without TF32, and in float64, that is a fault."""
 
     def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def test_only_convolutions_use_tf32_by_default(precision: Any) -> None:
 
 
 @by_plan
-def test_nan_in_the_same_places_is_no_difference(backend: str) -> None:
+def test_nan_in_the_same_places_is_accepted(backend: str) -> None:
     def root(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return (x - 10).sqrt() + state, state + x
 
@@ -126,7 +126,7 @@ def test_nan_in_the_same_places_is_no_difference(backend: str) -> None:
 
 
 @by_plan
-def test_the_check_draws_what_the_cell_draws_and_puts_the_generator_back(backend: str) -> None:
+def test_check_of_a_drawing_cell_restores_the_generator(backend: str) -> None:
     def dropping(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         after = state + nn.functional.dropout(x, 0.5)
         return after, after

@@ -1,4 +1,4 @@
-"""Memory between calls: used again, bounded, given back; and a network takes no more of it from call to call."""
+"""Memory between calls is reused, bounded and returned, and a network does not leak."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ from weft.recurrent.cpp import workspace
 from weft.recurrent.cpp.workspace import WorkspacePool, pool
 
 
-def test_a_buffer_that_was_given_back_is_used_again_for_what_is_not_much_smaller() -> None:
+def test_returned_buffer_is_reused_for_similar_sizes() -> None:
     pool = WorkspacePool()
     one, other = pool.take(100_000), pool.take(150_000)
     pool.give(other)
@@ -28,7 +28,7 @@ def test_a_buffer_that_was_given_back_is_used_again_for_what_is_not_much_smaller
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 20)), max_size=30))
-def test_a_buffer_has_one_owner_is_large_enough_and_what_is_idle_is_counted(steps: list[tuple[int, int]]) -> None:
+def test_buffers_have_one_owner_and_idle_bytes_count(steps: list[tuple[int, int]]) -> None:
     pool = WorkspacePool()
     out: list[torch.Tensor] = []
     idle: dict[int, int] = {}
@@ -49,7 +49,7 @@ def test_a_buffer_has_one_owner_is_large_enough_and_what_is_idle_is_counted(step
     assert pool.statistics()["held_bytes"] == 0
 
 
-def test_what_is_more_than_a_share_of_the_free_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_keeps_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 8_000_000
     monkeypatch.setattr(workspace, "_free_memory", lambda: free)
     monkeypatch.setattr(workspace, "_ASK_AGAIN", -1.0)
@@ -64,7 +64,7 @@ def test_what_is_more_than_a_share_of_the_free_memory_is_not_kept(monkeypatch: p
     assert pool.statistics()["held_bytes"] == 1024, "under pressure what was idle goes first"
 
 
-def test_when_memory_runs_out_the_idle_is_given_up_and_it_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_frees_the_pool_and_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = WorkspacePool()
     pool.give(pool.take(1000))
     empty, tries = torch.empty, []
@@ -82,7 +82,7 @@ def test_when_memory_runs_out_the_idle_is_given_up_and_it_is_tried_once_more(mon
 
 @pytest.mark.long
 @grid(memory=["full", "states", "sqrt"], backend=BACKENDS)
-def test_calls_leave_nothing_behind(backend: str, memory: str) -> None:
+def test_repeated_calls_do_not_leak(backend: str, memory: str) -> None:
     net = planned(nn.GRUCell(3, 4), backend, memory=memory)
     x = torch.randn(140, 2, 3, requires_grad=True)
 

@@ -1,18 +1,19 @@
-"""Across time: a recurrent network out of one time step, any cell that plain PyTorch can write.
+"""Recurrent networks from one time step: any cell that plain PyTorch can express.
 
 recurrent.py    Recurrent, recurrent_net; one call       eager.py      the exact loop
 sequence.py     time and batch axes, packed sequences    masking.py    lengths, masks, resets
-cell.py         cells, step nets over named values, and states at a step's border
+cell.py         cells, step nets over named values, and the initial state
 layers/         LSTM, GRU, RNN, Stack, ...               cells/        known cells, and wrappers
 
-A plan in place of the loop:
+A plan replaces the loop:
 capture.py, graph.py, passes.py                the graph of one step and its backward
-plan.py                                        what must run step by step, and what need not
-plan_cache.py, guards.py, verify.py            for which calls a plan holds, its check, and which backend runs it
-autograd.py                                    a whole sequence, as one node of autograd
-backends.py                                    the protocol of what runs a plan, and what is kept for backward:
+step_plan.py                                   the operators that must run step by step, and those that need not
+plan_cache.py, guards.py, verify.py            the calls for which a plan holds, its check, and its backend
+sequence_function.py                           a whole sequence, as one autograd node
+plan_backends.py, backend_registry.py          the protocol of backends, the values kept for backward; the known ones:
 cpp/, inductor_backend.py, python_backend.py   a loop in C++, compiled steps, loops in Python
-custom_op.py                                   under torch.compile and torch.export: one operator
+custom_op.py, traced_networks.py               under torch.compile and torch.export: one operator
+pytorch_internals.py                           the private names of PyTorch that these modules use
 """
 
 from weft.recurrent.cell import InputWidthError, Window

@@ -1,16 +1,17 @@
 """From a cell, run once, to the graph of one step and its backward.
 
-    cell(x, state) -> (y, state')                     what the user wrote
+    cell(x, state) -> (y, state')                     the user's code
 
-    joint(x, s, gs', gy):                             what is captured, once, whatever T
+    joint(x, s, gs', gy):                             the captured graph: once, for any T
         y, s' = cell(x, s)
         gx, gs, gw = gradients of (s', y) for (x, s, parameters), given (gs', gy)
         return s', y, gx, gs, gw
 
-Capturing is `make_fx` over `torch.autograd.grad`; of the ways that PyTorch offers it takes the most cells. Parameters
-and other tensors that the cell reads are its *references*: constants of the graph that are looked up anew at every use,
-so an optimizer may change them. What cannot be captured is refused here. The idea of deriving the backward net of the
-step net once is that of Caffe2's ``recurrent_net``.
+The idea of deriving the backward net once is that of Caffe2's ``recurrent_net``. Capturing is `make_fx` over
+`torch.autograd.grad`. Dynamo and `torch.export` read the cell's Python code and reject code that they do not know,
+whereas `make_fx` runs it, so it accepts the most cells. Parameters and other tensors that the cell reads are its
+*references*: constants of the graph that are looked up at every use, so an optimizer can change them. A cell that
+cannot be captured is rejected here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,26 +19,25 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core.autograd import quiet_hooks
 from weft.core.errors import WeftError
 from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.segment import differentiable
-from weft.recurrent.graph import StepGraph, bound, graph_signature, lifted, note_strides, tell_apart
-from weft.recurrent.passes import canonicalize, functionalize, fuse, make_fx, writes
+from weft.recurrent import graph as step_graph
+from weft.recurrent import pytorch_internals as internals
+from weft.recurrent.graph import StepGraph
+from weft.recurrent.passes import canonicalize, functionalize, fuse, writes
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class CaptureError(WeftError, RuntimeError):
-    """A cell cannot be captured; the message says why, and what would help."""
+    """A cell cannot be captured. The message gives the reason and a remedy."""
 
 
 class MisfitError(CaptureError):
-    """The cell returned something else than a step of a loop does; the eager loop's error says what, or it takes it."""
+    """The result of the cell does not have the form of a step. The eager loop either accepts it or reports why not."""
 
 
 def capture(
@@ -52,85 +52,90 @@ def capture(
 ) -> StepGraph:
     """Run the cell once on `x` and `state` (no time axis) and derive its joint graph.
 
-    `parameters` are the references that want a gradient; by default those of the module that the cell is.
-    `wanted_inputs` says which leaves of `x` want one; by default all. `composed` makes larger operators out of
-    smaller ones, for backends that do not know them. A cell that reads the value of a `watched` tensor, as a buffer
-    is one, is refused: the plan would keep the value. Raises CaptureError. An exception of the cell itself passes
-    through.
+    `parameters` are the references that require a gradient, by default those of a cell that is a module.
+    `wanted_inputs` flags the leaves of `x` that require one, by default all. `composed` decomposes large operators, for
+    backends that do not know them. A cell that reads the value of a `watched` tensor, e.g. a buffer, is rejected,
+    because the plan would freeze it. Raises CaptureError. An exception of the cell itself passes through.
     """
     if parameters is None:
         parameters = [p for p in cell.parameters() if p.requires_grad] if isinstance(cell, nn.Module) else []
-    wanted = list(parameters)
+    learned = list(parameters)
     inputs, input_structure = flatten(x)
     states, state_structure = flatten(state)
-    # Tensors of our own: the tracer would take one that is given twice, as two zero states often are, for one.
-    inputs, states = ([each.detach().clone() for each in part] for part in (inputs, states))
-    with torch.no_grad(), _Watch(watched):
-        y, new_state = result_of(cell(*(map_leaves(torch.clone, each) for each in (x, state))))
+    # Copies, because the tracer identifies values by object: two zero states that are one tensor would become one.
+    inputs, states = ([leaf.detach().clone() for leaf in leaves] for leaves in (inputs, states))
+    with torch.no_grad(), _ValueReadGuard(watched):
+        y, new_state = check_pair(cell(*(map_leaves(torch.clone, value) for value in (x, state))))
     output_leaves, output_structure = flatten(y)
-    outputs, new_states = present(output_leaves), flatten(new_state)[0]
+    outputs, new_states = tensor_outputs(output_leaves), flatten(new_state)[0]
     _check_result(new_state, state, outputs)
 
     wants = [*(wanted_inputs or [True] * len(inputs)), *[True] * len(states)]
-    grad = torch.is_grad_enabled()  # without, nothing wants a gradient, and the cell is told so
+    grad = torch.is_grad_enabled()  # the cell can ask for it
 
-    def forward(xs: list[Tensor], ss: list[Tensor]) -> list[Tensor]:
+    def run_forward(xs: list[Tensor], ss: list[Tensor]) -> list[Tensor]:
         out, after = cell(unflatten(input_structure, xs), unflatten(state_structure, ss))
-        return [*flatten(after)[0], *present(flatten(out)[0])]
+        return [*flatten(after)[0], *tensor_outputs(flatten(out)[0])]
 
-    def joint(xs: list[Tensor], ss: list[Tensor], gs: list[Tensor], gy: list[Tensor]) -> list[Tensor | None]:
+    def run_joint(xs: list[Tensor], ss: list[Tensor], gs: list[Tensor], gy: list[Tensor]) -> list[Tensor | None]:
         leaves = [
-            each.detach().requires_grad_(want and differentiable(each))
-            for each, want in zip((*xs, *ss), wants, strict=True)
+            value.detach().requires_grad_(want and differentiable(value))
+            for value, want in zip((*xs, *ss), wants, strict=True)
         ]
         with torch.set_grad_enabled(grad):
-            ends = forward(leaves[: len(xs)], leaves[len(xs) :])
-            return [*ends, *gradients_of([*leaves, *wanted], ends, [*gs, *gy])]
+            ends = run_forward(leaves[: len(xs)], leaves[len(xs) :])
+            return [*ends, *gradients_of([*leaves, *learned], ends, [*gs, *gy])]
 
-    example = (inputs, states, [torch.zeros_like(each) for each in new_states], [torch.zeros_like(o) for o in outputs])
+    example = (inputs, states, [torch.zeros_like(s) for s in new_states], [torch.zeros_like(o) for o in outputs])
     try:
-        module = _traced(joint, example, wanted, composed)
-    except Exception:  # the forward alone tells better what is wrong: gradients may stumble over it in their own way
-        _check_pure(forward, (inputs, states))
+        module = _trace_joint(run_joint, example, learned, composed)
+    except Exception:
+        # The derivation of gradients can fail on an impure cell with an obscure error. Forward alone names the cause.
+        _check_pure(run_forward, (inputs, states))
         raise
     counts = (len(inputs), len(states), len(new_states), len(outputs))
-    signature = graph_signature(module, counts)
-    random, draws = lifted(module)
+    signature = step_graph.graph_signature(module, counts)
+    random, draws = step_graph.lift_draws(module)
     signature.inputs.extend(random)
     signature.input_gradients.extend([None] * len(random))
-    asked = tuple(wants[: len(inputs)]) + (False,) * len(random)
-    given = tuple([each is not None for each in output_leaves])
-    found = StepGraph(
-        module, signature, wanted, input_structure, state_structure, output_structure, given, asked, draws
+    graph = StepGraph(
+        module,
+        signature,
+        learned,
+        input_structure,
+        state_structure,
+        output_structure,
+        output_is_tensor=tuple([leaf is not None for leaf in output_leaves]),
+        wanted_inputs=tuple(wants[: len(inputs)]) + (False,) * len(random),
+        draws=draws,
     )
     if composed is None:
-        fuse(found)
-    return found
+        fuse(graph)
+    return graph
 
 
-class _Watch(TorchDispatchMode):
-    """Refuse to read the value of certain tensors: tracing would take it for a constant of the program."""
+class _ValueReadGuard(internals.TorchDispatchMode):
+    """Reject reads of the value of certain tensors, because tracing would freeze it as a constant of the program."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self._held = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
+        self._addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
-            seen = [each for each in args if isinstance(each, Tensor) and each.numel()]
-            if any(each.untyped_storage().data_ptr() in self._held for each in seen):
+            operands = [value for value in args if isinstance(value, Tensor) and value.numel()]
+            if any(operand.untyped_storage().data_ptr() in self._addresses for operand in operands):
                 raise CaptureError(
-                    f"the cell reads the value of a buffer or parameter ({func}), which a plan would keep; make it "
+                    f"the cell reads the value of a buffer or parameter ({func}), which a plan would freeze; make it "
                     "a plain attribute, or compute with the tensor"
                 )
         return func(*args, **(kwargs or {}))
 
 
 def _check_pure(forward: Callable[..., Any], example: tuple[list[Tensor], ...]) -> None:
-    """Raise CaptureError if the cell does what a pure graph cannot express."""
     try:
         with torch.no_grad():
-            seen = make_fx(forward)(*map_leaves(torch.clone, list(example)))
+            traced = internals.make_fx(forward)(*map_leaves(torch.clone, list(example)))
     except RuntimeError as error:
         if "data-dependent" not in str(error):
             raise
@@ -138,57 +143,58 @@ def _check_pure(forward: Callable[..., Any], example: tuple[list[Tensor], ...]) 
             "the cell reads the value of a tensor (a branch on data, .item(), bool() or the like), so no graph can "
             "stand for all steps; use torch.where instead of a branch, or run the cell by the eager loop"
         ) from error
-    _refuse_writes(seen)
+    _reject_writes(traced)
 
 
-def _traced(
+def _trace_joint(
     joint: Callable[..., Any],
     example: tuple[list[Tensor], ...],
     parameters: list[Tensor],
     composed: Mapping[Any, Any] | None,
 ) -> fx.GraphModule:
-    """The graph, made of pure operators: traced, without mutations, and tidied."""
-    # With one fake mode for all values, the tracer does not make a mode for each: a third of its time.
-    context = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
-    # The gradient of a view that is written to asks for it as it was made, not by strides, which bulk work changes.
-    views_as_made = cast(Any, torch.autograd.grad_mode)._force_original_view_tracking(True)
-    with torch.no_grad(), quiet_hooks(parameters), tracing(context), views_as_made:
-        seen = make_fx(joint)(*example)
-        _refuse_writes(seen)
-        tell_apart(seen)
-        pure = functionalize(seen, example, composed)
-    written, drawn = writes(pure), bound(pure)
-    if written and composed is None:  # else some decomposition may write, which is for the backend to refuse
+    # One fake mode for all values. Without it the tracer creates one per value, which takes a third of its time.
+    context = internals.TracingContext(internals.FakeTensorMode(allow_fallback_kernels=True))
+    # The gradient of a view that is written to then repeats the view. By default it reads by strides, which a value
+    # stacked over time does not have.
+    with torch.no_grad(), quiet_hooks(parameters), internals.tracing(context), internals.replay_views(True):
+        traced = internals.make_fx(joint)(*example)
+        _reject_writes(traced)
+        step_graph.separate_bernoulli(traced)
+        pure = functionalize(traced, example, composed)
+    written, dependent = writes(pure), step_graph.value_dependent_draws(pure)
+    # With `composed`, a decomposition of PyTorch can write. The backend then rejects it.
+    if written and composed is None:
         raise CaptureError(
-            f"no graph without writes could be made of the cell, which writes by {', '.join(written)}; compute new "
-            "tensors instead, or run the cell by the eager loop"
+            f"no graph without writes could be derived from the cell, which writes by {', '.join(written)}; compute "
+            "new tensors instead, or run the cell by the eager loop"
         )
-    if drawn:
+    if dependent:
         raise CaptureError(
-            f"the cell draws random numbers that depend on what it computes ({', '.join(dict.fromkeys(drawn))}), so "
+            f"the cell draws random numbers that depend on computed values ({', '.join(dict.fromkeys(dependent))}), so "
             "they cannot be drawn before the loop; draw from a shape and a fixed probability, or run the cell by the "
             "eager loop"
         )
-    note_strides(pure)
+    # Before canonicalization, which changes the layouts that random numbers are drawn in.
+    step_graph.note_strides(pure)
     canonicalize(pure)
     return pure
 
 
 def gradients_of(
-    wanted: Sequence[Tensor], ends: Sequence[Tensor], seeds: Sequence[Tensor | None], **options: Any
+    tensors: Sequence[Tensor], ends: Sequence[Tensor], seeds: Sequence[Tensor | None], **options: Any
 ) -> list[Tensor | None]:
-    """The gradients of `wanted`, None for those that have none; `options` are those of `torch.autograd.grad`."""
+    """The gradients of `tensors`, None for those without; `options` are those of `torch.autograd.grad`."""
     pairs = [(end, seed) for end, seed in zip(ends, seeds, strict=True) if end.requires_grad and seed is not None]
-    asked = [tensor for tensor in wanted if tensor.requires_grad]
-    if not pairs or not asked:
-        return [None] * len(wanted)
-    roots, given = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(roots, asked, given, allow_unused=True, **options))
-    return [next(found) if tensor.requires_grad else None for tensor in wanted]
+    learned = [tensor for tensor in tensors if tensor.requires_grad]
+    if not pairs or not learned:
+        return [None] * len(tensors)
+    roots, grad_outputs = zip(*pairs, strict=True)
+    gradients = iter(torch.autograd.grad(roots, learned, grad_outputs, allow_unused=True, **options))
+    return [next(gradients) if tensor.requires_grad else None for tensor in tensors]
 
 
-def result_of(result: Any) -> tuple[Any, Any]:
-    """The result of a cell, checked to be a pair. Raises MisfitError."""
+def check_pair(result: Any) -> tuple[Any, Any]:
+    """The result of a cell. Raises MisfitError if it is not a pair."""
     if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 2:
         raise MisfitError(
             f"a cell returns (output, new state), but this one returned {type(cast(object, result)).__name__}; "
@@ -197,26 +203,26 @@ def result_of(result: Any) -> tuple[Any, Any]:
     return cast("tuple[Any, Any]", result)
 
 
-def present(outputs: Sequence[Any]) -> list[Any]:
-    """The leaves of an output that are there: it may hold None."""
-    return [each for each in outputs if each is not None]
+def tensor_outputs(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of an output that are not None."""
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def _check_result(new: Any, state: Any, outputs: list[Any]) -> None:
-    """Raise an error unless outputs are tensors, and the new state is as the old one."""
-    look = [
-        [(tuple(each.shape), each.dtype) if isinstance(each, Tensor) else None for each in flatten(value)[0]]
+    # Raise an error unless outputs are tensors, and the new state has the form of the old one.
+    new_form, old_form = (
+        [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in flatten(value)[0]]
         for value in (new, state)
-    ]
-    if flatten(new)[1] != flatten(state)[1] or look[0] != look[1]:
-        raise MisfitError(f"the new state of a cell must match the old one, but is {look[0]}, not {look[1]}")
-    kinds = {type(each).__name__ for each in outputs if not isinstance(each, Tensor)}
+    )
+    if flatten(new)[1] != flatten(state)[1] or new_form != old_form:
+        raise MisfitError(f"the new state of a cell must match the old one, but is {new_form}, not {old_form}")
+    kinds = {type(leaf).__name__ for leaf in outputs if not isinstance(leaf, Tensor)}
     if kinds:
         raise CaptureError(f"outputs must be tensors or None, but some are {', '.join(sorted(kinds))}")
 
 
-def _refuse_writes(module: fx.GraphModule) -> None:
-    """A write into an input or a reference is seen by later steps, which a pure graph cannot express."""
+def _reject_writes(module: fx.GraphModule) -> None:
+    """Raise CaptureError for a write into an input or a reference. Later steps see it, which a pure graph cannot do."""
     outlives: set[fx.Node] = {n for n in module.graph.nodes if n.op in ("placeholder", "get_attr")}
     written: list[str] = []
     for node in module.graph.nodes:
@@ -224,12 +230,13 @@ def _refuse_writes(module: fx.GraphModule) -> None:
         if node.op != "call_function" or schema is None:
             continue
         named = {argument.name: argument for argument in schema.arguments}
-        given = [*zip(schema.arguments, node.args, strict=False), *((named[k], v) for k, v in node.kwargs.items())]
-        for argument, value in given:
+        pairs = [*zip(schema.arguments, node.args, strict=False), *((named[k], v) for k, v in node.kwargs.items())]
+        for argument, value in pairs:
             if value in outlives and argument.alias_info is not None:
                 if argument.alias_info.is_write:
                     written.append(f"{node.target} on {value}")
                 outlives.add(node)  # a view
+        # Batch norm in training updates its statistics without saying so in its schema.
         if "batch_norm" in str(node.target) and node.args[5:6] == (True,) and node.args[3:5] != (None, None):
             written.append(f"{node.target} in training on its running statistics")
     if written:

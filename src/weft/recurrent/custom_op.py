@@ -2,32 +2,31 @@
 
     Recurrent.forward       under tracing only
       traced_call           traced by Dynamo: plain values and tensors in, plain values and tensors out
-        _one_operator       skipped by Dynamo; traced by what comes behind it (AOTAutograd, export)
+        _one_operator       skipped by Dynamo, but traced by the next layer (AOTAutograd, export)
           weft.recurrent    the operator: runs the ordinary network, whose plans are made at run time
 
     compiled graph     ... -> weft.recurrent(spec, tensors, references, wanted, start) -> ends, token -> ...
                        ... <- weft.recurrent_backward(token, tensors, references, wanted, gradients) <- ...
 
-A graph has the number of a *call spec* as a constant, so it works in the process that traced it, as long as the network
-lives. A network's tensors are arguments (`references`): a graph may be run with others. The *token* stands for what
-autograd saved of the sequence. It is a tensor over memory that owns these values: when nothing refers to that memory
-any more, nor the graph that was to call backward, they go with it.
+Tracing into the network is the obvious alternative. It would unroll the loop over T, and compile each length again.
 
-The module is imported when something is being traced, not before: it brings Dynamo, whose import takes seconds.
+A graph holds the number of a *call spec* as a constant. It therefore works only in the process that traced it, and as
+long as the network lives. The network's tensors are arguments (`references`), so a graph can be run with others. The
+*token* stands for the values that autograd saved of the sequence. It is a tensor over memory that owns these values.
+They are freed with that memory, i.e. when neither the token nor the graph that would call backward is referenced.
+
+This module is imported only under tracing, because it imports Dynamo, which takes seconds.
 """
 
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch._dynamo
-from torch import Tensor, nn
-from torch.nn.utils import stateless
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from weft.core.autograd import keeps_graph, quiet_hooks
@@ -39,128 +38,132 @@ from weft.recurrent import eager
 from weft.recurrent.capture import gradients_of
 from weft.recurrent.guards import CellGuards
 from weft.recurrent.plan_cache import PlanCache
-from weft.recurrent.recurrent import NETWORKS, Recurrent, Result
+from weft.recurrent.pytorch_internals import default_dispatch, nonstrict_trace, with_tensors
+from weft.recurrent.traced_networks import GONE, TraceableNetwork, find_network
 
-_C = cast(Any, torch._C)
 _numbers = itertools.count(1)
 _specs: dict[int, "CallSpec"] = {}
-_sequences: "weakref.WeakValueDictionary[int, _TokenMemory]" = weakref.WeakValueDictionary()
+live_sequences: "weakref.WeakValueDictionary[int, _TokenMemory]" = weakref.WeakValueDictionary()
+"""By the number in their token, the sequences that can still run backward."""
 _NONE = "weft: None"
 """Stands for None, which a traced call cannot take."""
-_with_tensors = cast("Callable[..., AbstractContextManager[None]]", cast(Any, stateless)._reparametrize_module)
-"""Puts other tensors in the place of a module's own, as `torch.func.functional_call` does."""
-_GONE = (
-    "a compiled or exported graph runs a recurrent network that is not there: it was deleted, or the graph was loaded "
-    "in another process; keep the module, or compile and export it anew where it runs"
-)
 
 
-# -- a call as it is traced -----------------------------------------------------------------------------------------
+# -- a call as it is traced -------------------------------------------------------------------------------------------
 
 
-def traced_call(network: Recurrent, handle: int, inputs: Any, state: Any, more: dict[str, Any], start: int) -> Result:
-    """A whole sequence as one operator. `more` holds lengths, mask and reset, as far as they were given.
+def traced_call(
+    network: TraceableNetwork, handle: int, inputs: Any, state: Any, row_options: dict[str, Any], start: int
+) -> tuple[Any, Any, Any]:
+    """Outputs, last and all states of a whole sequence, by one operator.
 
-    Raises UsageError for what cannot be traced: a PackedSequence, and a function that closes over parameters.
+    `row_options` holds those of lengths, mask and reset that were given. Raises UsageError for calls that cannot be
+    traced: a PackedSequence, and a function that closes over parameters.
     """
     if isinstance(inputs, PackedSequence):
         raise UsageError("a PackedSequence cannot be traced; pad it (pad_packed_sequence), and give its lengths")
-    if "lengths" in more and not isinstance(more["lengths"], Tensor):
-        more["lengths"] = torch.tensor(more["lengths"], dtype=torch.int64)
+    if "lengths" in row_options and not isinstance(row_options["lengths"], Tensor):
+        row_options["lengths"] = torch.tensor(row_options["lengths"], dtype=torch.int64)
     references = (*network.parameters(), *network.buffers())
-    value = map_leaves(_without_none, (inputs, state, more))
-    outputs, last, states = map_leaves(_with_none, _one_operator(handle, references, value, start))
-    return Result(outputs, last, states)
+    value = map_leaves(_encode_none, (inputs, state, row_options))
+    outputs, last, states = map_leaves(_decode_none, _one_operator(handle, references, value, start))
+    return outputs, last, states
 
 
-def _without_none(leaf: Any) -> Any:
+def _encode_none(leaf: Any) -> Any:
     return _NONE if leaf is None else leaf
 
 
-def _with_none(leaf: Any) -> Any:
+def _decode_none(leaf: Any) -> Any:
     return leaf if isinstance(leaf, Tensor) else None
 
 
-@torch._dynamo.nonstrict_trace
+@nonstrict_trace
 def _one_operator(handle: int, references: tuple[Tensor, ...], value: Any, start: int) -> Any:
-    network: Recurrent = _found(NETWORKS, handle)
-    own = {id(each) for each in network.parameters()}
-    strange = sum(id(each) not in own for each in CellGuards(network.cell).parameters)
-    if strange:  # their gradients would be lost
+    network = find_network(handle)
+    registered = {id(parameter) for parameter in network.parameters()}
+    unregistered = sum(id(parameter) not in registered for parameter in CellGuards(network.cell).parameters)
+    if unregistered:  # their gradients would be lost
         raise UsageError(
-            f"the cell reads {strange} tensors that want a gradient and are not parameters of the network, so a traced "
-            "graph would not know of them; make the cell a module that has them"
+            f"the cell reads {unregistered} tensors that require a gradient and are not parameters of the network, so "
+            "a traced graph would not know of them; make the cell a module that registers them"
         )
     leaves, structure = flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    constants = tuple([None if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves])
-    spec = _spec_of(handle, structure, constants)
-    graph = torch.is_grad_enabled()
-    wanted = [graph and each.requires_grad for each in (*tensors, *references)]
-    return spec.nested(recurrent(spec.number, tensors, list(references), wanted, start))
+    constants = tuple([None if isinstance(leaf, Tensor) else _concrete_value(leaf) for leaf in leaves])
+    spec = _spec_of_call(handle, structure, constants)
+    grad = torch.is_grad_enabled()
+    wanted = [grad and tensor.requires_grad for tensor in (*tensors, *references)]
+    return spec.nest_results(recurrent(spec.number, tensors, list(references), wanted, start))
 
 
-def _plain(leaf: Any) -> Any:
-    """A leaf that is no tensor, as a constant; symbols get their value."""
+def _concrete_value(leaf: Any) -> Any:
+    # A leaf that is not a tensor, as a constant. Symbols are replaced by their value.
     kinds: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    return next((make(leaf) for kind, make in kinds.items() if isinstance(leaf, kind)), leaf)
+    return next((convert(leaf) for kind, convert in kinds.items() if isinstance(leaf, kind)), leaf)
 
 
-# -- call specs -----------------------------------------------------------------------------------------------------
+# -- call specs -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class CallSpec:
-    """One kind of call: everything about it but the tensors."""
+    """One kind of call: everything about it except the tensors."""
 
     network: int
     structure: Structure
-    """How (inputs, state, further arguments by name) are nested."""
+    """Nesting of (inputs, state, row options by name)."""
     constants: tuple[Any, ...]
-    """Their leaves that are no tensors; None stands for a tensor."""
+    """Their leaves. None stands for a tensor."""
     ambient: ExecutionContext
     number: int = field(default_factory=lambda: next(_numbers))
     results: tuple[Structure, list[bool]] | None = None
-    """How (outputs, last, states) are nested, and which of the leaves are tensors; the others are None."""
+    """Nesting of (outputs, last, states), and which of the leaves are tensors. The others are None."""
 
-    def run(self, tensors: Sequence[Tensor], references: Sequence[Tensor], start: int, fake: bool) -> list[Tensor]:
-        """The tensors that the network returns; with `fake`, fake ones for fake ones."""
-        network = _found(NETWORKS, self.network)
-        rest = iter(tensors)
-        leaves = [next(rest) if each is None else each for each in self.constants]
-        inputs, state, more = unflatten(self.structure, leaves)
-        if fake and "lengths" in more:  # their content is not known; they act as a mask does
-            leaf = next(each for each in flatten(inputs)[0] if isinstance(each, Tensor) and each.dim() > 1)
+    def run_network(
+        self, tensors: Sequence[Tensor], references: Sequence[Tensor], start: int, fake: bool
+    ) -> list[Tensor]:
+        """The tensors that the network returns. With `fake`, all tensors are fake."""
+        network = find_network(self.network)
+        remaining = iter(tensors)
+        leaves = [next(remaining) if constant is None else constant for constant in self.constants]
+        inputs, state, row_options = unflatten(self.structure, leaves)
+        if fake and "lengths" in row_options:
+            # Fake lengths have no values, so they cannot be checked. Their effect on shapes is that of a mask.
+            leaf = next(leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.dim() > 1)
             mask = torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)
-            more = {"mask": mask, **{name: each for name, each in more.items() if name != "lengths"}}
-        own = dict(zip(_tensors_of(network), references, strict=True))
+            row_options = {"mask": mask, **{name: v for name, v in row_options.items() if name != "lengths"}}
+        # The graph can be run with other weights than the network's, e.g. after loading an export.
+        swapped = dict(zip(_named_tensors(network), references, strict=True))
         plans = OutputMeta() if fake else None
-        with self.ambient.here(), self.ambient.casting(), _with_tensors(network, own, tie_weights=True):
-            result = network.run_plainly(inputs, None if state == _NONE else state, start=start, plans=plans, **more)
-        parts = (result.outputs, result.last, result.states if network.memory in ("full", "states") else None)
-        ends, structure = flatten(parts)
-        self.results = structure, [isinstance(each, Tensor) for each in ends]
-        return [each for each in ends if isinstance(each, Tensor)]
+        with self.ambient.here(), self.ambient.casting(), with_tensors(network, swapped, tie_weights=True):
+            outputs, last, states = network.run_plainly(
+                inputs, None if state == _NONE else state, start=start, plans=plans, **row_options
+            )
+        ends, structure = flatten((outputs, last, states if network.memory in ("full", "states") else None))
+        self.results = structure, [isinstance(end, Tensor) for end in ends]
+        return [end for end in ends if isinstance(end, Tensor)]
 
-    def nested(self, values: Sequence[Tensor]) -> Any:
-        """(outputs, last, states) out of the operator's tensors, with 0 for None, which a traced call cannot return."""
+    def nest_results(self, values: Sequence[Tensor]) -> Any:
+        """(outputs, last, states) from the operator's tensors, with 0 for None, which a traced call cannot return."""
         assert self.results is not None
-        (structure, tensors), rest = self.results, iter(values)
-        return unflatten(structure, [next(rest) if there else 0 for there in tensors])
+        (structure, tensors), remaining = self.results, iter(values)
+        return unflatten(structure, [next(remaining) if is_tensor else 0 for is_tensor in tensors])
 
 
-def _found(table: Any, key: int) -> Any:
-    """The network of a handle, or the call spec of a number. Raises UsageError if it is gone."""
-    found = table.get(key)
-    if found is None:
-        raise UsageError(_GONE)
-    return found
+def _find_spec(number: int) -> CallSpec:
+    spec = _specs.get(number)
+    if spec is None:
+        raise UsageError(GONE)
+    return spec
 
 
-def _spec_of(handle: int, structure: Structure, constants: tuple[Any, ...]) -> CallSpec:
-    """The spec of a call, always the same one for the same kind."""
-    network = _found(NETWORKS, handle)
-    ambient = ExecutionContext.capture([each.device.type for each in network.parameters()])
+def _spec_of_call(handle: int, structure: Structure, constants: tuple[Any, ...]) -> CallSpec:
+    # One spec for all calls of a kind. Its number is a constant of the graph, so a new one for each trace would never
+    # hit the cache of compiled graphs.
+    network = find_network(handle)
+    ambient = ExecutionContext.capture([parameter.device.type for parameter in network.parameters()])
+    # The autocast settings of the traced call hold at run time too, so they are part of the kind.
     key = (handle, constants, ambient.autocast, structure)
     for spec in _specs.values():
         if (spec.network, spec.constants, spec.ambient.autocast, spec.structure) == key:
@@ -171,68 +174,67 @@ def _spec_of(handle: int, structure: Structure, constants: tuple[Any, ...]) -> C
     return spec
 
 
-def _tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    """A network's parameters and buffers by name: the references of its calls, in their order."""
+def _named_tensors(network: TraceableNetwork) -> Mapping[str, Tensor]:
+    # A network's parameters and buffers by name. Their order is that of a call's references.
     return dict(itertools.chain(network.named_parameters(), network.named_buffers()))
 
 
-# -- shapes of the results, before any number is known --------------------------------------------------------------
+# -- shapes of the results, before any number is known ----------------------------------------------------------------
 
 
 class OutputMeta(PlanCache):
     """Shapes and dtypes of a sequence's results, in place of a network's plans.
 
-    The cell runs one step, on fake tensors, in the eager loop; what comes out is stretched to T steps. T and N may be
-    symbols. The values that it returns are arbitrary.
+    The cell runs one step on fake tensors in the eager loop, and the results are expanded to T steps. T and N can be
+    symbols. The values of the results are arbitrary.
     """
 
     def run(self, job: eager.SequenceRun) -> eager.Unrolled:
-        """See `PlanCache.run`."""
         steps = job.inputs.steps
         if not steps:
             return job.run()
         outputs, last, states = job.head(1).run()
 
-        def stretched(leaf: Any) -> Any:
+        def over_all_steps(leaf: Any) -> Any:
             return leaf.new_empty((steps, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf
 
-        return map_leaves(stretched, outputs), last, map_leaves(stretched, states)
+        return map_leaves(over_all_steps, outputs), last, map_leaves(over_all_steps, states)
 
 
-# -- the operator and its backward ----------------------------------------------------------------------------------
+# -- the operator and its backward ------------------------------------------------------------------------------------
 
 
 class _TokenMemory(bytearray):
-    """The memory of a token, and what lives as long as it: the ends of a sequence, and what wants a gradient."""
+    """The memory of a token, which owns the autograd graph of one sequence: its ends, and the leaves to derive by."""
 
-    ends: list[Tensor]
-    asked: list[Tensor]
+    def __init__(self, number: int, ends: list[Tensor], leaves: list[Tensor]) -> None:
+        super().__init__(number.to_bytes(8, "little"))
+        self.ends, self.leaves = ends, leaves
 
 
 @torch.library.custom_op("weft::recurrent", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def recurrent(
     spec: int, tensors: Sequence[Tensor], references: Sequence[Tensor], wanted: Sequence[bool], start: int
 ) -> list[Tensor]:
-    """Run the network. `wanted` says which of `tensors` and `references` want a gradient. The last result is the token.
+    """Run the network. `wanted` flags those of `tensors` and `references` that get a gradient. The token comes last.
 
-    Raises UsageError if the network is gone, and whatever the network raises.
+    Raises UsageError if the network is gone, and any exception of the network.
     """
-    which = _found(_specs, spec)
-    leaves = [_leaf(each, want) for each, want in zip(tensors, wanted, strict=False)]
-    own = _tensors_of(_found(NETWORKS, which.network)).values()
-    given = [
-        _reference(each, mine, want) for each, mine, want in zip(references, own, wanted[len(tensors) :], strict=True)
-    ]
-    with _outside_operator(), torch.set_grad_enabled(any(wanted)):
-        ends = which.run(leaves, given, start, fake=False)
-        asked = [each for each, want in zip((*leaves, *given), wanted, strict=True) if want]
-        number = next(_numbers) if asked else 0
-        memory = _TokenMemory(number.to_bytes(8, "little"))
-        if asked:
-            memory.ends, memory.asked = ends, asked
-            _sequences[number] = memory
+    call = _find_spec(spec)
+    leaves = [_new_leaf(tensor, want) for tensor, want in zip(tensors, wanted, strict=False)]
+    registered = _named_tensors(find_network(call.network)).values()
+    triples = zip(references, registered, wanted[len(tensors) :], strict=True)
+    referred = [_choose_reference(reference, tensor, want) for reference, tensor, want in triples]
+    # PyTorch disables autograd inside an operator. The network needs it for its own graph, which the token keeps.
+    with default_dispatch(), torch.set_grad_enabled(any(wanted)):
+        ends = call.run_network(leaves, referred, start, fake=False)
+        learned = [leaf for leaf, want in zip((*leaves, *referred), wanted, strict=True) if want]
+        number = next(_numbers) if learned else 0
+        memory = _TokenMemory(number, ends if learned else [], learned)
+        if learned:
+            live_sequences[number] = memory
         token = torch.frombuffer(memory, dtype=torch.int64)
-        return [*_separate([each.detach() for each in ends], [*tensors, *references]), token]
+        return [*_without_overlap([end.detach() for end in ends], [*tensors, *references]), token]
 
 
 @recurrent.register_fake
@@ -240,9 +242,9 @@ def _(
     spec: int, tensors: Sequence[Tensor], references: Sequence[Tensor], wanted: Sequence[bool], start: int
 ) -> list[Tensor]:
     with _real_tensors_allowed(tensors):
-        ends = _found(_specs, spec).run(tensors, references, start, fake=True)
+        ends = _find_spec(spec).run_network(tensors, references, start, fake=True)
     token = torch.empty(1, dtype=torch.int64, device="cpu")
-    return [*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in ends), token]
+    return [*(torch.empty_like(end, memory_format=torch.contiguous_format) for end in ends), token]
 
 
 @torch.library.custom_op("weft::recurrent_backward", mutates_args=())
@@ -253,21 +255,22 @@ def recurrent_backward(
     wanted: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """The gradients of what is wanted, out of those of the ends.
+    """The gradients of the tensors flagged in `wanted`, from those of the ends.
 
     Raises BackwardTwiceError if the values of the sequence are gone.
     """
-    sequence = _sequences.get(int(token))
+    sequence = live_sequences.get(int(token))
     if sequence is None:
         raise BackwardTwiceError(
             "the values of a compiled recurrent network's sequence are gone: its token was copied, as offloading saved "
             "tensors does, or the graph was freed; run forward again, or keep the network out of the compiled region"
         )
-    asked = sequence.asked
-    with _outside_operator(), quiet_hooks(each for each in asked if each.is_leaf):
-        made = gradients_of(asked, sequence.ends, gradients, retain_graph=keeps_graph())
-    found = [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(asked, made, strict=True)]
-    return _separate(found, [*tensors, *references, *(each for each in gradients if each is not None)])
+    leaves = sequence.leaves
+    with default_dispatch(), quiet_hooks(leaf for leaf in leaves if leaf.is_leaf):
+        computed = gradients_of(leaves, sequence.ends, gradients, retain_graph=keeps_graph())
+    # An operator cannot return None, so a missing gradient becomes zeros.
+    results = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, computed, strict=True)]
+    return _without_overlap(results, [*tensors, *references, *(grad for grad in gradients if grad is not None)])
 
 
 @recurrent_backward.register_fake
@@ -278,81 +281,61 @@ def _(
     wanted: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    return [
-        torch.empty_like(each, memory_format=torch.contiguous_format)
-        for each, want in zip((*tensors, *references), wanted, strict=True)
-        if want
-    ]
+    pairs = zip((*tensors, *references), wanted, strict=True)
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor, want in pairs if want]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, tensors, references, wanted, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[-1], *tensors, *references)
     ctx.count, ctx.wanted = len(tensors), wanted
 
 
-def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
+def _run_backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     token, *saved = ctx.saved_tensors
     tensors, references = saved[: ctx.count], saved[ctx.count :]
-    given = [None if each is None else each.contiguous() for each in gradients[:-1]]
-    found = iter(recurrent_backward(token, tensors, references, ctx.wanted, given))
-    every = [next(found) if want else None for want in ctx.wanted]
-    return None, every[: ctx.count], every[ctx.count :], None, None
+    of_ends = [None if gradient is None else gradient.contiguous() for gradient in gradients[:-1]]
+    computed = iter(recurrent_backward(token, tensors, references, ctx.wanted, of_ends))
+    results = [next(computed) if want else None for want in ctx.wanted]
+    return None, results[: ctx.count], results[ctx.count :], None, None
 
 
-recurrent.register_autograd(_backward, setup_context=_save)
+recurrent.register_autograd(_run_backward, setup_context=_save_for_backward)
 
 
-def _leaf(tensor: Tensor, wanted: bool) -> Tensor:
+def _new_leaf(tensor: Tensor, wanted: bool) -> Tensor:
     return tensor.detach().requires_grad_(wanted and differentiable(tensor))
 
 
-def _reference(given: Tensor, own: Tensor, wanted: bool) -> Tensor:
-    """The network's own tensor where the given one is it, so that the network's plans serve; else the given one."""
-    same = given is own or (
-        (given.data_ptr(), given.shape, given.stride(), given.dtype)
-        == (own.data_ptr(), own.shape, own.stride(), own.dtype)
+def _choose_reference(reference: Tensor, registered: Tensor, wanted: bool) -> Tensor:
+    # The graph passes an alias of the parameter, a new object at each call, and plans are looked up by object. So the
+    # network's own tensor is used where it is the same memory.
+    same = reference is registered or (
+        (reference.data_ptr(), reference.shape, reference.stride(), reference.dtype)
+        == (registered.data_ptr(), registered.shape, registered.stride(), registered.dtype)
     )
-    best = own if same else given
-    # One that wants more is as good: a new tensor at every call would be a new plan at every call.
-    return best if best.is_leaf and best.requires_grad >= wanted else _leaf(best, wanted)
+    best = registered if same else reference
+    # A leaf with an unrequested gradient also serves. A new leaf at each call would mean a new plan at each call.
+    return best if best.is_leaf and best.requires_grad >= wanted else _new_leaf(best, wanted)
 
 
-def _separate(values: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """The values, contiguous, and none in memory of another or of `others`: so an operator's results must be."""
-    taken = {each.untyped_storage()._cdata for each in others}
-    found: list[Tensor] = []
+def _without_overlap(values: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    # The values, contiguous, each in its own memory: the results of an operator must not alias anything.
+    taken = {other.untyped_storage()._cdata for other in others}
+    results: list[Tensor] = []
     for value in values:
         value = value.contiguous()
         if value.untyped_storage()._cdata in taken:
             value = value.clone(memory_format=torch.contiguous_format)
         taken.add(value.untyped_storage()._cdata)
-        found.append(value)
-    return found
-
-
-with ThreadPoolExecutor(1, "weft-dispatch-keys") as _fresh:
-    _DEFAULT_KEYS = [
-        _fresh.submit(each).result()
-        for each in (_C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set)
-    ]
-"""The dispatch keys included and excluded by default, as a new thread has them."""
-
-
-@contextmanager
-def _outside_operator() -> Generator[None]:
-    """Restore the default dispatch keys: inside an operator autograd is off, and under tracing `torch.func` too."""
-    include, exclude = _DEFAULT_KEYS
-    if torch.is_inference_mode_enabled():
-        include = include.remove(_C.DispatchKey.ADInplaceOrView)
-    with _C._ForceDispatchKeyGuard(include, exclude):
-        yield
+        results.append(value)
+    return results
 
 
 @contextmanager
 def _real_tensors_allowed(tensors: Sequence[Tensor]) -> Generator[None]:
-    """A cell may close over real tensors; fake ones are made of them."""
+    # Let a cell that runs on fake tensors close over real ones, which PyTorch then converts.
     mode = next((each.fake_mode for each in cast("Sequence[Any]", tensors) if hasattr(each, "fake_mode")), None)
     before = None if mode is None else mode.allow_non_fake_inputs
     if mode is not None:

@@ -2,8 +2,10 @@
 
     mask = bernoulli(shape of h, 0.9)      becomes      an input "mask", T x ..., drawn before the loop
 
-Each step draws what the eager loop would draw, in its order, from the same generator; backward and recomputation read
-what was drawn. What depends on a computed value, as a sampled action does, cannot be drawn in advance.
+A plan reorders the operators of all steps, so a random operator inside it would draw different numbers from the eager
+loop's. The numbers are therefore drawn before the loop, in the order of the eager loop and from the same generator.
+Backward and recomputation read the drawn numbers again. Numbers that depend on a computed value, such as a sampled
+action, cannot be drawn in advance.
 """
 
 import re
@@ -20,7 +22,7 @@ from torch import Tensor, fx
 from weft.core.pytree import Structure
 
 Value = fx.Node | None
-"""A node of the graph, or None where there is no value: a gradient of what has none."""
+"""A node of the graph. None for the gradient of a value that has none."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,13 @@ class GraphSignature:
 
 
 class TensorMeta(NamedTuple):
-    """Shape and dtype of one step's value. Faster to read at every call than the fake tensors of the graph."""
+    """Shape and dtype of one step's value. Calls read it faster than the fake tensors of the graph."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def over(self, steps: int, device: torch.device) -> Tensor:
-        """An uninitialised tensor for this many steps."""
+    def empty_over(self, steps: int, device: torch.device) -> Tensor:
+        """An uninitialised tensor for `steps` steps."""
         return torch.empty((steps, *self.shape), dtype=self.dtype, device=device)
 
 
@@ -57,21 +59,21 @@ class StepGraph:
     module: fx.GraphModule
     signature: GraphSignature
     held: Sequence["Tensor | weakref.ref[Tensor]"]
-    """The references that want a gradient."""
+    """The references that require a gradient."""
     input_structure: Structure
     state_structure: Structure
     output_structure: Structure
-    given: tuple[bool, ...]
-    """Which leaves of the output are tensors; the others are None."""
+    output_is_tensor: tuple[bool, ...]
+    """Flags the leaves of the output that are tensors. The others are None."""
     wanted_inputs: tuple[bool, ...]
-    """Which inputs want a gradient."""
+    """Flags the inputs that require a gradient."""
     draws: "list[Draw]"
-    """Random numbers of a step; they are further inputs, after those of the cell."""
+    """Random numbers of a step. They are further inputs, after those of the cell."""
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The references that want a gradient."""
-        return [_alive(each) for each in self.held]
+        """The references that require a gradient."""
+        return [_strong(tensor) for tensor in self.held]
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -84,42 +86,44 @@ class StepGraph:
         return [node for node in self.nodes if is_check(node)]
 
     def reference(self, node: fx.Node) -> Tensor:
-        """The tensor behind one of the references."""
-        return _alive(getattr(self.module, str(node.target)))
+        """The tensor of one of the references."""
+        return _strong(getattr(self.module, str(node.target)))
 
     def referred(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
-        """The tensors behind some of the references, detached."""
+        """The tensors of some of the references, detached."""
         return {node: self.reference(node).detach() for node in nodes}
 
     def value(self, node: fx.Node) -> Any:
-        """The value of a node when the step was captured; of a reference, the tensor behind it."""
-        found = node.meta.get("val")
-        return self.reference(node) if node.op == "get_attr" and not isinstance(found, Tensor) else found
+        """The value of a node when the step was captured. For a reference, its tensor."""
+        value = node.meta.get("val")
+        return self.reference(node) if node.op == "get_attr" and not isinstance(value, Tensor) else value
 
     @property
     def constants(self) -> list[Tensor]:
-        """The references that want no gradient: frozen parameters and buffers."""
-        return [each for each in map(self.reference, self.signature.references) if not each.requires_grad]
+        """The references that do not require a gradient: frozen parameters and buffers."""
+        return [tensor for tensor in map(self.reference, self.signature.references) if not tensor.requires_grad]
 
-    def weakly_bound(self, owned: Iterable[Tensor]) -> "StepGraph":
-        """The same graph, with weak references to these tensors: a plan outlives calls, and they are its cell's."""
-        mine = {id(each) for each in owned}
+    def hold_weakly(self, owned: Iterable[Tensor]) -> "StepGraph":
+        """The same graph with weak references to the cell's own tensors `owned`, so that a cached plan does not keep
+        a deleted model alive."""
+        # By identity: a tensor of the graph that the step itself created must stay alive with the graph.
+        owned_ids = {id(tensor) for tensor in owned}
         for node in self.signature.references:
             name, tensor = str(node.target), self.reference(node)
-            if id(tensor) in mine and hasattr(self.module, name):
+            if id(tensor) in owned_ids and hasattr(self.module, name):
                 delattr(self.module, name)
                 setattr(self.module, name, weakref.ref(tensor))
-        return replace(self, held=[weakref.ref(each) for each in self.parameters])
+        return replace(self, held=[weakref.ref(tensor) for tensor in self.parameters])
 
     @cached_property
     def outputs(self) -> list[TensorMeta]:
         """Metadata of the outputs."""
-        return [_meta(node) for node in self.signature.outputs if node is not None]
+        return [_meta_of(node) for node in self.signature.outputs if node is not None]
 
     @cached_property
     def input_gradients(self) -> list[TensorMeta | None]:
-        """Metadata of the gradients of inputs, None where there is none."""
-        return [None if node is None else _meta(node) for node in self.signature.input_gradients]
+        """Metadata of the gradients of inputs, None for an input without."""
+        return [None if node is None else _meta_of(node) for node in self.signature.input_gradients]
 
     @cached_property
     def invariant(self) -> set[int]:
@@ -134,38 +138,40 @@ class StepGraph:
         return {i: moving[node] for i, node in enumerate(self.signature.outputs) if node is not None and node in moving}
 
 
-def _alive(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
+def _strong(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
     if isinstance(held, Tensor):
         return held
     tensor = held()
+    # A plan is dropped with the first of its tensors (see `PlanCache`), and a running call holds all of them.
     assert tensor is not None
     return tensor
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether an operator yields nothing, but can raise an error, as for a singular matrix."""
+    """Whether an operator has no result, but can raise an error, e.g. for a singular matrix."""
     return node.target is _aten._linalg_check_errors.default
 
 
 def alike(node: fx.Node) -> bool:
     """Whether all arguments of an operator have the shape and dtype of its result: no broadcast, no conversion."""
-    metas = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (*node.args, node)]
-    seen = {(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in metas}
-    return len(seen) == 1 and None not in seen
+    values = [operand.meta.get("val") if isinstance(operand, fx.Node) else None for operand in (*node.args, node)]
+    forms = {(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in values}
+    return len(forms) == 1 and None not in forms
 
 
 def same_but_rows(one: StepGraph, other: StepGraph) -> bool:
-    """Whether two steps differ in sizes only, which stand in lists. A `len(x)` that the cell divides by does not."""
+    """Whether two steps differ in sizes only."""
+    # Sizes stand in lists. A `len(x)` that the cell divides by stands alone, so it makes the steps differ.
     texts = [
         [re.sub(r"\[[-\d, ]*\]", "[]", f"{node.target} {node.args} {node.kwargs}") for node in graph.nodes]
         for graph in (one, other)
     ]
     references = [[graph.reference(node) for node in graph.signature.references] for graph in (one, other)]
-    held = all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(*references, strict=False))
-    return texts[0] == texts[1] and held
+    same_tensors = all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(*references, strict=False))
+    return texts[0] == texts[1] and same_tensors
 
 
-def _meta(node: fx.Node) -> TensorMeta:
+def _meta_of(node: fx.Node) -> TensorMeta:
     value: Tensor = node.meta["val"]
     return TensorMeta(tuple(value.shape), value.dtype)
 
@@ -175,9 +181,9 @@ def graph_signature(module: fx.GraphModule, counts: tuple[int, int, int, int]) -
     inputs, states, new_states, outputs = counts
     nodes = list(module.graph.nodes)
     starts, ends = (n for n in nodes if n.op == "placeholder"), iter(nodes[-1].args[0])
-    given: list[list[Any]] = [list(islice(starts, size)) for size in (inputs, states, new_states, outputs)]
-    found: list[list[Any]] = [list(islice(ends, size)) for size in (new_states, outputs, inputs, states, None)]
-    return cast(Any, GraphSignature)(*given, [n for n in nodes if n.op == "get_attr"], *found)
+    arguments: list[list[Any]] = [list(islice(starts, size)) for size in (inputs, states, new_states, outputs)]
+    results: list[list[Any]] = [list(islice(ends, size)) for size in (new_states, outputs, inputs, states, None)]
+    return cast(Any, GraphSignature)(*arguments, [n for n in nodes if n.op == "get_attr"], *results)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------
@@ -207,28 +213,26 @@ _IN_PLACE = {
 }
 """In-place operators that cells call, by their functional form in the graph."""
 _SWITCHES = frozenset({"dropout_p", "train", "training"})
-"""Arguments without which nothing is drawn: attention has a rate of dropout, which mostly is 0."""
+"""Arguments without which nothing is drawn: attention has a dropout rate, which is usually 0."""
 _STRIDES = "weft: strides"
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One random operator: its arguments, and the metadata of the result. None stands for a tensor.
-
-    Numbers are drawn in the order of memory, so the strides count as well.
-    """
+    """One random operator: its arguments, and the metadata of the result. None stands for a tensor."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    """Numbers are drawn in the order of memory, so another layout gives other numbers."""
     dtype: torch.dtype
 
-    def fill(self, row: Tensor) -> None:
+    def draw_into(self, row: Tensor) -> None:
         """Draw once."""
         like = torch.empty_strided(self.shape, self.strides, dtype=row.dtype, device=row.device)
-        args = [like if each is None else each for each in self.args]
+        args = [like if argument is None else argument for argument in self.args]
         kwargs = {**self.kwargs, "device": row.device} if "device" in self.kwargs else self.kwargs
         row.copy_(self.target(*args, **kwargs))
 
@@ -237,20 +241,23 @@ def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    asked = cast(Any, node.target)._schema.arguments
-    given = dict(zip([each.name for each in asked], node.args, strict=False)) | node.kwargs
-    return all(given.get(each.name, each.default_value) for each in asked if each.name in _SWITCHES)
+    declared = cast(Any, node.target)._schema.arguments
+    passed = dict(zip([argument.name for argument in declared], node.args, strict=False)) | node.kwargs
+    return all(passed.get(each.name, each.default_value) for each in declared if each.name in _SWITCHES)
 
 
-def bound(module: fx.GraphModule) -> list[str]:
-    """The random operators that depend on values, and so cannot be drawn in advance."""
+def value_dependent_draws(module: fx.GraphModule) -> list[str]:
+    """The random operators that depend on values, and therefore cannot be drawn in advance."""
     nodes = [node for node in module.graph.nodes if is_random(node)]
     return [str(node.target) for node in nodes if node.target not in _BY_SHAPE or len(node.all_input_nodes) > 1]
 
 
-def tell_apart(module: fx.GraphModule) -> None:
-    """Let `bernoulli(x, p)` draw into a new tensor: after functionalization, `x.bernoulli_(p)` reads the same."""
-    for node in [each for each in module.graph.nodes if each.target is _aten.bernoulli.p]:
+def separate_bernoulli(module: fx.GraphModule) -> None:
+    """Let `bernoulli(x, p)` draw into a new tensor.
+
+    Functionalization turns `x.bernoulli_(p)` into the same operator, but draws in the memory order of `x`.
+    """
+    for node in [node for node in module.graph.nodes if node.target is _aten.bernoulli.p]:
         with module.graph.inserting_before(node):
             new = module.graph.call_function(_aten.empty_like.default, node.args[:1])
             new.kwargs = {"memory_format": torch.contiguous_format}
@@ -259,20 +266,20 @@ def tell_apart(module: fx.GraphModule) -> None:
 
 
 def note_strides(module: fx.GraphModule) -> None:
-    """Keep the strides of the result with every random node, before later passes change them."""
-    for node in [each for each in module.graph.nodes if is_random(each)]:
+    """Note the strides of the result at every random node, before later passes change them."""
+    for node in filter(is_random, module.graph.nodes):
         written = node.args[0] if node.target in _IN_PLACE else node
         node.meta[_STRIDES] = tuple(written.meta["val"].stride())
 
 
-def lifted(module: fx.GraphModule) -> tuple[list[fx.Node], list[Draw]]:
-    """Replace every random node by a placeholder; returns these and their draws, in order."""
+def lift_draws(module: fx.GraphModule) -> tuple[list[fx.Node], list[Draw]]:
+    """Replace every random node by a placeholder. Returns the placeholders and their draws, in order."""
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     inputs: list[fx.Node] = []
     draws: list[Draw] = []
-    for node in [each for each in graph.nodes if is_random(each)]:
-        args = tuple(None if isinstance(each, fx.Node) else each for each in node.args)
+    for node in [node for node in graph.nodes if is_random(node)]:
+        args = tuple(None if isinstance(argument, fx.Node) else argument for argument in node.args)
         value = node.meta["val"]
         meta = (tuple(value.shape), node.meta[_STRIDES], value.dtype)
         draws.append(Draw(_IN_PLACE.get(node.target, node.target), args, dict(node.kwargs), *meta))
@@ -283,13 +290,14 @@ def lifted(module: fx.GraphModule) -> tuple[list[fx.Node], list[Draw]]:
         graph.erase_node(node)
         inputs.append(last)
     if draws:
+        # Random nodes gone, the tensors that only gave their shapes are dead.
         graph.eliminate_dead_code()
         module.recompile()
     return inputs, draws
 
 
 def memory_order(tensor: Tensor) -> Hashable:
-    """The memory layout of a new tensor like this one, which is the order of drawing; None for row-major."""
+    """The strides of a new tensor like this one, which give the order of drawing. None for row-major."""
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return None
     like = torch.empty_like(tensor, device="meta")
@@ -297,11 +305,12 @@ def memory_order(tensor: Tensor) -> Hashable:
     return None if like.is_contiguous() else tuple(strides)
 
 
-def drawn(draws: Sequence[Draw], steps: int, device: torch.device) -> list[Tensor]:
-    """The random numbers of so many steps, T x ... each."""
-    rows = [torch.empty((steps, *each.shape), dtype=each.dtype, device=device) for each in draws]
+def draw_numbers(draws: Sequence[Draw], steps: int, device: torch.device) -> list[Tensor]:
+    """The random numbers of `steps` steps, T x ... each."""
+    rows = [torch.empty((steps, *draw.shape), dtype=draw.dtype, device=device) for draw in draws]
+    # Step by step, and in the order of the operators, so that the generator advances as in the eager loop.
     with torch.no_grad():
         for t in range(steps if draws else 0):
             for draw, row in zip(draws, rows, strict=True):
-                draw.fill(row[t])
+                draw.draw_into(row[t])
     return rows

@@ -3,58 +3,59 @@
                  t  0  1  2  3  4  5
     row 0  length 6   x  x  x  x  x  x
     row 1  length 3   x  x  x  .  .  .      past the end: the state is kept, the output is 0, no gradient
-    row 2  mask       x  .  .  x  x  .      a hole is the same, and the row goes on after it
+    row 2  mask       x  .  .  x  x  .      a hole is the same, and the row continues after it
     row 3  reset      x  x  R  x  x  x      before step 2 the state becomes the initial state
 
-The cell still runs on all rows, since it may read other tensors with N rows. It must not see the content of padding:
-NaN times a gradient of zero is NaN, and a cell may be singular at zero. So a row that does not count gets a *stand-in*:
-its first valid input, which the cell is known to accept. ``torch.where`` then drops its results.
+Running the cell on the valid rows alone would not work, because it can read other tensors with N rows. It therefore
+runs on all rows, but must not see the content of padding: NaN times a gradient of zero is NaN, and a cell can be
+singular at zero. A padded row gets a *padding value* instead: its first valid input, which the cell is known to accept.
+``torch.where`` then discards its results.
 
 In a captured step the masks, truncation and the step number are further inputs, so that a plan does not depend on T:
 
-    x, valid, reset, cut, t         inputs
-    state, fresh, references, held  states; the last three (what a reset restores, what a step net reads besides, the
-                                    stand-ins) are loop-invariant
+    x, valid, reset, cut, t            inputs
+    state, fresh, references, padding  states. The last three (restored by a reset, read by a step net, put in place of
+                                       padding) are loop-invariant
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental import proxy_tensor
 
 from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.validation import Validator
-from weft.recurrent.capture import CaptureError, present, result_of
+from weft.recurrent.capture import CaptureError, check_pair, tensor_outputs
 from weft.recurrent.cell import Cell, StepNetCell
-from weft.recurrent.sequence import SequenceInputs, some
+from weft.recurrent.pytorch_internals import current_tracer
+from weft.recurrent.sequence import SequenceInputs, list_some
 
 
 @dataclass(frozen=True)
 class RowMasks:
-    """``valid`` and ``reset``, T x N bool each, or ``None`` where all rows count, or none starts anew."""
+    """``valid`` and ``reset``, T x N bool each. ``None``: all rows are valid, or none is reset."""
 
     valid: Tensor | None = None
     reset: Tensor | None = None
 
-    def each(self, steps: int) -> "zip[tuple[Tensor | None, Tensor | None]]":
-        """For every step the rows that count, and those that start anew."""
-        tables = [[None] * steps if each is None else each.unbind(0) for each in (self.valid, self.reset)]
+    def each_step(self, steps: int) -> "zip[tuple[Tensor | None, Tensor | None]]":
+        """For every step the valid rows, and the reset rows."""
+        tables = [[None] * steps if table is None else table.unbind(0) for table in (self.valid, self.reset)]
         return zip(*tables, strict=True)
 
 
 ALL_ROWS = RowMasks()
-"""Every row counts at every step."""
+"""Every row is valid at every step."""
 
 
 def read_rows(
     inputs: SequenceInputs | None, lengths: object, mask: object, reset: object, *, batch_first: bool, check: Validator
 ) -> RowMasks:
-    """The two tables, out of whatever was given for them.
+    """The two tables, from lengths, mask and reset.
 
-    A reset past a row's length is dropped, since its state must stay; one in a hole counts.
+    A reset past a row's length is dropped, because its state must stay. A reset in a hole of the mask counts.
     """
     if lengths is None and mask is None and reset is None:
         return ALL_ROWS
@@ -62,90 +63,98 @@ def read_rows(
         if inputs is not None:
             check.mismatch("lengths, mask and reset are per row, but no input has two axes, T x N")
         return ALL_ROWS
-    within = None if lengths is None else _within(lengths, inputs, check)
-    table = None if mask is None else _table("mask", mask, inputs, batch_first, check)
-    anew = None if reset is None else _table("reset", reset, inputs, batch_first, check)
-    valid = _both(within, table)
-    return RowMasks(valid, None if anew is None else _both(within, anew))
+    # All three are read before any fault is raised, so that one error lists all faults.
+    within = None if lengths is None else _steps_within(lengths, inputs, check)
+    valid = None if mask is None else _read_table("mask", mask, inputs, batch_first, check)
+    resets = None if reset is None else _read_table("reset", reset, inputs, batch_first, check)
+    return RowMasks(_and_if_given(within, valid), None if resets is None else _and_if_given(within, resets))
 
 
-def pick(flags: Tensor, yes: Tensor, no: Tensor, dtype: torch.dtype) -> Tensor:
+def select_rows(flags: Tensor, yes: Tensor, no: Tensor, dtype: torch.dtype) -> Tensor:
     """Per row ``yes`` or ``no``, both N x ..., in ``dtype``. ``flags``: N bool."""
+    # `where`, not a product: NaN in the other branch times zero would be NaN.
     return torch.where(flags.view(-1, *[1] * (yes.dim() - 1)), yes.to(dtype), no.to(dtype))
 
 
-def padding_values(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
-    """For every leaf with rows one step that the cell can bear, N x ...
+def select_nested_rows(flags: Tensor, yes: Any, *no: Any) -> Any:
+    """`select_rows` for every leaf of nested values. Without ``no``, the other rows are zero."""
 
-    That is each row's first that counts, or another row's, or a blank.
+    def select_leaf(new: Tensor | None, *old: Tensor) -> Tensor | None:
+        return None if new is None else select_rows(flags, new, old[0] if old else torch.zeros_like(new), new.dtype)
+
+    return map_leaves(select_leaf, yes, *no)
+
+
+def padding_values(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
+    """For every leaf with rows, one step that the cell accepts, N x ...
+
+    A row's value is its first valid input, else that of another row, else a placeholder.
     """
-    pairs = zip(inputs.leaves, inputs.blank(), strict=True)
+    pairs = zip(inputs.leaves, inputs.placeholder_step(), strict=True)
     pairs = [(leaf, blank) for leaf, blank in pairs if isinstance(leaf, Tensor) and leaf.dim() >= 2]
     if not valid.numel():
         return [blank for _, blank in pairs]
-    present = valid.any(0)
-    row = torch.where(present, torch.arange(len(present), device=valid.device), present.int().argmax())
-    time = valid.int().argmax(0)[row]
-    return [torch.where(present.any(), leaf.detach()[time, row], blank.detach()) for leaf, blank in pairs]
+    # All by tensor operators: reading a value would wait for a GPU, and is impossible under tracing.
+    any_valid = valid.any(0)
+    source = torch.where(any_valid, torch.arange(len(any_valid), device=valid.device), any_valid.int().argmax())
+    time = valid.int().argmax(0)[source]
+    return [torch.where(any_valid.any(), leaf.detach()[time, source], blank.detach()) for leaf, blank in pairs]
 
 
-def replaced(step: list[Any], valid: Tensor, held: Sequence[Tensor]) -> list[Any]:
-    """The inputs of a step with stand-ins where they do not count; no gradient goes there."""
-    rest = iter(held)
+def replace_padding(step: list[Any], valid: Tensor, padding: Sequence[Tensor]) -> list[Any]:
+    """The inputs of a step with `padding` in the rows that are not valid. No gradient flows there."""
+    values = iter(padding)
     return [
-        pick(valid, leaf, next(rest).detach(), leaf.dtype) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+        select_rows(valid, leaf, next(values).detach(), leaf.dtype) if isinstance(leaf, Tensor) and leaf.dim() else leaf
         for leaf in step
     ]
 
 
-def _within(lengths: object, inputs: SequenceInputs, check: Validator) -> Tensor | None:
-    """T x N: whether the step is before the row's end."""
+def _steps_within(lengths: object, inputs: SequenceInputs, check: Validator) -> Tensor | None:
+    # T x N: whether the step is before the row's end.
     try:
-        given = lengths if isinstance(lengths, Tensor) else torch.as_tensor(cast(Any, lengths))
+        counts = lengths if isinstance(lengths, Tensor) else torch.as_tensor(cast(Any, lengths))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         check.mismatch(f"lengths is {lengths!r}, wanted a tensor or a sequence of {inputs.rows} integers")
         return None
-    given = given.long() if not given.numel() else given  # an empty list has no dtype of its own
-    if given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
-        check.mismatch(f"lengths has dtype {given.dtype}, wanted integers")
-    elif given.shape != (inputs.rows,):
-        check.mismatch(f"lengths has shape {tuple(given.shape)}, wanted ({inputs.rows},): one for each row")
+    counts = counts.long() if not counts.numel() else counts  # an empty list becomes a tensor of floats
+    if counts.dtype == torch.bool or counts.is_floating_point() or counts.is_complex():
+        check.mismatch(f"lengths has dtype {counts.dtype}, wanted integers")
+    elif counts.shape != (inputs.rows,):
+        check.mismatch(f"lengths has shape {tuple(counts.shape)}, wanted ({inputs.rows},): one for each row")
     else:
-        numbers = enumerate(cast("list[int]", given.tolist()))
-        wrong = [f"row {row} has {n}" for row, n in numbers if not 0 <= n <= inputs.steps]
-        if not wrong:
-            return torch.arange(inputs.steps, device=inputs.device)[:, None] < given.to(inputs.device)
-        check.mismatch(f"lengths go from 0 to T = {inputs.steps}, but {some(wrong)}")
+        numbers = enumerate(cast("list[int]", counts.tolist()))
+        outside = [f"row {row} has {n}" for row, n in numbers if not 0 <= n <= inputs.steps]
+        if not outside:
+            return torch.arange(inputs.steps, device=inputs.device)[:, None] < counts.to(inputs.device)
+        check.mismatch(f"lengths go from 0 to T = {inputs.steps}, but {list_some(outside)}")
     return None
 
 
-def _table(name: str, table: object, inputs: SequenceInputs, batch_first: bool, check: Validator) -> Tensor | None:
-    """A user's table of truth values, time first."""
+def _read_table(name: str, table: object, inputs: SequenceInputs, batch_first: bool, check: Validator) -> Tensor | None:
+    # A user's table of truth values, time first.
     if not isinstance(table, Tensor):
         check.mismatch(f"{name} is of type {type(table).__name__}, wanted a tensor of torch.bool")
         return None
-    wanted = (inputs.rows, inputs.steps) if batch_first else (inputs.steps, inputs.rows)
+    shape = (inputs.rows, inputs.steps) if batch_first else (inputs.steps, inputs.rows)
     axes = "N x T" if batch_first else "T x N"
     if table.dtype != torch.bool:
         check.mismatch(f"{name} has dtype {table.dtype}, wanted torch.bool")
-    if tuple(table.shape) != wanted:
-        check.mismatch(f"{name} has shape {tuple(table.shape)}, wanted {axes} = {wanted}")
-    if table.dtype != torch.bool or tuple(table.shape) != wanted:
+    if tuple(table.shape) != shape:
+        check.mismatch(f"{name} has shape {tuple(table.shape)}, wanted {axes} = {shape}")
+    if table.dtype != torch.bool or tuple(table.shape) != shape:
         return None
     return (table.t() if batch_first else table).to(inputs.device)
 
 
-def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _and_if_given(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return one & other
 
 
-_tracer = cast("Callable[[], object | None]", proxy_tensor.get_proxy_mode)
-
-
 class Conditions(NamedTuple):
-    """Which of them a call has. A plan is made for one such set."""
+    """The conditions that a call has. A plan is made for one such set."""
 
     valid: bool
     reset: bool
@@ -155,9 +164,9 @@ class Conditions(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskedStep:
-    """A step as it is captured: ``((x, more), (state, fresh, references, held)) -> (y, (new, and these))``.
+    """A step as it is captured: ``((x, flags), (state, fresh, references, padding)) -> (y, (new, and these))``.
 
-    `fresh` is () without resets, `references` () without references, `held` () without rows that do not count.
+    `fresh` is () without resets, `references` () without references, `padding` () if all rows are valid.
     """
 
     cell: Cell
@@ -166,48 +175,45 @@ class MaskedStep:
     def __call__(
         self, inputs: tuple[Any, Sequence[Tensor]], states: tuple[Any, Any, Any, Sequence[Tensor]]
     ) -> tuple[Any, tuple[Any, Any, Any, Sequence[Tensor]]]:
-        (x, more), (state, fresh, references, held) = inputs, states
-        cell = self.cell.bound(references) if isinstance(self.cell, StepNetCell) and references != () else self.cell
-        rest = iter(more)
-        valid = next(rest) if self.on.valid else None
+        (x, flags), (state, fresh, references, padding) = inputs, states
+        cell = self.cell
+        if isinstance(cell, StepNetCell) and references != ():
+            cell = cell.with_references(references)
+        remaining = iter(flags)
+        valid = next(remaining) if self.on.valid else None
         if valid is not None:
             leaves, structure = flatten(x)
-            x = unflatten(structure, replaced(leaves, valid, held))
-        flags = next(rest) if self.on.reset else None
-        if self.on.cut:  # before the reset: what that brings back keeps its gradient
-            cut = next(rest)
+            x = unflatten(structure, replace_padding(leaves, valid, padding))
+        reset = next(remaining) if self.on.reset else None
+        if self.on.cut:
+            # The cut comes before the reset, because the restored state keeps its gradient.
+            cut = next(remaining)
             leaves, structure = flatten(state)
             state = unflatten(structure, [torch.where(cut, leaf.detach(), leaf) for leaf in leaves])
-        if flags is not None:
-            state = choose_rows(flags, fresh, state)
-        t: Any = next(rest) if self.on.time else 0
-        if self.on.time and _tracer() is None:
-            t = int(t)  # as the eager loop has it: what the check compares with, and 1 / t has more digits so
-        y, new = result_of(cell(x, state, t))
+        if reset is not None:
+            state = select_nested_rows(reset, fresh, state)
+        t: Any = next(remaining) if self.on.time else 0
+        if self.on.time and current_tracer() is None:
+            # The verification runs this step without tracing. The eager loop passes an int there, and 1 / t of an int
+            # is computed in double precision.
+            t = int(t)
+        y, new = check_pair(cell(x, state, t))
         if valid is not None:
-            if any(leaf.shape[:1] != valid.shape for leaf in (*present(flatten(y)[0]), *flatten(new)[0])):
-                raise CaptureError("rows are masked, but not all that the cell returns has rows")
-            new, y = choose_rows(valid, new, state), choose_rows(valid, y)
-        return y, (new, fresh, references, held)
+            if any(leaf.shape[:1] != valid.shape for leaf in (*tensor_outputs(flatten(y)[0]), *flatten(new)[0])):
+                raise CaptureError("rows are masked, but some results of the cell have no rows")
+            new, y = select_nested_rows(valid, new, state), select_nested_rows(valid, y)
+        return y, (new, fresh, references, padding)
 
 
-def choose_rows(flags: Tensor, yes: Any, *no: Any) -> Any:
-    """Row by row one value or the other, which is zero if it is not given."""
+def check_step_number(number: fx.Node, leaves: Sequence[Tensor]) -> None:
+    """Raise CaptureError if the graph rounds the step's number, an integer tensor, to float32 in a float64 cell.
 
-    def one(new: Tensor | None, *old: Tensor) -> Tensor | None:
-        return None if new is None else pick(flags, new, old[0] if old else torch.zeros_like(new), new.dtype)
-
-    return map_leaves(one, yes, *no)
-
-
-def check_number(number: fx.Node, leaves: Sequence[Tensor]) -> None:
-    """Refuses what rounds the step's number, a tensor of integers in a graph, to float32 where others are float64.
-
-    `leaves` are the inputs and states. Raises CaptureError.
+    `leaves` are the inputs and states.
     """
-    made = [user.meta.get("val") for user in number.users if user.target is not torch.ops.aten._to_copy.default]
-    rounded = any(isinstance(each, Tensor) and not each.dim() and each.dtype == torch.float32 for each in made)
-    if rounded and any(each.dtype == torch.float64 for each in leaves):
+    # PyTorch gives an integer tensor divided by a Python number the default dtype, where a Python int gives a double.
+    values = [user.meta.get("val") for user in number.users if user.target is not torch.ops.aten._to_copy.default]
+    rounded = any(isinstance(value, Tensor) and not value.dim() and value.dtype == torch.float32 for value in values)
+    if rounded and any(leaf.dtype == torch.float64 for leaf in leaves):
         raise CaptureError(
             "the cell computes in float64 with the number t of the step, which a plan would round to float32; make it "
             "a tensor first, as by torch.as_tensor(t, dtype=x.dtype)"

@@ -1,15 +1,15 @@
-"""The protocol of backends: what runs a derived plan over a chunk of time.
+"""The protocol of backends, which run a derived plan over a chunk of time.
 
     sequence   |  chunk  |  chunk  |  chunk  |      a plan knows one step; T is an argument of each call
     states     h0 ...... h ....... h ....... hT     T + 1 rows; a chunk reads its first row and writes the others
 
-Sequences are always run in chunks of a length that depends on the plan alone. So the values of a chunk are still in
-the cache when they are read again, and values recomputed to save memory have the same bits as before. `memory=` says
-what is saved between forward and backward; in segments:
+Running the whole sequence at once would be simpler. But the values of a chunk are still in the cache when they are read
+again, and the length of a chunk depends on the plan alone, so values that are recomputed to save memory have the same
+bits as before. `memory=` selects the values that are saved between forward and backward. In segments:
 
                 |----- segment -----|----- segment -----|----- segment -----|
     forward     *                   *                   *                         kept: the state at each *
-    backward                                             forward again, keeping all; back; give the memory back
+    backward                                             forward again, keeping all; back; free the memory
 """
 
 import math
@@ -24,9 +24,9 @@ from weft.core.errors import UsageError
 from weft.recurrent.graph import StepGraph
 
 CHUNK_BYTES = 4 << 20
-"""About what the values of one chunk may take."""
+"""Approximate size of the values of one chunk."""
 CHUNK_ROWS = 1024
-"""The least rows of a chunk, steps times batch, so that products over it are efficient."""
+"""Minimum rows of a chunk, steps times batch, so that products over it are efficient."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Chunk:
     inputs: list[Tensor]
     """L x ..., contiguous."""
     states: list[Tensor]
-    """L+1 x ..., contiguous, row 0 given; of a loop-invariant state, which every step passes on unchanged, no rows."""
+    """L+1 x ..., contiguous, row 0 given. A loop-invariant state, which every step passes on unchanged, has no rows."""
     outputs: list[Tensor]
     """L x ..., contiguous."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of a chunk: those given, and buffers for those computed."""
+    """Gradients of a chunk: the incoming ones, and buffers for the computed ones."""
 
     outputs: list[Tensor]
     """L x ..., contiguous."""
@@ -54,9 +54,9 @@ class Gradients:
     carried: list[Tensor]
     """Of the state after the last step; becomes that of the state before the first."""
     inputs: list[Tensor | None]
-    """L x ..., to be written; None where there is none."""
+    """L x ..., to be written; None for an input without a gradient."""
     parameters: list[Tensor | None]
-    """To be added to; None where there is none."""
+    """To be added to; None for a parameter without a gradient."""
 
 
 @runtime_checkable
@@ -66,7 +66,7 @@ class Backend(Protocol):
     Attributes:
         captured: the step that the plan was derived from.
         chunk_steps: the length of a chunk.
-        missing: how many rows a batch has fewer than the plan is for.
+        missing: the rows that a batch must be filled up with to fit the plan.
     """
 
     captured: StepGraph
@@ -78,23 +78,23 @@ class Backend(Protocol):
         ...
 
     def forward(self, constants: Any, chunk: Chunk, keep: bool) -> Any:
-        """Write states and outputs; with `keep`, return what else `backward` reads."""
+        """Write states and outputs. With `keep`, return the other values that `backward` reads."""
         ...
 
     def recompute(self, constants: Any, chunk: Chunk) -> Any:
-        """Return what `forward` would have kept, given all states."""
+        """Return the values that `forward` would have kept, given all states."""
         ...
 
     def backward(self, constants: Any, chunk: Chunk, kept: Any, gradients: Gradients) -> None:
-        """Compute the gradients; `kept` is unchanged."""
+        """Compute the gradients. `kept` stays unchanged, because a retained graph runs backward again."""
         ...
 
     def release(self, kept: Any) -> None:
-        """End the use of `kept`: its memory may serve the next chunk."""
+        """End the use of `kept`, so that the next chunk can reuse its memory."""
         ...
 
     def kept_bytes(self, steps: int) -> int:
-        """Bytes that `forward` keeps for so many steps."""
+        """Bytes that `forward` keeps for `steps` steps."""
         ...
 
     def work_bytes(self, steps: int) -> int:
@@ -102,7 +102,7 @@ class Backend(Protocol):
         ...
 
     def explain(self) -> str:
-        """For a person: what runs step by step, and what was moved out of the loops."""
+        """Readable report of the operators that run step by step, and of those moved out of the loops."""
         ...
 
 
@@ -112,12 +112,13 @@ def chunk_length(step_bytes: int, rows: int) -> int:
 
 
 Memory = Literal["full", "states", "sqrt"] | int
-NAMES: tuple[Literal["full", "states", "sqrt"], ...] = ("full", "states", "sqrt")
+MEMORY_MODES: tuple[Literal["full", "states", "sqrt"], ...] = ("full", "states", "sqrt")
 
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """How a sequence is saved: in segments of `segment` chunks; without, all states, and all values if `values`."""
+    """The values of a sequence to save: the heads of segments of `segment` chunks, else all states, and with `values`
+    all values."""
 
     values: bool
     segment: int | None = None
@@ -136,20 +137,20 @@ class SequenceSize:
     chunk: int
     state_row: int
     lone_state_row: int
-    """Of the states that are no outputs."""
+    """Of the states that are not outputs."""
     output_row: int
-    """Of the outputs that are no states."""
+    """Of the outputs that are not states."""
     input_row: int
     """Of the inputs that have a gradient."""
     fixed: int
-    """Of the parameters' gradients, the carried gradients, and what a call needs besides."""
+    """Of the parameters' gradients, the carried gradients, and the working memory of a call."""
     kept: int
     """Saved by a chunk."""
 
     def peak(self, policy: MemoryPolicy) -> int:
-        """The most bytes that a call with its backward holds at a time, besides what it was given.
+        """The most bytes that a call with its backward holds at a time, without its arguments.
 
-        Outputs, states and the gradients that it returns count.
+        Outputs, states and the returned gradients count.
         """
         outputs = (self.steps + 1) * (self.output_row + self.state_row - self.lone_state_row)
         total = outputs + self.steps * self.input_row + self.fixed
@@ -164,62 +165,61 @@ class SequenceSize:
 
 
 def size_of(backend: Backend, steps: int, states: Sequence[Tensor]) -> SequenceSize:
-    """The memory of a sequence of so many steps on this backend."""
+    """The memory of a sequence of `steps` steps on this backend."""
     signature = backend.captured.signature
-    invariant, same = backend.captured.invariant, backend.captured.aliases
+    invariant, aliases = backend.captured.invariant, backend.captured.aliases
     chunk = max(b - a for a, b in pairwise(chunk_bounds(steps, backend.chunk_steps)))
-    moving = [each for k, each in enumerate(states) if k not in invariant]
-    lone = [each for k, each in enumerate(states) if k not in invariant and k not in same.values()]
-    outputs = [node.meta["val"] for i, node in enumerate(signature.outputs) if node is not None and i not in same]
+    moving = [state for k, state in enumerate(states) if k not in invariant]
+    lone = [state for k, state in enumerate(states) if k not in invariant and k not in aliases.values()]
+    separate = [node.meta["val"] for i, node in enumerate(signature.outputs) if node is not None and i not in aliases]
     inputs = [node.meta["val"] for node in signature.input_gradients if node is not None]
     parameters = [node.meta["val"] for node in signature.parameter_gradients if node is not None]
-    drawn = sum(math.prod(each.shape) * each.dtype.itemsize for each in backend.captured.draws)
-    # A chunk of the outputs' gradients is made contiguous.
-    given = [node.meta["val"] for node in signature.outputs if node is not None]
-    # Twice what is carried, and once more what comes in for the state after the last step.
-    fixed = _bytes(parameters) + 4 * _bytes(states) + backend.work_bytes(chunk) + chunk * _bytes(given) + steps * drawn
-    return SequenceSize(
-        steps, chunk, _bytes(moving), _bytes(lone), _bytes(outputs), _bytes(inputs), fixed, backend.kept_bytes(chunk)
-    )
+    outputs = [node.meta["val"] for node in signature.outputs if node is not None]
+    fixed = _total_bytes(parameters) + backend.work_bytes(chunk)
+    # The carried gradients, two more rows of them in C, and the gradient that comes in for the last state.
+    fixed += 4 * _total_bytes(states)
+    fixed += chunk * _total_bytes(outputs)  # a chunk of the outputs' gradients is made contiguous
+    fixed += steps * sum(math.prod(draw.shape) * draw.dtype.itemsize for draw in backend.captured.draws)
+    rows = (_total_bytes(moving), _total_bytes(lone), _total_bytes(separate), _total_bytes(inputs))
+    return SequenceSize(steps, chunk, *rows, fixed, backend.kept_bytes(chunk))
 
 
 def choose_policy(memory: Memory, size: SequenceSize) -> MemoryPolicy:
-    """Choose how to save a sequence. Raises UsageError if no way keeps within the bytes."""
+    """Choose the values to save. Raises UsageError if no policy keeps within the bytes."""
     if memory in ("full", "states"):
         return MemoryPolicy(values=memory == "full")
-    shortest = min(_segments(size), key=size.peak)
+    smallest = min(_segment_policies(size), key=size.peak)
     if memory == "sqrt":
-        return shortest
+        return smallest
     assert isinstance(memory, int)
-    ways = (MemoryPolicy(values=True), MemoryPolicy(values=False), shortest)
-    for each in ways:
-        if size.peak(each) <= memory:
-            return each
-    least = min(ways, key=size.peak)
+    policies = (MemoryPolicy(values=True), MemoryPolicy(values=False), smallest)
+    for policy in policies:  # the fastest first
+        if size.peak(policy) <= memory:
+            return policy
+    least = min(policies, key=size.peak)
     raise UsageError(
         f"memory={memory} bytes are too few for {size.steps} steps: the least is {size.peak(least)} bytes ({least}), "
-        "outputs, states and gradients that are returned included; give more, or run the sequence in parts"
+        "outputs, states and returned gradients included; give more, or run the sequence in parts"
     )
 
 
 def chunk_bounds(steps: int, chunk: int) -> list[int]:
-    """The bounds of chunks: as few as possible, of one length but for the last, which may be shorter."""
+    """The bounds of chunks: as few as possible, of equal length, except that the last can be shorter."""
+    # Equal lengths: a short remainder would run inefficiently, and Inductor records each length separately.
     count = max(1, -(-steps // max(chunk, 1)))
     length = -(-steps // count)
     return [*range(0, steps, length), steps] if steps else [0, 0]
 
 
-def _segments(size: SequenceSize) -> list[MemoryPolicy]:
-    """Ways to keep heads of segments only, the one with the lowest peak among them.
-
-    Heads cost s a segment, and the segment that is run again costs c a chunk: the sum is least at sqrt(chunks s / c).
-    """
+def _segment_policies(size: SequenceSize) -> list[MemoryPolicy]:
+    """Policies that keep heads of segments only; one of them has the lowest peak."""
+    # Heads cost s a segment, and the segment that is run again costs c a chunk. The sum is least at sqrt(chunks s / c).
     chunks = len(chunk_bounds(size.steps, size.chunk)) - 1
     inside = size.kept + size.chunk * (size.state_row + size.output_row)
     best = math.sqrt(chunks * size.state_row / max(inside, 1))
-    near = {min(max(each, 1), chunks) for each in (math.floor(best), math.ceil(best))}
-    return [MemoryPolicy(values=False, segment=each) for each in sorted(near)]
+    lengths = {min(max(length, 1), chunks) for length in (math.floor(best), math.ceil(best))}
+    return [MemoryPolicy(values=False, segment=length) for length in sorted(lengths)]
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+def _total_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,8 +1,16 @@
 """The plans of a network, by kind of sequence: which backend runs a call, and why.
 
-A plan is made at the first sequence of its kind (shapes of one step, dtypes, which tensors want gradients, what the
-cell reads), verified against the eager loop, and cached. Where there can be none, the eager loop runs, and a warning
-says why, once.
+A plan is made at the first sequence of its kind: shapes of one step, dtypes, which tensors require gradients, and
+everything that the cell reads. It is verified against the eager loop and cached. If no plan is possible, the eager loop
+runs, and one warning gives the reason.
+
+    call -> unfit? ------------------------------------------------------> eager loop
+              | no
+            key -> cached? -- yes --> run it
+                     | no
+                   build by each candidate backend -> verify -> race? -> cache the choice
+
+Planning at construction would be simpler, but shapes, dtypes and grad mode are not known then.
 """
 
 import threading
@@ -16,42 +24,40 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from weft.core.errors import UsageError, WeftError
 from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.timing import time_after
 from weft.core.validation import Validator
-from weft.recurrent import eager
+from weft.recurrent import backend_registry, eager
+from weft.recurrent.backend_registry import BackendName, serves_smaller_batches
 from weft.recurrent.capture import CaptureError, MisfitError, capture
 from weft.recurrent.cell import StepNetCell
-from weft.recurrent.cpp.cpp_backend import CppBackend
-from weft.recurrent.cpp.ir import Unsupported
-from weft.recurrent.cpp.lowering import decomposition_table
-from weft.recurrent.graph import StepGraph, drawn, memory_order, same_but_rows
-from weft.recurrent.guards import CellGuards, no_foreign_draws, unobserved
-from weft.recurrent.inductor_backend import InductorBackend
-from weft.recurrent.masking import Conditions, MaskedStep, RowMasks, check_number, padding_values
-from weft.recurrent.passes import made_in_the_step
-from weft.recurrent.plan_backends import NAMES as MEMORY
-from weft.recurrent.plan_backends import Backend, Memory, choose_policy, size_of
-from weft.recurrent.python_backend import PythonBackend
+from weft.recurrent.graph import StepGraph, draw_numbers, memory_order, same_but_rows
+from weft.recurrent.guards import CellGuards, no_foreign_draws, without_observers
+from weft.recurrent.masking import Conditions, MaskedStep, RowMasks, check_step_number, padding_values
+from weft.recurrent.passes import is_step_constant
+from weft.recurrent.plan_backends import MEMORY_MODES, Backend, Memory, choose_policy, size_of
+from weft.recurrent.pytorch_internals import (
+    dispatch_modes,
+    forward_ad_level,
+    functorch_interpreter,
+    parametrizations_cached,
+)
 from weft.recurrent.sequence import SequenceInputs
-from weft.recurrent.sequence_function import EagerReplay, filled_up, run_derived
+from weft.recurrent.sequence_function import EagerReplay, append_rows, run_derived
 from weft.recurrent.verify import PlanError, verify
 
-BackendName = Literal["auto", "c", "inductor", "python", "eager"]
 VerifyMode = Literal["first", "never"]
 MAX_UNUSED_PLANS = 32
-"""After this many plans in a row that were used once each, whatever is new runs by the eager loop."""
+"""After this many consecutive plans that were used only once, every new kind runs by the eager loop."""
 MAX_PLANS = 64
-"""Plans that a network keeps; the least recently used goes first."""
+"""Plans that a network keeps. The least recently used is dropped first."""
 RACE_STEPS = 32
-"""Steps that a race takes; of a shorter sequence the same ones again."""
+"""Steps of a race. A shorter sequence is repeated."""
 COMPUTED = (
-    "it reads a tensor that was computed from others, as by torch.func.functional_call, which is another one at every "
-    "call, so that no plan could be kept; hand it over as an input, a state, or one of references="
+    "it reads a tensor that was computed from others, as by torch.func.functional_call, which is a new tensor at every "
+    "call, so no plan could be reused; pass it as an input, a state, or one of references="
 )
 _Key = tuple[Hashable, Hashable]
 
@@ -60,12 +66,12 @@ def check_settings(check: Validator, memory: object, backend: object, verify: ob
     """Validate the settings of a network."""
     check.choice("backend", backend, get_args(BackendName))
     check.choice("verify", verify, get_args(VerifyMode))
-    if memory not in MEMORY and not (type(memory) is int and memory > 0):
-        check.add(f"memory is {memory!r}, wanted {', '.join(MEMORY)} or a number of bytes")
+    if memory not in MEMORY_MODES and not (type(memory) is int and memory > 0):
+        check.add(f"memory is {memory!r}, wanted {', '.join(MEMORY_MODES)} or a number of bytes")
 
 
 class NoPlanWarning(UserWarning):
-    """A recurrent network does not run by the plan that was asked for; the warning says by what, and why.
+    """A recurrent network does not run by the requested plan. The warning gives the replacement and the reason.
 
     Example:
         >>> import warnings
@@ -79,7 +85,7 @@ class NoPlanWarning(UserWarning):
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """What runs one kind of sequence, and why; without an engine it is the eager loop."""
+    """The choice for one kind of sequence, with its reason. Without an engine the eager loop runs it."""
 
     kind: str
     engine: Backend | None
@@ -88,14 +94,14 @@ class PlanChoice:
     warning: str | None = None
     """For the user, once."""
     family: Hashable = None
-    """Equal for kinds that differ in the number of rows only."""
+    """Equal for kinds that differ only in the number of rows."""
     impossible: bool = False
-    """Whether the backend that was asked for must not be replaced: an explicit "c" is an error then."""
+    """Whether the requested backend must not be replaced: an explicit "c" raises an error then."""
     held: tuple[object, ...] = ()
-    """Objects whose addresses are part of the key, kept alive with it."""
+    """Objects whose addresses are part of the key. They live as long as it."""
 
     def explain(self) -> str:
-        """For a person."""
+        """Readable report."""
         head = f"{self.kind}: {self.backend}, because {self.why}"
         return head if self.engine is None else f"{head}\n\n{self.engine.explain()}"
 
@@ -105,42 +111,42 @@ class PlanCache:
 
     def __init__(self, backend: BackendName = "auto", memory: Memory = "full", verify: VerifyMode = "first") -> None:
         self.settings = (backend, memory, verify)
-        self._backend = backend
+        self._backend: BackendName = backend
         self._memory: Memory = memory
         self._verify = verify
-        self._known: OrderedDict[_Key, PlanChoice] = OrderedDict()
-        self._gone: deque[_Key] = deque()
+        self._choices: OrderedDict[_Key, PlanChoice] = OrderedDict()
+        self._dead_keys: deque[_Key] = deque()
         self._warned: set[str] = set()
+        # Reentrant, because planning for filled-up rows plans for more rows first.
         self._lock = threading.RLock()
         self._unused = 0
 
     def run(self, job: eager.SequenceRun) -> eager.Unrolled:
-        """Run by a plan, or by the eager loop; with a warning, once, if it is not by the plan asked for."""
-        if torch.is_inference_mode_enabled():  # a plan that is made in it could not be used outside
+        """Run by a plan, or by the eager loop. Warns once if that is not the requested plan."""
+        if torch.is_inference_mode_enabled():
+            # A plan holds tensors. Created in inference mode, they could not be used outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                found, choice = self._by_plan(job)
+                results, choice = self._run_by_plan(job)
         else:
-            found, choice = self._by_plan(job)
+            results, choice = self._run_by_plan(job)
         if choice.impossible:
             job.head(1).run()  # if the cell itself is faulty, its own error says more
             raise UsageError(
                 f'backend="c" cannot run cell {job.cell.name}: {choice.why}; change the cell, or use backend="auto", '
                 "which runs it by another plan, or by the eager loop"
             )
-        found, warning = job.run() if found is None else found, choice.warning
+        results, warning = job.run() if results is None else results, choice.warning
+        # Warn only after the run: if the cell is faulty, the error of the eager loop says more.
         if warning is not None and warning not in self._warned:
-            # Only now that it ran: if the cell is faulty, the eager loop's error says more.
             self._warned.add(warning)
             warnings.warn(warning, NoPlanWarning, stacklevel=2)
-        return found
+        return results
 
-    def _by_plan(self, job: eager.SequenceRun) -> tuple[eager.Unrolled | None, PlanChoice]:
-        """The results, None if the eager loop must run it; and what was chosen."""
-        call, choice = self._planned(job)
+    def _run_by_plan(self, job: eager.SequenceRun) -> tuple[eager.Unrolled | None, PlanChoice]:
+        call, choice = self._plan_for(job)
         return None if call is None or choice.engine is None else call.run(choice.engine, self._memory), choice
 
-    def _planned(self, job: eager.SequenceRun) -> "tuple[PlannedCall | None, PlanChoice]":
-        """What runs a sequence; a plan is made, if there is none yet."""
+    def _plan_for(self, job: eager.SequenceRun) -> "tuple[PlannedCall | None, PlanChoice]":
         kind, why, warning, strict = "sequences of every kind", "it was asked for", None, False
         if self._backend != "eager":
             reason = unfit(job.inputs, job.initial)
@@ -148,142 +154,147 @@ class PlanCache:
             if reason is None:
                 call = PlannedCall(job)
                 if not call.computed:
-                    return call, self._choice(call)
+                    return call, self._find_choice(call)
                 kind, why = "calls where the cell reads a computed tensor", COMPUTED
                 warning = f"cell {job.cell.name} runs by the eager loop: {COMPUTED}"
                 strict = self._backend == "c"
         choice = PlanChoice(kind, None, "eager", why, warning, strict)
         with self._lock:
-            self._known.setdefault((kind, None), choice)
+            self._choices.setdefault((kind, None), choice)
         return None, choice
 
     def forecast(self, job: eager.SequenceRun, steps: int) -> dict[str, int]:
-        """See `Recurrent.forecast`; makes the plan, if there is none yet."""
-        call, choice = self._planned(job)
+        """See `Recurrent.forecast`. Makes the plan if there is none yet."""
+        call, choice = self._plan_for(job)
         if call is None or choice.engine is None:
             raise UsageError(
                 f"no forecast for cell {job.cell.name}: {choice.kind} run by the eager loop, because {choice.why}"
             )
         size = size_of(choice.engine, steps, call.states)
-        return {mode: size.peak(choose_policy(mode, size)) for mode in MEMORY}
+        return {mode: size.peak(choose_policy(mode, size)) for mode in MEMORY_MODES}
 
     def choices(self) -> list[PlanChoice]:
-        """What was chosen for every kind of sequence seen."""
+        """The choices for all kinds of sequences so far."""
         with self._lock:
-            return list(self._known.values())
+            return list(self._choices.values())
 
-    def _choice(self, call: "PlannedCall") -> PlanChoice:
+    def _find_choice(self, call: "PlannedCall") -> PlanChoice:
         if call.guards.unready:
             return PlanChoice(call.kind, None, "eager", "a lazy module of the cell has yet to see its first input")
         key = (call.step_key(), call.cell_key)
+        # Held while a plan is made, so that threads that share a network do not compile the same plan twice.
         with self._lock:
-            while self._gone:
-                self._known.pop(self._gone.popleft(), None)
-            found = self._known.get(key)
-            if found is None:
-                return self._added(call, key)
+            while self._dead_keys:
+                self._choices.pop(self._dead_keys.popleft(), None)
+            choice = self._choices.get(key)
+            if choice is None:
+                return self._add_choice(call, key)
             self._unused = 0
-            self._known.move_to_end(key)
-            return found
+            self._choices.move_to_end(key)
+            return choice
 
-    def _added(self, call: "PlannedCall", key: _Key) -> PlanChoice:
-        """A choice for a kind that is new."""
-        # New shapes of the same cell are no waste; a cell that reads something new at every call is.
-        new = all(call.cell_key != read for _, read in self._known)
-        if new and self._unused >= MAX_UNUSED_PLANS:
-            why = f"the last {MAX_UNUSED_PLANS} plans were used once each: what the cell is or reads is new every time"
+    def _add_choice(self, call: "PlannedCall", key: _Key) -> PlanChoice:
+        # New shapes of the same cell are not waste. A cell that reads something new at every call is.
+        is_new = all(call.cell_key != cell_key for _, cell_key in self._choices)
+        if is_new and self._unused >= MAX_UNUSED_PLANS:
+            why = f"the last {MAX_UNUSED_PLANS} plans were used once each: the cell, or what it reads, is always new"
             return PlanChoice(call.kind, None, "eager", why, f"cell {call.cell.name} runs by the eager loop: {why}")
-        self._unused += new
-        gone = self._gone  # with the first tensor of the cell that is collected, the plan goes at the next call
-        watched = [weakref.ref(each, lambda _: gone.append(key)) for each in call.guards.tensors]
-        found = self._known[key] = replace(self._made(call), held=(*call.guards.held, *watched))
-        if len(self._known) > MAX_PLANS:
-            self._known.popitem(last=False)
-        return found
+        self._unused += is_new
+        # When a tensor of the cell is collected, another can get its address, so the plan must go. The callback runs in
+        # any thread, at any time, even while this thread holds the lock. It only notes the key, because `append` of a
+        # deque is atomic.
+        dead_keys = self._dead_keys
+        watchers = [weakref.ref(tensor, lambda _: dead_keys.append(key)) for tensor in call.guards.tensors]
+        choice = self._choices[key] = replace(self._make_choice(call), held=(*call.guards.held, *watchers))
+        if len(self._choices) > MAX_PLANS:
+            self._choices.popitem(last=False)
+        return choice
 
-    def _filled_up(self, call: "PlannedCall") -> CppBackend | None:
-        """The plan for a few more rows, if it gives these the same bits: from the third size of a batch on, so that a
-        last batch that is smaller than the others is not filled up."""
-        family, same = call.step_key(1), [each for (_, cell), each in self._known.items() if cell == call.cell_key]
-        relatives = [e.engine for e in same if e.family == family and isinstance(e.engine, CppBackend)]
+    def _fill_up(self, call: "PlannedCall") -> Backend | None:
+        """A plan for a few more rows, if it computes the rows of this call with the same bits.
+
+        Only from the third batch size on, so that a smaller last batch of an epoch is not filled up.
+        """
+        family = call.step_key(1)
+        same_cell = [choice for (_, cell_key), choice in self._choices.items() if cell_key == call.cell_key]
+        relatives = [e.engine for e in same_cell if e.family == family and serves_smaller_batches(e.engine)]
         if len(relatives) < 2 or call.rows is None or isinstance(self._memory, int):
             return None
         rows, first = 1 << (call.rows - 1).bit_length(), relatives[0]
         rows = rows * 3 // 4 if 4 * call.rows <= 3 * rows else rows  # 1, 2, 3, 4, 6, 8, 12, 16, 24 ...
         if rows == call.rows or not (first.apart and same_but_rows(first.captured, relatives[1].captured)):
             return None
-        engine = self._choice(call.with_rows(rows)).engine
-        if not (isinstance(engine, CppBackend) and engine.apart and same_but_rows(first.captured, engine.captured)):
+        larger = self._find_choice(call.with_rows(rows)).engine
+        if not (serves_smaller_batches(larger) and larger.apart and same_but_rows(first.captured, larger.captured)):
             return None
-        found = engine.for_rows(call.rows)
+        engine = larger.for_rows(call.rows)
         if self._verify == "first":
             try:
-                with unobserved():
-                    call.verify(found, self._memory)
-            except Exception:  # a plan of its own serves, then
+                with without_observers():
+                    call.verify(engine, self._memory)
+            except Exception:  # the call then gets a plan of its own
                 return None
-        return found
+        return engine
 
-    def _made(self, call: "PlannedCall") -> PlanChoice:
-        larger = self._filled_up(call)
+    def _make_choice(self, call: "PlannedCall") -> PlanChoice:
+        larger = self._fill_up(call)
         if larger is not None:
             why = f"its rows are filled up by {larger.missing}, to a number for which there is a plan"
             return PlanChoice(call.kind, larger, "c", why)
-        return replace(self._planned_anew(call), family=call.step_key(1))
+        return replace(self._make_plan(call), family=call.step_key(1))
 
-    def _planned_anew(self, call: "PlannedCall") -> PlanChoice:
-        refused, wrong, planned = dict[str, list[str]](), False, None
+    def _make_plan(self, call: "PlannedCall") -> PlanChoice:
+        rejections, incorrect, planned = dict[str, list[str]](), False, None
         strict = self._backend == "c"
-        # On CUDA "auto" leaves out Inductor: its recorded graphs have never run on a GPU.
-        automatic = ("python",) if call.inputs.device.type == "cuda" else ("c", "python")
-        names: tuple[str, ...] = automatic if self._backend == "auto" else (self._backend,)
-        for name in names:
+        for name in backend_registry.candidate_backends(self._backend, call.inputs.device):
             try:
-                with unobserved():
+                with without_observers():
                     engine = call.make(name)
                     if self._verify == "first":
                         call.verify(engine, self._memory)
             except MisfitError as error:
                 return PlanChoice(call.kind, None, "eager", str(error), impossible=strict)
-            except Exception as error:  # whatever tracing a user's code may raise: another plan, or the eager loop
-                told = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {str(error)[:500]}"
-                refused.setdefault(told, []).append(name)
-                wrong = wrong or isinstance(error, PlanError)  # worth a warning even where another plan is right
+            except Exception as error:  # tracing runs the user's code, so it can raise anything
+                text = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {str(error)[:500]}"
+                rejections.setdefault(text, []).append(name)
+                incorrect = incorrect or isinstance(error, PlanError)  # worth a warning even if another plan is right
             else:
                 planned = name, engine
                 break
-        reasons = [f"not {' or '.join(each)}: {told}" for told, each in refused.items()]
+        reasons = [f"not {' or '.join(names)}: {text}" for text, names in rejections.items()]
         why = "; ".join(reasons)
-        none = PlanChoice(call.kind, None, "eager", why, impossible=strict)
-        choice = self._chosen(call, *planned, reasons) if planned else none
-        if wrong or not planned:
+        without_plan = PlanChoice(call.kind, None, "eager", why, impossible=strict)
+        choice = self._choose_faster(call, *planned, reasons) if planned else without_plan
+        if incorrect or not planned:
             way = "the eager loop" if choice.engine is None else f"the {choice.backend} plan"
             return replace(choice, warning=f"cell {call.cell.name} runs by {way}: {why}")
         return choice
 
-    def _chosen(self, call: "PlannedCall", name: str, engine: Backend, refused: list[str]) -> PlanChoice:
-        """The plan; for "auto" the faster one of it and the eager loop, by the first steps of this sequence."""
+    def _choose_faster(self, call: "PlannedCall", name: str, engine: Backend, rejections: list[str]) -> PlanChoice:
+        """The plan. For "auto", the faster of it and the eager loop, measured on the first steps of this sequence."""
         if self._backend != "auto":
             return PlanChoice(call.kind, engine, name, "it was asked for")
-        if name == "c":
+        if backend_registry.is_always_faster(name):
             return PlanChoice(call.kind, engine, name, "its loops could be compiled, and nothing here is faster")
-        ours, loop = call.race(engine)
-        told = f"{1e3 * ours:.2f} ms by the {name} plan and {1e3 * loop:.2f} ms by the eager loop"
-        why = "; ".join([f"{RACE_STEPS} steps took {told}", *refused])
-        return PlanChoice(call.kind, engine, name, why) if ours < loop else PlanChoice(call.kind, None, "eager", why)
+        by_plan, by_loop = call.race(engine)
+        times = f"{1e3 * by_plan:.2f} ms by the {name} plan and {1e3 * by_loop:.2f} ms by the eager loop"
+        why = "; ".join([f"{RACE_STEPS} steps took {times}", *rejections])
+        return (
+            PlanChoice(call.kind, engine, name, why) if by_plan < by_loop else PlanChoice(call.kind, None, "eager", why)
+        )
 
 
 _CAPTURING = threading.RLock()
-"""Held while a cell is traced, which patches modules for the whole process."""
+"""Held while a cell is traced, because tracing patches modules for the whole process."""
 
 
 class PlannedCall:
-    """One call of a network as plans see it: its key, how a plan for it is made and verified, and running it.
+    """One call of a network as plans see it: its key, making and verifying a plan for it, and running it.
 
     Attributes:
         states: the initial ones of the captured step, flat.
-        cell_key: what the cell is and reads, as it is now: a plan was made for just that.
-        computed: whether the cell reads what was computed from other tensors: another one at every call.
+        cell_key: the cell and everything that it reads, as of now. A plan holds for exactly that.
+        computed: whether the cell reads a tensor computed from others, which is a new one at every call.
     """
 
     def __init__(self, job: eager.SequenceRun) -> None:
@@ -292,41 +303,42 @@ class PlannedCall:
         self._on = Conditions(rows.valid is not None, rows.reset is not None, job.truncate is not None, cell.time_step)
         fresh = (state if job.fresh is None else job.fresh) if self._on.reset else ()
         references = cell.references if isinstance(cell, StepNetCell) and cell.references is not None else ()
-        held = [] if rows.valid is None else padding_values(inputs, rows.valid)
-        self.states, self._structure = flatten((state, fresh, references, held))
+        padding = [] if rows.valid is None else padding_values(inputs, rows.valid)
+        self.states, self._structure = flatten((state, fresh, references, padding))
         self.guards = CellGuards(cell.function)
         self.cell_key = tuple(self.guards.key)
-        self.computed = not all([each.is_leaf for each in self.guards.tensors])
+        self.computed = not all([tensor.is_leaf for tensor in self.guards.tensors])
         grad = torch.is_grad_enabled()
         self._wants = tuple([grad and leaf.requires_grad for leaf in inputs.leaves])
-        """Which inputs want a gradient."""
+        """Flags the inputs that require a gradient."""
 
     @property
     def kind(self) -> str:
-        """For a person: shape and dtype of a step."""
+        """Shape and dtype of a step, for messages."""
         shapes = ", ".join(
-            f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape[1:])}" for each in self.inputs.leaves
+            f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape[1:])}" for leaf in self.inputs.leaves
         )
         flags = [name for name, on in self._on._asdict().items() if on]
         return f"steps of {shapes}" + (f" with {', '.join(flags)}" if flags else "")
 
     @property
     def rows(self) -> int | None:
-        """N, where all states have rows, and nothing else is read that could have some."""
-        by_rows = all(isinstance(each, Tensor) and each.shape[:1] == (self.inputs.rows,) for each in self.states)
+        """N, if all states have rows, and the cell reads nothing else that could have some."""
+        by_rows = all(isinstance(state, Tensor) and state.shape[:1] == (self.inputs.rows,) for state in self.states)
         return self.inputs.rows if by_rows and getattr(self.cell, "references", None) is None else None
 
     def with_rows(self, rows: int) -> "PlannedCall":
-        """The same call, filled up to so many rows."""
+        """The same call, filled up to `rows` rows."""
         job, more = self._job, rows - (self.rows or 0)
-        over, first = (partial(filled_up, axis=axis, more=more) for axis in (1, 0))
-        inputs = replace(self.inputs, leaves=[*map(over, self.inputs.leaves)], rows=rows)
-        tables = RowMasks(*(None if each is None else over(each) for each in (job.rows.valid, job.rows.reset)))
-        initial, fresh = (None if each is None else map_leaves(first, each) for each in (job.initial, job.fresh))
-        return PlannedCall(replace(job, inputs=inputs, rows=tables, initial=initial, fresh=fresh))
+        over_time, first = (partial(append_rows, axis=axis, more=more) for axis in (1, 0))
+        inputs = replace(self.inputs, leaves=[*map(over_time, self.inputs.leaves)], rows=rows)
+        tables = (job.rows.valid, job.rows.reset)
+        masks = RowMasks(*(None if table is None else over_time(table) for table in tables))
+        initial, fresh = (None if state is None else map_leaves(first, state) for state in (job.initial, job.fresh))
+        return PlannedCall(replace(job, inputs=inputs, rows=masks, initial=initial, fresh=fresh))
 
     def step_key(self, begin: int = 0) -> Hashable:
-        """All that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes.
+        """Everything that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes.
 
         Shapes count from axis `begin` on.
         """
@@ -336,72 +348,73 @@ class PlannedCall:
             self._on,
             self.inputs.structure,
             self._structure,
-            tuple([_meta(leaf[0], begin) for leaf in self.inputs.leaves]),
-            tuple([_meta(leaf, begin) for leaf in self.states]),
+            tuple([_meta_key(leaf[0], begin) for leaf in self.inputs.leaves]),
+            tuple([_meta_key(leaf, begin) for leaf in self.states]),
             self._wants,
             *casting,
-            torch.is_grad_enabled(),  # a cell may ask, and a plan without backward is the smaller one
+            torch.is_grad_enabled(),  # a cell can ask for it, and a plan without backward is smaller
             torch.get_default_dtype(),
         )
 
-    def _leaves(self) -> list[Tensor]:
-        """The inputs, T x ..., with those that conditions add."""
+    def _input_leaves(self) -> list[Tensor]:
         if not any(self._on):
             return [*self.inputs.leaves]
         start, truncate, rows = self._job.start, self._job.truncate, self._job.rows
         numbers = torch.arange(start, start + self.inputs.steps, device=self.inputs.device)
         cut = None if truncate is None else (numbers % truncate == 0) & (numbers > 0)
-        more = (rows.valid, rows.reset, cut, numbers if self._on.time else None)
-        return [*self.inputs.leaves, *(each for each in more if each is not None)]
+        added = (rows.valid, rows.reset, cut, numbers if self._on.time else None)
+        return [*self.inputs.leaves, *(leaf for leaf in added if leaf is not None)]
 
-    def _step(self) -> MaskedStep:
+    def _masked_step(self) -> MaskedStep:
         return MaskedStep(self.cell, self._on)
 
     def make(self, name: str) -> Backend:
         """A new plan by this backend. Raises CaptureError, Unsupported and CompileError."""
-        if not all(isinstance(each, Tensor) for each in self.states):
-            raise CaptureError("not all references are tensors; let the step net close over what is none")
-        if self.guards.refusal is not None:
-            raise CaptureError(self.guards.refusal)
-        if name == "c" and any(each.device.type != "cpu" for each in self.inputs.leaves):
-            raise Unsupported(f"loops in C run on the CPU, and the inputs are on {self.inputs.device}")
-        captured = self._captured(decomposition_table() if name == "c" else None)
-        own = {id(each) for each in self.guards.tensors}
-        read = [(node, captured.reference(node)) for node in captured.signature.references]
-        # What the step itself makes out of plain numbers is none of them.
-        made = [(made_in_the_step(node) or not each.dim()) and not each.requires_grad for node, each in read]
-        strange = sum(id(each) not in own and not here for (_, each), here in zip(read, made, strict=True))
-        if strange:
+        if not all(isinstance(state, Tensor) for state in self.states):
+            raise CaptureError("not all references are tensors; let the step net close over the others")
+        if self.guards.rejection is not None:
+            raise CaptureError(self.guards.rejection)
+        other = next((leaf.device for leaf in self.inputs.leaves if leaf.device.type != "cpu"), self.inputs.device)
+        captured = self._capture(backend_registry.composed_operators(name, other))
+        known = {id(tensor) for tensor in self.guards.tensors}
+        references = [(node, captured.reference(node)) for node in captured.signature.references]
+        # A constant that the step itself creates from plain numbers is not a tensor of the cell.
+        unregistered = sum(
+            id(tensor) not in known and (tensor.requires_grad or not (is_step_constant(node) or not tensor.dim()))
+            for node, tensor in references
+        )
+        if unregistered:
             raise CaptureError(
-                f"it reads {strange} tensors that are neither parameters nor buffers of it; register them"
+                f"it reads {unregistered} tensors that are neither parameters nor buffers of it; register them"
             )
-        backends = {"c": CppBackend, "inductor": InductorBackend, "python": PythonBackend}
-        return backends[name](captured.weakly_bound(self.guards.tensors))
+        return backend_registry.build_backend(name, captured.hold_weakly(self.guards.tensors))
 
-    def _captured(self, operators: Mapping[Any, Any] | None) -> StepGraph:
-        """Capture the step. The cell runs without observable side effects, and draws nothing the caller would miss."""
-        leaves = self._leaves()
+    def _capture(self, operators: Mapping[Any, Any] | None) -> StepGraph:
+        # Capture the step. Side effects of the cell are undone, and the caller's generators do not advance.
+        leaves = self._input_leaves()
         count = len(self.inputs.leaves)
-        first = [each[0] for each in leaves]
+        first = [leaf[0] for leaf in leaves]
         nest = unflatten(self.inputs.structure, first[:count]), first[count:]
         wants = [*self._wants, *[False] * (len(leaves) - count)]
-        step, state = self._step(), unflatten(self._structure, self.states)
+        step, state = self._masked_step(), unflatten(self._structure, self.states)
 
-        def once() -> Any:
+        def run_once() -> Any:
             with torch.no_grad():
-                return step(*(map_leaves(torch.clone, each) for each in (nest, state)))
+                return step(*(map_leaves(torch.clone, value) for value in (nest, state)))
 
-        with torch.random.fork_rng(self._devices()), _CAPTURING, self.guards.restore_state(), no_foreign_draws(once):
+        devices = self._cuda_devices()
+        with torch.random.fork_rng(devices), _CAPTURING, self.guards.restore_state(), no_foreign_draws(run_once):
             parameters, tensors = self.guards.parameters, self.guards.tensors
             captured = capture(step, nest, state, parameters, wanted_inputs=wants, composed=operators, watched=tensors)
             if self._on.time:
-                check_number(captured.signature.inputs[len(leaves) - 1], [*first, *self.states])
+                check_step_number(captured.signature.inputs[len(leaves) - 1], [*first, *self.states])
+            # Compared before `restore_state` undoes the cell's writes.
             changed = CellGuards(self.cell.function).key != self.guards.key
             if captured.draws and not changed:
-                after = flatten(once()[1])[0]
+                after = flatten(run_once()[1])[0]
                 if any(memory_order(old) != memory_order(new) for old, new in zip(self.states, after, strict=True)):
                     raise CaptureError(
-                        "the cell draws, which may be in the memory order of a state, and the first state has another "
+                        "the cell draws, possibly in the memory order of a state, and the first state has another "
                         "memory layout than later ones, as a transposed tensor has; make both contiguous, as by "
                         ".contiguous()"
                     )
@@ -415,84 +428,88 @@ class PlannedCall:
     def verify(self, engine: Backend, memory: Memory) -> None:
         """See `weft.recurrent.verify`."""
         with self.guards.restore_state():
-            verify(engine, self._step(), self._leaves(), self.states, memory, self.guards.widened)
+            verify(engine, self._masked_step(), self._input_leaves(), self.states, memory, self.guards.as_float64)
 
     def run(self, engine: Backend, memory: Memory) -> eager.Unrolled:
-        """The whole sequence."""
-        captured, device, inputs = engine.captured, self.inputs.device, self._leaves()
-        restored = partial(self.guards.restored, self.cell.function)
-        replay = EagerReplay(captured, self._step(), device, restored) if torch.is_grad_enabled() else None
+        """Run the whole sequence by the plan."""
+        captured, device, inputs = engine.captured, self.inputs.device, self._input_leaves()
+        restored = partial(self.guards.tensors_restored, self.cell.function)
+        # Before the draws below, because the replay draws the same numbers again.
+        replay = EagerReplay(captured, self._masked_step(), device, restored) if torch.is_grad_enabled() else None
         if captured.draws:
-            inputs += drawn(captured.draws, self.inputs.steps, device)
+            inputs += draw_numbers(captured.draws, self.inputs.steps, device)
         leaves = run_derived(engine, inputs, self.states, memory, replay)
         outputs = iter(leaves.outputs)
-        y = unflatten(captured.output_structure, [next(outputs) if given else None for given in captured.given])
-        # A state of the graph is (the cell's, what resets bring back, references, stand-ins); the first is the user's.
+        ys = [next(outputs) if is_tensor else None for is_tensor in captured.output_is_tensor]
+        y = unflatten(captured.output_structure, ys)
+        # A state of the graph is (the cell's, `fresh`, references, padding). Only the first is the user's.
         last = unflatten(captured.state_structure, leaves.last)[0]
         states = unflatten(captured.state_structure, leaves.states)[0] if leaves.states else None
         return y, last, states
 
     def race(self, engine: Backend) -> tuple[float, float]:
-        """Seconds that `RACE_STEPS` of this sequence take by the engine, and by the eager loop; drawing nothing."""
+        """Seconds that `RACE_STEPS` of this sequence take by the engine, and by the eager loop."""
         steps = torch.arange(RACE_STEPS, device=self.inputs.device) % self.inputs.steps
-        part = replace(self.inputs, leaves=[each.detach()[steps] for each in self.inputs.leaves], steps=RACE_STEPS)
+        inputs = replace(self.inputs, leaves=[leaf.detach()[steps] for leaf in self.inputs.leaves], steps=RACE_STEPS)
         tables = self._job.rows.valid, self._job.rows.reset
-        rows = RowMasks(*(None if each is None else each[steps] for each in tables))
-        # Cut from the caller's graph, which its own backward will want whole.
-        state, fresh, *_ = unflatten(self._structure, [each.detach() for each in self.states])
-        job = replace(self._job, inputs=part, rows=rows, initial=state, fresh=fresh if self._on.reset else None)
-        call = PlannedCall(job)
-        ways = partial(call.run, engine, "full"), job.run
-        with unobserved(), torch.random.fork_rng(self._devices()), self.guards.restore_state():
-            ours, loop = (
-                min(_seconds(each, self.guards.parameters, self.inputs.device) for _ in range(2)) for each in ways
+        rows = RowMasks(*(None if table is None else table[steps] for table in tables))
+        # Detached, because a backward through the caller's graph would free it before the caller's own backward.
+        state, fresh, *_ = unflatten(self._structure, [leaf.detach() for leaf in self.states])
+        job = replace(self._job, inputs=inputs, rows=rows, initial=state, fresh=fresh if self._on.reset else None)
+        ways = partial(PlannedCall(job).run, engine, "full"), job.run
+        with without_observers(), torch.random.fork_rng(self._cuda_devices()), self.guards.restore_state():
+            # The best of two: the first run of each way also warms up allocators.
+            by_plan, by_loop = (
+                min(time_with_backward(way, self.guards.parameters, self.inputs.device) for _ in range(2))
+                for way in ways
             )
-        return ours, loop
+        return by_plan, by_loop
 
-    def _devices(self) -> list[torch.device]:
+    def _cuda_devices(self) -> list[torch.device]:
         return [self.inputs.device] if self.inputs.device.type == "cuda" else []
 
 
 def unfit(inputs: SequenceInputs, state: Any) -> str | None:
-    """Why no plan at all can run this call; None if one may."""
+    """The reason why no plan can run this call, or None."""
     if not inputs.steps:
         return "there are no steps"
     if cast(Any, _CAPTURING)._is_owned():
         return "a cell contains a network, and the plan of the outer one is being made"
     leaves = [*inputs.leaves, *flatten(state)[0]]
     if not all([isinstance(leaf, Tensor) for leaf in inputs.leaves]):
-        return "an input is no tensor"
+        return "an input is not a tensor"
     if any([type(leaf) not in (Tensor, nn.Parameter) for leaf in leaves]):
         return "a tensor is of a subclass"
     if not all([leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]):
         return "a tensor is empty"
-    if not all([getattr(mode, "lets_plans_run", False) for mode in _get_current_dispatch_mode_stack()]):
-        # Tracers and counters of operators see no loop in C, nor its making; a counter of bytes may declare otherwise.
+    # Tracers and counters of operators would miss a loop in C. A mode that can do without its operators, such as a
+    # counter of bytes, declares so.
+    if not all([getattr(mode, "lets_plans_run", False) for mode in dispatch_modes()]):
         return "a mode that watches operators is on, as a tracer or FlopCounterMode is"
-    if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
+    if functorch_interpreter() is not None:
         return "it is being transformed by torch.func"
     if cast(Any, torch.jit).is_tracing():
         return "it is being traced by torch.jit"
-    if torch.autograd.forward_ad._current_level >= 0:
+    if forward_ad_level() >= 0:
         return "forward-mode gradients are on"
-    if cast(Any, parametrize)._cache_enabled:  # it would keep weights that a trace had made
+    if parametrizations_cached():  # the cache would keep weights that a trace had computed
         return "parametrized weights are cached"
     return None
 
 
-def _meta(value: Any, begin: int) -> Hashable:
+def _meta_key(value: Any, begin: int) -> Hashable:
     if not isinstance(value, Tensor):
         return repr(type(cast(object, value)))
     plain = value.layout is torch.strided and value.is_contiguous()
     return value.shape[begin:], value.dtype, value.device, None if plain else memory_order(value)
 
 
-def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor], device: torch.device) -> float:
+def time_with_backward(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor], device: torch.device) -> float:
     """The seconds of a run with its backward, on this device and those of the parameters."""
-    devices = {device, *(each.device for each in parameters)}
+    devices = {device, *(parameter.device for parameter in parameters)}
     begin = time_after(devices)
     leaves = flatten(run()[:2])[0]
     ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if ends and parameters:
-        torch.autograd.grad(ends, parameters, [torch.ones_like(each) for each in ends], allow_unused=True)
+        torch.autograd.grad(ends, parameters, [torch.ones_like(end) for end in ends], allow_unused=True)
     return time_after(devices) - begin

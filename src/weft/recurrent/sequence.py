@@ -2,13 +2,15 @@
 
     inputs   {"x": T x N x D, "gate": T x N, "dt": T, "name": "run 7"}
 
-    axis 0   time, one length for every tensor           (batch first: axis 1 of what has two axes or more)
+    axis 0   time, one length for every tensor           (batch first: axis 1 of tensors with two axes or more)
     axis 1   rows, one number for every tensor that has it; "dt" holds one number per step for all rows
-    other    leaves that are no tensors: every step gets them whole
+    other    leaves that are not tensors: every step gets them whole
+
+The loop, the plans and the layers all need these facts, so they are established once per call.
 
 A sequence without rows (T x D) is accepted too, as ``torch.func.vmap`` over the batch passes it. Shapes alone cannot
-tell whether T x 5 holds five rows or one row of width five. ``certain`` says that there are rows, since the caller
-referred to them (lengths, mask, reset, batch first); a step's input with two axes makes them likely.
+distinguish T x 5 for five rows from T x 5 for one row of width five. ``certain`` states that there are rows, because
+the caller referred to them (lengths, mask, reset, batch first). A step's input with two axes makes them likely.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,48 +31,50 @@ Lengths = Tensor | Sequence[int]
 
 @dataclass(frozen=True)
 class SequenceInputs:
-    """Sequences with time first. ``rows`` is N, or ``None`` where the shapes do not agree on any."""
+    """Sequences with time first. ``rows`` is N, or ``None`` where the shapes do not agree on one."""
 
     leaves: list[Any]
     structure: Structure
     steps: int
     rows: int | None
     certain: bool
-    axes: int  # the most axes that an input of one step has
+    axes: int
+    """The most axes that an input of one step has."""
     device: torch.device
 
-    def each(self) -> Iterator[list[Any]]:
-        """The leaves of every step. One ``unbind`` each: its gradient is one stack, not T sums into T x N x D."""
+    def each_step(self) -> Iterator[list[Any]]:
+        """The leaves of every step."""
+        # One `unbind` per leaf, whose gradient is one stack. Indexing would add T gradients of size T x N x D.
         columns = [leaf.unbind(0) if isinstance(leaf, Tensor) else [leaf] * self.steps for leaf in self.leaves]
         return (list(step) for step in zip(*columns, strict=True))
 
-    def first(self) -> list[Any]:
-        """The leaves of the first step; there must be one."""
+    def first_step(self) -> list[Any]:
+        """The leaves of the first step. T must be at least 1."""
         return [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
-    def blank(self) -> list[Any]:
-        """One step that a cell can bear where none is at hand: integers 0, which are indices, and other numbers 0.5.
+    def placeholder_step(self) -> list[Any]:
+        """Placeholder for a step, e.g. of an empty sequence: integers are 0 (valid indices), other numbers 0.5.
 
-        Zero, one and infinity are where norms, roots, logarithms and their like have no gradient. The step hangs
-        on the sequences, so that their gradients exist where T is 0.
+        Norm, sqrt and log have no gradient at 0, 1 or infinity. The step is computed from the sequences, so that
+        gradients of these exist for T = 0.
         """
-        return [_bearable(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return [_placeholder_value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
 
 def read_inputs(value: Any, *, batch_first: bool, certain: bool, check: Validator) -> SequenceInputs | None:
-    """Bring ``value`` into one form; what is wrong goes to ``check``. ``None`` if T or N cannot be told.
+    """Normalise ``value``. Faults go to ``check``. ``None`` if T or N cannot be determined.
 
-    ``certain``: the caller spoke of rows, so every tensor with two axes has them.
+    ``certain``: the caller referred to rows, so every tensor with two axes has them.
     """
     leaves, structure = flatten(value)
     names = structure_paths(structure, "inputs")
     tensors = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
-    flat = [name for name, leaf in tensors.items() if leaf.dim() == 0]
-    check.mismatch(*(f"{name} has no axes, wanted T x N x ..., time first" for name in flat))
+    scalars = [name for name, leaf in tensors.items() if leaf.dim() == 0]
+    check.mismatch(*(f"{name} has no axes, wanted T x N x ..., time first" for name in scalars))
     if not tensors:
         kinds = sorted({type(leaf).__name__ for leaf in leaves}) or ["nothing"]
         check.mismatch(f"inputs hold no tensor (saw {', '.join(kinds)}), wanted T x N x ..., time first")
-    if flat or not tensors:
+    if scalars or not tensors:
         return None
     if batch_first:
         leaves = [_time_first(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -78,98 +82,98 @@ def read_inputs(value: Any, *, batch_first: bool, certain: bool, check: Validato
     axes = max(leaf.dim() for leaf in tensors.values()) - 1
     steps = {name: leaf.shape[0] for name, leaf in tensors.items()}
     rows = {name: leaf.shape[1] for name, leaf in tensors.items() if leaf.dim() > 1}
-    agree = _one_size(steps, f"time (axis {int(batch_first)})", check)
+    agree = _check_one_size(steps, f"time (axis {int(batch_first)})", check)
     if certain or axes > 1:
-        agree = _one_size(rows, f"the batch (axis {1 - int(batch_first)})", check) and agree
+        agree = _check_one_size(rows, f"the batch (axis {1 - int(batch_first)})", check) and agree
     if not agree:
         return None
-    known = list(rows.values())
+    counts = list(rows.values())
     device = next(iter(tensors.values())).device
     return SequenceInputs(
-        leaves, structure, next(iter(steps.values())), known[0] if _alike(known) else None, certain, axes, device
+        leaves, structure, next(iter(steps.values())), counts[0] if _all_equal(counts) else None, certain, axes, device
     )
 
 
 def batch_first_again(value: Any, rows: int | None) -> Any:
-    """A result's leaf, T x N x ..., with the batch first; one without rows stays as it is."""
+    """A result's leaf, T x N x ..., with the batch first. A leaf without rows stays as it is."""
     if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == rows:
         return value.transpose(0, 1)
     return value
 
 
-def _bearable(leaf: Tensor) -> Tensor:
-    blank = leaf[:0].sum(0, dtype=leaf.dtype)
-    return blank + 0.5 if leaf.is_floating_point() or leaf.is_complex() else blank
+def _placeholder_value(leaf: Tensor) -> Tensor:
+    zeros = leaf[:0].sum(0, dtype=leaf.dtype)
+    return zeros + 0.5 if leaf.is_floating_point() or leaf.is_complex() else zeros
 
 
 def _time_first(leaf: Tensor) -> Tensor:
     return leaf.transpose(0, 1) if leaf.dim() > 1 else leaf
 
 
-def _one_size(sizes: dict[str, int], what: str, check: Validator) -> bool:
-    """Whether all sizes are one; a fault that names every tensor with its size if not."""
-    if not sizes or _alike(list(sizes.values())):
+def _check_one_size(sizes: dict[str, int], axis: str, check: Validator) -> bool:
+    # Whether all sizes are equal. Otherwise a fault names every tensor with its size.
+    if not sizes or _all_equal(list(sizes.values())):
         return True
     seen = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-    check.mismatch(f"{what} must have one size everywhere: {seen}")
+    check.mismatch(f"{axis} must have one size everywhere: {seen}")
     return False
 
 
-def _alike(sizes: Sequence[int]) -> bool:
-    """Whether there is one size. Under tracing sizes may be symbols, which have no hash."""
+def _all_equal(sizes: Sequence[int]) -> bool:
+    # Not by a set: under tracing sizes can be symbols, which have no hash.
     return bool(sizes) and all(size == sizes[0] for size in sizes)
 
 
-def some(values: Sequence[str], most: int = 5) -> str:
-    """The first few of them, and how many more there are."""
+def list_some(values: Sequence[str], most: int = 5) -> str:
+    """The first few values, and how many more there are."""
     rest = len(values) - most
     return ", ".join(values[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def pack_like(padded: Tensor | None, lengths: Tensor, packed: PackedSequence) -> PackedSequence | None:
-    """The inverse of ``pad_packed_sequence``, with the order of rows that ``packed`` has. ``None`` stays ``None``."""
+    """The inverse of ``pad_packed_sequence``, with the row order of ``packed``. ``None`` stays ``None``."""
     if padded is None:
         return None
     order = packed.sorted_indices
     if order is not None:
         padded, lengths = padded.index_select(1, order), lengths[order.to(lengths.device)]
-    again = pack_padded_sequence(padded, lengths)
-    return PackedSequence(again.data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+    data = pack_padded_sequence(padded, lengths).data
+    return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
 
 
 @dataclass(frozen=True)
 class UnpackedInputs:
-    """Inputs with time and batch axes, and the lengths of their rows. `packed` is what they came as, if it was that."""
+    """Inputs with time and batch axes, and the lengths of their rows. `packed` is the original, if it was packed."""
 
     inputs: Any
     lengths: Lengths | None
     packed: PackedSequence | None = None
     batch_first: bool = False
 
-    def close(self, outputs: Any) -> Any:
+    def pack_outputs(self, outputs: Any) -> Any:
         """Outputs in the form in which the inputs came."""
         packed, lengths = self.packed, self.lengths
         if packed is None or not isinstance(lengths, Tensor):
             return outputs
 
-        def repacked(leaf: Any) -> Any:
-            return pack_like(_turned(leaf, self.batch_first), lengths, packed) if isinstance(leaf, Tensor) else leaf
+        def pack_leaf(leaf: Any) -> Any:
+            return pack_like(_swap_if(self.batch_first, leaf), lengths, packed) if isinstance(leaf, Tensor) else leaf
 
-        return map_leaves(repacked, outputs)
+        return map_leaves(pack_leaf, outputs)
 
 
 def unpack_inputs(inputs: Any, lengths: Lengths | None, *, batch_first: bool, who: str) -> UnpackedInputs:
-    """Unpack a ``PackedSequence``, with the batch first if the layers want it so. Other inputs stay as they are.
+    """Unpack a ``PackedSequence``, batch first if the layers are. Other inputs stay as they are.
 
-    Raises ``UsageError`` if there are lengths besides.
+    Raises ``UsageError`` for a ``PackedSequence`` with lengths.
     """
     if not isinstance(inputs, PackedSequence):
         return UnpackedInputs(inputs, lengths)
     if lengths is not None:
         raise UsageError(f"{who}: lengths were given, but the inputs are a PackedSequence, which has its own")
     padded, lengths = pad_packed_sequence(inputs)
-    return UnpackedInputs(_turned(padded, batch_first), lengths, inputs, batch_first)
+    return UnpackedInputs(_swap_if(batch_first, padded), lengths, inputs, batch_first)
 
 
-def _turned(leaf: Tensor, batch_first: bool) -> Tensor:
+def _swap_if(batch_first: bool, leaf: Tensor) -> Tensor:
     return leaf.transpose(0, 1) if batch_first else leaf

@@ -1,10 +1,12 @@
 """The check before a plan is first used: a few steps by the plan and by the eager loop, forward and back.
 
-It catches faults of the analysis, and of PyTorch's tracing, before they train a model silently wrong. Values are
-compared in units of what the cell itself computes: the largest difference against the largest value, within what the
-dtype can hold. Where the cell cancels, as a norm of two elements does, both can differ by more although both are right.
-So a value that differs is compared once more, with what the eager loop computes in float64: the plan must be about as
-near to that as the eager loop is in the dtype of the cell.
+It detects errors of the analysis, and of PyTorch's tracing, before they train a wrong model without notice. A fixed
+tolerance per value is the obvious criterion, but fails where the cell cancels, e.g. in a norm of two elements: there
+the plan and the eager loop can differ although both are right. The comparison therefore has two stages:
+
+    1  the largest difference, relative to the largest value, within the resolution of the dtype
+    2  only where that fails: the eager loop in float64 as the reference. The plan must be about as near to it as the
+       eager loop is in the dtype of the cell
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,26 +22,26 @@ from weft.core.context import float32_precision
 from weft.core.errors import WeftError, listed
 from weft.core.segment import differentiable
 from weft.recurrent.capture import Cell
-from weft.recurrent.graph import StepGraph, drawn
+from weft.recurrent.graph import StepGraph, draw_numbers
 from weft.recurrent.plan_backends import Backend, Memory
-from weft.recurrent.sequence_function import SequenceLeaves, run_derived, stepwise
+from weft.recurrent.sequence_function import SequenceLeaves, run_derived, run_stepwise
 
+# Number of steps, and whether the states after all steps get gradients too. These create a new tensor at every step.
+# Without them, and in a single step, the carried gradient stays the same tensor: another path through a backend.
 TRIALS = ((3, True), (1, False))
-"""Steps, and whether gradients come to the states after all of them too, or only to what most losses read. Gradients of
-states make a new tensor at every step; without them, and in a single one, what is carried stays the very tensor."""
 ROUNDINGS = 256
 NEAR = 8
-"""How many times the eager loop's own error, against float64, a plan may have."""
+"""How many times the eager loop's own error, against float64, a plan can have."""
 Widened = Callable[[], AbstractContextManager[Mapping[int, Tensor]]]
-"""Inside, the cell reads its tensors in float64; yields them by the ids of the originals."""
-_as_it_is: Widened = partial(nullcontext, dict[int, Tensor]())
+"""Inside, the cell reads its tensors in float64. Yields these by the ids of the originals."""
+_unwidened: Widened = partial(nullcontext, dict[int, Tensor]())
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 ROUNDED_FACTORS = {"tf32": 2e-3, "bf16": TOLERANCE[torch.bfloat16]}
-"""Tolerance for float32 where PyTorch may round the factors of products to this precision."""
+"""Tolerance for float32 if PyTorch can round the factors of products to this precision."""
 
 
 class PlanError(WeftError, RuntimeError):
-    """A plan does not compute what its cell computes; it must not be used."""
+    """The results of a plan are not those of its cell, so it must not be used."""
 
 
 def verify(
@@ -48,22 +50,23 @@ def verify(
     inputs: Sequence[Tensor],
     states: Sequence[Tensor],
     memory: Memory = "full",
-    widened: Widened = _as_it_is,
+    widened: Widened = _unwidened,
 ) -> None:
     """Compare the plan with the eager loop over the first steps of a sequence (inputs T x ..., T at least 1).
 
-    Forward and back; forward alone where gradients are off, as they were when the plan was made.
+    Forward and back; forward alone if gradients are off, as they were when the plan was made.
 
-    Raises PlanError that names every value which differs, with the difference.
+    Raises PlanError that names every differing value, with the difference.
     """
     for steps, every in TRIALS:
-        trial = _Trial(plan, cell, [each[:steps] for each in inputs], states, every)
-        faults = trial.faults("states" if isinstance(memory, int) else memory, widened)  # it makes use of every routine
+        trial = _Trial(plan, cell, [leaf[:steps] for leaf in inputs], states, every)
+        # A number of bytes has no meaning for three steps. "states" runs every routine, including the recomputation.
+        faults = trial.find_faults("states" if isinstance(memory, int) else memory, widened)
         if faults:
             raise PlanError(listed("a derived plan does not compute what its cell computes:", faults))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Trial:
     plan: Backend
     cell: Cell
@@ -71,112 +74,116 @@ class _Trial:
     states: Sequence[Tensor]
     every: bool
 
-    def faults(self, memory: Memory, widened: Widened) -> list[str]:
-        plan, short, states = self.plan, self.inputs, self.states
-        device, parameters = short[0].device, plan.captured.parameters
+    def find_faults(self, memory: Memory, widened: Widened) -> list[str]:
+        plan, inputs, states = self.plan, self.inputs, self.states
+        device, parameters = inputs[0].device, plan.captured.parameters
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             seed = int(torch.randint(2**31, (1,)))
-            torch.manual_seed(seed)  # what the cell draws, drawn for both alike
-            random = drawn(plan.captured.draws, len(short[0]), device)
-            ours, theirs = _leaves(plan, [*short, *random], states), _leaves(plan, short, states)
-            derived = run_derived(plan, *ours, memory)
+            torch.manual_seed(seed)  # both runs get the same random numbers
+            random = draw_numbers(plan.captured.draws, len(inputs[0]), device)
+            plan_leaves, loop_leaves = _new_leaves(plan, [*inputs, *random], states), _new_leaves(plan, inputs, states)
+            by_plan = run_derived(plan, *plan_leaves, memory)
             torch.manual_seed(seed)
-            eager = stepwise(plan.captured, self.cell, *theirs)
-        if not derived.states:  # not all are kept, so none is there to be compared
-            eager.states.clear()
-            self.every = False
-        wanted, seen = (
-            _values(parameters, ends, *leaves, self.every) for ends, leaves in ((eager, theirs), (derived, ours))
-        )
-        more = rounded_factors(plan.captured, device.type)
-        faults = {name: fault for name, each in wanted.items() if (fault := difference(name, each, seen[name], more))}
-        exact = self._exact(widened) if faults and not plan.captured.draws else {}  # float64 would draw other numbers
-        near = [name for name in faults.keys() & exact.keys() if _near(wanted[name], seen[name], exact[name])]
+            by_loop = run_stepwise(plan.captured, self.cell, *loop_leaves)
+        every = self.every
+        if not by_plan.states:  # the policy does not keep all states, so they cannot be compared
+            by_loop, every = replace(by_loop, states=[]), False
+        expected = _values_and_gradients(parameters, by_loop, *loop_leaves, every)
+        seen = _values_and_gradients(parameters, by_plan, *plan_leaves, every)
+        rounded = rounded_factors(plan.captured, device.type)
+        faults = {name: f for name, value in expected.items() if (f := difference(name, value, seen[name], rounded))}
+        # Not for a cell that draws, because it would draw other numbers in float64.
+        exact = self._exact_values(widened, every) if faults and not plan.captured.draws else {}
+        near = [name for name in faults.keys() & exact.keys() if _is_near(expected[name], seen[name], exact[name])]
         return [fault for name, fault in faults.items() if name not in near]
 
-    def _exact(self, widened: Widened) -> dict[str, Tensor]:
-        """The values of the eager loop in float64; none if the cell cannot be run so."""
-        parts = (self.inputs, self.states)
-        wide = [[each.double() if each.is_floating_point() else each for each in part] for part in parts]
+    def _exact_values(self, widened: Widened, every: bool) -> dict[str, Tensor]:
+        # The values of the eager loop in float64. Empty if the cell cannot run in float64.
+        inputs, states = (
+            [leaf.double() if leaf.is_floating_point() else leaf for leaf in leaves]
+            for leaves in (self.inputs, self.states)
+        )
         try:
-            with widened() as held:
-                leaves = _leaves(self.plan, *wide)
-                parameters = [held[id(each)] for each in self.plan.captured.parameters]
-                return _values(parameters, stepwise(self.plan.captured, self.cell, *leaves), *leaves, self.every)
-        except Exception:  # whatever a cell of the user's raises that is bound to its dtype
+            with widened() as wide_tensors:
+                leaves = _new_leaves(self.plan, inputs, states)
+                parameters = [wide_tensors[id(parameter)] for parameter in self.plan.captured.parameters]
+                ends = run_stepwise(self.plan.captured, self.cell, *leaves)
+                return _values_and_gradients(parameters, ends, *leaves, every)
+        except Exception:  # a user's cell that is bound to its dtype can raise anything
             return {}
 
 
 def rounded_factors(captured: StepGraph, kind: str) -> float:
-    """Tolerance for the step's products in float32 on this type of device; 0 where their factors are not rounded."""
-    # cuDNN's convolutions use TF32 by default. A step without one is compared as strictly as ever.
+    """Tolerance for the step's products in float32 on this type of device, or 0 if their factors are not rounded."""
+    # cuDNN's convolutions use TF32 by default. A step without a convolution must not get their tolerance.
     convolves = any("convolution" in str(node.target) for node in captured.nodes)
     backend, operators = "cuda" if kind == "cuda" else "mkldnn", ("matmul", "conv") if convolves else ("matmul",)
-    return max(ROUNDED_FACTORS.get(float32_precision(backend, each), 0.0) for each in operators)
+    return max(ROUNDED_FACTORS.get(float32_precision(backend, operator), 0.0) for operator in operators)
 
 
-def _near(wanted: Tensor, seen: Tensor, exact: Tensor) -> bool:
-    """Whether a plan's value is about as near to the exact one as the eager loop's; NaN is near to nothing."""
-    if not differentiable(wanted) or not wanted.shape == seen.shape == exact.shape or wanted.dtype != seen.dtype:
+def _is_near(expected: Tensor, seen: Tensor, exact: Tensor) -> bool:
+    if not differentiable(expected) or not expected.shape == seen.shape == exact.shape or expected.dtype != seen.dtype:
         return False
-    theirs, ours = (float((each.double() - exact).abs().max()) for each in (wanted, seen))
-    return ours <= max(NEAR * theirs, _allowed(wanted, float(exact.abs().max())))
+    of_loop, of_plan = (float((value.double() - exact).abs().max()) for value in (expected, seen))
+    return of_plan <= max(NEAR * of_loop, _allowed_difference(expected, float(exact.abs().max())))
 
 
-def _leaves(plan: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    asked = zip(inputs, plan.captured.wanted_inputs, strict=False)  # draws come last, and the loop has none
-    one = [each.detach().clone().requires_grad_(wanted and differentiable(each)) for each, wanted in asked]
-    return one, [each.detach().clone().requires_grad_(differentiable(each)) for each in states]
+def _new_leaves(plan: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = zip(
+        inputs, plan.captured.wanted_inputs, strict=False
+    )  # random numbers come last, and only the plan has them
+    leaves = [leaf.detach().clone().requires_grad_(wanted and differentiable(leaf)) for leaf, wanted in pairs]
+    return leaves, [state.detach().clone().requires_grad_(differentiable(state)) for state in states]
 
 
-def _values(
+def _values_and_gradients(
     parameters: Sequence[Tensor],
     ends: SequenceLeaves[Tensor],
     inputs: list[Tensor],
     states: list[Tensor],
     every: bool,
 ) -> dict[str, Tensor]:
-    """Outputs and states, and, where gradients are on, those of everything, each with its name; zeros for none."""
-    named = ends.named()
-    parts = {"input": inputs, "initial state": states, "parameter": parameters}
-    sources = [(f"{what} {i}", each) for what, part in parts.items() for i, each in enumerate(part)]
-    asked = [(name, each) for name, each in sources if each.requires_grad]
+    """Outputs and states by name, and in grad mode all gradients, with zeros where there is none."""
+    groups = {"input": inputs, "initial state": states, "parameter": parameters}
+    sources = [(f"{role} {i}", tensor) for role, group in groups.items() for i, tensor in enumerate(group)]
+    learned = [(name, tensor) for name, tensor in sources if tensor.requires_grad]
     read = ends if every else replace(ends, states=[])
     roots = [end for _, end in read.named() if end.requires_grad]
-    found = {name: end.detach() for name, end in named}
-    if not roots or not asked or not torch.is_grad_enabled():
-        return found
-    numbers = [torch.linspace(0.5, 1.5, each.numel(), device=each.device).view_as(each) for each in roots]
-    seeds = [each.to(root.dtype) for each, root in zip(numbers, roots, strict=True)]
-    leaves = [each for _, each in asked]
+    values = {name: end.detach() for name, end in ends.named()}
+    if not roots or not learned or not torch.is_grad_enabled():
+        return values
+    # Seeds that differ everywhere, so that swapped gradients do not pass as right.
+    numbers = [torch.linspace(0.5, 1.5, root.numel(), device=root.device).view_as(root) for root in roots]
+    seeds = [number.to(root.dtype) for number, root in zip(numbers, roots, strict=True)]
+    leaves = [tensor for _, tensor in learned]
     with quiet_hooks(parameters):
         gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True, materialize_grads=True)
-    return found | {f"gradient of {name}": each for (name, _), each in zip(asked, gradients, strict=True)}
+    return values | {f"gradient of {name}": grad for (name, _), grad in zip(learned, gradients, strict=True)}
 
 
-def difference(name: str, wanted: Tensor, seen: Tensor, rounded: float = 0.0) -> str | None:
-    """A description of the difference; None if it is rounding. For `rounded` see `rounded_factors`."""
-    if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
-        kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (seen, wanted)]
-        return f"{name} is {kinds[0]}, the cell's is {kinds[1]}"
-    if not differentiable(wanted):
-        return None if torch.equal(wanted, seen) else f"{name} differs"
-    if not torch.equal(wanted.isnan(), seen.isnan()):
+def difference(name: str, expected: Tensor, seen: Tensor, rounded: float = 0.0) -> str | None:
+    """A description of the difference, or None if it is rounding. For `rounded` see `rounded_factors`."""
+    if expected.shape != seen.shape or expected.dtype != seen.dtype:
+        plan_form, cell_form = (f"{value.dtype} of shape {tuple(value.shape)}" for value in (seen, expected))
+        return f"{name} is {plan_form}, the cell's is {cell_form}"
+    if not differentiable(expected):
+        return None if torch.equal(expected, seen) else f"{name} differs"
+    if not torch.equal(expected.isnan(), seen.isnan()):
         return f"{name} is NaN at other places"
-    if not torch.equal(wanted.isinf(), seen.isinf()):
+    if not torch.equal(expected.isinf(), seen.isinf()):
         return f"{name} is infinite at other places"
-    wanted, seen = wanted.nan_to_num(), seen.nan_to_num()
-    gap, size = (float(each.abs().max()) if each.numel() else 0.0 for each in (seen - wanted, wanted))
-    if gap <= _allowed(wanted, size, rounded):
+    expected, seen = expected.nan_to_num(), seen.nan_to_num()
+    gap, size = (float(value.abs().max()) if value.numel() else 0.0 for value in (seen - expected, expected))
+    if gap <= _allowed_difference(expected, size, rounded):
         return None
     return f"{name} differs by {gap:.1e} at most (its largest value is {size:.1e})"
 
 
-def _allowed(wanted: Tensor, size: float, rounded: float = 0.0) -> float:
+def _allowed_difference(expected: Tensor, size: float, rounded: float = 0.0) -> float:
     """The largest difference that is rounding, for values of this dtype, the largest of which is `size`."""
-    # What cancels to nearly nothing is as wrong as the sums that it is the difference of: a few units of rounding.
-    kind = wanted.device.type
-    coarse = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else wanted.dtype
-    allowed = max(TOLERANCE.get(each, 1e-4) for each in (wanted.dtype, coarse))
-    allowed = max(allowed, rounded) if wanted.dtype is torch.float32 else allowed
+    kind = expected.device.type
+    coarse = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else expected.dtype
+    allowed = max(TOLERANCE.get(dtype, 1e-4) for dtype in (expected.dtype, coarse))
+    allowed = max(allowed, rounded) if expected.dtype is torch.float32 else allowed
+    # The second term is for values that cancel to nearly nothing. Their error is a few roundings of the summands.
     return allowed * size + ROUNDINGS * torch.finfo(coarse).eps

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.recurrent.layers.layer_cases import everything
-from tests.recurrent.recurrent_cases import close, told
+from tests.recurrent.recurrent_cases import close, fault_lines
 from weft.core.errors import SpecError, UsageError
 from weft.recurrent.layers import Caffe2LSTM
 
@@ -45,7 +45,7 @@ def case(steps: int, rows: int, **options: Any) -> tuple[Caffe2LSTM, Any, Any]:
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.sampled_from([0.0, 1.5]), st.data())
-def test_every_row_holds_its_last_states_and_no_gradient_goes_through_padding(
+def test_rows_keep_last_states_and_padding_has_no_gradient(
     steps: int, rows: int, forget_bias: float, data: st.DataObject
 ) -> None:
     layer, x, state = case(steps, rows, forget_bias=forget_bias)
@@ -54,30 +54,30 @@ def test_every_row_holds_its_last_states_and_no_gradient_goes_through_padding(
     for n, length in enumerate(lengths):
         x[length:, n] = torch.nan
     x.requires_grad_()
-    wanted = everything(layer, reference(layer, clean, lengths, state), [clean, *state])
-    close(everything(layer, layer(x, lengths, state), [x, *state]), wanted)
+    expected = everything(layer, reference(layer, clean, lengths, state), [clean, *state])
+    close(everything(layer, layer(x, lengths, state), [x, *state]), expected)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_weights_go_from_torch_and_back(bias: bool) -> None:
+def test_weights_convert_from_and_to_torch(bias: bool) -> None:
     whole = nn.LSTM(3, 4, bias=bias).double()
     layer = Caffe2LSTM.from_torch(whole, forget_bias=0.7, backend="eager")
     x = torch.randn(5, 2, 3).double()
-    wanted, (h, c) = whole(x)
+    expected, (h, c) = whole(x)
     for seen in (layer(x), layer(x, [5, 5], None)):
-        close([seen.hidden_all, seen.hidden_last, seen.cell_last], [wanted, h[0], c[0]])
+        close([seen.hidden_all, seen.hidden_last, seen.cell_last], [expected, h[0], c[0]])
         close([seen.cell_all[-1]], [c[0]])
     back = layer.to_torch()
-    close([back(x)[0]], [wanted])
+    close([back(x)[0]], [expected])
     if bias:
         close(list(back.parameters()), list(whole.parameters()), 1e-15)
     assert layer.forget_bias == 0.7 and layer.how == {"backend": "eager"}
 
 
-def test_what_caffe2_does_not_have_is_refused_all_at_once() -> None:
+def test_unsupported_features_are_listed_together() -> None:
     with pytest.raises(UsageError) as caught:
         Caffe2LSTM.from_torch(nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2))
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "num_layers is 2, wanted 1",
         "bidirectional is True, wanted False",
         "proj_size is 2, wanted 0",
@@ -99,25 +99,25 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_inputs_take_one_product_before_the_loop() -> None:
+def test_inputs_take_one_product_before_the_loop() -> None:
     layer, x, state = case(7, 5)
     with Products() as seen, torch.no_grad():
         layer(x, [7, 5, 3, 0, 7], state)
     assert seen.rows == [7 * 5] + [5] * 7
 
 
-def test_states_may_come_as_caffe2_had_them_and_begin_with_zeros() -> None:
+def test_states_in_caffe2_form_and_default_zeros() -> None:
     layer, x, (h, c) = case(3, 2)
     close(list(layer(x, None, (h[None], c[None]))), list(layer(x, None, (h, c))))
     zeros = torch.zeros(2, 4).double()
     close(list(layer(x)), list(layer(x, None, (zeros, zeros))))
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_faults_of_a_call_are_listed_together() -> None:
     layer, x, (h, _) = case(3, 2)
     with pytest.raises(SpecError) as caught:
         layer(x.float()[..., :2], [1, 4], (h, h[:, :1]))
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "lengths go from 0 to T = 3, but row 1 has 4",
         "input has shape (3, 2, 2), wanted T x N x 3 (dim_in)",
         "input is torch.float32, the parameters are torch.float64; convert one with .to()",
@@ -125,18 +125,18 @@ def test_all_faults_are_told_at_once() -> None:
     ]
 
 
-def test_names_are_caffe2s_and_copies_are_their_own() -> None:
+def test_caffe2_names_and_independent_copies() -> None:
     layer, x, state = case(3, 2, backend="python")
-    wanted = list(layer(x, None, state))
+    expected = list(layer(x, None, state))
     assert list(layer.state_dict()) == ["i2h_w", "i2h_b", "gates_t_w", "gates_t_b"]
     assert "loop_back" in layer.explain()
     again = copy.deepcopy(layer)
     nn.init.zeros_(layer.gates_t_w)
-    close(list(again(x, None, state)), wanted)
+    close(list(again(x, None, state)), expected)
     assert "backend='python'" in repr(again)
 
 
-def test_a_parametrized_weight_learns() -> None:
+def test_parametrized_weight_is_trained() -> None:
     layer, x, state = case(3, 2, backend="python")
     plain = copy.deepcopy(layer)
     parametrizations.weight_norm(layer, "gates_t_w")

@@ -1,6 +1,6 @@
-"""Layers inside of a model that is compiled: those of networks go into one graph, those in place of torch's stay out.
+"""Layers inside a compiled model: those made of networks go into one graph, drop-ins for torch's stay out.
 
-The run-time checks of types would be compiled as well, so each program runs in a process of its own.
+Each program runs in a separate process, because the type checks of the tests would be compiled too.
 """
 
 import pytest
@@ -52,12 +52,7 @@ assert torch.equal(compiled(x)[0], layer(x)[0]) and len(graphs) == 1
 
 
 @pytest.mark.long
-def test_layers_of_networks_are_in_one_graph() -> None:
-    done = python(NETWORKS)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.long
-def test_nothing_inside_a_layer_in_place_of_torchs_is_compiled_unless_torch_is_told_to() -> None:
-    done = python(LAYERS)
+@pytest.mark.parametrize("program", [NETWORKS, LAYERS], ids=["networks in one graph", "drop-ins only on request"])
+def test_compiled_layers(program: str) -> None:
+    done = python(program)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Stacks and both directions: layers one upon the other, and rows read backward within their own length."""
+"""Stacks of layers, and bidirectional networks, in which rows are read backward within their own length."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.nn.functional import dropout
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.layers.layer_cases import WIDTH, everything, layers
-from tests.recurrent.recurrent_cases import Awkward, close, floats, per_row, random_case, told
+from tests.recurrent.recurrent_cases import Awkward, close, fault_lines, floats, gradients, per_row, random_case
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
 from weft.recurrent import Recurrent
@@ -34,7 +34,7 @@ def by_hand(stack: Stack, x: Tensor, **tables: Any) -> tuple[Tensor, list[Any], 
 
 
 @pytest.mark.parametrize("options", [{}, {"residual": True}, {"dropout": 0.4}, {"dropout": 0.4, "residual": True}])
-def test_it_gives_what_its_layers_give_one_by_one(options: dict[str, Any]) -> None:
+def test_stack_equals_its_layers_one_by_one(options: dict[str, Any]) -> None:
     stack = Stack(layers(3), **options)
     x = torch.randn(6, 4, WIDTH).double().requires_grad_()
     for tables in ({}, {"lengths": [6, 3, 0, 2]}, {"mask": torch.rand(6, 4) < 0.7, "reset": torch.rand(6, 4) < 0.3}):
@@ -45,7 +45,7 @@ def test_it_gives_what_its_layers_give_one_by_one(options: dict[str, Any]) -> No
         close(*found)
 
 
-def test_the_state_is_a_list_and_carries_a_stream_on() -> None:
+def test_stack_state_continues_a_stream() -> None:
     stack = Stack(layers(3, truncate=2), residual=True)
     x = torch.randn(7, 2, WIDTH).double()
     whole = stack(x)
@@ -64,7 +64,7 @@ def test_the_state_is_a_list_and_carries_a_stream_on() -> None:
         stack(x, [None, None])
 
 
-def test_stacks_and_both_directions_may_be_layers() -> None:
+def test_stacks_and_bidirectional_networks_as_layers() -> None:
     one, two, three, four = layers(4)
     x = torch.randn(5, 2, WIDTH).double()
     stack = Stack([Stack([one, two]), Bidirectional(three, four, merge="sum")])
@@ -74,27 +74,27 @@ def test_stacks_and_both_directions_may_be_layers() -> None:
     assert next(iter(stack.state_dict())) == "layers.0.layers.0.cell.weight_ih"
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_faults_of_a_stack_are_listed_together() -> None:
     one, two = layers(2)
     with pytest.raises(UsageError) as caught:
         Stack([Recurrent(one.cell, batch_first=True), Bidirectional(one, two), nn.LSTM(3, 3)], dropout=1.5)
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "layers 0 have batch_first=True, the others have not",
         "dropout is 1.5, wanted a number from 0 to 1",
-        "layer 2 is a LSTM, which is called otherwise; wrap a cell in Recurrent",
+        "layer 2 is a LSTM, which has another signature; wrap a cell in Recurrent",
     ]
     with pytest.raises(UsageError, match="there are no layers"):
         Stack([])
 
 
-def test_an_input_that_cannot_be_added_is_told() -> None:
+def test_residual_that_cannot_be_added_is_reported() -> None:
     narrow = Recurrent(nn.GRUCell(WIDTH, 2).double(), backend="eager")
     with pytest.raises(SpecError) as caught:
         Stack([layers(1)[0], narrow], residual=True)(torch.randn(4, 2, WIDTH).double())
-    assert told(caught) == ["output is of shape (4, 2, 2), the other of shape (4, 2, 3)"]
+    assert fault_lines(caught) == ["output is of shape (4, 2, 2), the other of shape (4, 2, 3)"]
 
 
-def test_an_error_tells_the_layer() -> None:
+def test_error_names_the_layer() -> None:
     stack = Stack([layers(1)[0], Recurrent(nn.GRUCell(2, 2).double(), backend="eager")])
     x = torch.randn(4, 2, WIDTH).double()
     for run in (lambda: stack(x), lambda: stack.step(x[0])):
@@ -108,9 +108,7 @@ def flip(value: Any) -> Any:
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.booleans(), st.data())
-def test_it_is_two_networks_of_which_one_gets_each_row_reversed(
-    steps: int, rows: int, batch_first: bool, data: st.DataObject
-) -> None:
+def test_backward_network_gets_each_row_reversed(steps: int, rows: int, batch_first: bool, data: st.DataObject) -> None:
     one, x, state = random_case(steps, rows, steps)
     other, _, back = random_case(steps, rows, 9)
     options = {"batch_first": batch_first, "backend": "eager"}
@@ -132,13 +130,9 @@ def test_it_is_two_networks_of_which_one_gets_each_row_reversed(
     close(seen.outputs, (first(wanted[0]), first(flip(turned[0]))))
     close(seen.last, (wanted[1], turned[1]))
     close(seen.states, (first(wanted[2]), first(flip(turned[2]))))
-    wrt = floats((x, state, back))
-    close(
-        everything(net, (seen.outputs, seen.last), wrt)[len(floats((seen.outputs, seen.last))) :],
-        everything(net, ((first(wanted[0]), first(flip(turned[0]))), (wanted[1], turned[1])), wrt)[
-            len(floats((seen.outputs, seen.last))) :
-        ],
-    )
+    learned = [*floats((x, state, back)), *net.parameters()]
+    expected = ((first(wanted[0]), first(flip(turned[0]))), (wanted[1], turned[1]))
+    close(gradients((seen.outputs, seen.last), learned), gradients(expected, learned))
 
 
 def two(**options: Any) -> Bidirectional:
@@ -147,7 +141,7 @@ def two(**options: Any) -> Bidirectional:
     return Bidirectional(one, Recurrent(nn.LSTMCell(WIDTH, WIDTH).double(), backend="eager"), **options)
 
 
-def test_outputs_are_put_together_added_or_given_to_a_function() -> None:
+def test_merge_by_cat_sum_or_a_function() -> None:
     x = torch.randn(5, 2, WIDTH).double()
     net = two()
     one, other = net.forward_net(x).outputs, net.backward_net(x.flip(0)).outputs.flip(0)
@@ -158,7 +152,7 @@ def test_outputs_are_put_together_added_or_given_to_a_function() -> None:
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("make", [Stack, lambda both: Bidirectional(*both)], ids=["stack", "directions"])
-def test_packed_sequences_come_out_packed(make: Any, batch_first: bool) -> None:
+def test_packed_inputs_give_packed_outputs(make: Any, batch_first: bool) -> None:
     net, x, lengths = make(layers(2, batch_first=batch_first)), torch.randn(5, 3, WIDTH).double(), [2, 5, 3]
     packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
     seen, wanted = net(packed), net(x.transpose(0, 1) if batch_first else x, lengths=lengths)
@@ -169,7 +163,7 @@ def test_packed_sequences_come_out_packed(make: Any, batch_first: bool) -> None:
         net(packed, lengths=lengths)
 
 
-def test_without_a_second_network_there_is_a_copy_with_weights_of_its_own() -> None:
+def test_default_backward_network_has_its_own_weights() -> None:
     (one, _) = layers(2)
     net = Bidirectional(one)
     assert net.backward_net.cell.weight_hh is not one.cell.weight_hh
@@ -179,13 +173,13 @@ def test_without_a_second_network_there_is_a_copy_with_weights_of_its_own() -> N
     assert [key.split(".")[0] for key in plain.state_dict()] == ["forward_net"] * 4 + ["backward_net"] * 4
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_faults_of_bidirectional_networks_are_reported() -> None:
     one, other = layers(2)
     with pytest.raises(UsageError) as usage:
         # The run-time type check of the tests would come first, so the function behind it is called.
         make = Bidirectional.__init__.__wrapped__
         make(Bidirectional.__new__(Bidirectional), one, Recurrent(other.cell, batch_first=True), "mean")
-    assert told(usage) == [
+    assert fault_lines(usage) == [
         "merge is 'mean', wanted 'cat', 'sum' or a function of both outputs",
         "forward_net has batch_first=False, backward_net has batch_first=True",
     ]
@@ -195,12 +189,12 @@ def test_what_does_not_fit_is_told() -> None:
     narrow = Recurrent(nn.GRUCell(WIDTH, 2).double(), backend="eager")
     with pytest.raises(SpecError) as caught:
         Bidirectional(one, narrow, merge="sum")(x)
-    assert told(caught) == ["output is of shape (4, 2, 3), the other of shape (4, 2, 2)"]
+    assert fault_lines(caught) == ["output is of shape (4, 2, 3), the other of shape (4, 2, 2)"]
     with pytest.raises(SpecError, match="have no cat"):
         Bidirectional(one, Recurrent(lambda x, s: ((x, x), s), initial=torch.zeros(1)))(x)
 
 
-def test_inputs_and_results_are_turned_along_time_wherever_it_is() -> None:
+def test_reverse_finds_the_time_axis() -> None:
     inputs = {"x": torch.arange(6).view(2, 3, 1), "dt": torch.arange(3), "name": "run"}
     axes = SequenceAxes.of(inputs, batch_first=True)
     assert axes == SequenceAxes(3, 2, True, deep=True)

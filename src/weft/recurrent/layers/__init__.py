@@ -1,7 +1,7 @@
-"""Layers out of recurrent networks.
+"""Layers made of recurrent networks.
 
-rnn.py          LSTM, GRU, RNN: drop-ins for torch.nn's
-composite.py    both ways in time, layer upon layer
+rnn.py          LSTM, GRU, RNN: drop-in replacements for those of torch.nn
+composite.py    both directions in time, and stacks of layers
 caffe2.py       Caffe2's LSTM
 """
 

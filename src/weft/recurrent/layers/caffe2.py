@@ -5,7 +5,8 @@
     hidden_all, cell_all  T x N x H      <-------------------+
     hidden_last, cell_last    N x H          past its length a row holds its last states
 
-docs/recurrent_layers.md has the layout of the weights, beside that of ``torch.nn.LSTM``.
+`weft.recurrent.LSTM` could not serve instead: gate order, parameter names, forget bias and results differ.
+docs/recurrent_layers.md compares the layout of the weights with that of ``torch.nn.LSTM``.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from weft.core.validation import Validator
-from weft.recurrent.layers.rnn import LayerStep, State, WeightKeyedCache, exporting
+from weft.recurrent.layers.rnn import LayerStep, State, WeightKeyedCache, is_exporting
 from weft.recurrent.masking import read_rows
 from weft.recurrent.recurrent import Recurrent, Result
 from weft.recurrent.sequence import Lengths, read_inputs
@@ -26,7 +27,7 @@ _PAIRS = {"i2h_w": "weight_ih_l0", "gates_t_w": "weight_hh_l0", "i2h_b": "bias_i
 
 
 class Caffe2Step(LayerStep):
-    """Caffe2's LSTM step: gates in the order i, f, o, g, of which the input's part comes as ``x``."""
+    """Caffe2's LSTM step: gates in the order i, f, o, g. ``x`` is the input's contribution to them."""
 
     gates_t_w: Tensor
     gates_t_b: Tensor
@@ -62,9 +63,9 @@ class Caffe2LSTM(nn.Module):
 
     Args:
         dim_in, dim_out: widths D of the input and H of the states.
-        forget_bias: added to the forget gate, besides the biases that are learned, which begin with 0. Weights begin
+        forget_bias: added to the forget gate, in addition to the trained biases, which start at 0. Weights start
             uniform within sqrt(3 / columns), as Caffe2's.
-        how: handed to :class:`weft.recurrent.Recurrent`, such as ``backend=``. The input's product is outside of it.
+        how: options of :class:`weft.recurrent.Recurrent`, such as ``backend=``. The input's product is outside of it.
 
     Parameters have Caffe2's names: ``i2h_w`` is 4H x D, ``gates_t_w`` 4H x H, ``i2h_b`` and ``gates_t_b`` 4H, in blocks
     i, f, o, g. Raises ``UsageError`` for widths below 1.
@@ -80,7 +81,7 @@ class Caffe2LSTM(nn.Module):
     gates_t_w: Tensor
     gates_t_b: Tensor
     batch_first = False
-    """Time is always axis 0; the attribute of `nn.LSTM`, which wrappers read."""
+    """Time is always axis 0. Wrappers read this attribute, as that of `nn.LSTM`."""
 
     def __init__(
         self,
@@ -101,11 +102,11 @@ class Caffe2LSTM(nn.Module):
         for name, shape in {"i2h_w": (dim_in,), "i2h_b": (), "gates_t_w": (dim_out,), "gates_t_b": ()}.items():
             setattr(self, name, nn.Parameter(torch.empty((4 * dim_out, *shape), device=device, dtype=dtype)))
         self._net: WeightKeyedCache[Recurrent] = WeightKeyedCache()
-        self._recurrent()
+        self._step_network()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Initialise the weights again."""
         for weight in self.parameters():
             bound = math.sqrt(3 / weight.shape[1]) if weight.dim() == 2 else 0.0
             nn.init.uniform_(weight, -bound, bound)
@@ -117,11 +118,11 @@ class Caffe2LSTM(nn.Module):
 
         Args:
             input: T x N x D, with the parameters' dtype and device.
-            seq_lengths: N integers from 0 to T; ``None``: all rows have T steps. Padding is never read: it may hold
-                NaN, and no gradient goes through it.
+            seq_lengths: N integers from 0 to T; ``None``: all rows have T steps. Padding is never read: it can hold
+                NaN, and no gradient flows through it.
             initial: hidden and cell state, N x H each, or 1 x N x H as Caffe2 had them. ``None``: zeros.
 
-        Raises ``SpecError`` that lists all that is wrong with the arguments.
+        Raises ``SpecError`` that lists all invalid arguments.
         """
         with Validator("Caffe2LSTM cannot run on these arguments") as check:
             read = read_inputs(input, batch_first=False, certain=True, check=check)
@@ -133,18 +134,20 @@ class Caffe2LSTM(nn.Module):
                 check.mismatch(f"input is {input.dtype}, the parameters are {self.i2h_w.dtype}; convert one with .to()")
             if input.device != self.i2h_w.device:
                 check.mismatch(f"input is on {input.device}, the parameters are on {self.i2h_w.device}")
-            wanted = (*shape[1:2], self.dim_out)
-            given = (input.new_zeros(wanted),) * 2 if initial is None else initial
-            state = tuple(part.squeeze(0) if part.dim() == 3 and len(part) == 1 else part for part in given)
+            state_shape = (*shape[1:2], self.dim_out)
+            parts = (input.new_zeros(state_shape),) * 2 if initial is None else initial
+            state = tuple(part.squeeze(0) if part.dim() == 3 and len(part) == 1 else part for part in parts)
             for name, part in zip(("hidden", "cell"), state, strict=True):
-                if tuple(part.shape) != wanted:
+                if tuple(part.shape) != state_shape:
                     seen = tuple(part.shape)
-                    check.mismatch(f"initial {name} state has shape {seen}, wanted N x H = {wanted}")
+                    check.mismatch(f"initial {name} state has shape {seen}, wanted N x H = {state_shape}")
         if rows.valid is not None:
-            input = torch.where(rows.valid.unsqueeze(-1), input, 0)  # NaN times a gradient of zero would be NaN
-        gates, net = linear(input, self.i2h_w, self.i2h_b), self._recurrent()
+            # The product covers padding too, and NaN times a gradient of zero would be NaN.
+            input = torch.where(rows.valid.unsqueeze(-1), input, 0)
+        gates, net = linear(input, self.i2h_w, self.i2h_b), self._step_network()
         options = {"lengths": seq_lengths}
-        if exporting():  # with the weights of the export
+        if is_exporting():
+            # The network holds the original parameters. The export needs its own stand-ins for them.
             weights = {"cell.gates_t_w": self.gates_t_w, "cell.gates_t_b": self.gates_t_b}
             result: Result = torch.func.functional_call(net, weights, (gates, state), options)
         else:
@@ -153,60 +156,61 @@ class Caffe2LSTM(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.LSTM, *, forget_bias: float = 0.0, **how: Any) -> "Caffe2LSTM":
-        """A layer with a copy of the weights of ``module``, which computes the same.
+        """A layer with a copy of the weights of ``module`` and the same results.
 
-        ``module``: one layer, one direction, no projection; without biases they become zero. ``forget_bias`` is
-        taken out of its biases. Raises ``UsageError`` that lists what Caffe2's LSTM does not have.
+        ``module`` must have one layer, one direction and no projection. Missing biases become zero. ``forget_bias`` is
+        subtracted from its biases. Raises ``UsageError`` that lists the features that Caffe2's LSTM lacks.
         """
-        with Validator("this nn.LSTM is no Caffe2LSTM") as check:
-            for name, wanted in {"num_layers": 1, "bidirectional": False, "proj_size": 0}.items():
+        with Validator("this nn.LSTM cannot become a Caffe2LSTM") as check:
+            for name, required in {"num_layers": 1, "bidirectional": False, "proj_size": 0}.items():
                 seen = getattr(module, name)
-                check.that(seen == wanted, f"{name} is {seen}, wanted {wanted}")
+                check.that(seen == required, f"{name} is {seen}, wanted {required}")
         like = module.weight_ih_l0
         options = {"forget_bias": forget_bias, "device": like.device, "dtype": like.dtype}
-        made = cls(module.input_size, module.hidden_size, **options, **how)
+        layer = cls(module.input_size, module.hidden_size, **options, **how)
         with torch.no_grad():
             for ours, theirs in _PAIRS.items():
                 value = cast("Tensor | None", getattr(module, theirs, None))
                 if value is not None:
-                    getattr(made, ours).copy_(_reordered(value))
-            made.i2h_b[made.dim_out : 2 * made.dim_out] -= forget_bias
-        return made
+                    getattr(layer, ours).copy_(_swap_last_gates(value))
+            layer.i2h_b[layer.dim_out : 2 * layer.dim_out] -= forget_bias
+        return layer
 
     def to_torch(self) -> nn.LSTM:
-        """A ``torch.nn.LSTM`` (time first) with a copy of the weights, which computes the same."""
-        made = nn.LSTM(self.dim_in, self.dim_out, device=self.i2h_w.device, dtype=self.i2h_w.dtype)
+        """A ``torch.nn.LSTM`` (time first) with a copy of the weights and the same results."""
+        module = nn.LSTM(self.dim_in, self.dim_out, device=self.i2h_w.device, dtype=self.i2h_w.dtype)
         with torch.no_grad():
             for ours, theirs in _PAIRS.items():
-                getattr(made, theirs).copy_(_reordered(getattr(self, ours)))
-            cast(Tensor, made.bias_ih_l0)[self.dim_out : 2 * self.dim_out] += self.forget_bias
-        return made
+                getattr(module, theirs).copy_(_swap_last_gates(getattr(self, ours)))
+            cast(Tensor, module.bias_ih_l0)[self.dim_out : 2 * self.dim_out] += self.forget_bias
+        return module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._recurrent()  # an export has need of the network of a copy
+        self._step_network()  # an export cannot create it, because its weights are not real
 
     def explain(self) -> str:
-        """How the steps run; see ``Recurrent.explain``."""
-        return self._recurrent().explain()
+        """The explanation of the network; see ``Recurrent.explain``."""
+        return self._step_network().explain()
 
     def extra_repr(self) -> str:
         options = {"forget_bias": self.forget_bias, **self.how}
         return ", ".join([f"{self.dim_in}, {self.dim_out}", *(f"{k}={v!r}" for k, v in options.items())])
 
-    def _recurrent(self) -> Recurrent:
-        """The network of the steps. Weights that are no parameters are new at every call: a plan would not pay."""
+    def _step_network(self) -> Recurrent:
         weights = {"gates_t_w": self.gates_t_w, "gates_t_b": self.gates_t_b}
-        lasting = all(isinstance(weight, nn.Parameter) for weight in weights.values())
+        # Weights that are not parameters (pruning, `functional_call`) are new tensors at every call. A plan for them
+        # could not be reused.
+        reusable = all(isinstance(weight, nn.Parameter) for weight in weights.values())
 
-        def make() -> Recurrent:
-            how: dict[str, Any] = self.how if lasting else {"backend": "eager"}
+        def make_network() -> Recurrent:
+            how: dict[str, Any] = self.how if reusable else {"backend": "eager"}
             return Recurrent(Caffe2Step(weights, self.forget_bias), **how)
 
-        return self._net.get(list(weights.values()), make) if lasting else make()
+        return self._net.get(list(weights.values()), make_network) if reusable else make_network()
 
 
-def _reordered(weight: Tensor) -> Tensor:
-    """Blocks i, f, o, g into i, f, g, o, or back: the last two change places."""
+def _swap_last_gates(weight: Tensor) -> Tensor:
+    # Blocks i, f, o, g into i, f, g, o, or back.
     i, f, one, other = weight.chunk(4)
     return torch.cat([i, f, other, one])

@@ -5,16 +5,16 @@
               h_n[0] | h_n[1]                      h_n[2] | h_n[3]
 
     nn.LSTM           weight_ih_l0, weight_hh_l0, ...          the only owner; keys and copies as torch has them
-       |                    ^ the very same parameters
-       +-- cache:     Recurrent(LSTMStep(weights)), ...        no child: no keys, not copied, not pickled, made anew
+       |                    ^ the same parameters
+       +-- cache:     Recurrent(LSTMStep(weights)), ...        not a child: no keys, not copied, not pickled
 
-Constructor, parameters and their names are torch's own, inherited; only `forward` is ours. It runs a network per layer
-and direction, over cells that register the layer's own parameters.
+Constructor, parameters and their names are inherited from torch; only `forward` is replaced. It runs a network per
+layer and direction, over cells that register the layer's own parameters. With such networks as children, keys, copies
+and `isinstance` checks would not be those of a ``torch.nn`` layer.
 """
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -26,28 +26,30 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from weft.core.errors import SpecError
 from weft.core.validation import Validator
-from weft.recurrent.layers.composite import Bidirectional, explained
+from weft.recurrent.layers.composite import Bidirectional, explain_networks
+from weft.recurrent.pytorch_internals import loaded_dynamo
 from weft.recurrent.recurrent import Recurrent
 from weft.recurrent.sequence import pack_like
 
 Net = TypeVar("Net")
 
 
-def exporting() -> bool:
-    """Whether a graph is made of values that are not there yet; not by Dynamo, which sees the real parameters."""
+def is_exporting() -> bool:
+    """Whether the parameters are symbolic stand-ins. Under Dynamo alone they are the real ones."""
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 class WeightKeyedCache(Generic[Net]):
-    """Keeps what was last made, and the tensors that it was made of."""
+    """A cache of one object, keyed by the tensors that it was made of."""
 
     def __init__(self) -> None:
         self._kept: tuple[list[Tensor], Net] | None = None
 
     def get(self, weights: Sequence[Tensor], make: Callable[[], Net]) -> Net:
-        """The cached object if made of these very tensors, else a new one; in an export, the cached one."""
+        """The cached object if it was made of these tensors, else a new one."""
         kept = self._kept
-        if kept is None or (list(map(id, kept[0])) != list(map(id, weights)) and not exporting()):
+        # An export brings stand-ins for the weights. The cached network must stay, because it is in the graph.
+        if kept is None or (list(map(id, kept[0])) != list(map(id, weights)) and not is_exporting()):
             self._kept = kept = (list(weights), make())
         return kept[1]
 
@@ -56,7 +58,7 @@ class WeightKeyedCache(Generic[Net]):
 
 
 class LayerInputError(SpecError, ValueError, RuntimeError):
-    """Arguments that do not fit a layer. It is whatever torch.nn's layers raise for such a fault.
+    """Invalid arguments of a layer. A subclass of all errors that torch.nn's layers raise for them.
 
     Example:
         >>> weft.GRU(3, 8)(torch.ones(5, 2, 4))
@@ -66,7 +68,7 @@ class LayerInputError(SpecError, ValueError, RuntimeError):
 
 
 class LayerInput(NamedTuple):
-    """Time first, with rows; `lengths` (on the CPU) only where they differ from T; a state per network."""
+    """Time first, with rows. `lengths` (on the CPU) only if they differ from T. One state per network."""
 
     x: Tensor
     lengths: Tensor | None
@@ -74,8 +76,8 @@ class LayerInput(NamedTuple):
     packed: PackedSequence | None
     batched: bool
 
-    def repacked(self, x: Tensor) -> PackedSequence | None:
-        """T x N x ... in the form of the input, where that was packed."""
+    def pack_again(self, x: Tensor) -> PackedSequence | None:
+        """T x N x ... in the packed form of the input, or None if that was not packed."""
         if self.packed is None:
             return None
         lengths = pad_packed_sequence(self.packed)[1] if self.lengths is None else self.lengths
@@ -86,7 +88,7 @@ State = tuple[Tensor, ...]
 
 
 class LayerStep(nn.Module):
-    """One time step; `weights` are kept under their names, parameters as parameters."""
+    """One time step. `weights` are attributes under their names, parameters as parameters."""
 
     weight_ih: Tensor
     weight_hh: Tensor
@@ -105,7 +107,7 @@ class LayerStep(nn.Module):
 
 
 class LSTMStep(LayerStep):
-    """torch.nn.LSTM's step: gates in the order i, f, g, o; the hidden state is projected if there is a weight_hr."""
+    """torch.nn.LSTM's step: gates in the order i, f, g, o. With weight_hr, the hidden state is projected."""
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         hidden, cell = state
@@ -148,14 +150,14 @@ class _ReluStep(RNNStep):
 
 Nets = list[Recurrent | Bidirectional]
 _STEPS: dict[str, type[LayerStep]] = {"LSTM": LSTMStep, "GRU": GRUStep, "RNN_TANH": RNNStep, "RNN_RELU": _ReluStep}
-_REFUSED = {
-    "initial": "a layer begins with zeros, or with the hx of the call",
+_REJECTED = {
+    "initial": "a layer starts from zeros, or from the hx of the call",
     "links": "the step of a layer is torch's, over tensors; use Recurrent for a step net over names",
     "time_step": "the step of a layer is torch's, which takes no step number",
 }
-"""Arguments of ``Recurrent`` that a layer refuses, and why."""
+"""Arguments of ``Recurrent`` that a layer rejects, and why."""
 _WEIGHT_KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-_TORCHS = {
+_TORCH_OPTIONS = {
     *("input_size", "hidden_size", "num_layers", "nonlinearity", "bias", "batch_first", "dropout", "bidirectional"),
     *("proj_size", "device", "dtype"),
 }
@@ -164,108 +166,106 @@ _TORCHS = {
 class RNNBase(nn.RNNBase):
     """A layer of torch.nn whose sequences are run by :class:`weft.recurrent.Recurrent`, one per layer and direction.
 
-    Where a weight is no parameter (a parametrization, pruning, ``torch.func.functional_call``), it is another tensor at
-    every call, for which no plan could be kept: then torch's own forward runs.
+    If a weight is not a parameter (a parametrization, pruning, ``torch.func.functional_call``), it is a new tensor at
+    every call, so no plan could be reused. Then torch's own forward runs.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Torch's arguments, as torch has them and with its errors; all others go to ``Recurrent``."""
-        how = {name: options.pop(name) for name in [*options] if name not in _TORCHS}
+        """Torch's arguments, with torch's errors. All others go to ``Recurrent``."""
+        how = {name: options.pop(name) for name in [*options] if name not in _TORCH_OPTIONS}
         super().__init__(*arguments, **options)
         with Validator(f"invalid arguments of {type(self).__name__}") as check:
-            check.add(*(f"{name}: {why}" for name, why in _REFUSED.items() if name in how))
-            known = {*_TORCHS, *_REFUSED, *inspect.signature(Recurrent).parameters} - {"cell"}
+            check.add(*(f"{name}: {why}" for name, why in _REJECTED.items() if name in how))
+            known = {*_TORCH_OPTIONS, *_REJECTED, *inspect.signature(Recurrent).parameters} - {"cell"}
             for name in how.keys() - known:
-                near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))
+                near = "".join(f"; did you mean {option}?" for option in get_close_matches(name, known, 1))
                 check.mismatch(f"{name} is not an option of {type(self).__name__}{near}")
         self.how = how
         self._nets: WeightKeyedCache[Nets] = WeightKeyedCache()
-        self._networks()
+        self._layer_networks()
 
     def forward(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
-        """As torch.nn's layer of the same name: ``(output, h_n)``, for an LSTM ``(output, (h_n, c_n))``.
+        """The results of torch.nn's layer: ``(output, h_n)``, for an LSTM ``(output, (h_n, c_n))``.
 
         Args:
             input: T x N x D; N x T x D with ``batch_first``; T x D for one row; or a ``PackedSequence``.
-            hx: the initial state, (layers * directions) x N x H, without N for one row; for an LSTM a pair, of
-                which the first has width ``proj_size`` if there is one. ``None``: zeros.
+            hx: the initial state, (layers * directions) x N x H, without N for one row; for an LSTM a pair, whose
+                first state has width ``proj_size`` if it is set. ``None``: zeros.
 
-        Raises ``LayerInputError``, which is a TypeError, ValueError and RuntimeError in one, with all that is wrong.
+        Raises ``LayerInputError``, which is a TypeError, ValueError and RuntimeError in one, and lists all faults.
         """
-        dynamo = sys.modules.get("torch._dynamo")
+        dynamo = loaded_dynamo()
         if dynamo is None or dynamo.config.allow_rnn:
-            return self._forward(input, hx)
-        return _never_compiled()(self, input, hx)
+            return self._run_layers(input, hx)
+        return _uncompiled_forward()(self, input, hx)
 
-    def _forward(self, input: Any, hx: Any) -> tuple[Any, Any]:
-        weights = self._weights()
-        given = self._read(weights[0], input, hx)
+    def _run_layers(self, input: Any, hx: Any) -> tuple[Any, Any]:
+        weights = self._flat_parameters()
+        call = self._read_call(weights[0], input, hx)
+        # After the checks, so that both paths report the same errors.
         if not all(isinstance(weight, nn.Parameter) for weight in weights):
             return super().forward(input, hx)
-        x = given.x
+        x = call.x
         last: list[tuple[Tensor, ...]] = []
-        for layer, net in enumerate(self._networks()):
+        for layer, net in enumerate(self._layer_networks()):
             try:
-                x, after = self._run(layer, net, x, given)
+                x, after = self._run_layer(layer, net, x, call)
             except Exception as error:
                 error.add_note(f"weft: in layer {layer}")
                 raise
             last += after
             if self.training and self.dropout and layer < self.num_layers - 1:
-                x = self._dropped(x, given)
+                x = self._drop_entries(x, call)
         stacked = [torch.stack(column) for column in zip(*last, strict=True)]
-        parts = stacked if given.batched else [part.squeeze(1) for part in stacked]
-        return self._output(x, given), tuple(parts) if len(parts) > 1 else parts[0]
+        parts = stacked if call.batched else [part.squeeze(1) for part in stacked]
+        return self._restore_form(x, call), tuple(parts) if len(parts) > 1 else parts[0]
 
-    def _run(
-        self, layer: int, net: Recurrent | Bidirectional, x: Tensor, given: LayerInput
+    def _run_layer(
+        self, layer: int, net: Recurrent | Bidirectional, x: Tensor, call: LayerInput
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """One layer: its output, and the last state of each of its directions."""
-        both = isinstance(net, Bidirectional)
-        state = given.states[2 * layer : 2 * layer + 2] if both else given.states[layer]
-        if exporting():  # with the weights of the export, by their names in the network
-            prefixes = ("forward_net.cell", "backward_net.cell") if both else ("cell",)
-            named = zip(prefixes, self._kinds(layer), strict=True)
+        two_way = isinstance(net, Bidirectional)
+        state = call.states[2 * layer : 2 * layer + 2] if two_way else call.states[layer]
+        if is_exporting():
+            # The network holds the original parameters. Replace them by the stand-ins of the export.
+            prefixes = ("forward_net.cell", "backward_net.cell") if two_way else ("cell",)
+            named = zip(prefixes, self._weights_by_kind(layer), strict=True)
             weights = {f"{at}.{kind}": w for at, kinds in named for kind, w in kinds.items() if w is not None}
-            result = torch.func.functional_call(net, weights, (x, state), {"lengths": given.lengths})
+            result = torch.func.functional_call(net, weights, (x, state), {"lengths": call.lengths})
         else:
-            result = net(x, state, lengths=given.lengths)
-        return result.outputs, list(result.last) if both else [result.last]
+            result = net(x, state, lengths=call.lengths)
+        return result.outputs, list(result.last) if two_way else [result.last]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._networks()  # an export has need of the networks of a copy
+        self._layer_networks()  # an export cannot create them, because its weights are not real
 
     def explain(self) -> str:
-        """How every layer and direction runs; see ``Recurrent.explain``."""
-        if not all(isinstance(weight, nn.Parameter) for weight in self._weights()):
-            return "torch's own forward: a weight is no parameter, but made anew for every call"
-        return explained({f"layer {layer}": net for layer, net in enumerate(self._networks())})
+        """The explanation of every layer and direction; see ``Recurrent.explain``."""
+        if not all(isinstance(weight, nn.Parameter) for weight in self._flat_parameters()):
+            return "torch's own forward: a weight is not a parameter, but computed again for every call"
+        return explain_networks({f"layer {layer}": net for layer, net in enumerate(self._layer_networks())})
 
     def extra_repr(self) -> str:
         return ", ".join([super().extra_repr(), *(f"{key}={value!r}" for key, value in self.how.items())])
 
-    def _weights(self) -> list[Tensor]:
-        """The weights as they are now, in torch's order."""
+    def _flat_parameters(self) -> list[Tensor]:
         return [getattr(self, name) for name in cast("list[str]", self._flat_weights_names)]
 
-    def _kinds(self, layer: int) -> list[dict[str, Tensor | None]]:
-        """The weights of each direction of a layer as they are now."""
+    def _weights_by_kind(self, layer: int) -> list[dict[str, Tensor | None]]:
         suffixes = ("", "_reverse") if self.bidirectional else ("",)
-        return [{kind: getattr(self, f"{kind}_l{layer}{each}", None) for kind in _WEIGHT_KINDS} for each in suffixes]
+        return [{kind: getattr(self, f"{kind}_l{layer}{end}", None) for kind in _WEIGHT_KINDS} for end in suffixes]
 
-    def _networks(self) -> Nets:
-        """The networks of the layers, for the parameters that are there now."""
+    def _layer_networks(self) -> Nets:
+        # The networks of the layers, for the current parameters.
 
-        def make() -> Nets:
-            step = _STEPS[self.mode]
-            layers = [[Recurrent(step(kinds), **self.how) for kinds in self._kinds(i)] for i in range(self.num_layers)]
-            return [Bidirectional(*each) if self.bidirectional else each[0] for each in layers]
+        def make_networks() -> Nets:
+            step, layers = _STEPS[self.mode], range(self.num_layers)
+            nets = [[Recurrent(step(kinds), **self.how) for kinds in self._weights_by_kind(i)] for i in layers]
+            return [Bidirectional(*directions) if self.bidirectional else directions[0] for directions in nets]
 
-        return self._nets.get(self._weights(), make)
+        return self._nets.get(self._flat_parameters(), make_networks)
 
-    def _read(self, weight: Tensor, input: Any, hx: Any) -> LayerInput:
-        """The arguments of a call, checked against the layer, of which `weight` is one."""
+    def _read_call(self, weight: Tensor, input: Any, hx: Any) -> LayerInput:
         packed = input if isinstance(input, PackedSequence) else None
         data: Any = input if packed is None else packed.data
         widths = [*([self.proj_size or self.hidden_size] if self.mode == "LSTM" else []), self.hidden_size]
@@ -281,24 +281,25 @@ class RNNBase(nn.RNNBase):
         lengths = None
         if packed is not None:
             x, lengths = pad_packed_sequence(packed)
+            # Without padding no mask is needed, and the plan is the one of plain tensors.
             lengths = lengths if int(lengths.min()) < len(x) else None
         elif batched:
             x = data.transpose(0, 1) if self.batch_first else data
         else:
             x = data.unsqueeze(1)
-        parts = [x.new_zeros(each) for each in shapes] if hx is None else [hx] if len(shapes) == 1 else hx
+        parts = [x.new_zeros(shape) for shape in shapes] if hx is None else [hx] if len(shapes) == 1 else hx
         columns = [(part if batched else part.unsqueeze(1)).unbind(0) for part in parts]
         return LayerInput(x, lengths, list(zip(*columns, strict=True)), packed, batched)
 
     def _check_input(self, weight: Tensor, data: Any, packed: bool, check: Validator) -> bool:
-        """Note what is wrong with the input; whether it has as many axes as it should."""
+        """Add the faults of the input to `check`. Returns whether its number of axes is right."""
         if not check.instance("input", data, Tensor, "a tensor or a PackedSequence"):
             return False
         shape, fits = tuple(data.shape), data.dim() in ((2,) if packed else (2, 3))
         if not fits:
             axes = "N x T x D" if self.batch_first else "T x N x D"
-            wanted = "packed rows of width D" if packed else f"{axes}, or T x D for one row"
-            check.add(f"input has shape {shape}, wanted {wanted}")
+            form = "packed rows of width D" if packed else f"{axes}, or T x D for one row"
+            check.add(f"input has shape {shape}, wanted {form}")
         elif shape[-1] != self.input_size:
             check.add(f"input has shape {shape}, wanted {self.input_size} (input_size) as its last size")
         if data.dtype != weight.dtype and not torch.is_autocast_enabled(data.device.type):
@@ -311,54 +312,53 @@ class RNNBase(nn.RNNBase):
         return fits
 
     def _check_states(self, hx: Any, shapes: Sequence[tuple[int, ...]], data: Tensor, check: Validator) -> None:
-        """Note what is wrong with the initial state."""
-        names, found = (["hx"], [hx]) if len(shapes) == 1 else (["hx[0]", "hx[1]"], hx)
+        names, parts = (["hx"], [hx]) if len(shapes) == 1 else (["hx[0]", "hx[1]"], hx)
         if hx is None:
             return
-        if not isinstance(found, tuple | list) or len(cast("Sequence[Any]", found)) != len(names):
+        if not isinstance(parts, tuple | list) or len(cast("Sequence[Any]", parts)) != len(names):
             check.add(f"hx is of type {type(hx).__name__}, wanted the pair (h_0, c_0)")
             return
-        for name, part, wanted in zip(names, cast("Sequence[Any]", found), shapes, strict=True):
+        for name, part, shape in zip(names, cast("Sequence[Any]", parts), shapes, strict=True):
             if check.instance(name, part, Tensor, "a tensor"):
-                if tuple(part.shape) != wanted:
-                    axes = "layers * directions x " + ("H" if len(wanted) == 2 else "N x H")
-                    check.add(f"{name} has shape {tuple(part.shape)}, wanted {axes} = {wanted}")
+                if tuple(part.shape) != shape:
+                    axes = "layers * directions x " + ("H" if len(shape) == 2 else "N x H")
+                    check.add(f"{name} has shape {tuple(part.shape)}, wanted {axes} = {shape}")
                 if part.dtype != data.dtype and not torch.is_autocast_enabled(data.device.type):
                     check.add(f"{name} is {part.dtype}, the input is {data.dtype}")
                 if part.device != data.device:
                     check.add(f"{name} is on {part.device}, the input is on {data.device}")
 
-    def _dropped(self, x: Tensor, given: LayerInput) -> Tensor:
-        """Dropout between layers; on packed rows, as torch does it, the numbers are drawn for what counts only."""
-        packed = given.repacked(x)
+    def _drop_entries(self, x: Tensor, call: LayerInput) -> Tensor:
+        # On packed rows torch draws numbers for the valid steps only. Other numbers would not reproduce its results.
+        packed = call.pack_again(x)
         if packed is None:
             return dropout(x, self.dropout)
         return pad_packed_sequence(packed._replace(data=dropout(packed.data, self.dropout)))[0]
 
-    def _output(self, x: Tensor, given: LayerInput) -> Any:
-        if given.packed is not None:
-            return given.repacked(x)
-        # Backward reads a layer's outputs again, and torch's may be written to, as by ReLU(inplace=True). Both
-        # directions were put together in a tensor of its own.
+    def _restore_form(self, x: Tensor, call: LayerInput) -> Any:
+        if call.packed is not None:
+            return call.pack_again(x)
+        # Backward reads the outputs again, but the caller can write into torch's, e.g. by ReLU(inplace=True). A
+        # bidirectional layer already concatenated its outputs into a new tensor.
         x = x.clone() if x.requires_grad and not self.bidirectional else x
-        if not given.batched:
+        if not call.batched:
             return x.squeeze(1)
         return x.transpose(0, 1) if self.batch_first else x
 
 
 @functools.cache
-def _never_compiled() -> Any:
-    """The insides of `forward`. Dynamo gives up every function that touches an RNN, and then tries those that it calls:
-    they would be compiled piece by piece, for every shape anew."""
-    return sys.modules["torch._dynamo"].disable(RNNBase._forward)
+def _uncompiled_forward() -> Any:
+    # Dynamo gives up on every function that touches an RNN, and then tries the functions that it calls. Those would be
+    # compiled piece by piece, again for every shape.
+    return loaded_dynamo().disable(RNNBase._run_layers)
 
 
 class LSTM(RNNBase, nn.LSTM):
     """A drop-in for ``torch.nn.LSTM`` (Hochreiter and Schmidhuber, 1997; projection: Sak et al., arXiv 1402.1128).
 
-    Arguments are torch's, with the same errors; further ones, such as ``backend=``, go to
-    :class:`weft.recurrent.Recurrent` for every layer and direction. The class is a ``torch.nn.LSTM``: weights load both
-    ways, and initialisation is torch's. Dropout between layers draws the numbers that torch draws on the CPU.
+    Arguments are torch's, with the same errors. Further ones, such as ``backend=``, go to
+    :class:`weft.recurrent.Recurrent` for every layer and direction. The class is a ``torch.nn.LSTM``: weights load in
+    both directions, and initialisation is torch's. Dropout between layers draws torch's numbers on the CPU.
 
     Example:
         >>> net = weft.LSTM(8, 16)
@@ -369,7 +369,7 @@ class LSTM(RNNBase, nn.LSTM):
 
 
 class GRU(RNNBase, nn.GRU):
-    """A drop-in for ``torch.nn.GRU`` (Cho et al., arXiv 1406.1078, with the reset gate behind the projection).
+    """A drop-in for ``torch.nn.GRU`` (Cho et al., arXiv 1406.1078, with the reset gate after the projection).
 
     Arguments and weights as for :class:`LSTM`, but no ``proj_size``.
 
