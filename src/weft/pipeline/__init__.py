@@ -1,12 +1,13 @@
 """Across devices: a model in stages, micro-batches in a pipeline, skip connections of any length.
 
-pipe, config        Pipe and its arguments            schedule     what runs when
-engine, autotune    which way a step runs             executor     one thread, or one per stage
-step, microbatch    one mini-batch's way through      routing      where values and gradients go
-stage, plan         layers, skips and their wiring    recompute    what a second forward must find
-partition           which layers to which stage       simulate     time and memory before running
-weights             storage, seeds, files             gradients    clipping over all stages
-skip/               layers that stash and pop         split/       models that are no nn.Sequential
+pipe, config             Pipe and its arguments            schedule     the order of actions
+pipe_runtime, autotune   the route of a step               executor     one thread, or one per stage
+step, microbatch         one mini-batch                    routing      addresses of values and gradients
+stage, pipeline_plan     layers, skips and their wiring    recompute    the state that a second forward needs
+partition                balance of layers over stages     simulate     time and memory before running
+weights                  storage, seeds, files             gradients    clipping over all stages
+skip/                    layers that stash and pop         split/       models other than nn.Sequential
+processes/               stages in several processes
 """
 
 from weft.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm

@@ -13,7 +13,7 @@ try the candidates in turn, and the fastest is kept:
               warm-up  warm-up  '------------ measured -------------'
 
 All candidates give the same numbers. Afterwards one step of eight is timed. When five of these in a row took half as
-long again as the winner did when it was chosen, all is measured anew.
+long again as the winner did when it was chosen, all candidates are measured again.
 
 "uncut" costs least where operators are small. It leaves the whole graph visible to autograd, is serial, and ignores the
 schedule. It needs one device and no recomputation, and is left out where it would not do the same:

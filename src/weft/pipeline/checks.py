@@ -61,7 +61,7 @@ class ForeignParameterCheck:
         """Whether a graph that was searched has autograd functions written in Python."""
 
     def __call__(self, context: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
-        """Run the function, and search its graph. Raises what the class says."""
+        """Run the function, and search its graph. Raises as the class says."""
         outputs = self._function(context, *values)
         if torch.is_grad_enabled():
             inputs = flatten(values)[0]

@@ -106,9 +106,9 @@ def _check_axes(check: Validator, name: str, value: Any, *, none: bool) -> None:
 
 
 def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
-    """Raise UsageError that names each module whose batch is known to be on another axis.
+    """Raise UsageError that names each module with its batch known to be on another axis.
 
-    If no axes are given, it rejects every module in the layers whose batch is not on axis 0. Code around such a module
+    If no axes are given, it rejects every module with its batch on another axis than 0. Code around such a module
     can swap axes, but that is not visible here. If axes are given, it rejects only modules that the arguments reach, or
     that make the output, through layers that are known to keep axes. If the last layer returns states with their batch
     on another axis than its output, `output_batch_dim` must be given.

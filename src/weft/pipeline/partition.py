@@ -331,7 +331,7 @@ def _valid(cost: Any) -> bool:
 
 
 def _block_costs(costs: Sequence[int | float], skips: Sequence[Skip]) -> list[list[float]]:
-    """``blocks[i][j]`` is what the layers from ``i`` up to, not including, ``j`` cost as one part."""
+    """``blocks[i][j]`` is the cost of the layers from ``i`` up to, not including, ``j`` as one part."""
     layers = len(costs)
     ends: list[list[tuple[int, int | float]]] = [[] for _ in costs]  # per layer: the other end, and the cost
     for source, destination, cost in skips:

@@ -115,7 +115,7 @@ class Plans:
 
 
 class SearchTurns:
-    """The steps whose graphs are searched for foreign parameters: 1, 2, 4, 8 and so on.
+    """The steps in which graphs are searched for foreign parameters: 1, 2, 4, 8 and so on.
 
     A search costs as much as a step of small layers. After a step that failed, the next one is searched again.
     """
@@ -351,14 +351,14 @@ class PipeRuntime:
 
 
 class KeepRules:
-    """What every forward keeps for its backward, by the setting `checkpoint`."""
+    """The parts that forwards keep for backward, by the setting `checkpoint`."""
 
     def __init__(self, checkpoint: Any, stages: int) -> None:
         self._rules: list[CheckpointRule] = checkpoint_rules(checkpoint, stages)
         self.never_recomputes = never_recomputes(checkpoint)
 
     def keeps(self, schedule: Schedule, count: int, *, tracked: bool, loss: bool) -> list[list[Keep]]:
-        """What each forward keeps, by stage and micro-batch. Where its backward follows at once, it keeps its graph."""
+        """The part that each forward keeps, by stage and micro-batch: its graph if its backward follows at once."""
         if not tracked or self.never_recomputes:
             return [["graph" if tracked else "nothing"] * count] * len(self._rules)
         at_once = schedule.backward_at_once if loss else frozenset[tuple[int, int]]()
@@ -405,10 +405,11 @@ class CallChecks:
 
 
 class StepKind(NamedTuple):
-    """Steps that take about the same time. Sizes are powers of two: else every new batch size would be measured anew.
+    """Steps that take about the same time. Sizes are rounded to powers of two, because every new batch size would be
+    measured otherwise.
 
-    `bits` are those of the rows of a micro-batch, `total_bits` those of all numbers of the mini-batch; `cuts` says that
-    every stage must be cut out. ``str()`` says it in words: "gradients, train(), output, 4 micro-batches of 2 to 3
+    `bits` is the number of bits of the rows of a micro-batch, `total_bits` that of all numbers of the mini-batch. With
+    `cuts`, every stage must be cut out. ``str()`` describes it: "gradients, train(), output, 4 micro-batches of 2 to 3
     rows, 64 to 127 numbers in all".
     """
 
@@ -447,8 +448,8 @@ class StepKind(NamedTuple):
 
 
 class PipeCall(NamedTuple):
-    """One call of a pipe: `targets` is empty, or holds the target. `scalars` says how numbers of micro-batches in the
-    output are combined ("mean" or "sum"; None: not at all); `owners`, by the id() of a parameter's copy, whose it is.
+    """One call of a pipe. `targets` is empty, or holds the target. `scalars` is the reduction for numbers of
+    micro-batches in the output ("mean", "sum", or None). `owners` maps the id() of a parameter's copy to the parameter.
     """
 
     main: Any

@@ -1,8 +1,8 @@
 """A plan: stages, their wiring and an executor, made once and used for every step.
 
-A pipe may have several plans over the same layers: with a thread per stage, in the caller's thread, and, where that
-thread need not stop between stages (no recomputation, one device), with all of them merged into a single segment, so
-that small layers do not pay for cuts that nobody needs. `weft.pipeline.autotune` says when which one runs.
+A pipe can have several plans over the same layers: with a thread per stage, or in the caller's thread. Without
+recomputation and on one device, it can also merge all stages into a single segment, so that small layers do not pay for
+cuts that are not needed. `weft.pipeline.autotune` chooses between them.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from weft.pipeline.stage import Skip, Stage
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How one way of running a pipe is laid out.
+    """The functions, wiring and executor of one way to run a pipe.
 
-    `functions[s]` is what segment s runs: stage s, and the last one the loss after it. `searched[s]` is the same with
-    a search for foreign parameters; empty where segments are not cut out of autograd. `entry_points` are where the
-    mini-batch enters (the input, and the target where there is a loss) and where the output, or the loss, leaves.
+    `functions[s]` is the function of segment s: stage s, in the last segment followed by the loss. `searched[s]` is the
+    same with a search for foreign parameters. It is empty if segments are not cut out of autograd. `entry_points` are
+    the routes by which the input and the target enter, and the output or the loss leaves.
     """
 
     functions: tuple[Function, ...]
@@ -41,7 +41,7 @@ class PipelinePlan:
 
 
 Crossing = Sequence[tuple[Skip, int, tuple[int, ...]]]
-"""Every value that crosses between stages beside the main one, with its source and its readers."""
+"""Every value that crosses between stages in addition to the main one, with its source and its readers."""
 
 
 def build_stages(
@@ -85,8 +85,8 @@ def staged_plan(
     streams: bool,
     cut: bool,
 ) -> PipelinePlan:
-    """One segment per stage. With `streams`, CUDA stages get streams of their own. `cut` says that segments will be cut
-    out of autograd."""
+    """A plan with one segment per stage. With `streams`, CUDA stages get their own streams. With `cut`, segments are
+    cut out of autograd, so their graphs are searched."""
     last = len(stages) - 1
     routes = [Route("input", OUTSIDE, (0,))]
     routes += [Route(f"main of stage {j}", j, (j + 1,)) for j in range(last)]
@@ -107,8 +107,8 @@ def staged_plan(
         functions = [*functions[:-1], with_loss]
     layers = [stage.layers for stage in stages]
     searched = [
-        ForeignParameterCheck(each, layers, number, loss.function if loss and number == last else None)
-        for number, each in enumerate(functions if cut else ())
+        ForeignParameterCheck(function, layers, number, loss.function if loss and number == last else None)
+        for number, function in enumerate(functions if cut else ())
     ]
     places: list[StageDevice | None] = [
         CudaStageDevice(stage.device) if streams and stage.device.type == "cuda" else StageDevice(stage.device)

@@ -358,7 +358,7 @@ class StreamLock:
 def bind_parameters(
     places: Sequence[StageDevice | None], parameters: Mapping[int, Sequence[Tensor]]
 ) -> dict[int, Tensor]:
-    """Views of parameters, by the id() of each, whose gradients accumulate on the stream of the parameter's stage."""
+    """Views of parameters, by the id() of each, for gradients that accumulate on the stream of their stage."""
     # AccumulateGrad runs on the stream on which its node was made, and walks and the step share that node. On the
     # caller's stream, every weight gradient of a walk would wait for that stream, and that stream for all stages. The
     # view moves the step's gradient to the right stream first, because PyTorch warns if AccumulateGrad gets a gradient

@@ -402,7 +402,7 @@ def run_network(cell: Cell, settings: RecurrentSettings, inputs: Any, state: Any
     """Implementation of `Recurrent.forward` and `recurrent_net`."""
     packed = inputs if isinstance(inputs, PackedSequence) else None
     job, lengths = _read_call(cell, settings, inputs, state, **rows)
-    # A packed input is time first, whatever `batch_first` says. So are its outputs, but not its states.
+    # A packed input is time first, regardless of `batch_first`. So are its outputs, but not its states.
     outputs, last, states = job.run() if settings.plans is None else settings.plans.run(job)
     if settings.batch_first and states is not None:
         states = map_leaves(partial(batch_first_again, rows=job.inputs.rows), states)

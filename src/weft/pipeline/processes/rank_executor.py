@@ -72,9 +72,9 @@ class ProcessExecutor(SerialExecutor):
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
     ) -> dict[Address, Message]:
-        """See `SerialExecutor.walk`. What left the run elsewhere is here as well, if it is a result.
+        """See `SerialExecutor.walk`. Results that left the run on another rank are returned as well.
 
-        Raises RankFailedError and RankLostError for what happened on other ranks.
+        Raises RankFailedError and RankLostError for failures on other ranks.
         """
         walk, rank = self._channel.walk, self._channel.links.rank
         inbox, left = RankInbox(walk, self._wiring, schedule.worker_of, rank), LocalQueue()

@@ -19,40 +19,44 @@ _GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_g
 
 @contextmanager
 def _unseen() -> Generator[None]:
-    """A run inside is seen by none of the caller's modes but that of a default device, by no hooks on what autograd
-    saves, and by no hooks of all modules, such as those of a FlopCounterMode."""
+    """Context without the caller's modes (except a default device), hooks on tensors that autograd saves, and hooks of
+    all modules, such as those of a FlopCounterMode."""
     tables = cast("list[dict[int, Any]]", [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS])
     hooks = [dict(table) for table in tables]
     modes = [_c._pop_torch_function_stack() for _ in range(_c._len_torch_function_stack())]
-    devices = [each for each in reversed(modes) if type(each) is DeviceContext]
+    # The modes leave the stack from the top, so they go back in reverse order.
+    devices = [mode for mode in reversed(modes) if type(mode) is DeviceContext]
     hidden = _c._autograd._top_saved_tensors_default_hooks(True) is not None
     try:
         for table in tables:
             table.clear()
-        for each in devices:
-            _c._push_on_torch_function_stack(each)
-        with _disable_current_modes(), saved_tensors_hooks(_same, _same) if hidden else nullcontext():
+        for mode in devices:
+            _c._push_on_torch_function_stack(mode)
+        with _disable_current_modes(), saved_tensors_hooks(_identity, _identity) if hidden else nullcontext():
             yield
     finally:
         for _ in devices:
             _c._pop_torch_function_stack()
-        for each in reversed(modes):
-            _c._push_on_torch_function_stack(each)
+        for mode in reversed(modes):
+            _c._push_on_torch_function_stack(mode)
         for table, before in zip(tables, hooks, strict=True):
             table.update(before)
 
 
 @contextmanager
 def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Generator[None]:
-    """A run inside leaves the model and PyTorch's generators as they were: buffers are copies meanwhile, and numbers
-    and tensors that modules store are put back. The caller's modes and hooks do not see it."""
+    """Context in which a run leaves no trace in the model and in PyTorch's generators.
+
+    The model has copies of its buffers inside. Numbers and tensors that modules store are restored at the end. The
+    caller's modes and hooks do not see the run.
+    """
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
-    own = [each for *_, held in before for each in held.values() if type(each) is torch.Generator]
-    sources = [*generators(devices), *own]
+    of_modules = [value for *_, held in before for value in held.values() if type(value) is torch.Generator]
+    sources = [*generators(devices), *of_modules]
     drawn = states(sources)
     try:
         with _unseen():
-            map_tensors(model, lambda each: each if isinstance(each, nn.Parameter) else each.detach().clone())
+            map_tensors(model, lambda x: x if isinstance(x, nn.Parameter) else x.detach().clone())
             yield
     finally:
         restore(sources, drawn)
@@ -61,32 +65,32 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
             module._buffers.update(buffers)
             module._parameters.update(parameters)
             now = vars(module)
-            # Also tensors: one that the run has stored would look like that of the step which comes.
-            stored = [key for key, each in now.items() if isinstance(each, Tensor) and held.get(key) is not each]
+            # Tensors too: the next step would take a tensor that this run has stored for its own.
+            stored = [key for key, value in now.items() if isinstance(value, Tensor) and held.get(key) is not value]
             for key in stored:
                 del now[key]
-            now.update({k: each for k, each in held.items() if k in stored or type(each) in (int, float)})
+            now.update({k: value for k, value in held.items() if k in stored or type(value) in (int, float)})
 
 
 def moved_to_device(modules: Iterable[nn.Module], device: torch.device | None) -> AbstractContextManager[None]:
-    """Let modules have copies, on this device, of parameters that a stage on another device owns (None: there are no
-    others)."""
-    inner = {each: None for module in modules for each in module.modules()} if device is not None else {}
-    tables = cast("list[dict[str, Any]]", [each._parameters for each in inner])
+    """Context in which modules have copies of parameters on other devices. Does nothing if `device` is None."""
+    inner = {submodule: None for module in modules for submodule in module.modules()} if device is not None else {}
+    tables = cast("list[dict[str, Any]]", [submodule._parameters for submodule in inner])
     slots = [((table, key), p) for table in tables for key, p in table.items() if p is not None]
     return replaced_in((slot, p.to(device)) for slot, p in slots if p.device != device and not p.is_meta)
 
 
 def copies(leaves: Sequence[Any]) -> list[Any]:
-    """The inputs again, so that what is written into them is not the caller's; one tensor stays one."""
-    made: dict[int, Tensor] = {}
+    """Copies of the inputs, so that writes do not reach the caller's tensors. A tensor that occurs twice is copied
+    once."""
+    clones: dict[int, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for x in leaves:
-            if isinstance(x, Tensor) and id(x) not in made:
-                made[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
-    return [made[id(x)] if isinstance(x, Tensor) else x for x in leaves]
+            if isinstance(x, Tensor) and id(x) not in clones:
+                clones[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+    return [clones[id(x)] if isinstance(x, Tensor) else x for x in leaves]
 
 
-def _same(value: Any) -> Any:
-    """In the place of the caller's hooks on what autograd saves."""
+def _identity(value: Any) -> Any:
+    """Replaces the caller's hooks on saved tensors."""
     return value
