@@ -6,10 +6,10 @@
                            |         at two servers                  ^
                            └─────────────────────────────────────────┘
 
-Each expert is a module and its optimizer, served by `weft serve` in its own process. Each trainer has its own stem, router and
-head. The experts form a grid of two by two, and each server has a diagonal of it. Of the two best experts of a sample, one
-is therefore at each server. If one server dies, `k_min=1` is met and training continues. The killed server is restarted
-and continues from its last checkpoint.
+Each expert is a module and its optimizer, served by `weft serve` in its own process. Each trainer has its own stem,
+router and head. The experts form a grid of two by two, and each server has a diagonal of it. Of the two best experts of
+a sample, one is therefore at each server. If one server dies, `k_min=1` is met and training continues. The killed
+server is restarted and continues from its last checkpoint.
 """
 
 import argparse

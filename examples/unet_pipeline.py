@@ -41,7 +41,8 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 class UNet(nn.Module):
     """Images N x 1 x H x W, H and W multiples of 4, to the same without their noise.
 
-    U-Net: Ronneberger et al., arXiv 1505.04597. The last layer outputs the noise to subtract (Zhang et al., arXiv 1608.03981).
+    U-Net: Ronneberger et al., arXiv 1505.04597. The last layer gives the noise to subtract (Zhang et al., arXiv
+    1608.03981).
     """
 
     def __init__(self, width: int = 16) -> None:

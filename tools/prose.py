@@ -244,7 +244,7 @@ def long_test_names() -> Figure:
 
 
 def long_subjects() -> Figure:
-    """Commits since `SHORTENED_SINCE` with a subject that is too long. 0 without a repository, as in a source archive."""
+    """Commits since `SHORTENED_SINCE` with too long a subject. 0 without a repository, as in a source archive."""
     command = ["git", "log", "--format=%h %s", "--no-merges", f"{SHORTENED_SINCE}..HEAD"]
     try:
         log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
