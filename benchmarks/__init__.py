@@ -1,6 +1,6 @@
 """Ratios against peers: every benchmark runs all candidates in turn, in one process, and prints a table.
 
-One worker is one core here, so that what stages gain comes from running beside each other. Threads that a peer
+One worker is one core here, so that stages gain only by running at the same time. Threads that a peer
 starts take their number of intra-op threads from the environment, which must be set before torch is imported.
 """
 

@@ -6,7 +6,7 @@
     python -m benchmarks --quick ...         small and few: shows that they run, measures nothing
     python -m benchmarks gpu [options]       checks, tests and figures on a GPU; see `benchmarks.gpu.command`
 
-Each prints a table; a figure that misses what was wanted says "falls short". The exit code is 0 all the same,
+Each prints a table; a figure that misses the required value says "falls short". The exit code is 0 all the same,
 for a shared machine can make any figure fall short.
 """
 
@@ -46,7 +46,7 @@ def _named(name: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what the arguments name."""
+    """Run the benchmarks that the arguments name."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["gpu"]:
         sys.exit(gpu.main(argv[1:]))
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="small and few; shows that they run")
     options = parser.parse_args(argv)
     names = chosen(options.names)
-    # One worker is one core: what a stage gains must come from running beside others.
+    # One worker is one core, so that a stage gains only by running at the same time as others.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

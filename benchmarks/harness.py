@@ -49,7 +49,7 @@ class Race:
         return f"{low:+.0%} {high:+.0%}"
 
     def note(self) -> str:
-        """What a reader should know of the circumstances."""
+        """Notes for the reader about the circumstances."""
         worst = max(self.foreign, default=0.0)
         text = f"{len(self.foreign)} rounds, {self.rejected} rejected"
         return text + (f"; DISTURBED: other processes used up to {worst:.2f} cores" if worst > FOREIGN else "")
@@ -116,5 +116,5 @@ def _sample(work: Work, calls: int) -> float:
 
 
 def progress(text: str) -> None:
-    """Say on stderr what is being measured; stdout belongs to the tables."""
+    """Report the current measurement on stderr; stdout belongs to the tables."""
     print(f"  ... {text}", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
     busy time of all cores (/proc/stat)  -  CPU time of this process and its children  =  foreign CPU time
 
 A sample during which the others used more than a tenth of a core says more about them than about us. Where
-there is no /proc/stat, nothing is ever rejected.
+/proc/stat is missing, nothing is ever rejected.
 """
 
 import os
@@ -18,7 +18,7 @@ _OWN = slice(11, 13)  # user and system time, counted from the field behind the 
 
 
 class LoadMeter:
-    """Measures what other processes do between `start` and `foreign`. `helpers` are processes of our own."""
+    """Measures the work of other processes between `start` and `foreign`. `helpers` are our own processes."""
 
     def __init__(self, helpers: Iterable[int] = ()) -> None:
         self._helpers = list(helpers)

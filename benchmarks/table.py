@@ -1,4 +1,4 @@
-"""Tables: rows of named cells, aligned, with what was wanted and whether it holds."""
+"""Tables: rows of named cells, aligned, with the required value and a verdict."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Table:
-    """What a benchmark found out. `notes` stand below."""
+    """The result of a benchmark. `notes` are printed below it."""
 
     title: str
     rows: Sequence[Row]
@@ -39,7 +39,7 @@ def at_most(value: float, wanted: float) -> Row:
 
 
 def environment() -> str:
-    """What the figures were measured on, and what else the machine was doing."""
+    """The machine of the figures, and its other load."""
     one, five, _ = os.getloadavg()
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "

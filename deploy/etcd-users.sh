@@ -1,6 +1,6 @@
 #!/bin/sh
 # Users of etcd, by the common name of their certificate: servers of experts (weft-server) write below weft/, trainers
-# (weft-client) read there, and nobody else does anything. To be run once, with the certificate of the user root:
+# (weft-client) read there, and all others have no access. Run it once, with the certificate of the user root:
 #     ETCDCTL="etcdctl --endpoints=https://etcd-0.etcd:2379 --cacert=ca.crt --cert=root.crt --key=root.key" sh etcd-users.sh
 # In Kubernetes: ETCDCTL="kubectl exec -i etcd-0 -- etcdctl ..." with these files copied to where that can read them.
 set -eu

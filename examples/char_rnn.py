@@ -6,8 +6,8 @@
                                  state ^  | state
                                        +--+
 
-You write one time step; `weft.Recurrent` runs it over time, derives the backward pass once, and compiles the loops
-where there is a C++ compiler. The text is that of Python's own help topics, so nothing is downloaded.
+You write one time step. `weft.Recurrent` runs it over time, derives the backward pass once, and compiles the loops
+if there is a C++ compiler. The text is that of Python's own help topics, so nothing is downloaded.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def train(model: Speller, text: Tensor, seconds: float) -> float:
         for group in optimizer.param_groups:
             group["lr"] = 4e-3 * min(1.0, (len(taken) + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * spent / seconds))
         if start + STEPS > len(now):
-            state, start = None, 0  # the text begins anew
+            state, start = None, 0  # the text begins again
         optimizer.zero_grad()
         scores, state = model(now[start : start + STEPS], state)
         loss = loss_of(scores, following[start : start + STEPS])

@@ -6,7 +6,7 @@
     ids ──> stage 0: wte, wpe, h.0 ──> stage 1: h.1, h.2 ──> stage 2: h.3, ln_f, lm_head ──> loss
               └───────────────── the tied weight of wte and lm_head ─────────────┘
 
-The model stays what it was: `weft.Pipe` cuts its own forward(). On a machine with GPUs, devices are "cuda:0", "cuda:1"
+The model stays unchanged: `weft.Pipe` cuts its own forward(). On a machine with GPUs, devices are "cuda:0", "cuda:1"
 and so on. The text is that of Python's own help topics, so nothing is downloaded, and the model is tiny and untrained.
 """
 

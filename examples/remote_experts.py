@@ -6,10 +6,10 @@
                            |         at two servers                  ^
                            └─────────────────────────────────────────┘
 
-Each expert is a module and its optimizer, served by `weft serve` in a process of its own; each trainer has a stem, a
-router and a head of its own. The experts stand in a grid of two by two, and each server has a diagonal of it, so of the
-two best experts of a sample one is always at either server: whichever dies, `k_min=1` is met and training goes on. The
-killed server is started again and continues from its last checkpoint.
+Each expert is a module and its optimizer, served by `weft serve` in its own process. Each trainer has its own stem,
+router and head. The experts form a grid of two by two, and each server has a diagonal of it. Of the two best experts of
+a sample, one is therefore at each server. If one server dies, `k_min=1` is met and training continues. The killed
+server is restarted and continues from its last checkpoint.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Server:
             raise SystemExit(f"the server of {', '.join(self.names)} did not start; see above")
 
     def kill(self) -> None:
-        """As a crash does: nothing is saved, nobody is told."""
+        """Stop like a crash: without saving, and without notice to clients."""
         self.process.kill()
         self.process.wait()
 
@@ -159,7 +159,7 @@ def data(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train_until(trainers: list[Trainer], steps: int) -> None:
-    """Wait until the trainers took so many steps together. Raises what a trainer raised."""
+    """Wait until the trainers took so many steps together. Re-raise an exception of a trainer."""
     while sum(trainer.steps for trainer in trainers) < steps:
         for trainer in trainers:
             if trainer.failed is not None:
@@ -168,7 +168,7 @@ def train_until(trainers: list[Trainer], steps: int) -> None:
 
 
 def picture(trainers: list[Trainer], marks: list[tuple[float, str]]) -> str:
-    """A page with the loss of both trainers over time, and what happened to a server meanwhile."""
+    """A page with the loss of both trainers over time, and the events of a server."""
     lines = {f"trainer {number}": trainer.losses for number, trainer in enumerate(trainers)}
     x, y = report.Axis("seconds"), report.Axis("loss")
     chart = report.line_chart(lines, title="Loss of two trainers", x=x, y=y, marks=marks)

@@ -1,15 +1,15 @@
-"""A report of a pipeline: when each action ran and what was forecast, the live bytes, what crosses, and the loss.
+"""A report of a pipeline: when each action ran and its forecast, the live bytes, the crossing values, and the loss.
 
     python examples/report.py [--out weft-report] [--steps 80] [--seed 0]
 
-    pipe.routes ──────────────> what crosses ──────────┐
+    pipe.routes ──────────────> values that cross ───┐
     weft.Recorder ── events ──> timeline ──────────────┤
         │    └─────  bytes ───> memory curve ──────────┼──> report.html, one file that fetches nothing
         └── costs_from ──> forecast of other schedules ┘    trace.json, for https://ui.perfetto.dev
 
 A classifier of scikit-learn's handwritten digits trains in four stages, with a thread for each. Then some steps of
-three ways to run it are recorded: GPipe keeps the activations of all micro-batches, 1F1B of at most one for each stage
-from there to the end, and with recomputation a stage keeps its inputs only and runs forward a second time.
+three ways to run it are recorded. GPipe keeps the activations of all micro-batches. 1F1B keeps those of at most one for
+each stage from there to the end. With recomputation a stage keeps its inputs only and runs forward a second time.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def seconds(recorder: weft.Recorder) -> float:
 
 
 def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pipe) -> list[report.Section]:
-    """What the page shows."""
+    """Contents of the page."""
     accuracy = report.line_chart(
         {"held out": training.accuracies},
         title="Held-out digits over steps",
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    torch.set_num_threads(1)  # what runs side by side here is stages
+    torch.set_num_threads(1)  # the stages run in parallel instead
 
     digits = data()
     model = Classifier()

@@ -8,8 +8,8 @@
       └───────────────── noisy: past stages 1 and 2 ──────────────────────────────────┘
 
 The model is plain PyTorch: its skip connections are local variables of `forward`. `weft.Pipe(model, split=[...])` cuts
-it before the modules that `split` names; what a later stage reads goes straight there. The net learns to take noise
-away from scikit-learn's handwritten digits, so nothing is downloaded.
+it before the modules that `split` names. Values for a later stage go straight to it. The net learns to remove noise
+from scikit-learn's handwritten digits, so nothing is downloaded.
 """
 
 import argparse
@@ -30,18 +30,19 @@ DEVICES = ["cpu"] * 4  # or "cuda:0", "cuda:1", ...
 ROWS, CHUNKS = 128, 8
 NOISE = 0.3  # standard deviation; grey values go from 0 to 1
 RATE = 4e-3
-LIMIT = 1e-10  # what rounding in float64 explains, with room
+LIMIT = 1e-10  # rounding error of float64, with a margin
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
-    """A convolution with what follows it. GroupNorm, since its results do not depend on how the batch is cut."""
+    """A convolution, GroupNorm and activation. GroupNorm does not depend on how the batch is cut."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
 
 
 class UNet(nn.Module):
     """Images N x 1 x H x W, H and W multiples of 4, to the same without their noise.
 
-    U-Net: Ronneberger et al., arXiv 1505.04597. The last layer says what to take away (Zhang et al., arXiv 1608.03981).
+    U-Net: Ronneberger et al., arXiv 1505.04597. The last layer gives the noise to subtract (Zhang et al., arXiv
+    1608.03981).
     """
 
     def __init__(self, width: int = 16) -> None:
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    torch.set_num_threads(1)  # what runs side by side here is stages
+    torch.set_num_threads(1)  # the stages run in parallel instead
 
     images, held_out = data()
     noisy = with_noise(held_out)

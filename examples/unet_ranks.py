@@ -1,4 +1,4 @@
-"""Across processes: an ordinary U-Net trains on three ranks, loses one, and goes on from its checkpoint with two.
+"""Across processes: an ordinary U-Net trains on three ranks, loses one, and continues from its checkpoint with two.
 
     python examples/unet_ranks.py [--steps 24]           start three ranks, lose one, start two, compare
     torchrun --standalone --nproc-per-node 2 examples/unet_ranks.py --folder DIR [--steps 24]         train only

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Readability of the project in figures, each beside its goal; part of `python3 do.py check`.
+"""Readability of the project in figures, each with its goal; part of `python3 do.py check`.
 
     python tools/prose.py          the figures; exit code 1 if one is worse than its limit
     python tools/prose.py FILE     also the lines of these files that break a rule of the style
 
 The rules are in CONTRIBUTING.md. A figure is a thermometer: bad prose can satisfy it, and a listed line can be right.
-Where a limit is worse than its goal, the goal is not reached yet, and the limit keeps what is reached.
+Where a limit is worse than its goal, the goal is not reached yet, and the limit keeps the present value.
 """
 
 import ast
@@ -187,7 +187,7 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
 
 
 def import_circles(files: list[SourceFile]) -> list[list[str]]:
-    """Groups of modules that import each other, by whatever import statement runs at some time."""
+    """Groups of modules that import each other, by any import statement that ever runs."""
     modules = {module_name(file.path): file for file in files}
     graph = {
         name: {target for target in imported_by(file.tree) if target in modules and target != name}
@@ -233,7 +233,7 @@ def reachable_from(start: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def long_test_names() -> Figure:
-    """Tests whose names are too long to scan."""
+    """Tests with names that are too long to scan."""
     names = [
         f"{path.relative_to(ROOT)}: {function.name}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
@@ -244,7 +244,7 @@ def long_test_names() -> Figure:
 
 
 def long_subjects() -> Figure:
-    """Commits since `SHORTENED_SINCE` whose subject is too long. 0 without a repository, as in a source archive."""
+    """Commits since `SHORTENED_SINCE` with too long a subject. 0 without a repository, as in a source archive."""
     command = ["git", "log", "--format=%h %s", "--no-merges", f"{SHORTENED_SINCE}..HEAD"]
     try:
         log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout

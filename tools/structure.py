@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Size and structure of `src/weft`, each figure beside its budget; part of `python3 do.py check`.
+"""Size and structure of `src/weft`, each figure with its budget; part of `python3 do.py check`.
 
     python tools/structure.py [-v]
 
@@ -8,7 +8,7 @@
     walks     how far one warm forward and backward travels: files, functions, lines, calls from file to file
 
 With -v, the files of each walk with the number of their functions. Exit code 1 if a figure is over its limit. Where a
-limit stands above the budget, the budget is not reached yet, and the limit holds what is.
+limit is above the budget, the budget is not reached yet, and the limit keeps the present value.
 """
 
 import ast
@@ -83,7 +83,7 @@ def names() -> list[Figure]:
 
 
 def lonely_modules_of_core() -> dict[str, list[str]]:
-    """The modules of `core` that fewer than two packages beside it import, with those that do."""
+    """The modules of `core` that fewer than two other packages import, with their importers."""
     importers: defaultdict[str, set[str]] = defaultdict(set)
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -94,7 +94,7 @@ def lonely_modules_of_core() -> dict[str, list[str]]:
 
 
 class Walk:
-    """What runs of weft in all threads: functions, lines, and calls that cross from file to file."""
+    """The parts of weft that run in all threads: functions, lines, and calls that cross from file to file."""
 
     def __init__(self) -> None:
         self.on = False

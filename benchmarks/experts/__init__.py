@@ -1,8 +1,8 @@
-"""Benchmarks of experts behind a server, by name.
+"""Benchmarks of experts on a server, by name.
 
 helper.py    processes of our own, asked by words     peer.py      hivemind, in a venv of its own
 rounds.py    calls per second, by turns               local.py     the same work without a server
-processes/   what runs in those processes: by path, for the peer's Python does not know this package
+processes/   programs of those processes: by path, because the peer's Python does not know this package
 """
 
 from collections.abc import Callable

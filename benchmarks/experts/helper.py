@@ -95,7 +95,7 @@ class Helper:
 
 
 def family(process: int) -> list[int]:
-    """A process and all its descendants, as of now. Only itself where there is no /proc."""
+    """A process and all its descendants, as of now. Only itself without a /proc."""
     parents = {int(each.name): _parent(each) for each in _folders()}
     found, size = {process}, 0
     while size < len(found):

@@ -112,7 +112,7 @@ def _start(count: int, number: int) -> Seen:
 
 
 def _bare() -> tuple[float, int]:
-    """Seconds and resident bytes of what no such server does without; of three, the median and the most."""
+    """Seconds and resident bytes of the unavoidable part of any such server; of three, the median and the most."""
     seen: list[tuple[float, int]] = []
     for _ in range(3):
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A mixture whose experts are at a server, beside the same mixture with its experts here.
+"""A mixture with its experts on a server, compared with the same mixture with local experts.
 
     here   router ── rows by expert ──> 4 ffn, one after the other ──> weighted sum
     there  router ── rows by expert ──> one call each, gRPC, loopback ──> weighted mean     (the server is one process)
@@ -54,7 +54,7 @@ class LocalMixture(nn.Module):
         return y
 
     def step(self) -> None:
-        """What the server does by itself."""
+        """The work that a server does by itself."""
         for each in self.optimizers:
             each.step()
             each.zero_grad()

@@ -3,7 +3,7 @@
     .venv-hivemind there and whole? ── no ──> make it, as hivemind.txt says ── fails ──> the table tells why
                    └── yes ──> its server and a client, each in a process, asked by the same words as weft's
 
-Whatever fails here fails for the peer alone.
+A failure here affects the peer alone.
 """
 
 import hashlib

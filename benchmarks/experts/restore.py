@@ -1,4 +1,4 @@
-"""How long does one expert take to restore its idempotency keys from a state? CPU seconds of the thread that does it.
+"""Time of one expert to restore its idempotency keys from a state. CPU seconds of the thread that does it.
 
 keys of a few clients, by turns ── state_dict ── load_state_dict into an empty table, several times
 """

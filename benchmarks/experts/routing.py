@@ -1,4 +1,4 @@
-"""How long does it take to find the best experts of a large grid, for a batch? All of it is local.
+"""Time to find the best experts of a large grid, for a batch. All of it is local.
 
 router's scores ── of every living expert ── the best k ── rows sorted by expert: ready to be sent
 """

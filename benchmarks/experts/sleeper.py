@@ -1,4 +1,4 @@
-"""A process that only sleeps: what it oversleeps is what the machine, not weft, keeps anybody waiting for.
+"""A process that only sleeps: it oversleeps by the delay of the machine, without weft.
 
 sleeps 5 ms ── wakes ── how late? ── sleeps 5 ms ── ...        the latest of all is told at the end
 """

@@ -1,13 +1,13 @@
-"""What experts behind a server survive: hostile clients, crowds, lost replies, crashes. Each line is a promise.
+"""Faults that experts on a server survive: hostile clients, crowds, lost replies, crashes. Each line is a promise.
 
 survive_hostile.py    broken requests                 survive_crowd.py      cancelled, idle, slow, vanished
 survive_fuzz.py       bytes broken at random          survive_crash.py      SIGKILL, and the disk
 survive_replies.py    replies that are lost           survive_network.py    delays, cuts, silence
 survive_gradients.py  NaN, infinity, huge, raising    survive_directory.py  etcd away for a minute, where there is one
-survive_keys.py       many remembered requests        survive_attack.py     a stranger and a neighbour who attack
+survive_keys.py       many remembered requests        survive_attack.py     attacks of a stranger and a neighbour
 survive_owner.py      an owner that is stopped
 survive_digits.py     the digits over a lossy network, by the trainers of survive_learners.py
-survive_steps.py, survive_common.py  what they share
+survive_steps.py, survive_common.py  shared code
 """
 
 import gc

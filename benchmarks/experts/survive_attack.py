@@ -1,4 +1,4 @@
-"""Honest trainers beside a stranger and a neighbour who attack; see processes/survive_attack.py for what these do.
+"""Honest trainers during attacks of a stranger and a neighbour; see processes/survive_attack.py for what these do.
 
 stranger    no token: large health checks and questions, wrong tokens, silent connections
 neighbour   a token: half-sent frames, discards of what is not open
@@ -59,7 +59,7 @@ def attacked(steps: int) -> Verdict:
 
 
 def _train(trainers: list[GrpcTransport], name: str, steps: int) -> tuple[list[float], list[BaseException]]:
-    """Seconds of each call, and what failed."""
+    """Seconds of each call, and the failures."""
     took: list[float] = []
     failed: list[BaseException] = []
 

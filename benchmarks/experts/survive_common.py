@@ -1,4 +1,4 @@
-"""What all of `survive` needs: a verdict, an expert with awkward habits, and a client that sends any bytes.
+"""Shared by all of `survive`: a verdict, an expert with awkward habits, and a client that sends any bytes.
 
 The expert raises where a sample, or a gradient, begins with `TROUBLE`: a fault of one client inside the user's module.
 """
@@ -30,7 +30,7 @@ UID = "awkward"
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the table: what was done, how often, what was wanted, and what was seen."""
+    """One line of the table: the fault, how often, the requirement, and the result."""
 
     what: str
     times: str
@@ -39,7 +39,7 @@ class Verdict:
     holds: bool
 
     def row(self) -> Row:
-        """As the table has it."""
+        """The cells of the table."""
         return {
             "what": self.what,
             "how often": self.times,
@@ -109,7 +109,7 @@ def message(*calls: Call) -> bytes:
 
 
 class Raw:
-    """One stream, spoken to in bytes. A context manager: what it leaves undone is cancelled."""
+    """One stream of raw bytes. A context manager that cancels an unfinished call."""
 
     def __init__(self, channel: Any) -> None:
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -145,7 +145,7 @@ def connected(address: str) -> Generator[Any]:
 
 @dataclass
 class Beside:
-    """What a good client was answered: so often the same bits, and so often something else or nothing."""
+    """Answers to a good client: so often the same bits, and so often something else or none."""
 
     same: int = 0
     other: int = 0

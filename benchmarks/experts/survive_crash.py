@@ -46,7 +46,7 @@ class _Newest:
         return self._inner.address
 
     def renew(self) -> None:
-        """Connect anew; what waits is lost, and sent again under its key."""
+        """Connect again. Waiting calls are lost, and sent again under their keys."""
         old, self._inner = self._inner, GrpcTransport(self.address)
         old.close()
 
@@ -67,7 +67,7 @@ class _Newest:
 
 
 class Killing:
-    """The helper that starts servers, the trainers, and what was found after every kill. A context manager."""
+    """The helper that starts servers, the trainers, and the findings after every kill. A context manager."""
 
     def __init__(self, stack: ExitStack, python: str) -> None:
         self._folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -120,7 +120,7 @@ class Killing:
         )
 
     def _look(self, trainers: Trainers) -> None:
-        """What is on the disk, against what the trainers were told."""
+        """Compare the disk with the answers to the trainers."""
         found = CheckpointStore(self._folder).load_newest(UID)
         heard = list(trainers.heard)
         promised = max((each.receipt.durable or 0 for each in heard), default=0)
@@ -144,7 +144,7 @@ class Killing:
 
 
 def disk_crashes(seeds: int) -> Verdict:
-    """A crash at every write, fsync, rename and removal; what of the unsynced survives is drawn."""
+    """A crash at every write, fsync, rename and removal. A random part of the unsynced data survives."""
     bad = runs = 0
     for keep in (1, 2):
         count = CrashingDisk()
@@ -180,7 +180,7 @@ def _save(disk: CrashingDisk, keep: int) -> int:
 
 
 def _step_of(store: CheckpointStore) -> int:
-    """The step that all parts of the newest checkpoint tell; 0: there is none; -1: they differ."""
+    """The step in all parts of the newest checkpoint; 0 without one; -1 if they differ."""
     found = store.load_newest(UID)
     if found is None:
         return 0

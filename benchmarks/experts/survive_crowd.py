@@ -1,4 +1,4 @@
-"""Many who ask for little, or for what they do not wait for: what is left of them, and what others feel of them.
+"""Many clients with small or abandoned requests: their remains, and their effect on other clients.
 
 submit and cancel     queues empty, descriptors and resident bytes as before
 idle, slow readers    another client's p99, with and without them
@@ -103,7 +103,7 @@ def _resident() -> int:
 
 
 def crowded(idle: int, slow: int, calls: int) -> list[Verdict]:
-    """The p99 of one client alone, beside so many idle connections, and beside slow readers as well."""
+    """The p99 of one client: alone, with so many idle connections, and with slow readers as well."""
     options = ServerOptions(connection_bytes=4 << 20)
     access = Access([Grant("*")], {"mine": "me"})  # quotas go by the proven name, else by the host
     with ExitStack() as stack:

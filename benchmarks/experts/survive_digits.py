@@ -6,15 +6,15 @@
 As Ryabinin and Gusev tried hivemind's mixture ("Towards Crowdsourced Training ... ", 2020, section 4.2). Each message,
 in either direction, is late by a time drawn from an exponential distribution.
 
-What a *loss* is: TCP loses nothing, it only delivers later, or never again. So one call in ten loses its request or its
+A *loss*: TCP loses nothing, it only delivers later, or never again. So one call in ten loses its request or its
 answer, as in `FaultyProxy`: that message vanishes, and all that its connection carries in the next seconds, in
-both directions; nobody is told. Then the connection ends, and the client has to find its way back over the slow
+both directions, without notice. Then the connection ends, and the client has to find its way back over the slow
 network, which takes it two round trips. Messages that carry no tensors (pings, credit) are late but not lost: their
 number is not that of calls. How many were lost is counted, and said in the table.
 
 The images are cut in folds, and each is held out from one model: so the accuracy is one of all 1797 images, in the mean
 of all trainers. It is compared with the mean of several trainings without faults, by as many trainers in as many steps;
-how far those are apart is said beside. There are few steps, as each takes some 9 s: nobody is at his best yet.
+the table also has their spread. There are few steps, because each takes some 9 s, so that training is not finished.
 """
 
 from collections.abc import Sequence

@@ -52,7 +52,7 @@ WAYS: dict[str, Callable[[Member, float], None]] = {"stopped": _stopped, "killed
 
 
 def away(seconds: float) -> list[Verdict]:
-    """A verdict for each way; none where there is no etcd."""
+    """A verdict for each way; none without etcd."""
     return [] if WHERE is None else [_away(how, seconds) for how in WAYS]
 
 

@@ -1,4 +1,4 @@
-"""Bytes broken at random, for every decoder: each ends as what it decodes, or as a WireError, and nothing else.
+"""Bytes broken at random, for every decoder: each ends with a decoded message or a WireError, and nothing else.
 
     bits, bytes   turned over, set, cut out, put in, repeated         mostly in the head, where the format is
     lengths       eight, four or two bytes set to an extreme          0, 1, 2**31, 2**63, 2**64 - 1
@@ -63,7 +63,7 @@ def fuzzed(times: int, seed: int = SEED) -> Verdict:
 
 @dataclass
 class _Tally:
-    """How the decoders ended."""
+    """Outcomes of the decoders."""
 
     taken: int = 0
     refused: Counter[str] = field(default_factory=Counter[str])

@@ -107,7 +107,7 @@ def among_good_ones(times: int) -> Verdict:
 
 
 def _offend(turn: int, bad: GrpcTransport, channel: object) -> tuple[BaseException | None, type[Exception]]:
-    """What came back, and what should have."""
+    """The answer, and the required answer."""
     kind = turn % (len(FRAMES) + len(CALLS))
     if kind >= len(FRAMES):
         call, meant = CALLS[kind - len(FRAMES)]

@@ -1,4 +1,4 @@
-"""What many remembered requests cost a server: bytes on the disk, its start, its end, and calls while it saves.
+"""The cost of many remembered requests for a server: bytes on the disk, its start, its end, and calls while it saves.
 
 8 experts, N keys each ──> weft serve: started ── trained while it saves every 30 s, as by default ── SIGTERM
                        ──> the same, saving all the time and never: what it is compared with
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.experts.survive_common import PATIENCE, Verdict
+from benchmarks.experts.survive_common import PATIENCE, Verdict, quantile
 from weft.experts import ExpertBackend, IdempotencyOptions, make_expert
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import RemoteExpert
@@ -58,14 +58,14 @@ def many_keys(keys: int, seconds: float, starts: int = 3) -> Verdict:
         _, end, saving = _served(full, DEFAULT_SECONDS, seconds)
         _, last, always = _served(full, 0.05, seconds)
         end = max([end, last, *(each[1] for each in busy)])
-    ratio = _p99(saving) / _p99(before)
+    ratio = quantile(saving) / quantile(before)
     return Verdict(
         f"{EXPERTS} experts that remember {keys} requests each",
         f"{len(before) + len(saving) + len(always)} backwards",
         f"{MOST_BYTES / 1e6:g} MB each, start within {MOST_START:g} s of one without, SIGTERM within {MOST_END:g} s, "
         f"p99 with saves every {DEFAULT_SECONDS:g} s at most {MOST_RATIO:g} times",
-        f"{more / 1e6:.2f} MB, {start:+.2f} s, {end:.1f} s, p99 {_p99(before):.1f} and {_p99(saving):.1f} ms "
-        f"({ratio:.1f} times; {_p99(always) / _p99(before):.1f} times where it saves without pause)",
+        f"{more / 1e6:.2f} MB, {start:+.2f} s, {end:.1f} s, p99 {quantile(before):.1f} and {quantile(saving):.1f} ms "
+        f"({ratio:.1f} times; {quantile(always) / quantile(before):.1f} times where it saves without pause)",
         more <= MOST_BYTES and start <= MOST_START and end <= MOST_END and ratio <= MOST_RATIO,
     )
 
@@ -150,7 +150,3 @@ def _trained(address: str, seconds: float) -> list[float]:
     for thread in threads:
         thread.join()
     return taken
-
-
-def _p99(taken: list[float]) -> float:
-    return sorted(taken)[int(0.99 * len(taken))]

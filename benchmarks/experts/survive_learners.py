@@ -1,4 +1,4 @@
-"""Trainers of the digits that work at the same time, each over connections of its own: what `survive_digits` runs.
+"""Trainers of the digits that work at the same time, each over its own connections: the job of `survive_digits`.
 
     trainer: stem, router and head of its own ──┐  8 for each model: their messages meet at its experts, which step
     trainer: stem, router and head of its own ──┼── proxy or not ──> server: 2 of the model's 4 experts
@@ -44,7 +44,7 @@ _BESIDE = 16  # rows of a call of one expert
 
 @dataclass(frozen=True)
 class Setting:
-    """How much is learned, by whom, and how long they wait. ``mean``: seconds that a message is late.
+    """Size of the training, number of trainers, and their timeouts. ``mean``: seconds that a message is late.
 
     ``timeout``: seconds of either direction of a mixture, and of a call of one expert. ``after``: seconds that the
     second expert of a sample is waited for.
@@ -72,7 +72,7 @@ class Setting:
 
 @dataclass
 class Punctual:
-    """How calls ended, by kind, and how long after their deadlines the last of them did."""
+    """Outcomes of calls, by kind, and the longest delay after their deadlines."""
 
     kinds: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
@@ -82,7 +82,7 @@ class Punctual:
         self.lock = threading.Lock()
 
     def timed(self, kind: str, seconds: float, call: Callable[[], T]) -> T:
-        """The call's result. It has so many seconds; what happens around it counts as its own time."""
+        """The call's result, within so many seconds. The work around it counts as its own time."""
         start, fault = time.monotonic(), ""
         try:
             return call()
@@ -118,7 +118,7 @@ def classifier(number: int, connections: Connections, setting: Setting) -> Class
 
 @dataclass
 class Trained:
-    """What came of it. ``asked``: messages with tensors that went out; ``lost``: those, and answers, that vanished.
+    """Results. ``asked``: messages with tensors that went out; ``lost``: those, and answers, that vanished.
 
     ``accuracies``: percent of the images held out, by trainer. ``steps`` of all experts, ``journalled`` batches of
     theirs, ``keys`` in those, and how many of them are there more than once (``twice``).
@@ -257,7 +257,7 @@ class _Learning:
             return classifier(fold, connections, self.setting)
 
     def _ask_one(self, fold: int, _: int, connections: Connections) -> None:
-        """Calls of one expert after the other, whose errors are the caller's."""
+        """Calls of one expert after the other. Their errors go to the caller."""
         x, seconds = torch.zeros(_BESIDE, WIDTH), self.setting.timeout
         places = [place for each in SERVERS for place in each]
         experts = [RemoteExpert(f"fold{fold}.{row}.{column}", connections, timeout=seconds) for row, column in places]

@@ -1,4 +1,4 @@
-"""A classifier of digits with four remote experts in its middle: what `survive_learners` trains.
+"""A classifier of digits with four remote experts in its middle: the model that `survive_learners` trains.
 
 8 x 8 image ──> stem ──┬──> mixture: the 2 best of 4 experts ──> + ──> head ──> 10 scores
                 here   |             at two servers              ^     here

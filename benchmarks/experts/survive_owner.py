@@ -24,7 +24,7 @@ UID = "ffn.0"
 
 
 def stopped(times: int, lease: float) -> list[Verdict]:
-    """The longest of so many stops; nothing where there is no etcd."""
+    """The longest of so many stops; empty without etcd."""
     if WHERE is None:
         return []
     taken, steps = list[float](), 0

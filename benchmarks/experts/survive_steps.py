@@ -73,7 +73,7 @@ class Trainers:
             thread.join()
 
     def stop(self) -> None:
-        """Begin no more, and wait for what is under way."""
+        """Begin no more, and wait for pending calls."""
         self._stop.set()
         self.join()
 

@@ -1,4 +1,4 @@
-"""What share of the in-process speed do callers get over gRPC, one or many, with small batches and large?
+"""The share of the in-process speed that callers get over gRPC: one or many, with small and large batches.
 
     client process: callers, threads that share one connection ── gRPC, loopback ──> server process: one ffn, Adam
     this process:   the same module, all rows of a lap in one batch, no server: the ideal

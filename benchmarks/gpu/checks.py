@@ -453,7 +453,7 @@ class LateBackward(nn.Module):
 
 
 def caller_on_own_stream(places: Places) -> None:
-    """Where the caller made a stream of the output's device current, steps of an optimizer see whole gradients."""
+    """If the caller made a stream of the output's device current, steps of an optimizer see whole gradients."""
 
     def make() -> nn.Module:
         whole = layers()

@@ -40,7 +40,7 @@ FOR_EXPERTS = ("cryptography", "grpc_health", "grpc_reflection", "pydantic", "st
 
 
 def first_sentence(text: str | None) -> str:
-    """The sentence of a docstring that says what must hold."""
+    """The sentence of a docstring that states the law."""
     return " ".join((text or "").split()).partition(". ")[0].rstrip(".")
 
 
@@ -147,7 +147,7 @@ def markdown(title: str, tables: Sequence[Table]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what the arguments name. The exit code is 1 where a check failed."""
+    """Run the sections that the arguments name. The exit code is 1 if a check failed."""
     parser = argparse.ArgumentParser(prog="benchmarks gpu", description="Laws and figures on a GPU.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join([*CHECKS, *MEASUREMENTS])}")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="run this section alone; can be repeated")

@@ -1,4 +1,4 @@
-"""Memory and time on one GPU, beside plain PyTorch. Each measurement is a function that emits rows as it finds them.
+"""Memory and time on one GPU, compared with plain PyTorch. Each measurement is a function that yields its rows.
 
     python -m benchmarks.gpu.speed NAME PLACE SECONDS FILE     runs one; a row is a line of JSON in FILE
 
@@ -98,7 +98,7 @@ def training_step(model: Callable[[Tensor], Tensor], parameters: Sequence[nn.Par
 
 
 def stages(place: str, seconds: float) -> Iterator[Row]:
-    """Four stages on one GPU, 8 micro-batches, forward and backward, beside the model without a pipe."""
+    """Four stages on one GPU, 8 micro-batches, forward and backward, compared with the model without a pipe."""
     chunks, count = 8, 4
     shapes = [(64, 256), (1024, 1024), (8192, 2048)] if place != "cpu" else [(64, 32)]
     for checkpoint in ("never", "always"):
@@ -160,7 +160,7 @@ def recorded(work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tens
 
 
 def recurrent(place: str, seconds: float) -> Iterator[Row]:
-    """32 rows, width 256, float32 without TF32, forward and backward, beside cuDNN and a CUDA graph of the sequence."""
+    """32 rows, width 256, float32 without TF32, forward and backward, against cuDNN and a CUDA graph."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     lengths, batch, width = ((64, 256), 32, 256) if place != "cpu" else ((16,), 4, 16)
     for make, of_torch in ((LSTMCell, nn.LSTM), (GRUCell, nn.GRU)):
@@ -212,7 +212,7 @@ def recurrent(place: str, seconds: float) -> Iterator[Row]:
 
 
 def experts(place: str, seconds: float) -> Iterator[Row]:
-    """Calls per second of a feed-forward expert (1024 to 4096 and back, Adam) by one client, beside the bare module.
+    """Calls per second of a feed-forward expert (1024 to 4096 and back, Adam) by one client, against the bare module.
 
     Inputs and results are on the CPU. "pools" is `weft.Runtime` in this process, "gRPC" a server in this process.
     """

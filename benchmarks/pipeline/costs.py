@@ -1,4 +1,4 @@
-"""What each stage keeps for backward, measured away from any pipe: where a forecast of memory starts from."""
+"""Bytes that each stage keeps for backward, measured without a pipe: the basis of a forecast of memory."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on who runs first: bit-equal gradients, seed after seed.
+"""Random numbers that do not depend on the order of stages: bit-equal gradients, seed after seed.
 
     stage       0              1         2              3
                 Linear         Linear    Linear         Linear
@@ -73,7 +73,7 @@ class _Runner:
         self._equal += all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
     def row(self, seeds: int) -> Row:
-        """What came out. Different seeds must give different gradients, or nothing was drawn at all."""
+        """The results. Different seeds must give different gradients, or nothing was drawn at all."""
         executor, checkpoint = self._names
         at_once = executor == "serial" or self._beside > 0.9 * seeds
         return {
@@ -89,7 +89,7 @@ class _Runner:
 
 
 def _overlaps(events: Sequence[ActionEvent]) -> int:
-    """How many pairs of actions of two stages, at most one of which draws, ran at the same time."""
+    """Number of pairs of actions of two stages, at most one of which draws, ran at the same time."""
     pairs = combinations(sorted(events, key=lambda event: event.start), 2)
     return sum(
         later.start < earlier.end

@@ -1,4 +1,4 @@
-"""Bytes that stay alive for backward: measured, and forecast from what one micro-batch costs on each stage.
+"""Bytes that stay alive for backward: measured, and forecast from the cost of one micro-batch on each stage.
 
 The measured curve is that of `weft.Recorder`, the forecast that of `weft.pipeline.simulate`; the peak of a stage
 is the most that it keeps at one time of its graphs and of the values that it made. 1F1B begins backward early,

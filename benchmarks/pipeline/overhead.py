@@ -1,9 +1,9 @@
-"""What a pipe costs by itself: layers so small that nearly all the time is bookkeeping.
+"""The overhead of a pipe: layers so small that nearly all the time is bookkeeping.
 
     (seconds of a step of the pipe  -  seconds of the same micro-batches in one graph) / (micro-batches * stages)
 
-The reference computes everything once. So with recomputation the figure holds the second forward as well,
-and there is no wanted value for it.
+The reference computes everything once. With recomputation the figure includes the second forward as well, and has
+no required value.
 """
 
 import torch

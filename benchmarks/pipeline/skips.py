@@ -1,4 +1,4 @@
-"""How long a skip tensor lives: from its stash to the end of its last reader, and not beyond.
+"""Lifetime of a skip tensor: from its stash to the end of its last reader, and not beyond.
 
     stage 0   F0 ──stash──┐                                      B0
     stage 2         F0    │ reads                     B0 ──┐ last reader
@@ -7,7 +7,7 @@
 
 The tensors of this benchmark live in memory of numpy, which tells when it is given back; so it is the storage
 that is watched, however many tensors look into it. A recomputation of the source makes the tensor once more,
-for the graph only; nobody reads that copy, so it is not judged, but it is counted.
+for the graph only; that copy is never read, so it is not judged, but it is counted.
 """
 
 import time

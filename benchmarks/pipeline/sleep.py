@@ -1,4 +1,4 @@
-"""How near a pipeline comes to its ideal schedule, when the stages need no processor.
+"""Share of the ideal schedule that a pipeline reaches if its stages need no processor.
 
     stage 0   F0 F1 F2 F3 ...                        layers that sleep: nobody waits for a core,
     stage 1      F0 F1 F2 F3 ...                     so whatever is lost, the pipeline itself has lost

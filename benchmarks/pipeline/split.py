@@ -1,4 +1,4 @@
-"""Any model in stages, held up to torch's tracer: which models run, exactly or not; and what a recorded program costs.
+"""Any model in stages, compared with torch's tracer: which models run, exactly or not, and the cost of a program.
 
     weft    weft.Pipe(model, split=[name])                loss and gradients beside a plain loop, rows 8, then 5
     torch   torch.distributed.pipelining.pipeline(...)    its traced stages, run one after the other on rows 2, then 3
@@ -136,7 +136,7 @@ def _ours(model: nn.Module, split: tuple[str, ...]) -> str:
 
 
 def _theirs(model: nn.Module, split: tuple[str, ...]) -> str:
-    """What torch's own tracer makes of the same model at the same split points."""
+    """The result of torch's own tracer for the same model and split points."""
     from torch.distributed.pipelining import SplitPoint, pipeline  # noqa: PLC0415 - it takes a second
 
     traced = copy.deepcopy(model)

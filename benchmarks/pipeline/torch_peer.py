@@ -77,7 +77,7 @@ class TorchPeer:
 
 
 def _serve(line: Connection, store: str, rank: int, make: MakeStage, size: int, data: object, chunks: int) -> None:
-    """What a rank does until its line is closed."""
+    """Main loop of a rank, until its line is closed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     module = make(size, rank)

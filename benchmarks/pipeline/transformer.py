@@ -1,4 +1,4 @@
-"""A real model in two stages: what running beside each other gains over one thread.
+"""A real model in two stages: the gain of running at the same time over one thread.
 
 The encoder's layers take the same time, so a table of 2 stages and 8 micro-batches can gain 2 * 8 / (8 + 1)
 = 1.778 on two cores. The reference trains on the same micro-batches one after another, forward and backward of

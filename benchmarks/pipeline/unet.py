@@ -3,7 +3,7 @@
     stage 0 ----> stage 1 ----> stage 2 ----> stage 3 ----> loss
        \\__________ "early" ______/ _____________/            over a stage in between
 
-Every stage sleeps as well as computes, so that the order of events does not depend on who gets a core first.
+Every stage sleeps as well as computes, so that the order of events does not depend on the scheduling of cores.
 """
 
 from collections.abc import Callable, Generator
@@ -24,7 +24,7 @@ Change = Callable[[Tensor], Tensor]
 
 @skippable(stash=["early"])
 class Stash(nn.Module):
-    """Stashes its input, or what `change` makes of it."""
+    """Stashes its input, or `change` of its input."""
 
     def __init__(self, change: Change | None = None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Merge(nn.Module):
         self.mix = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        """As many columns as `x` has."""
+        """The result has as many columns as `x`."""
         early = yield pop("early")
         return self.mix(torch.cat([x, early], dim=1))
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the pipeline share: steps that do the same work in different ways."""
+"""Shared by the benchmarks of the pipeline: steps that do the same work in different ways."""
 
 from collections.abc import Callable, Mapping
 from math import isclose
@@ -53,7 +53,7 @@ def accumulating_step(
 
 
 def step_with_target(pipe: weft.Pipe, x: Tensor, target: Tensor) -> Work:
-    """As `step`, for a pipe that has the loss inside."""
+    """Like `step`, for a pipe with the loss inside."""
     parameters = list(pipe.parameters())
 
     def work() -> Tensor:

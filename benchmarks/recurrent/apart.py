@@ -1,4 +1,4 @@
-"""A job in a fresh process: for peaks of memory, and for what happens only once in a process.
+"""A job in a fresh process: for peaks of memory, and for work that happens once per process.
 
     this process  --job, arguments-->  a new Python    (spawned: it shares nothing)
                   <--what it returns--
@@ -21,7 +21,7 @@ DEADLINE = 600.0
 
 
 class Found(NamedTuple):
-    """What a job returned, and how many cores others kept busy meanwhile."""
+    """The result of a job, and the number of cores that other processes kept busy."""
 
     value: Any
     foreign: float

@@ -1,6 +1,6 @@
 """Cells as a user writes them: plain modules of PyTorch that know nothing of the engine that runs them.
 
-They compute what `torch.nn.LSTM` and `torch.nn.GRU` do, with the same weights, so that both can be raced.
+They compute the same as `torch.nn.LSTM` and `torch.nn.GRU`, with the same weights, so that both can be raced.
 """
 
 from collections.abc import Sequence

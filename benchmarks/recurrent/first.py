@@ -1,13 +1,13 @@
-"""How long the first call takes: the step is captured, planned, compiled and checked against the eager loop.
+"""Duration of the first call: the step is captured, planned, compiled and checked against the eager loop.
 
     a fresh process, an empty cache     matrix products | tracing | cell | cell | cell ...       compiled
     a fresh process, the same cache     matrix products | tracing | cell | cell | cell ...       found on the disk
                                         '- once per ----'
                                            machine  process
 
-Of every first call the time of the second one, over as many steps, is taken off: what remains must not depend on T.
-`tracing` is what the very first plan of a process takes beyond the next one: PyTorch's tracing is imported. The cells
-are told without it. `batch size` is the third number of rows that a network sees, which a plan for more rows serves.
+From every first call the time of the second one, over as many steps, is subtracted. The rest must not depend on T.
+`tracing` is the extra time of the very first plan of a process: PyTorch's tracing is imported. The times of cells
+exclude it. `batch size` is the third number of rows that a network sees, which a plan for more rows serves.
 """
 
 import os
@@ -39,7 +39,7 @@ QUICK = ("torch's LSTM, residual",)
 
 @dataclass(frozen=True)
 class First:
-    """Seconds of first calls. `backends` tells what runs each cell from then on."""
+    """Seconds of first calls. `backends` has the backend of each cell from then on."""
 
     products: float
     tracing: float
@@ -126,7 +126,7 @@ def _of_zoo(name: str, steps: int) -> tuple[float, str]:
 
 
 def _plan_seconds(cell: nn.Module, shape: tuple[int, ...], begin: Callable[[], Any], steps: int) -> tuple[float, str]:
-    """What the first call takes beyond the second one, and which backend runs the cell."""
+    """Extra time of the first call over the second one, and the backend of the cell."""
     net = Recurrent(cell)
     x = torch.randn(steps, ROWS, *shape, requires_grad=True)
     wants = [x, *cell.parameters()]

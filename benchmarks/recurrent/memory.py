@@ -1,4 +1,4 @@
-"""Bytes that a sequence takes, forward and backward, and what keeping less of it costs in time.
+"""Bytes that a sequence takes, forward and backward, and the cost in time of keeping less.
 
     inputs, weights, seeds  |  a tiny call: the plan is made  |  two steps of training
                                                              baseline               high-water mark
@@ -6,7 +6,7 @@
 Each way runs in a fresh process. The baseline is the resident memory after idle buffers were given back; the mark is
 the kernel's own (VmHWM), set back at the baseline, so that it knows nothing of tracing and compiling. `ru_maxrss`
 would: it cannot be set back, and begins with that of the process which started this one. Outputs and gradients count,
-inputs and weights do not. The forecast is what the network's memory plan says of a call with its backward.
+inputs and weights do not. The forecast is the memory plan's prediction of a call with its backward.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What memory.py runs in a fresh process: two steps of training, and the most memory that was resident meanwhile."""
+"""The job of memory.py in a fresh process: two training steps, and the most memory that was resident during them."""
 
 import ctypes
 import gc
@@ -24,7 +24,7 @@ RATE = 1e-4
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes beyond the baseline, and what was foretold of them; seconds of the second step."""
+    """Bytes beyond the baseline, and their forecast; seconds of the second step."""
 
     measured: int
     forecast: int | None
@@ -76,7 +76,7 @@ def _step(model: nn.Module, forward: Forward, x: Tensor, seeds: Tensor) -> float
 
 
 def _foretold(net: Recurrent, steps: int, state: Sequence[Tensor]) -> tuple[int, str]:
-    """What the memory plan of the network's only kind of sequence says of a call with its backward."""
+    """The memory plan's forecast of a call with its backward, for the network's only kind of sequence."""
     plans: Any = net._plans
     (choice,) = plans.choices()
     size = size_of(choice.engine, steps, state)
@@ -85,7 +85,7 @@ def _foretold(net: Recurrent, steps: int, state: Sequence[Tensor]) -> tuple[int,
 
 
 def _settle() -> int:
-    """Give back what is idle, and set the high-water mark back; returns the resident bytes."""
+    """Free idle memory, reset the high-water mark, and return the resident bytes."""
     workspace.release()
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):

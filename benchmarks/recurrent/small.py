@@ -1,4 +1,4 @@
-"""Tiny networks: what a step costs where there is next to nothing to compute.
+"""Tiny networks: the cost of a step with almost no computation.
 
 And what is left where there is no compiler: the derived plan run by Python, beside the loop that it replaces.
 """

@@ -1,4 +1,4 @@
-"""What is raced: a forward over a sequence, and its backward to the inputs, the initial state and the weights.
+"""The raced work: a forward over a sequence, and its backward to the inputs, the initial state and the weights.
 
     x, h0, weights ──forward──> outputs, last states
          ^                             |
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 
 def training(forward: Forward, wants: Sequence[Tensor], seeds: Sequence[Tensor]) -> Work:
-    """Forward and backward. `wants` are what gradients are asked for, `seeds` the gradients of the first ends."""
+    """Forward and backward. `wants` are the tensors that get gradients, `seeds` the gradients of the first ends."""
     wants, seeds = list(wants), list(seeds)
 
     def work() -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ WIDTH, SOURCE, MEMORY = 64, 6, 32
 
 @dataclass(frozen=True)
 class Entry:
-    """How to make a cell, and the shape of a row of its inputs."""
+    """A function that makes a cell, and the shape of a row of its inputs."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...] = (WIDTH,)

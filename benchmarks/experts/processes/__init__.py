@@ -1,4 +1,4 @@
-"""Programs that run in processes of their own, started by their path; what they share needs torch and weft's layers.
+"""Programs that run in their own processes, started by their path; their shared code needs torch and weft's layers.
 
 callers.py   threads that call and call     module.py   the expert, with known weights     words.py   questions, answers
 """

@@ -1,4 +1,4 @@
-"""What the bare server and its client say: a byte for the kind, padding to 16, and one float32 tensor."""
+"""Messages of the bare server and its client: a byte for the kind, padding to 16, and one float32 tensor."""
 
 import torch
 from torch import Tensor

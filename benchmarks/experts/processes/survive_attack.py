@@ -1,4 +1,4 @@
-"""A stranger and a neighbour who attack: ``python survive_attack.py '{"address": "host:port", "token": "secret"}'``.
+"""Attacks of a stranger and a neighbour: ``python survive_attack.py '{"address": "host:port", "token": "secret"}'``.
 
 Until standard input ends. ``{}`` asks how often each attack was made so far.
 """

@@ -2,7 +2,7 @@
 
 ``python survive_keeper.py '{"root": "the repository", "folder": "of the checkpoints", "keys": 1000}'``
 
-{"start": "host:port"}   -> {"pid": ..., "address": ...}     a child: what takes long, importing, is done before
+{"start": "host:port"}   -> {"pid": ..., "address": ...}     a child: the slow part, importing, is done before
 {"reap": pid}            -> {}                               after it was killed
 """
 
