@@ -173,7 +173,8 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
     tokens = torch.randint(0, 500, (4, 32))
     split = ["transformer.h.3", "transformer.h.6", "transformer.h.9"]
     options = {"split": split, "devices": ["cpu"] * 4, "executor": "serial"}
-    cut = weft.Pipe(model, chunks=8, sample={"input_ids": tokens}, **options)._cut()
+    pipe = weft.Pipe(model, chunks=8, sample={"input_ids": tokens}, **options)
+    cut = pipe._layout._current_model(pipe)
     program, code = cut.latest, InterBlockParameters(model, set().union(*cut._owned))  # as the stages have it
 
     def trained(call: Callable[[], Any]) -> Callable[[], None]:

@@ -116,7 +116,7 @@ def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | 
     if not path.exists() and _hidden_name(path, "old").exists():
         path = _hidden_name(path, "old")  # a save was interrupted between its two renames
     module = unwrap_module(module)
-    agree = partial(module._agree, "weft.checkpoint.load") if isinstance(module, Pipe) else _alone
+    agree = partial(module._exchange_reports, "weft.checkpoint.load") if isinstance(module, Pipe) else _alone
     reader = FileSystemReader(path)
     saved: Mapping[str, Any] = {}
     try:
@@ -186,7 +186,7 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def _match_model(module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """The key in the checkpoint by key of the model's state_dict; and a list of faults."""
     local = module.state_dict()
-    with module._showing_hidden() if isinstance(module, Pipe) else nullcontext():
+    with module._with_placeholders() if isinstance(module, Pipe) else nullcontext():
         known = set(module.state_dict())
     keys: dict[str, str] = {}
     faults = [

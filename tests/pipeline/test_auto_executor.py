@@ -55,7 +55,7 @@ def settled(layers: nn.Sequential, schedule: str, inside: bool, candidate: int =
         loss=loss,
         **options,
     )
-    layouts = pipe._made_runtime().layouts
+    layouts = pipe._current_runtime().layouts
     layouts.fixed = layouts.candidates[candidate if len(layouts.candidates) == 3 else 0]
     return pipe
 
@@ -119,7 +119,7 @@ def test_errors_in_backward_of_python_functions_still_name_stage_and_micro_batch
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Double(), nn.Linear(4, 3))
     pipe, x = settled(layers, "gpipe", False), torch.randn(8, 4)
     pipe(x).sum().backward()  # uncut, and never again
-    pipe._made_runtime().layouts.fixed = None
+    pipe._current_runtime().layouts.fixed = None
     for _ in range(18):
         pipe(x).sum().backward()
     assert "uncut" not in pipe.statistics()["chosen"].values()
@@ -167,7 +167,7 @@ def test_what_is_faster_is_kept_until_it_becomes_slow(
     clock = Clock({"uncut": uncut, "serial": serial, "threads": threads})
     layers = nn.Sequential(nn.Linear(4, 4), Timed(clock), nn.Linear(4, 4))
     pipe = weft.Pipe(layers, chunks=2, balance=[2, 1], devices=["cpu"] * 2, checkpoint="never")
-    runtime = pipe._made_runtime()
+    runtime = pipe._current_runtime()
     plans, layouts = runtime.plan, list[str]()
 
     def plan(layout: str, loss: bool) -> Any:
@@ -196,7 +196,7 @@ def test_what_is_faster_is_kept_until_it_becomes_slow(
 
 def test_anomaly_detection_gets_stages_apart() -> None:
     pipe, x = settled(model(), "gpipe", False), torch.randn(8, 4).double()
-    pipe._made_runtime().layouts.fixed = None
+    pipe._current_runtime().layouts.fixed = None
     with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
         for _ in range(18):
             pipe(x).sum().backward()

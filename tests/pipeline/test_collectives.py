@@ -39,7 +39,7 @@ def normed(*groups: Any) -> nn.Sequential:
 
 def served(pipe: Pipe) -> set[str]:
     """How its first steps would be run."""
-    pick = pipe._made_runtime().layouts.pick
+    pick = pipe._current_runtime().layouts.pick
     return {pick(kind, watched=watched)[0] for kind in range(3) for watched in (False, True)}
 
 

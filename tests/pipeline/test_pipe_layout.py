@@ -69,7 +69,7 @@ def test_what_is_set_later_holds_from_the_next_step_on() -> None:
             backward(pipe, rows(6, 4))
         backward(plain, rows(6, 4))
         assert calls == wanted and pipe.statistics()["balance"] == balance
-        assert [len(stage.layers) for stage in pipe._made_runtime().stages] == balance
+        assert [len(stage.layers) for stage in pipe._current_runtime().stages] == balance
         assert {event.action.micro_batch for event in recorder.events} == set(range(chunks))
         assert_gradients_equal(pipe, plain)
     assert pipe.devices == [torch.device("cpu")] * 2

@@ -198,7 +198,7 @@ def test_a_pipe_keeps_no_context_variable_of_its_callers(executor: str) -> None:
         pass
 
     pipe, _ = piped(chain(4, 5, 3), executor=executor, checkpoint="never")
-    pipe._made_runtime().layouts.fixed = "serial"  # the caller's thread, under "auto"
+    pipe._current_runtime().layouts.fixed = "serial"  # the caller's thread, under "auto"
 
     def steps() -> "weakref.ref[Value]":
         value = Value()

@@ -51,6 +51,10 @@ MISPLACED = (
     "move it as a whole, and move layers yourself after setting pipe.balance or pipe.devices (layers on the meta "
     "device: call pipe.materialize() first):"
 )
+NO_LOSS = (
+    "target= was given, but the pipe has no loss to give it to; give it one, Pipe(..., loss=fn), or compute the loss "
+    "from what the pipe returns"
+)
 _CAPTURING = (
     "a pipe was called while a CUDA graph is captured, which cannot hold a step: it reads the states of random "
     "generators; call the pipe outside of torch.cuda.graph, and capture single layers inside of it"

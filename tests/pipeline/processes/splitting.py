@@ -393,7 +393,7 @@ def drop_programs() -> list[tuple[float, int, int]]:
             for rows in (1, 2, 3, 4, 1):
                 x = _inputs(rows)
                 worst = float((pipe(x) - plain(x)).detach().abs().max())
-                found.append((worst, pipe.statistics()["recordings"], len(pipe._model._by_number)))
+                found.append((worst, pipe.statistics()["recordings"], len(pipe._layout._split_model._by_number)))
     finally:
         split_pipe.PROGRAMS = before
     return found

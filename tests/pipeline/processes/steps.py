@@ -105,7 +105,7 @@ def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int], ties:
         wanted.backward()
         state = torch.get_rng_state()
         torch.manual_seed(rows)
-        has_first, has_last = (pipe._stage_ranks[stage] == rank for stage in (0, -1))
+        has_first, has_last = (pipe._layout._stage_ranks[stage] == rank for stage in (0, -1))
         loss = pipe(x if has_first else None, target=y if has_last else 0)
         loss.backward()
         states = states and bool(torch.equal(torch.get_rng_state(), state))

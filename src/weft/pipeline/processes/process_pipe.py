@@ -1,10 +1,10 @@
-"""A Pipe over processes: ``weft.Pipe(model, chunks=8, schedule="1f1b", loss=fn, group=process_group)``.
+"""The layout of a pipe over processes: ``weft.Pipe(model, chunks=8, schedule="1f1b", group=process_group)``.
 
 Every rank of the group runs the same script, as under `torchrun`. Worker k of the schedule is rank k of the group.
 A launcher of our own, with a driver process and workers, would need the model and the data in a form that can be sent.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, cast
 
@@ -14,11 +14,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.core.errors import ScheduleError, UsageError, WeightsError, listed
+from weft.core.errors import ScheduleError, UsageError, listed
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.config import layers_of, places_of
-from weft.pipeline.pipe import Pipe
+from weft.pipeline.config import BatchDims, Layers, layers_of, places_of
 from weft.pipeline.pipe_runtime import PipeRuntime, on_meta
 from weft.pipeline.pipeline_plan import build_stages
 from weft.pipeline.processes.links import Links, Walk
@@ -34,6 +33,13 @@ from weft.pipeline.processes.ownership import (
 from weft.pipeline.processes.process_runtime import Placement, ProcessRuntime
 from weft.pipeline.processes.rank_executor import Channel
 from weft.pipeline.schedule import build
+from weft.pipeline.sequential import (
+    Cuts,
+    FixedSettings,
+    LayoutArguments,
+    PipeLayout,
+    PipeSettings,
+)
 
 
 class GroupHandle:
@@ -59,69 +65,80 @@ class GroupHandle:
         return GroupHandle, (None,)
 
 
-class GroupPipe(Pipe):
-    """Base of pipes over processes: the group, the links between its ranks, equal settings on all of them."""
+class GroupLayout(PipeLayout):
+    """Base of layouts over processes: the group, the links between its ranks, equal settings on all of them."""
 
+    hides_tensors = True
+    _handle: GroupHandle
     _stage_ranks: tuple[int, ...]
     """The rank of each stage, since the pipe was made."""
+    _fixed_cuts: list[Any]
+    """The value of `_cut_setting` at that time."""
     _hidden: HiddenTensors
     _cut_setting: str
-    """The attribute by which the model is cut."""
+    """The setting that says how the model is cut."""
 
-    def _lay_out(self, check: Validator, module: Any, dims: Any, **given: Any) -> int:
+    def __init__(self) -> None:
+        super().__init__()
         self._channel: Channel | None = None
         self._compared: Any = None
-        group = check.call(_checked_group, given["group"])
+
+    def resolve(self, check: Validator, module: Any, dims: BatchDims | None, given: LayoutArguments) -> Cuts:
+        group = check.call(_checked_group, given.group)
         check.that(
-            given["executor"] in ("auto", "serial"),
-            f"executor is {given['executor']!r}, but a rank runs its stages in its own thread; leave it out",
+            given.executor in ("auto", "serial"),
+            f"executor is {given.executor!r}, but a rank runs its stages in its own thread; leave it out",
         )
         check.that(
-            not _scales_alone(given["loss_scale"]),
+            not _scales_alone(given.loss_scale),
             "loss_scale is of a torch.amp.GradScaler, which would skip a step and change its scale on one rank only; "
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=group)",
         )
         if group is None:
-            return 0
+            return Cuts(0, [], [])
         self._handle = GroupHandle(group)
         stages = check.call(_stages_of, group, given) or group.size()
         device = check.call(_device_of, group, given, stages)
         if device is None:
-            return 0
-        return super()._lay_out(check, module, dims, **{**given, "devices": [device] * stages})
+            return Cuts(0, [], [])
+        return super().resolve(check, module, dims, given._replace(devices=[device] * stages))
 
     @property
     def group(self) -> ProcessGroup:
         """The process group that runs the stages."""
         return self._handle.group
 
-    def _fix_layout(self) -> tuple[int, ...]:
-        """Return the rank of each stage, by which parameters are spread from now on."""
-        self._stage_ranks, self._fixed_cuts = self._ranks_of_stages(), list(getattr(self, self._cut_setting))
+    def _fix_cuts(self, settings: PipeSettings) -> tuple[int, ...]:
+        """Return the rank of each stage. From now on, parameters are spread by it."""
+        self._stage_ranks, self._fixed_cuts = self._ranks_of_stages(settings), self._cuts_of(settings)
         return self._stage_ranks
 
-    def _forbid_new_layout(self) -> None:
+    def _cuts_of(self, settings: PipeSettings) -> list[Any]:
+        return list(getattr(settings, self._cut_setting))
+
+    def _forbid_new_cuts(self, settings: PipeSettings) -> None:
         """Raise UsageError if a stage is on another rank than when the pipe was made, or has other layers."""
-        cuts = list(getattr(self, self._cut_setting))
-        if cuts != self._fixed_cuts or self._ranks_of_stages() != self._stage_ranks:
+        cuts = self._cuts_of(settings)
+        if cuts != self._fixed_cuts or self._ranks_of_stages(settings) != self._stage_ranks:
             raise UsageError(
                 f"the parameters of this Pipe are spread over processes by {self._cut_setting}={self._fixed_cuts}, "
                 f"with stages on the ranks {self._stage_ranks}; now {self._cut_setting} is {cuts}, or the schedule "
                 "puts stages on other ranks; make another Pipe, and load a checkpoint into it"
             )
 
-    def _ranks_of_stages(self) -> tuple[int, ...]:
+    def _ranks_of_stages(self, settings: PipeSettings) -> tuple[int, ...]:
         """The rank of each stage. Raises ScheduleError if the schedule is not for as many workers as the group has."""
-        table, size = build(self.schedule, len(self.balance), self.chunks), self.group.size()
+        stages, size = len(settings.balance), self.group.size()
+        table = build(settings.schedule, stages, settings.chunks)
         if len(table.workers) != size:
             raise ScheduleError(
-                f"the schedule has {len(table.workers)} workers for {len(self.balance)} stages, but the group has "
+                f"the schedule has {len(table.workers)} workers for {stages} stages, but the group has "
                 f"{size} ranks, one per worker; change balance= or schedule="
             )
         return table.worker_of
 
     def _connect(self) -> Channel:
-        """The channel to the other ranks; the first call connects them, on all ranks together."""
+        """The channel to the other ranks. The first call connects them, on all ranks together."""
         if self._channel is None:
             self._channel = Channel(Links(self.group))
         return self._channel
@@ -138,61 +155,44 @@ class GroupPipe(Pipe):
                 walk.fail(error)
             raise
         finally:
-            channel.end()  # of a walk that went well; its messages are settled
+            channel.end()  # after success, all messages of the walk were exchanged
 
-    def _agree(self, what: str, report: Any) -> list[Any]:
-        with self._in_walk(what) as walk:
+    def exchange_reports(self, occasion: str, report: Any) -> list[Any]:
+        with self._in_walk(occasion) as walk:
             return walk.agree(report)
 
-    def _made_runtime(self) -> PipeRuntime:
-        runtime = super()._made_runtime()
-        # Compared when a setting has changed, not at every step. If it changed on one rank only, the others are in
-        # another walk, which is an error that names both walks.
-        if self._compared != self._checked:
-            self._compare_settings()
-            self._compared = self._checked
-        return runtime
-
-    def _new_runtime(self, allows_external_loss: bool) -> PipeRuntime:
-        self._forbid_new_layout()
-        stages, crossing = self._built_stages()
-        loans = self._planned_loans()
+    def new_runtime(self, settings: PipeSettings, layers: Layers, *, allows_external_loss: bool) -> PipeRuntime:
+        self._forbid_new_cuts(settings)
+        stages, crossing = self.stages(settings, layers)
+        loans = self._planned_loans(settings)
         for number, slots in loans.slots.items():
             cast(BorrowingStage, stages[number]).set_slots(slots)
-        placement = Placement(self._connect(), self._stage_ranks, loans, self.output == "all")
-        of_pipe = self.checkpoint, "serial", *self._loss, self._loss_weight, self._dims
-        return ProcessRuntime(placement, stages, crossing, *of_pipe, allows_external_loss=allows_external_loss)
+        placement = Placement(self._connect(), self._stage_ranks, loans, settings.output == "all")
+        options = settings.checkpoint, "serial", *self._fixed.of_runtime
+        return ProcessRuntime(placement, stages, crossing, *options, allows_external_loss=allows_external_loss)
 
-    def _planned_loans(self) -> Loans:
+    def _planned_loans(self, settings: PipeSettings) -> Loans:
         raise NotImplementedError
 
-    def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
-        if self._dims.whole is not None or self._stage_ranks[0] == self.group.rank():
-            return super()._axes_of(args, kwargs, target=target)
+    def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
+        dims = self._fixed.dims
+        if dims.whole is not None or self._stage_ranks[0] == self.group.rank():
+            return super().axes(args, kwargs, target=target)
         # The arguments count on the rank of the first stage only, so others can leave them out.
-        return (None, self._dims.of_call(0, ["target"], target=False)[1]["target"]) if target else None
+        return (None, dims.of_call(0, ["target"], target=False)[1]["target"]) if target else None
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load like `nn.Module`, but ignore the keys of other ranks, so that a rank can load the whole state."""
-        with self._showing_hidden():
-            hidden = set(self.state_dict())
-        hidden -= set(self.state_dict())
-        # Not strict here: PyTorch would call the keys of other ranks unexpected. Strictness is checked below.
-        result: Any = super().load_state_dict(state_dict, False, assign)
-        unexpected: list[str] = [key for key in result.unexpected_keys if key not in hidden]
-        missing: list[str] = result.missing_keys
-        faults = [f"{key}: missing" for key in missing] + [f"{key}: unexpected" for key in unexpected]
-        if strict and faults:
-            raise WeightsError(listed("the state_dict does not fit the part of the model on this rank:", faults))
-        return type(result)(missing, unexpected)
-
-    def _showing_hidden(self) -> AbstractContextManager[None]:
+    def with_placeholders(self) -> AbstractContextManager[None]:
         return self._hidden.placeholders()
 
-    def _compare_settings(self) -> None:
-        """Raise UsageError on all ranks if their settings differ."""
-        what = "the comparison of settings, which a rank makes when it has changed some"
-        reports: list[dict[str, Any]] = self._agree(what, self._describe_settings())
+    def compare_settings(self, settings: PipeSettings, layers: Layers, state: Any, *, compare: bool) -> None:
+        # Compared when a setting has changed, not at every step. If it changed on one rank only, the others are in
+        # another walk, which is an error that names both walks.
+        if compare and self._compared != state:
+            occasion = "the comparison of settings, which a rank makes when it has changed some"
+            self._forbid_differences(self.exchange_reports(occasion, self._describe_settings(settings, layers)))
+        self._compared = state
+
+    def _forbid_differences(self, reports: list[dict[str, Any]]) -> None:
         faults = [
             f"{key}: {reports[0].get(key)} on rank 0 of the group, {other.get(key)} on rank {rank}"
             for rank, other in enumerate(reports)
@@ -202,47 +202,51 @@ class GroupPipe(Pipe):
         if faults:
             raise UsageError(listed("all ranks must give the Pipe the same settings; but:", faults))
 
-    def _describe_settings(self) -> dict[str, Any]:
+    def _describe_settings(self, settings: PipeSettings, layers: Layers) -> dict[str, Any]:
         """All settings that must be equal on all ranks, as plain values."""
-        loss, reduction = self._loss
-        checkpoint: Any = self.checkpoint
+        fixed = self._fixed
+        checkpoint: Any = settings.checkpoint
         modes: list[Any] = [*checkpoint] if isinstance(checkpoint, list | tuple) else [checkpoint]
         return {
-            "chunks": self.chunks,
-            "balance": list(self.balance),
-            "schedule": build(self.schedule, len(self.balance), self.chunks).text(),
+            "chunks": settings.chunks,
+            "balance": list(settings.balance),
+            "schedule": build(settings.schedule, len(settings.balance), settings.chunks).text(),
             "checkpoint": [mode if isinstance(mode, str) else "a function" for mode in modes],
-            "loss": None if loss is None else getattr(loss, "__name__", type(loss).__name__),
-            "loss_reduction": reduction,
-            "output": self.output,
-            "axes": repr((self._dims.arguments, self._dims.outputs)),
+            "loss": None if fixed.loss is None else getattr(fixed.loss, "__name__", type(fixed.loss).__name__),
+            "loss_reduction": fixed.reduction,
+            "output": settings.output,
+            "axes": repr((fixed.dims.arguments, fixed.dims.outputs)),
             **{
                 f"layer {name!r}": f"{type(layer).__name__} with {sum(1 for _ in layer.modules())} modules"
-                for name, layer in self._layers()
+                for name, layer in layers
             },
         }
 
-    def statistics(self) -> dict[str, Any]:
-        """See `Pipe.statistics`; also the bytes that this rank sent, by destination rank and route."""
+    def statistics(self, settings: PipeSettings) -> dict[str, Any]:
+        """See `PipeLayout.statistics`. Adds the bytes that this rank sent, by destination rank and route."""
         wire = {} if self._channel is None else self._channel.links.statistics()
-        return {**super().statistics(), "wire": wire}
+        return {**super().statistics(settings), "wire": wire}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_channel": None, "_compared": None}
+        return {**self.__dict__, "_channel": None, "_compared": None}
 
 
-class ProcessPipe(GroupPipe):
-    """See `Pipe`, which makes one where `group` is given."""
+class ProcessLayout(GroupLayout):
+    """The layers of an `nn.Sequential` over processes."""
 
     _stage_type = BorrowingStage
     _cut_setting = "balance"
+    _loans: Loans
 
-    def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
-        self._partitions = (None, [])
-        for name, layer in layers_of(module):
-            self._modules[name] = convert_deferred_batch_norm(layer) if deferred_batch_norm else layer
-        workers, rank = self._fix_layout(), self.group.rank()
-        stages = build_stages(self._layers(), self.balance, self.devices)[0]
+    def take_model(self, fixed: FixedSettings, settings: PipeSettings, model: nn.Module, *, deferred: bool) -> Layers:
+        """See `PipeLayout.take_model`. Tensors of other ranks are hidden before layers move to the device."""
+        self._fixed = fixed
+        layers = [
+            (name, convert_deferred_batch_norm(layer) if deferred else layer)
+            for name, layer in layers_of(cast("nn.Sequential", model))
+        ]
+        workers, rank = self._fix_cuts(settings), self.group.rank()
+        stages = build_stages(layers, settings.balance, settings.devices)[0]
         uses = list(find_uses([stage.layers for stage in stages]))
         # A copy of the module on each rank would not see the buffers that the others write.
         headline = (
@@ -255,11 +259,12 @@ class ProcessPipe(GroupPipe):
         owners = first_users(uses, workers)
         self._loans = plan_loans(uses, owners, workers, rank, {id(use.tensor): use.slot for use in reversed(uses)})
         self._hidden = HiddenTensors(uses, owners, rank, placeholder_of)
-        for _, layer in self._layers():
+        for _, layer in layers:
             if not on_meta(layer):
-                layer.to(self.devices[0])
+                layer.to(settings.devices[0])
+        return layers
 
-    def _planned_loans(self) -> Loans:
+    def _planned_loans(self, settings: PipeSettings) -> Loans:
         return self._loans
 
 
@@ -284,31 +289,31 @@ def _scales_alone(loss_scale: Any) -> bool:
     return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and not hasattr(scaler, "process_group")
 
 
-def _stages_of(group: ProcessGroup, given: dict[str, Any]) -> int:
+def _stages_of(group: ProcessGroup, given: LayoutArguments) -> int:
     """The number of stages: by the split points, or the length of a list in `given`, or as the schedule needs for a
     worker per rank."""
-    if isinstance(given["split"], list | tuple):
-        return len(cast("list[Any]", given["split"])) + 1
-    for setting in (given["balance"], given["devices"]):
+    if isinstance(given.split, list | tuple):
+        return len(cast("list[Any]", given.split)) + 1
+    for setting in (given.balance, given.devices):
         if isinstance(setting, list | tuple):
             return len(cast("list[Any]", setting))
     size = group.size()
     for stages in (size, 2 * size):  # some schedules have two stages per worker
         with suppress(ScheduleError):
-            if len(build(given["schedule"], stages, given["chunks"]).workers) == size:
+            if len(build(given.schedule, stages, given.chunks).workers) == size:
                 return stages
     return size
 
 
-def _device_of(group: ProcessGroup, given: dict[str, Any], stages: int) -> torch.device:
+def _device_of(group: ProcessGroup, given: LayoutArguments, stages: int) -> torch.device:
     """The device of this rank: by `given` for its stages, or else that of the group's backend."""
-    devices = given["devices"]
+    devices = given.devices
     if devices is None:
         has_cuda = torch.cuda.is_available() and "cuda" in dist.get_backend_config(group)
         return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
     if not isinstance(devices, list | tuple):
         return places_of(devices)[0]
-    workers = build(given["schedule"], stages, given["chunks"]).worker_of
+    workers = build(given.schedule, stages, given.chunks).worker_of
     pairs = zip(cast("Sequence[Any]", devices), workers, strict=False)
     own = set(places_of([device for device, worker in pairs if worker == group.rank()]))
     if len(own) != 1:

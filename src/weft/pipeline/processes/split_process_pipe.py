@@ -1,4 +1,4 @@
-"""A Pipe around an ordinary model over processes: ``weft.Pipe(model, chunks=8, split=[...], group=process_group)``.
+"""The layout of an ordinary model over processes: ``weft.Pipe(model, chunks=8, split=[...], group=process_group)``.
 
 When the pipe is made, each rank computes the owner of every parameter: with a sample, the rank of the stage that uses
 it first, else by the order in which modules were registered. Tensors of other ranks are hidden from then on. The ranks
@@ -7,53 +7,58 @@ need no messages for this, because they have the same model and the same sample.
 
 import copy
 import warnings
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.core.validation import Validator
-from weft.pipeline.pipe_runtime import PipeRuntime
+from weft.pipeline.config import Layers
 from weft.pipeline.processes.loans import Loans
 from weft.pipeline.processes.ownership import HiddenTensors, find_uses, placeholder_of
-from weft.pipeline.processes.process_pipe import GroupPipe
+from weft.pipeline.processes.process_pipe import GroupLayout
 from weft.pipeline.processes.split_model import CHOICE, ProcessSplitModel, TensorPlacement, named_tensors
+from weft.pipeline.sequential import CurrentRuntime, MakePipe, PipeSettings
 from weft.pipeline.split.auto import Arguments
 from weft.pipeline.split.program import Program
-from weft.pipeline.split.split_pipe import SplitModel, SplitPipe
+from weft.pipeline.split.split_pipe import SplitLayout, SplitModel, split_of
 from weft.pipeline.weights import map_tensors
 
 
-class ProcessSplitPipe(GroupPipe, SplitPipe):
-    """See `Pipe`, which makes one where `split` and `group` are given."""
+class ProcessSplitLayout(GroupLayout, SplitLayout):
+    """The layout of a model that `split` cuts, over processes."""
 
     _cut_setting = "split"
+    _placement: TensorPlacement
+    _sampled: Program | None
+    """The program of the sample."""
 
-    def _automatic_split(self, call: Arguments | None) -> list[str]:
+    def _automatic_split(self, settings: PipeSettings, sample: Any, make_pipe: MakePipe) -> list[str]:
         # Ranks would measure different times, so the first one measures for all of them.
         with self._in_walk("the choice of split points") as walk:
-            names = super()._automatic_split(call) if self.group.rank() == 0 else None
+            names = super()._automatic_split(settings, sample, make_pipe) if self.group.rank() == 0 else None
             return walk.agree(names)[0]
 
-    def _lay_over_stages(self, call: Arguments | None) -> None:
-        with Validator("this Pipe cannot be used") as check:
-            self._check_layout(check)
-        workers, rank = self._fix_layout(), self.group.rank()
-        stages, self._sampled = self._first_stages(call)
+    def place(self, settings: PipeSettings, current_runtime: CurrentRuntime, sample: Any) -> None:
+        workers, rank = self._fix_cuts(settings), self.group.rank()
+        device = settings.devices[0]
+        stages, self._sampled = self._first_stages(settings, self._sample_call(sample))
         ranks = {name: workers[stage] for name, stage in stages.items()}
-        owners = {id(tensor): ranks[name] for name, tensor in named_tensors(self.module)}
-        self._hidden = HiddenTensors(find_uses([[("", self.module)]]), owners, rank, self._placeholder)
-        self._placement = TensorPlacement(workers, ranks, self._hidden, rank, self.devices[0])
-        map_tensors(self.module, self._on_device)
+        owners = {id(tensor): ranks[name] for name, tensor in named_tensors(self._model)}
+        uses = find_uses([[("", self._model)]])
+        self._hidden = HiddenTensors(uses, owners, rank, partial(_placeholder, device=device))
+        self._placement = TensorPlacement(workers, ranks, self._hidden, rank, device)
+        map_tensors(self._model, partial(_on_device, device=device))
 
-    def _first_stages(self, call: Arguments | None) -> tuple[dict[str, int], Program | None]:
+    def _first_stages(self, settings: PipeSettings, call: Arguments | None) -> tuple[dict[str, int], Program | None]:
         """The first stage that uses each parameter and buffer, by name; and the program of the sample."""
-        model, has_meta = self._local_model(self.module), any(x.is_meta for x in self.module.parameters())
+        model = self._local_model(self._model, settings)
+        has_meta = any(parameter.is_meta for parameter in self._model.parameters())
         if call is not None:
             try:
                 if has_meta:
-                    model = self._local_model(_with_fake_parameters(self.module))
+                    model = self._local_model(_with_fake_parameters(self._model), settings)
                 self._record_sample(model, call)
             except Exception as error:
                 if not has_meta:
@@ -64,56 +69,54 @@ class ProcessSplitPipe(GroupPipe, SplitPipe):
                     "registered",
                     stacklevel=2,
                 )
-                model = self._local_model(self.module)
+                model = self._local_model(self._model, settings)
         # By name, because the model with fake parameters has other objects.
         stages = model.homes()
         return {name: stages[id(tensor)] for name, tensor in named_tensors(model.model)}, model.latest
 
-    def _local_model(self, module: nn.Module) -> SplitModel:
-        """The model with all its stages where it is now."""
+    def _local_model(self, module: nn.Module, settings: PipeSettings) -> SplitModel:
+        """The model with all its stages on its current device."""
         here = next((x.device for x in module.parameters() if not x.is_meta), torch.device("cpu"))
-        return SplitModel(module, self.split, [here] * len(self.devices), self._dims)
+        return SplitModel(module, split_of(settings), [here] * len(settings.devices), self._fixed.dims)
 
-    def _placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Buffers keep their values: code between blocks can read them, and they are not in every file of weights.
-        return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else self._on_device(tensor)
+    def _new_model(self, settings: PipeSettings) -> SplitModel:
+        self._forbid_new_cuts(settings)
+        fixed = self._fixed
+        options = self._model, split_of(settings), settings.devices, fixed.dims, fixed.number_reduction
+        return ProcessSplitModel(self._placement, *options, latest=self._sampled)
 
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of this rank on its device."""
-        if tensor.is_meta or not isinstance(tensor, nn.Parameter):
-            return tensor if tensor.is_meta else tensor.to(self.devices[0])
-        tensor.data = tensor.data.to(self.devices[0])  # the same object, which an optimizer can have already
-        return tensor
-
-    def _new_model(self) -> SplitModel:
-        self._forbid_new_layout()
-        settings = self.module, self.split, self.devices, self._dims, self._number_reduction
-        return ProcessSplitModel(self._placement, *settings, latest=self._sampled)
-
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        model = self._process_model()  # before the runtime, because its layout is one of the settings
-        self._made_runtime()
+    def run_step(self, settings: PipeSettings, current_runtime: CurrentRuntime, *call: Any) -> Any:
+        model = self._process_model(settings)  # before the runtime, because its layout is part of `key`
+        current_runtime()
         model.set_channel(self._connect())
         with self._in_walk(CHOICE):
-            return super()._forward(args, kwargs)
+            return super().run_step(settings, current_runtime, *call)
 
-    def _rebuilt_runtime(self) -> PipeRuntime:
-        # Not compared again, which needs a walk of its own: stages for new programs change no setting.
-        runtime = SplitPipe._made_runtime(self)
-        self._compared = self._checked
-        return runtime
+    def _planned_loans(self, settings: PipeSettings) -> Loans:
+        return self._process_model(settings).loans
 
-    def _planned_loans(self) -> Loans:
-        return self._process_model().loans
+    def _process_model(self, settings: PipeSettings) -> ProcessSplitModel:
+        return cast(ProcessSplitModel, self._current_model(settings))
 
-    def _process_model(self) -> ProcessSplitModel:
-        return cast(ProcessSplitModel, self._cut())
-
-    def _describe_settings(self) -> dict[str, Any]:
-        return {**super()._describe_settings(), "split": list(self.split), "verify": self.verify}
+    def _describe_settings(self, settings: PipeSettings, layers: Layers) -> dict[str, Any]:
+        own = {"split": list(split_of(settings)), "verify": cast(Any, settings).verify}
+        return {**super()._describe_settings(settings, layers), **own}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_sampled": None}
+        return {**super().__getstate__(), "_split_model": None, "_sampled": None}
+
+
+def _placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Buffers keep their values: code between blocks can read them, and they are not in every file of weights.
+    return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else _on_device(tensor, device)
+
+
+def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of this rank on its device."""
+    if tensor.is_meta or not isinstance(tensor, nn.Parameter):
+        return tensor if tensor.is_meta else tensor.to(device)
+    tensor.data = tensor.data.to(device)  # the same object, because an optimizer can have it already
+    return tensor
 
 
 def _with_fake_parameters(module: nn.Module) -> nn.Module:

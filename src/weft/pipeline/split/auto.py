@@ -4,7 +4,8 @@ r"""Automatic choice of split points: the model is divided into units, these are
     crossing     \____/     \___________________/      values from one unit to a later one: seconds to copy them
 
 Units are the modules down to the items of ModuleLists. They are measured as stages of a pipe that is cut before each of
-them. Timing each unit alone would need its inputs, which only the model's own code makes.
+them. Timing each unit alone would need its inputs, which only the model's own code makes. The pipe comes from the
+caller, because `Pipe` imports the code that calls this module.
 """
 
 import time
@@ -21,8 +22,8 @@ from weft.core.errors import PartitionError, UsageError, listed
 from weft.core.pytree import flatten, unflatten
 from weft.pipeline.config import BatchDims
 from weft.pipeline.partition import own_bytes, partition, synchronize
-from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import Action
+from weft.pipeline.sequential import MakePipe
 from weft.pipeline.simulate import Costs, MemoryRecorder, costs_from
 from weft.pipeline.split.isolation import undisturbed
 from weft.pipeline.split.modules import named_modules
@@ -36,7 +37,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def automatic_split(
-    model: nn.Module, devices: Sequence[torch.device], call: Arguments | None, dims: BatchDims
+    model: nn.Module, devices: Sequence[torch.device], call: Arguments | None, dims: BatchDims, make_pipe: MakePipe
 ) -> list[str]:
     """Split points that make one stage per device. Without a `call` to measure, by parameters, with a warning.
 
@@ -63,7 +64,7 @@ def automatic_split(
     units = [name for _, name in sorted({step: name for name, step in reversed(cuts.items())}.items())]
     if len(units) < len(devices):
         return _cut(units, [], devices)
-    steps = _measured(model, units[1:], here, (args, kwargs), dims)
+    steps = _measured(model, units[1:], here, (args, kwargs), dims, make_pipe)
     measured = zip(*(step.stages for step in steps), strict=True)
     times = [min(cost.forward for cost in unit) + min(cost.backward for cost in unit) for unit in measured]
     per_byte = _copy_seconds(here, devices[-1]) / _PROBE
@@ -122,7 +123,12 @@ class _Timer(Recorder):
 
 
 def _measured(
-    model: nn.Module, split: list[str], device: torch.device, call: Arguments, dims: BatchDims
+    model: nn.Module,
+    split: list[str],
+    device: torch.device,
+    call: Arguments,
+    dims: BatchDims,
+    make_pipe: MakePipe,
 ) -> list[Costs]:
     """The costs of the units between these split points, measured in several steps."""
     args, kwargs = call
@@ -130,7 +136,7 @@ def _measured(
     with undisturbed(model, [device]), torch.inference_mode(False), torch.enable_grad():
         devices = [device] * (len(split) + 1)
         axes: dict[str, Any] = {"batch_dim": dims.arguments, "output_batch_dim": dims.outputs}
-        pipe = Pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False, **axes)
+        pipe = make_pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False, **axes)
         sizes = MemoryRecorder([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for observer in (Recorder(), sizes, *timers):  # the first step warms up

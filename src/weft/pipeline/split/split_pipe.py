@@ -1,11 +1,11 @@
-"""A Pipe around an ordinary model: ``weft.Pipe(model, chunks=8, devices=[...], split=["transformer.h.6"])``.
+"""The layout of an ordinary model: ``weft.Pipe(model, chunks=8, devices=[...], split=["transformer.h.6"])``.
 
     mini-batch --> micro-batches --> key (structure, shapes, arguments, flags) --> guards on inputs --> program
                                        |                                                              |
-                                       +-- none there: record, verify on another micro-batch  <-------+
+                                       +-- not found: record, verify on another micro-batch  <--------+
 
-The pipe has the model's own tables of children, parameters and buffers: same keys, same objects, same ties. Stages keep
-one wiring for all programs: what goes from stage s to stage t for one micro-batch is one bundle.
+One program per model would be wrong, because Python in forward() can branch on shapes and flags. Stages keep one wiring
+for all programs: all values that go from stage s to stage t for one micro-batch are one bundle.
 """
 
 import warnings
@@ -14,27 +14,33 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, count
-from os import PathLike
 from threading import RLock
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from weft.core.autograd import forbid_tracing
 from weft.core.errors import PartitionError, SpecError, SplitError, UsageError, advise
 from weft.core.pytree import Structure, flatten, register_dataclasses, spread, unflatten
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.config import BatchDims, cuda_devices, forbid_lazy, forbid_other_axes, places_of
+from weft.pipeline.config import BatchDims, Layers, cuda_devices, forbid_lazy, forbid_other_axes, places_of
 from weft.pipeline.microbatch import NoChunk, SplitPlan, plan_split
-from weft.pipeline.pipe import NO_LOSS, Pipe, frozen
-from weft.pipeline.pipe_runtime import PipeCall, PipeRuntime
+from weft.pipeline.pipe_runtime import NO_LOSS, PipeCall
 from weft.pipeline.pipeline_plan import Crossing
+from weft.pipeline.sequential import (
+    CurrentRuntime,
+    Cuts,
+    FixedSettings,
+    LayoutArguments,
+    MakePipe,
+    PipeLayout,
+    PipeSettings,
+)
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import Arguments, automatic_split
 from weft.pipeline.split.axes import check_axes
-from weft.pipeline.split.huggingface import ModelFacade, accepts, without_cache
+from weft.pipeline.split.huggingface import accepts, without_cache
 from weft.pipeline.split.modules import check_names, named_modules
 from weft.pipeline.split.open_state import PLAIN
 from weft.pipeline.split.output_join import OutputJoin, Quiet, Reduction, run_quietly
@@ -53,180 +59,149 @@ from weft.pipeline.split.program import (
 from weft.pipeline.split.record import ForwardRecorder
 from weft.pipeline.split.verify import verify
 from weft.pipeline.stage import Stage
-from weft.pipeline.weights import Initialize, map_tensors
+from weft.pipeline.tracing import Observer
+from weft.pipeline.weights import map_tensors
 
 PROGRAMS = 256
 """How many programs a pipe keeps; the least recently used one goes first."""
 _ENOUGH = 3  # compared programs of a group
 
 
-class SplitPipe(ModelFacade):
-    """See `Pipe`, which makes one where `split` is given. `module` is the model itself."""
+class SplitLayout(PipeLayout):
+    """The layout of a model that `split` cuts. The pipe has the model's own tables."""
 
-    def _lay_out(self, check: Validator, module: Any, dims: BatchDims | None, **given: Any) -> int:
-        if check.call(_checked_model, module, given["split"], given["balance"], given["verify"]) is None:
-            return 0
+    _model: nn.Module
+
+    def __init__(self) -> None:
+        self._split_model: SplitModel | None = None
+
+    def resolve(self, check: Validator, module: Any, dims: BatchDims | None, given: LayoutArguments) -> Cuts:
+        split = given.split
+        if check.call(_checked_model, module, split, given.balance, given.verify) is None:
+            return Cuts(0, [], [])
         if dims is not None:
             check.call(forbid_other_axes, list(module.named_children()), dims)
-        self.split, self.verify, devices = given["split"], given["verify"], given["devices"]
-        auto = self.split == "auto"
-        here = cuda_devices() or [torch.device("cpu")] * (2 if auto else len(self.split) + 1)
-        here = here if auto else here[: len(self.split) + 1]
-        places = check.call(places_of, here if devices is None else devices)
-        self.devices = places or []
+        auto = split == "auto"
+        available = cuda_devices() or [torch.device("cpu")] * (2 if auto else len(split) + 1)
+        available = available if auto else available[: len(split) + 1]
+        places = check.call(places_of, available if given.devices is None else given.devices)
         if auto:
-            return len(self.devices)
-        check.call(check_names, module, self.split)
-        return len(self.split) + 1 if places is None else self._check_layout(check)
+            return Cuts(len(places or ()), [], places or [])
+        check.call(check_names, module, split)
+        return Cuts(len(split) + 1, [], []) if places is None else _cuts(check, len(split) + 1, places)
 
-    def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
-        if deferred_batch_norm:
-            convert_deferred_batch_norm(module)
-        self.__dict__["module"] = module  # no child: its keys would get a prefix
-        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[table] = getattr(module, table)
-        self._model: SplitModel | None = None
-        call = None if sample is None else without_cache(module, *_arguments(sample))
-        self.split = list(self._automatic_split(call) if self.split == "auto" else self.split)
-        self._lay_over_stages(call)
+    def check_cuts(self, check: Validator, settings: PipeSettings, layers: Layers) -> Cuts:
+        stages = len(split_of(settings)) + 1
+        places = check.call(places_of, settings.devices)
+        return Cuts(stages, [1] * stages, settings.devices) if places is None else _cuts(check, stages, places)
 
-    def _automatic_split(self, call: Arguments | None) -> list[str]:
-        return automatic_split(self.module, self.devices, call, self._dims)
+    def take_model(self, fixed: FixedSettings, settings: PipeSettings, model: nn.Module, *, deferred: bool) -> Layers:
+        """See `PipeLayout.take_model`. There are no layers, because the model keeps its own children."""
+        self._fixed, self._model = fixed, model
+        if deferred:
+            convert_deferred_batch_norm(model)
+        return ()
 
-    def _lay_over_stages(self, call: Arguments | None) -> None:
-        """Check the settings, record the sample if there is one, and bring parameters to their stages."""
-        self._made_runtime()
-        self._cut().place()
-        if call is not None:
-            self._record_sample(self._cut(), call)
+    def split_points(self, settings: PipeSettings, sample: Any, make_pipe: MakePipe) -> list[str]:
+        return list(
+            self._automatic_split(settings, sample, make_pipe) if split_of(settings) == "auto" else split_of(settings)
+        )
+
+    def _automatic_split(self, settings: PipeSettings, sample: Any, make_pipe: MakePipe) -> list[str]:
+        call = self._sample_call(sample)
+        return automatic_split(self._model, settings.devices, call, self._fixed.dims, make_pipe)
+
+    def _sample_call(self, sample: Any) -> Arguments | None:
+        return None if sample is None else without_cache(self._model, *_arguments(sample))
+
+    def place(self, settings: PipeSettings, current_runtime: CurrentRuntime, sample: Any) -> None:
+        """See `PipeLayout.place`. Records the sample first, which shows the first stage of each parameter."""
+        current_runtime()
+        self._current_model(settings).place()
+        if (call := self._sample_call(sample)) is not None:
+            self._record_sample(self._current_model(settings), call)
 
     def _record_sample(self, model: "SplitModel", call: Arguments) -> None:
-        rows = self._dims.of_call(len(call[0]), call[1].keys(), target=False, nested=True)
+        rows = self._fixed.dims.of_call(len(call[0]), call[1].keys(), target=False, nested=True)
         model.choose(*call, 1, rows, check=False, graph=False, joins=False)
 
-    def _check_layout(self, check: Validator) -> int:
-        stages = len(self.split) + 1
-        places = check.call(places_of, self.devices)
-        if places is not None and len(places) != stages:
-            check.errors.append(
-                PartitionError(
-                    f"{stages - 1} split points make {stages} stages, but there are {len(places)} devices; give one "
-                    f"per stage, which may repeat, as in devices=['cpu'] * {stages}"
-                )
-            )
-        self.devices = places or self.devices
-        self.balance = [1] * stages
-        return stages
+    def key(self, settings: PipeSettings) -> tuple[Any, ...]:
+        return tuple(split_of(settings)), None if self._split_model is None else self._split_model.layout
 
-    def _settings(self) -> tuple[Any, ...]:
-        layout = None if self._model is None else self._model.layout
-        return (*super()._settings(), frozen(self.split), layout)
+    def stages(self, settings: PipeSettings, layers: Layers) -> tuple[list[Stage], Crossing]:
+        return self._current_model(settings).stages()
 
-    def _built_stages(self) -> tuple[list[Stage], Crossing]:
-        return self._cut().stages()
+    def _current_model(self, settings: PipeSettings) -> "SplitModel":
+        """The model with its current split points."""
+        model = self._split_model
+        if model is None or model.split != list(split_of(settings)) or model.devices != settings.devices:
+            self._split_model = model = self._new_model(settings)
+        return model
 
-    def _cut(self) -> "SplitModel":
-        """The model with its split points, as they are now."""
-        if self._model is None or self._model.split != list(self.split) or self._model.devices != self.devices:
-            self._model = self._new_model()
-        return self._model
+    def _new_model(self, settings: PipeSettings) -> "SplitModel":
+        fixed = self._fixed
+        return SplitModel(self._model, split_of(settings), settings.devices, fixed.dims, fixed.number_reduction)
 
-    def _new_model(self) -> "SplitModel":
-        return SplitModel(self.module, self.split, self.devices, self._dims, self._number_reduction)
-
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forbid_tracing(args, kwargs)
-        self._made_runtime()
-        targets = self._targets(kwargs)
-        if "target" in kwargs and not accepts(self.module, "target"):
+    def run_step(
+        self,
+        settings: PipeSettings,
+        current_runtime: CurrentRuntime,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: tuple[Any, ...],
+        observer: Observer | None,
+        /,
+    ) -> Any:
+        """Choose or record programs for one step, and run it. `targets` is empty, or holds the target of the loss."""
+        current_runtime()
+        if "target" in kwargs and not accepts(self._model, "target"):
             raise UsageError(NO_LOSS)
-        args, kwargs = without_cache(self.module, args, kwargs)
-        axis = self._axes_of(args, kwargs, target=bool(targets))
+        args, kwargs = without_cache(self._model, args, kwargs)
+        axis = self.axes(args, kwargs, target=bool(targets))
         of_input = axis[0] if targets and not isinstance(axis, int) else axis
         rows = of_input if of_input is None or isinstance(of_input, int) else of_input[1:]
-        model = self._cut()
-        how = {"check": self.verify, "graph": self.executor == "graph", "joins": not targets}
-        call, scalars = model.choose(args, kwargs, self.chunks, rows, **how)
-        runtime = self._rebuilt_runtime()
-        owners = model.lend(runtime.stages, call.choice)
-        scale, tag = self._loss_scale, self.batch_tag
+        model = self._current_model(settings)
+        options = {"check": cast(Any, settings).verify, "graph": settings.executor == "graph", "joins": not targets}
+        main, scalars = model.choose(args, kwargs, settings.chunks, rows, **options)
+        # A new program can need stages with more blocks or crossings than the earlier ones. Ranks do not compare their
+        # settings for it, because no setting has changed.
+        runtime = current_runtime(compare=False)
+        owners = model.copy_tied_parameters(runtime.stages, main.choice)
+        scale, tag = self._fixed.loss_scale, settings.batch_tag
         request = PipeCall(
-            call, targets, axis, self.chunks, self.schedule, self._observer, scale, scalars, owners, batch_tag=tag
+            main, targets, axis, settings.chunks, settings.schedule, observer, scale, scalars, owners, batch_tag=tag
         )
-        return runtime.serve(request, training=self.module.training)
+        return runtime.serve(request, training=self._model.training)
 
-    def _axes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
-        if self._dims.whole is not None:
-            return self._dims.whole
-        found = self._dims.of_call(len(args), kwargs.keys(), target=target, nested=True)
-        return ((None, *found[0]), found[1]) if target else (None, *found)
-
-    def _rebuilt_runtime(self) -> PipeRuntime:
-        """The runtime, with other stages if a program was recorded that needs more than the earlier ones."""
-        return self._made_runtime()
+    def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
+        """See `PipeLayout.axes`, for a `SplitCall`."""
+        dims = self._fixed.dims
+        if dims.whole is not None:
+            return dims.whole
+        axes = dims.of_call(len(args), kwargs.keys(), target=target, nested=True)
+        return ((None, *axes[0]), axes[1]) if target else (None, *axes)
 
     @property
     def routes(self) -> list[CrossingValue]:
-        """The values that cross between stages: name, bytes per micro-batch, source, readers. Of the step before, or of
-        `sample`; raises UsageError before either."""
-        if self._model is None or self._model.latest is None:
+        """See `Pipe.routes`."""
+        if self._split_model is None or self._split_model.latest is None:
             raise UsageError("nothing was recorded yet, so what crosses is not known; call the pipe, or give sample=")
-        return self._model.latest.routes
+        return self._split_model.latest.routes
 
-    @property
-    def partitions(self) -> list[nn.Sequential]:
-        """There are none: between the blocks of a stage is the model's own code."""
+    def partitions(self, settings: PipeSettings, layers: Layers) -> list[nn.Sequential]:
+        """See `Pipe.partitions`."""
         raise UsageError("a pipe with split= has no partitions; see its statistics()['blocks'] and routes")
 
-    def statistics(self) -> dict[str, Any]:
-        """As of any pipe; also the blocks of each stage, and how often forward() was recorded."""
-        model = self._cut()
-        found = super().statistics()
-        del found["balance"]
-        return {**found, "blocks": [list(each.values()) for each in model.blocks], "recordings": model.recordings}
+    def statistics(self, settings: PipeSettings) -> dict[str, Any]:
+        model = self._current_model(settings)
+        return {"blocks": [list(blocks.values()) for blocks in model.blocks], "recordings": model.recordings}
 
-    def materialize(
-        self, source: str | PathLike[str] | Initialize | None = None, initialize: Initialize | None = None
-    ) -> Pipe:
-        """See `Pipe.materialize`, and `SplitModel.homes` for where."""
-        super().materialize(source, initialize)
-        self._runtime = None
-        return self
-
-    def _roots(self) -> list[nn.Module]:
-        return [self.module]
-
-    def _device_of(self) -> dict[int, torch.device]:
-        return {key: self.devices[stage] for key, stage in self._cut().homes().items()}
-
-    def train(self, mode: bool = True) -> "SplitPipe":
-        """Set the mode of the model."""
-        self.module.train(mode)
-        self.training = mode
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Into the model itself."""
-        return self.module.load_state_dict(state_dict, strict, assign)
-
-    def extra_repr(self) -> str:
-        """What stands behind the class name when the pipe is printed."""
-        return f"split={self.split}, {super().extra_repr()}"
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or "module" not in self.__dict__:
-                raise
-            return getattr(self.module, name)
+    def devices_by_tensor(self, settings: PipeSettings, layers: Layers) -> dict[int, torch.device]:
+        """See `PipeLayout.devices_by_tensor`, and `SplitModel.homes`."""
+        return {key: settings.devices[stage] for key, stage in self._current_model(settings).homes().items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_model": None}
+        return {**self.__dict__, "_split_model": None}
 
 
 class SplitModel:
@@ -478,8 +453,8 @@ class SplitModel:
             away = {id(p): p for p in used if is_elsewhere(p, self.devices[s], homes[id(p)], s)}
             self._away[s] = list(away.values())
 
-    def lend(self, stages: Iterable[Stage], choice: StepPrograms) -> dict[int, Tensor]:
-        """Let the stages work with the copies of this step. By the id() of a copy, whose it is."""
+    def copy_tied_parameters(self, stages: Iterable[Stage], choice: StepPrograms) -> dict[int, Tensor]:
+        """Give the copies of this step to the stages. Return the original parameter by the id() of its copy."""
         owners: dict[int, Tensor] = {}
         for stage, away, copies in zip(stages, self._away, choice.copies, strict=True):
             cast(SplitStage, stage).copies = copies
@@ -493,6 +468,22 @@ class SplitModel:
                 del self._joins[next(iter(self._joins))]
             self._joins[kind] = OutputJoin(self._recorder, self._run, self._dims.outputs, self._reduction)
         return self._joins[kind]
+
+
+def split_of(settings: PipeSettings) -> Any:
+    """The split points. Only a pipe with a wrapped model has them, because a layer can be named ``split``."""
+    return cast(Any, settings).split
+
+
+def _cuts(check: Validator, stages: int, places: list[torch.device]) -> Cuts:
+    if len(places) != stages:
+        check.errors.append(
+            PartitionError(
+                f"{stages - 1} split points make {stages} stages, but there are {len(places)} devices; give one "
+                f"per stage, which may repeat, as in devices=['cpu'] * {stages}"
+            )
+        )
+    return Cuts(stages, [1] * stages, places)
 
 
 def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int) -> bool:
@@ -528,7 +519,7 @@ def _broadcast_whole(call: tuple[tuple[Any, ...], dict[str, Any]], axis: Any) ->
 
 
 def _checked_model(module: Any, split: Any, balance: Any, verify: Any) -> nn.Module:
-    """The model. Raises SpecError for what is none, UsageError with all that is wrong among the arguments."""
+    """Return `module`. Raises SpecError if it is not an `nn.Module`, UsageError that lists every invalid argument."""
     if not isinstance(module, nn.Module):
         raise SpecError(f"Pipe takes a model, an nn.Module, but this is {type(module).__name__}")
     forbid_lazy(module)
