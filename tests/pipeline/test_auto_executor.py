@@ -115,7 +115,8 @@ def test_two_outputs_may_go_back_in_one_backward() -> None:
     assert all(parameter.grad is not None for parameter in layers.parameters())
 
 
-def test_errors_in_backward_of_python_functions_still_name_stage_and_micro_batch() -> None:
+def test_backward_error_of_a_function_names_its_place() -> None:
+    """An error in the backward of a Python function names its stage and micro-batch."""
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Double(), nn.Linear(4, 3))
     pipe, x = settled(layers, "gpipe", False), torch.randn(8, 4)
     pipe(x).sum().backward()  # uncut, and never again
@@ -213,7 +214,8 @@ class Idle(nn.Linear):
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("inside", [False, True])
-def test_data_parallel_sees_one_graph_while_auto_measures_and_when_it_has_chosen(inside: bool) -> None:
+def test_data_parallel_sees_one_graph_under_auto(inside: bool) -> None:
+    """The graph is one while "auto" measures and after it has chosen."""
     layers, x, y = model().insert(2, Idle(6, 6)), torch.randn(8, 4).double(), torch.randn(8, 3).double()
     plain = DistributedDataParallel(copy.deepcopy(layers), static_graph=True)
     pipe = weft.Pipe(
@@ -236,7 +238,8 @@ def test_a_silent_step_needs_no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(pipe(x), wanted)
 
 
-def test_a_silent_step_that_draws_after_all_runs_again_as_under_every_executor() -> None:
+def test_silent_step_that_draws_runs_again() -> None:
+    """A step that was seen to draw nothing and then draws gives the result of every executor."""
     layers, x, y = model(), torch.randn(8, 4).double(), torch.randn(8, 3).double()
     found: list[list[Tensor]] = []
     for candidate in (0, 1, 2):

@@ -125,7 +125,7 @@ def test_a_timed_call_does_the_same_and_reports_once_it_is_over(with_backward: b
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_call_that_fails_passes_its_error_on_and_is_not_counted(error: type[BaseException]) -> None:
+def test_failed_call_raises_and_is_not_counted(error: type[BaseException]) -> None:
     class Failing(Call):
         def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
             raise error

@@ -176,7 +176,7 @@ TIME_FIRST = {
 
 
 @pytest.mark.parametrize("kind", TIME_FIRST)
-def test_a_module_with_time_first_is_refused_by_name_where_nothing_was_said(kind: str) -> None:
+def test_time_first_module_is_refused_by_name(kind: str) -> None:
     name = kind.removeprefix("weft ")
     for make in (Pipe, lambda model, **more: GPipe(model, [len(model)], devices="cpu", **more)):
         with pytest.raises(UsageError, match=rf"batch_first=True(.|\n)*  - 1\.net \({name}\) has its batch on axis 1$"):
@@ -189,7 +189,7 @@ def test_a_module_with_time_first_is_refused_by_name_where_nothing_was_said(kind
 
 @pytest.mark.parametrize("kind", TIME_FIRST)
 @pytest.mark.parametrize("first", [False, True])
-def test_a_module_that_surely_gets_the_input_or_makes_the_output_must_agree(kind: str, first: bool) -> None:
+def test_first_and_last_module_must_agree_with_batch_dim(kind: str, first: bool) -> None:
     right = 0 if first and kind != "Caffe2LSTM" else 1
     for beside in ([], [nn.Linear(4, 4), nn.ReLU()]):
         for swaps in (None, First(nn.Identity())):
@@ -215,7 +215,7 @@ def test_a_module_that_surely_gets_the_input_or_makes_the_output_must_agree(kind
         (Recurrent(nn.GRUCell(4, 4), batch_first=True), None),
     ],
 )
-def test_a_last_layer_that_returns_states_on_other_axes_has_them_told(net: nn.Module, axes: Any) -> None:
+def test_states_of_the_last_layer_need_their_batch_dim(net: nn.Module, axes: Any) -> None:
     batch_dim = 0 if getattr(net, "batch_first", False) else 1
     if axes is not None:
         words = rf"^0 \({type(net).__name__}\).*output_batch_dim={re.escape(str(axes[:3]))},"

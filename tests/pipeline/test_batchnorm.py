@@ -100,7 +100,7 @@ def test_recomputation_gathers_nothing_and_gives_the_same_output() -> None:
     assert torch.equal(late, first[0])
 
 
-def test_outside_of_a_mini_batch_and_in_evaluation_it_is_a_plain_batch_norm() -> None:
+def test_plain_norm_in_evaluation_and_outside_a_mini_batch() -> None:
     plain = nn.BatchNorm1d(3)
     cut = deferred(plain)
     batch = torch.randn(5, 3)
@@ -141,7 +141,7 @@ def test_one_value_per_channel_raises_the_error_of_the_plain_one() -> None:
     assert str(seen.value) == str(wanted.value)
 
 
-def test_a_wrong_number_of_axes_raises_the_error_of_the_plain_one() -> None:
+def test_wrong_number_of_axes_raises_the_plain_error() -> None:
     cut = deferred(nn.BatchNorm2d(3))
     for begin in (cut.abandon, cut.begin):
         begin()

@@ -82,7 +82,8 @@ def test_only_a_plain_sequential_with_layers_can_be_cut(module: nn.Module, word:
         layers_of(module)
 
 
-def test_what_a_sequential_has_beside_its_layers_is_refused_because_it_would_be_lost() -> None:
+def test_extra_state_of_a_sequential_is_refused() -> None:
+    """Parameters and hooks of the Sequential itself would be lost."""
     model = linears(2, 2)
     model.register_parameter("absent", None)
     assert len(layers_of(model)) == 1
@@ -116,7 +117,7 @@ def test_what_a_sequential_has_beside_its_layers_is_refused_because_it_would_be_
 
 
 @given(mode=MODES, stages=st.integers(1, 4), micro_batches=st.integers(1, 6))
-def test_a_mode_says_for_every_micro_batch_whether_it_is_recomputed(mode: str, stages: int, micro_batches: int) -> None:
+def test_mode_selects_the_recomputed_micro_batches(mode: str, stages: int, micro_batches: int) -> None:
     for stage, rule in enumerate(checkpoint_rules(mode, stages)):
         seen = [rule(stage, index, micro_batches) for index in range(micro_batches)]
         wanted = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[mode]
@@ -176,12 +177,12 @@ def test_all_faults_of_the_plain_arguments_are_listed() -> None:
 
 
 @pytest.mark.parametrize("chunks", [2.0, "2", True])
-def test_chunks_that_are_no_whole_number_are_a_fault_among_others(chunks: Any) -> None:
+def test_fractional_chunks_are_one_fault_among_others(chunks: Any) -> None:
     assert faults(chunks, "warp", None, None, "gpipe", "never") == [f"chunks is {chunks!r}", "executor is 'warp'"]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_reduction_is_as_said_else_that_of_the_loss_else_mean(reduction: str) -> None:
+def test_reduction_is_the_argument_or_the_loss_s_or_mean(reduction: str) -> None:
     assert reduction_of(nn.MSELoss(reduction=reduction), None) == reduction
     assert reduction_of(nn.MSELoss(reduction="sum"), reduction) == reduction
     assert reduction_of(lambda output, target: output, None) == "mean"
@@ -280,13 +281,15 @@ def test_gpus_without_peer_access_are_rejected(devices: Any, options: Any, monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPUs")
-def test_without_devices_there_are_two_stages_on_the_cpu_or_as_many_as_the_balance_says() -> None:
+def test_default_devices_are_cpus_in_the_length_of_the_balance() -> None:
+    """Without devices and balance, there are two stages on the CPU."""
     assert resolve_layout(linears(1, 2, 3, 4), None, None, None)[1] == [CPU, CPU]
     assert resolve_layout(linears(1, 2), None, None, None) == ([1], [CPU])
     assert resolve_layout(linears(1, 2, 3, 4), [1, 1, 1], None, None) == ([1, 1, 1], [CPU] * 3)
 
 
-def test_without_a_balance_parameters_are_spread_evenly_and_devices_without_a_layer_are_idle() -> None:
+def test_default_balance_spreads_parameters_evenly() -> None:
+    """A device without a layer stays idle."""
     assert resolve_layout(linears(1, 2, 3), None, ["cpu"] * 5, None) == ([1, 1], [CPU, CPU])
     assert resolve_layout(linears(1, 1, 1, 1, 100), None, ["cpu", "cpu"], None)[0] == [3, 1]
     assert resolve_layout(linears(100, 1, 1, 1, 1), None, ["cpu", "cpu"], None)[0] == [1, 3]

@@ -135,7 +135,7 @@ class Rewrites(nn.Module):
 
 
 @pytest.mark.parametrize("observer", [Recorder(), Recorder(memory=True), MemoryRecorder()])
-def test_a_tensor_that_backward_needs_and_a_layer_wrote_to_is_an_error_also_when_watched(observer: Observer) -> None:
+def test_overwritten_saved_tensor_is_an_error_when_observed(observer: Observer) -> None:
     pipe = weft.Pipe(nn.Sequential(nn.Linear(4, 4), Rewrites()), chunks=2, devices=["cpu"] * 2, checkpoint="never")
     with pipe.observed_by(observer):
         loss = pipe(torch.ones(4, 4)).sum()
@@ -180,7 +180,7 @@ def test_steps_that_failed_or_were_dropped_count_no_longer(executor: str, fails:
     assert live[0] == live[1] > 0
 
 
-def test_a_tensor_that_goes_out_twice_is_one_value_with_all_its_readers() -> None:
+def test_tensor_returned_twice_is_one_value_with_all_readers() -> None:
     pipe = weft.Pipe(
         model(), chunks=2, balance=[2, 2, 1, 2], devices=["cpu"] * 4, checkpoint="never", executor="threads"
     )

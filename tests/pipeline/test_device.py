@@ -23,13 +23,13 @@ def test_what_is_there_already_arrives_as_it_is() -> None:
     assert arrived["x"] is x and arrived["n"] == 3 and arrived["none"] is None
 
 
-def test_only_what_is_on_a_gpu_waits_for_the_event_of_its_message() -> None:
+def test_only_gpu_tensors_wait_for_the_event_of_their_message() -> None:
     x, event = torch.ones(2), object()  # a CPU tensor that travels with one of a GPU, whose event this stands for
     assert StageDevice(CPU).receive(Message((x, 1), event))[0] is x
     assert StageDevice(META).receive(Message((x, 1), event))[0].device == META
 
 
-def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted() -> None:
+def test_moved_values_stay_leaves_and_keep_requires_grad() -> None:
     arrived = StageDevice(META).receive(Message((torch.ones(2, requires_grad=True), torch.ones(2))))
     assert [x.device for x in arrived] == [META, META]
     assert [x.requires_grad for x in arrived] == [True, False]
@@ -209,7 +209,8 @@ class Noise(nn.Module):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_gradients_stay_right_while_the_allocator_hands_out_every_block_again(checkpoint: Any) -> None:
+def test_gradients_are_exact_while_memory_is_reused(checkpoint: Any) -> None:
+    """The allocator hands out every freed block again."""
     plain, model = layers().to(CUDA), layers()
     noisy = nn.Sequential(*[module for layer in model for module in (Noise(), layer)], Noise())
     pipe = Pipe(noisy, chunks=8, devices=[CUDA] * 2, balance=[5, 6], checkpoint=checkpoint, executor="threads")
@@ -232,7 +233,8 @@ def test_what_leaves_the_gpu_has_left_it_when_it_is_read() -> None:
 
 
 @pytest.mark.cuda
-def test_dropout_on_cuda_is_bit_equal_between_serial_threads_and_recomputation() -> None:
+def test_dropout_on_cuda_is_bit_equal_under_all_executors() -> None:
+    """Recomputation draws the same values too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5)).to(CUDA)
     x, found = torch.ones(8, 64, device=CUDA), []

@@ -99,7 +99,7 @@ class Oops(Exception):
 
 @pytest.mark.parametrize("threaded", [False, True])
 @given(schedule=any_schedules(), data=st.data())
-def test_an_exception_in_any_action_ends_the_walk_and_the_next_walk_works(
+def test_exception_ends_its_walk_and_the_next_walk_works(
     threads: ThreadExecutor, threaded: bool, schedule: Schedule, data: st.DataObject
 ) -> None:
     executor = threads if threaded else SerialExecutor()
@@ -140,7 +140,7 @@ def test_all_who_wait_are_woken_when_one_fails(threads: ThreadExecutor, table: S
     assert sorted(woken) == [1, 2, 3]
 
 
-def test_an_exception_holds_nothing_of_the_walk_after_it_is_dropped(threads: ThreadExecutor) -> None:
+def test_dropped_exception_holds_nothing_of_its_walk(threads: ThreadExecutor) -> None:
     class Value:
         pass
 
@@ -162,7 +162,7 @@ def test_an_exception_holds_nothing_of_the_walk_after_it_is_dropped(threads: Thr
     assert values[0]() is None
 
 
-def test_threads_are_kept_between_walks_and_end_when_the_executor_is_dropped() -> None:
+def test_threads_last_as_long_as_their_executor() -> None:
     executor = ThreadExecutor("gone")
     seen: list[set[str]] = []
     for _ in range(3):
@@ -181,7 +181,7 @@ def test_threads_are_kept_between_walks_and_end_when_the_executor_is_dropped() -
         assert not thread.is_alive()
 
 
-def test_a_closed_executor_starts_new_threads_when_it_is_used_again() -> None:
+def test_closed_executor_starts_new_threads_on_reuse() -> None:
     executor = ThreadExecutor("closed")
     executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
     executor.close()
@@ -214,7 +214,8 @@ def test_to_close_an_executor_waits_for_its_walk() -> None:
 
 @only_with_fork[0]
 @only_with_fork[1]
-def test_a_forked_child_walks_with_workers_of_its_own_also_during_a_walk() -> None:
+def test_forked_child_has_its_own_workers() -> None:
+    """A process can fork during a walk too."""
     executor, inside, go_on = ThreadExecutor("busy"), threading.Event(), threading.Event()
     executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
 
@@ -240,9 +241,8 @@ def test_a_forked_child_walks_with_workers_of_its_own_also_during_a_walk() -> No
 
 @settings(max_examples=5)
 @given(workers=st.integers(1, 4), threads_of_caller=st.integers(1, 6))
-def test_workers_share_the_callers_intra_op_threads_and_the_caller_keeps_its_own(
-    workers: int, threads_of_caller: int
-) -> None:
+def test_workers_share_the_intra_op_threads_of_the_caller(workers: int, threads_of_caller: int) -> None:
+    """The caller keeps its own number of threads."""
     shares: list[int] = []
     after: list[int] = []
 
@@ -265,7 +265,7 @@ def test_workers_share_the_callers_intra_op_threads_and_the_caller_keeps_its_own
     assert after == [threads_of_caller], "a thread that starts later has what the caller set"
 
 
-def test_two_walks_of_one_executor_from_two_threads_come_one_after_the_other(threads: ThreadExecutor) -> None:
+def test_walks_of_two_threads_run_one_after_the_other(threads: ThreadExecutor) -> None:
     schedule = gpipe(2, 3)
     chains = [Chain(schedule) for _ in range(4)]
     callers = [threading.Thread(target=threads.walk, args=(schedule, chain, {}, here())) for chain in chains]
@@ -276,7 +276,7 @@ def test_two_walks_of_one_executor_from_two_threads_come_one_after_the_other(thr
     assert all(sorted(chain.done) == sorted(chain.waits) for chain in chains)
 
 
-def test_a_walk_inside_a_walk_of_the_same_executor_goes_on_in_its_thread() -> None:
+def test_walk_inside_a_walk_runs_in_its_own_thread() -> None:
     executor, chain = ThreadExecutor("own"), Chain(gpipe(2, 2))
 
     def perform(action: Action, box: Any, post: Any) -> None:
@@ -288,7 +288,8 @@ def test_a_walk_inside_a_walk_of_the_same_executor_goes_on_in_its_thread() -> No
     assert set(chain.threads) == {"weft-own-0"} and sorted(chain.done) == sorted(chain.waits)
 
 
-def test_who_has_a_turn_does_not_wait_for_a_walk_that_waits_for_the_turn() -> None:
+def test_holder_of_a_turn_does_not_wait_for_its_waiters() -> None:
+    """A thread with a turn must not wait for a walk that waits for this turn."""
     executor, chain, started = ThreadExecutor("shared"), Chain(gpipe(2, 2)), threading.Event()
 
     def perform(action: Action, box: Any, post: Any) -> None:
@@ -311,7 +312,8 @@ def test_who_has_a_turn_does_not_wait_for_a_walk_that_waits_for_the_turn() -> No
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_a_walk_is_inside_the_turn_of_who_walks_not_of_who_captured_its_surroundings(threaded: bool) -> None:
+def test_walk_has_the_turns_of_its_own_thread(threaded: bool) -> None:
+    """The turns of the thread that captured the context do not count."""
     executor, captured, turns = ThreadExecutor("inner"), here(), list[Action]()
 
     def perform(action: Action, box: Any, post: Any) -> None:
@@ -350,7 +352,7 @@ def test_what_an_action_finds_in_its_thread(threads: ThreadExecutor, threaded: b
     assert torch.is_grad_enabled() and torch._C._is_multithreading_enabled()
 
 
-def test_a_thread_that_cannot_start_fails_its_walk_and_not_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_thread_start_fails_only_its_own_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     start, tries = threading.Thread.start, iter([True, False])
 
     def sometimes(thread: threading.Thread) -> None:

@@ -68,9 +68,7 @@ def test_extras_are_those_of_the_undivided_mini_batch(executor: str, checkpoint:
 
 
 @given(count=st.integers(1, 7), chunks=st.integers(1, 7), reduction=st.sampled_from(["mean", "sum"]))
-def test_numbers_are_added_up_if_whole_and_else_combined_as_the_losses_are(
-    count: int, chunks: int, reduction: Any
-) -> None:
+def test_integers_are_summed_and_floats_combined_as_losses(count: int, chunks: int, reduction: Any) -> None:
     def loss(output: Tensor, target: Tensor) -> Any:
         number = getattr(output.square(), reduction)()
         return number, (number.item(), number.float(), len(output), (target > 0).sum().int(), torch.tensor(True))
@@ -87,7 +85,7 @@ def test_numbers_are_added_up_if_whole_and_else_combined_as_the_losses_are(
     assert [each.dtype for each in (extras[1], extras[3], extras[4])] == [torch.float32, torch.int64, torch.int64]
 
 
-def test_a_micro_batch_of_which_nothing_counts_has_no_part_in_averages() -> None:
+def test_micro_batch_of_weight_zero_does_not_enter_averages() -> None:
     def loss(output: Tensor, target: Tensor) -> Any:
         number = functional.cross_entropy(output, target)
         return number, (number, number.item(), (target != -100).sum())

@@ -57,7 +57,7 @@ def test_a_grad_scaler_keeps_gradients_from_vanishing(executor: str, schedule: s
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
 @pytest.mark.parametrize("schedule", ["1f1b", TABLE], ids=["1f1b", "table"])
-def test_the_first_step_says_so_if_it_guessed_and_the_next_ones_are_right(executor: str, schedule: str) -> None:
+def test_first_step_warns_of_a_guess_and_later_ones_are_exact(executor: str, schedule: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     pipe = half(executor=executor, schedule=schedule)
     with pytest.warns(UserWarning, match=r"assumed 1, but it is 65536(.|\n)*loss_scale=scaler.get_scale"):
@@ -85,9 +85,7 @@ SCALES = st.none() | st.floats(1e-12, 1e12) | st.integers(1, 9)
 
 @given(factors=st.lists(GRADIENTS, min_size=1, max_size=4), scale=SCALES, callable_scale=st.booleans())
 @pytest.mark.filterwarnings("ignore:backward started before")
-def test_gradients_are_exact_whatever_the_losses_were_multiplied_by(
-    factors: list[float], scale: Any, callable_scale: bool
-) -> None:
+def test_gradients_are_exact_under_any_loss_scale(factors: list[float], scale: Any, callable_scale: bool) -> None:
     given_scale: Callable[[], Any] | Any = (lambda: scale) if callable_scale and scale is not None else scale
     loss = nn.MSELoss()
     pipe, plain = piped(chain(3, 4, 2), executor="serial", schedule="1f1b", loss=loss, loss_scale=given_scale)

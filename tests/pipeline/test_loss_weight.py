@@ -79,7 +79,7 @@ def test_any_mean_by_class_weights_and_ignored_classes_is_exact(
     assert_exact(pipe, plain, LOSSES[kind], rows(count, 4), target)
 
 
-def test_positions_beyond_the_rows_and_probabilities_count_as_pytorch_counts_them() -> None:
+def test_positions_and_probabilities_count_as_in_pytorch() -> None:
     x, classes = rows(5, 2, 6), torch.arange(30).reshape(5, 6).square() % 3
     for ignored, target in ((1, classes), (-100, rows(5, 3, 6, seed=1).softmax(1))):
         loss = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=ignored)
@@ -87,14 +87,14 @@ def test_positions_beyond_the_rows_and_probabilities_count_as_pytorch_counts_the
         assert_exact(pipe, plain, loss, x, target)
 
 
-def test_a_mini_batch_of_which_nothing_counts_has_no_mean_as_in_pytorch() -> None:
+def test_mini_batch_of_weight_zero_has_no_mean_as_in_pytorch() -> None:
     loss = functional.cross_entropy
     for schedule in ("gpipe", "1f1b"):
         pipe, plain = piped(chain(4, 3), executor="serial", schedule=schedule, loss=loss)
         assert_exact(pipe, plain, loss, rows(5, 4), torch.full((5,), -100))
 
 
-def test_one_s_own_weight_goes_before_what_is_known_and_has_no_graph() -> None:
+def test_custom_weight_overrides_the_known_one_without_graph() -> None:
     seen: list[bool] = []
 
     def weight(target: Tensor) -> int:
@@ -160,9 +160,7 @@ class Wrapped(nn.Module):
     ("options", "word"),
     [({"ignore_index": 0}, "targets that are 0, its ignore_index"), ({"weight": CLASS_WEIGHTS}, "has class weights")],
 )
-def test_a_mean_of_pytorch_s_within_one_s_own_loss_is_refused_too(
-    executor: str, options: dict[str, Any], word: str
-) -> None:
+def test_mean_inside_a_custom_loss_is_refused(executor: str, options: dict[str, Any], word: str) -> None:
     target = torch.tensor([1, 2, 1, 0])
     pipe, plain = piped(chain(4, 3), loss=Wrapped(**options), executor=executor)
     for _ in range(2):

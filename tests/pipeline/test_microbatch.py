@@ -133,7 +133,7 @@ def test_gradients_of_slices_are_joined_with_zeros_where_missing(rows: int, chun
         assert torch.equal(joined, wanted)
 
 
-def test_gradients_of_what_went_whole_are_summed_and_left_as_they_were() -> None:
+def test_gradients_of_shared_values_are_summed_out_of_place() -> None:
     w = torch.ones(3)
     plan, leaves = plan_split((torch.ones(4), NoChunk(w)), 4)
     pieces = [torch.full((3,), 1.0), None, torch.full((3,), 2.0), torch.full((3,), 4.0)]
@@ -185,7 +185,7 @@ def test_only_dense_tensors_are_cut(make: Callable[[torch.Tensor], torch.Tensor]
     assert [piece[1] is odd for piece in plan.split(leaves)] == [True, True]
 
 
-def test_no_rows_make_one_empty_micro_batch_and_less_than_one_chunk_is_an_error() -> None:
+def test_empty_batch_is_one_micro_batch_and_chunks_are_positive() -> None:
     (piece,) = split(torch.ones(0, 3), 4)
     assert piece.shape == (0, 3)
     with pytest.raises(BatchError, match="chunks is 0"):
@@ -231,7 +231,7 @@ def test_results_of_different_structure_are_named() -> None:
     assert "micro-batch 3: output should be a tuple of 2, but is a leaf" in text
 
 
-def test_objects_that_do_not_compare_plainly_are_unequal_unless_the_same() -> None:
+def test_objects_with_odd_equality_are_equal_only_to_themselves() -> None:
     class Odd:
         def __eq__(self, other: object) -> bool:
             raise ValueError
@@ -244,7 +244,8 @@ def test_objects_that_do_not_compare_plainly_are_unequal_unless_the_same() -> No
         join([odd, Odd()])
 
 
-def test_one_piece_is_returned_as_it_is_even_if_it_has_no_rows_to_join() -> None:
+def test_single_piece_is_returned_unchanged() -> None:
+    """This holds also for a piece without rows."""
     value = {"loss": torch.tensor(1.0), "x": torch.ones(3)}
     output = JoinedOutput()
     output.gather([value])
@@ -256,7 +257,7 @@ def test_one_piece_is_returned_as_it_is_even_if_it_has_no_rows_to_join() -> None
 
 
 @given(**SIZES)
-def test_the_gradient_of_the_mini_batch_is_that_of_its_micro_batches(count: int, chunks: int) -> None:
+def test_gradient_equals_that_of_the_micro_batches(count: int, chunks: int) -> None:
     x, y = rows(count, 2).requires_grad_(), rows(count, 3, seed=1)
     whole = rows(4, seed=2).requires_grad_()
     mini_batch = MiniBatch([{"x": x, "n": 3}, (y, NoChunk(whole))], chunks)

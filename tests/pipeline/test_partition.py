@@ -104,7 +104,7 @@ def test_a_number_of_parts_is_an_int_before_anything_is_measured(parts: Any) -> 
             call()
 
 
-def test_what_cannot_be_measured_is_refused_with_all_that_is_wrong() -> None:
+def test_unmeasurable_arguments_are_refused_with_all_faults() -> None:
     with without_type_checks(), pytest.raises(UsageError, match="of type Linear, wanted an nn") as caught:
         profile_times(nn.Linear(2, 2), torch.ones(2, 2), timeout="1")
     assert "timeout is '1'" in str(caught.value)

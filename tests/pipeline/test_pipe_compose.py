@@ -72,9 +72,7 @@ def drawn(seed: int, outer: str, inner: str, checkpoint: str, *, inside_draws: b
 @pytest.mark.parametrize("inside_draws", [True, False])
 @pytest.mark.parametrize("inner", CUTS)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_random_numbers_do_not_depend_on_who_runs_first_with_a_pipe_inside(
-    inner: str, checkpoint: str, inside_draws: bool
-) -> None:
+def test_draws_of_a_nested_pipe_do_not_depend_on_timing(inner: str, checkpoint: str, inside_draws: bool) -> None:
     for seed in range(5):
         wanted = drawn(seed, "serial", "serial", "never", inside_draws=inside_draws)
         seen = drawn(seed, "threads", inner, checkpoint, inside_draws=inside_draws)

@@ -208,7 +208,7 @@ def test_an_out_of_memory_error_tells_of_recomputation(executor: str, words: str
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_when_all_stages_fail_at_once_the_caller_gets_one_of_them(executor: str) -> None:
+def test_simultaneous_failures_raise_one_error(executor: str) -> None:
     model = nn.Sequential(Mine("backward", 3), Mine("backward", 3), Mine("backward", 2))
     pipe = Pipe(model, chunks=4, balance=[1, 1, 1], devices=["cpu"] * 3, executor=executor)
     for _ in range(5):

@@ -26,9 +26,7 @@ from tests.pipeline.pipe_cases import (
 
 @pytest.mark.parametrize("to_none", [True, False])
 @every_run
-def test_training_equals_plain_training_and_old_gradients_stay_as_they_were(
-    executor: str, checkpoint: str, to_none: bool
-) -> None:
+def test_training_equals_plain_and_keeps_old_gradients(executor: str, checkpoint: str, to_none: bool) -> None:
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (pipe, plain)]
     for step in range(5):
@@ -90,7 +88,7 @@ class SomeRows(nn.Module):
 
 
 @every_run
-def test_a_parameter_that_only_some_micro_batches_use_gets_their_gradient(executor: str, checkpoint: str) -> None:
+def test_parameter_of_some_micro_batches_gets_their_gradient(executor: str, checkpoint: str) -> None:
     pipe, _ = piped(nn.Sequential(SomeRows(), SomeRows()), executor=executor, checkpoint=checkpoint, chunks=2)
     x = torch.ones(4, 4, dtype=torch.float64)
     x[2:] = -1

@@ -51,7 +51,7 @@ def test_in_place_layers_of_pytorch_give_plain_gradients(name: str, executor: st
 
 
 @every_run
-def test_an_input_that_wants_a_gradient_may_meet_an_in_place_layer_first(executor: str, checkpoint: str) -> None:
+def test_input_with_gradient_can_enter_an_in_place_layer(executor: str, checkpoint: str) -> None:
     pipe, _ = piped(models()["everywhere"], executor=executor, checkpoint=checkpoint)
     x = rows(7, 4).requires_grad_()
     before = x.detach().clone()
@@ -110,9 +110,7 @@ def test_a_write_into_what_all_micro_batches_share_is_an_error(executor: str, ch
 
 
 @every_run
-def test_an_in_place_layer_first_in_a_stage_leaves_a_skip_of_the_same_tensor_alone(
-    executor: str, checkpoint: str
-) -> None:
+def test_in_place_layer_leaves_a_skip_of_its_input_alone(executor: str, checkpoint: str) -> None:
     """It writes into the stage's own copy: what was stashed stays as it was."""
     layers = [linear(), Early(), nn.ReLU(inplace=True), linear(), Late()]
     pipe, plain = piped(nn.Sequential(*layers), balance=[2, 3], executor=executor, checkpoint=checkpoint)
@@ -182,7 +180,7 @@ class Overlapping(nn.Module):
 
 @every_run
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_writing_into_one_output_changes_no_other_and_no_argument(executor: str, checkpoint: str, chunks: int) -> None:
+def test_write_to_an_output_changes_nothing_else(executor: str, checkpoint: str, chunks: int) -> None:
     torch.manual_seed(3)
     pipe, plain = piped(
         nn.Sequential(Overlapping(False)).double(),

@@ -41,9 +41,7 @@ def test_what_is_no_exception_passes_too(executor: str, kind: type[BaseException
 
 
 @every_run
-def test_a_failed_forward_leaves_the_models_of_its_thread_alone_while_its_error_is_held(
-    executor: str, checkpoint: str
-) -> None:
+def test_held_error_leaves_other_models_of_its_thread_alone(executor: str, checkpoint: str) -> None:
     """PyTorch 2.11 leaves hooks in place then, and the next model is recomputed as the one that failed."""
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
     with pytest.raises(RuntimeError, match="multiplied") as held:
@@ -73,9 +71,8 @@ class Interrupts(nn.Module):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("during", ["forward", "backward"])
-def test_a_keyboard_interrupt_reaches_the_caller_and_the_pipe_works_afterwards(
-    executor: str, checkpoint: str, during: str
-) -> None:
+def test_keyboard_interrupt_reaches_the_caller(executor: str, checkpoint: str, during: str) -> None:
+    """The pipe works afterwards."""
     if during == "backward" and checkpoint == "never":
         return  # no layer of ours runs then
     layer = Interrupts()

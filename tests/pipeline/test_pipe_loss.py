@@ -32,7 +32,7 @@ def inside(loss: Any, **settings: Any) -> tuple[Pipe, nn.Sequential]:
 @every_schedule
 @every_run
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_loss_and_its_gradients_are_those_of_the_undivided_mini_batch(
+def test_loss_equals_that_of_the_undivided_mini_batch(
     executor: str, checkpoint: str, schedule: str, reduction: str
 ) -> None:
     loss = nn.MSELoss(reduction=reduction)
@@ -115,7 +115,7 @@ def test_without_a_target_the_pipe_returns_its_output_and_trains(executor: str, 
         assert_alike(pipe, plain)
 
 
-def test_a_schedule_may_be_a_value_and_is_cut_for_smaller_batches() -> None:
+def test_schedule_value_is_shortened_for_small_batches() -> None:
     schedule, loss = Schedule.parse(TABLE), nn.MSELoss()
     pipe, plain = inside(loss, schedule=schedule)
     for count in (9, 2, 1):
@@ -125,6 +125,6 @@ def test_a_schedule_may_be_a_value_and_is_cut_for_smaller_batches() -> None:
     assert pipe.schedule_for(2) == schedule.restricted(2)
 
 
-def test_a_reduction_that_is_no_number_per_micro_batch_is_refused() -> None:
+def test_loss_per_row_is_refused() -> None:
     with pytest.raises(UsageError, match="'none'"):
         Pipe(chain(4, 3), chunks=2, loss=nn.MSELoss(reduction="none"))

@@ -84,7 +84,7 @@ def test_autocast_equals_plain_autocast_per_micro_batch(executor: str, checkpoin
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_forward_without_gradients_inside_autocast_costs_a_later_one_no_gradient(executor: str) -> None:
+def test_no_grad_forward_inside_autocast_keeps_later_gradients(executor: str) -> None:
     """The cache of autocast may hold weights that were cast without a graph."""
     pipe, _ = piped(chain(4, 5, 3).float(), executor=executor, checkpoint="always")
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -247,7 +247,7 @@ def test_the_graph_executor_has_gradients_of_gradients(checkpoint: str) -> None:
 
 
 @every_run
-def test_backward_runs_twice_with_retain_graph_and_else_says_why_not(executor: str, checkpoint: str) -> None:
+def test_backward_runs_twice_only_with_retain_graph(executor: str, checkpoint: str) -> None:
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
     for model in (pipe, plain):
         loss = model(rows(7, 4)).square().sum()

@@ -121,7 +121,7 @@ def test_only_what_the_mode_says_is_recomputed(executor: str, checkpoint: str) -
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_where_backward_follows_forward_at_once_nothing_is_recomputed(executor: str, checkpoint: str) -> None:
+def test_immediate_backward_recomputes_nothing(executor: str, checkpoint: str) -> None:
     """The last stage of 1F1B; the stage before it recomputes what the mode says."""
     settings = {"chunks": 4, "executor": executor, "checkpoint": checkpoint, "loss": nn.MSELoss()}
     pipe, plain = piped(chain(4, 5, 3), schedule="1f1b", **settings)

@@ -52,7 +52,7 @@ def test_a_gradient_that_would_end_at_a_cut_is_refused(executor: str, checkpoint
         with_aux(pipe, layer, rows(7, 4).requires_grad_(needs_gradient))
 
 
-def test_a_tensor_that_leaves_by_another_door_is_right_where_nothing_is_cut() -> None:
+def test_escaped_tensor_is_exact_without_a_cut() -> None:
     pipe, plain = piped(nn.Sequential(nn.Linear(4, 4), Balanced()).double(), executor="graph", checkpoint="never")
     with_aux(pipe, pipe[1], rows(7, 4))
     with_aux(plain, plain[1], rows(7, 4))
@@ -110,7 +110,7 @@ def wrapped(make: Any) -> nn.Sequential:
 
 @every_cut
 @pytest.mark.parametrize("make", HIDING)
-def test_a_container_that_hides_tensors_between_stages_is_refused(executor: str, checkpoint: str, make: Any) -> None:
+def test_opaque_container_between_stages_is_refused(executor: str, checkpoint: str, make: Any) -> None:
     pipe, plain = piped(wrapped(make), executor=executor, checkpoint=checkpoint, balance=[2, 2])
     with torch.no_grad():
         assert torch.equal(pipe(rows(2, 4)), torch.cat([plain(row) for row in rows(2, 4).split(1)]))
@@ -122,7 +122,8 @@ def test_a_container_that_hides_tensors_between_stages_is_refused(executor: str,
 
 @every_cut
 @pytest.mark.parametrize("make", [Known, *HIDING])
-def test_a_container_may_hide_tensors_inside_of_a_stage_or_be_known(executor: str, checkpoint: str, make: Any) -> None:
+def test_opaque_container_inside_a_stage_is_accepted(executor: str, checkpoint: str, make: Any) -> None:
+    """A container that pytree knows is accepted between stages too."""
     pipe, plain = piped(
         wrapped(make), executor=executor, checkpoint=checkpoint, balance=[2, 2] if make is Known else [3, 1]
     )
@@ -193,9 +194,8 @@ TRANSFORMS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("tracked", [True, False])
-def test_ways_to_differentiate_that_see_no_cut_are_refused_and_right_where_all_is_visible(
-    name: str, tracked: bool
-) -> None:
+def test_transforms_that_miss_a_cut_are_refused(name: str, tracked: bool) -> None:
+    """They are exact where nothing is cut."""
     transform, why = TRANSFORMS[name]
     for executor in (*CUTS, "auto", "graph"):
         pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint="never")
@@ -215,7 +215,7 @@ def test_inside_of_a_dual_level_a_step_without_tangents_is_run() -> None:
     assert_gradients_equal(pipe, plain)
 
 
-def test_a_vectorized_jacobian_is_refused_also_after_the_executor_was_chosen() -> None:
+def test_vectorized_jacobian_is_refused_after_the_choice_too() -> None:
     pipe, _ = piped(chain(4, 5, 3), executor="auto", checkpoint="never")
     for _ in range(20):
         backward(pipe, rows(7, 4).requires_grad_())

@@ -40,7 +40,7 @@ def awkward() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_a_state_has_the_keys_of_the_sequential_and_loads_both_ways(deferred: bool) -> None:
+def test_state_has_the_keys_of_the_sequential_both_ways(deferred: bool) -> None:
     pipe, plain = piped(awkward(), balance=[2, 3], deferred_batch_norm=deferred)
     assert list(pipe.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -55,7 +55,8 @@ def test_a_state_has_the_keys_of_the_sequential_and_loads_both_ways(deferred: bo
         assert torch.equal(seen, pipe.state_dict()[name]), name
 
 
-def test_the_parameters_are_the_very_same_objects_so_an_optimizer_made_before_works() -> None:
+def test_parameters_are_the_objects_of_the_model() -> None:
+    """An optimizer made before the pipe still works."""
     model = chain(4, 5, 3)
     before = list(model.parameters())
     assert [id(each) for each in Pipe(model, chunks=2).parameters()] == [id(each) for each in before]
@@ -107,7 +108,7 @@ def test_a_copy_works_and_so_does_the_original(duplicate, steps: int) -> None:
         assert_gradients_equal(each, plain)
 
 
-def test_a_model_on_the_meta_device_is_materialised_stage_by_stage() -> None:
+def test_meta_model_is_materialized_stage_by_stage() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3))
     pipe = Pipe(model, chunks=2, balance=[2, 2], devices=["cpu", "cpu"])
@@ -151,7 +152,7 @@ def test_materialize_keeps_what_was_made_to_run() -> None:
     assert all(each.grad is not None for each in pipe.parameters())
 
 
-def test_materialize_takes_the_users_own_initialisation_and_leaves_other_layers() -> None:
+def test_materialize_applies_the_callback_to_meta_layers_only() -> None:
     def ones(module: nn.Module) -> None:
         for each in module.parameters(recurse=False):
             nn.init.ones_(each)
@@ -176,7 +177,7 @@ def test_a_layer_may_be_replaced_between_steps(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_an_evaluation_between_forward_and_backward_leaves_running_statistics_alone(executor: str) -> None:
+def test_evaluation_before_backward_keeps_running_statistics(executor: str) -> None:
     pipe, _ = piped(awkward(), balance=[3, 2], executor=executor, checkpoint="always")
     loss = pipe(rows(6, 4)).sum()
     before = copy.deepcopy(pipe.state_dict())

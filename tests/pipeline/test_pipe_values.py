@@ -109,7 +109,7 @@ def test_a_loss_may_use_only_some_outputs(executor: str, checkpoint: str, used: 
 
 
 @every_run
-def test_arguments_keywords_and_what_is_not_cut_reach_the_first_layer(executor: str, checkpoint: str) -> None:
+def test_arguments_and_uncut_values_reach_the_first_layer(executor: str, checkpoint: str) -> None:
     functions = [
         lambda w, x, y, *, scale, extra=None, whole: x * w + y * scale + extra["z"] + whole.sum(0),
         lambda w, v: v * w,
@@ -146,7 +146,7 @@ def test_an_input_that_cannot_be_cut_is_refused_by_name(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_one_number_per_micro_batch_is_refused_and_the_next_step_works(executor: str) -> None:
+def test_scalar_output_is_refused_and_the_next_step_works(executor: str) -> None:
     pipe, _ = both([lambda w, x: x.sum() * w if x.sum() > 0 else x * w], executor=executor)
     with pytest.raises(BatchError, match="single number"):
         pipe(torch.ones(6, 2, dtype=torch.float64))

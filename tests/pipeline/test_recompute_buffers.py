@@ -100,7 +100,7 @@ LAYERS = {
 
 @every_run
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_that_changes_itself_does_so_once_per_micro_batch(name: str, executor: str, checkpoint: str) -> None:
+def test_layer_changes_itself_once_per_micro_batch(name: str, executor: str, checkpoint: str) -> None:
     pipe, plain = piped(nn.Sequential(linear(), LAYERS[name]()), executor=executor, checkpoint=checkpoint)
     buffers = dict(pipe.named_buffers())
     for step in range(3):
@@ -125,7 +125,8 @@ def test_a_retained_recomputation_finds_the_same_again(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_who_begins_to_write_later_is_named_once_and_right_from_then_on(executor: str) -> None:
+def test_layer_that_writes_later_is_named_once(executor: str) -> None:
+    """Its values are exact from then on."""
     pipe, plain = piped(nn.Sequential(linear(), nn.Sequential(Averages())), executor=executor, checkpoint="always")
     for model in (pipe, plain):
         model[1][0].on = False
@@ -142,7 +143,7 @@ def test_who_begins_to_write_later_is_named_once_and_right_from_then_on(executor
     assert_gradients_equal(pipe, plain)
 
 
-def test_stages_take_turns_at_a_norm_that_both_have_while_it_writes() -> None:
+def test_stages_take_turns_at_a_shared_norm() -> None:
     norm = nn.BatchNorm1d(2).double()
     cpu = torch.device("cpu")
     stages = [Stage(i, [("a", layer)], cpu, (), ()) for i, layer in enumerate([norm, norm, nn.BatchNorm1d(2).double()])]

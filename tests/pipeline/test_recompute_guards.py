@@ -102,7 +102,7 @@ def test_a_layer_may_change_its_own_weights_while_it_runs(executor: str) -> None
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_a_functional_call_has_its_gradients_without_recomputation_and_else_is_refused(executor: str) -> None:
+def test_functional_call_works_only_without_recomputation(executor: str) -> None:
     for checkpoint in ("never", "always"):
         pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
         fresh = {name: torch.full_like(each, 0.1).requires_grad_() for name, each in pipe.named_parameters()}

@@ -65,7 +65,7 @@ def chain_order_holds(order: list[Action], stages: int) -> bool:
 
 
 @given(any_schedules())
-def test_a_random_valid_table_passes_and_its_order_honours_every_list_and_the_chain(schedule: Schedule) -> None:
+def test_valid_table_passes_and_its_order_honours_all_lists(schedule: Schedule) -> None:
     schedule.check(stages=schedule.stages, micro_batches=schedule.micro_batches)
     order = schedule.order
     for worker, row in enumerate(schedule.workers):
@@ -121,7 +121,7 @@ def test_live_counts_what_a_walk_holds(schedule: Schedule) -> None:
 
 
 @given(any_schedules(3, 3), st.data())
-def test_any_shuffle_of_a_worker_is_accepted_exactly_when_it_can_run(schedule: Schedule, data: st.DataObject) -> None:
+def test_shuffled_worker_passes_exactly_if_it_can_run(schedule: Schedule, data: st.DataObject) -> None:
     worker = data.draw(st.sampled_from(range(len(schedule.workers))))
     shuffled = tuple(data.draw(st.permutations(schedule.workers[worker])))
     table = Schedule(tuple(shuffled if w == worker else row for w, row in enumerate(schedule.workers)))
@@ -167,7 +167,7 @@ def test_forward_alone_is_a_valid_schedule(stages: int, micro_batches: int, data
     assert schedule.live() == (micro_batches,) * stages
 
 
-def test_a_table_in_which_two_workers_wait_for_each_other_names_both() -> None:
+def test_circular_wait_names_both_workers() -> None:
     assert faults("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0") == [
         "deadlock: worker 0 stands at 0B0 and waits for 1B0 of worker 1",
         "deadlock: worker 1 stands at 1F1 and waits for 0F1 of worker 0",
@@ -241,7 +241,7 @@ def test_cells_that_cannot_be_read_are_listed_with_their_place() -> None:
     ]
 
 
-def test_overlapped_actions_become_a_sequence_and_transfers_are_dropped() -> None:
+def test_overlapped_actions_become_a_sequence_without_transfers() -> None:
     text = "0UNSHARD,0F0,0SEND_F0,,0F1,0RECV_B0,(0B0;0F2)OVERLAP_F_B,0RESHARD,0REDUCE_GRAD"
     text += ",0WAIT_SEND_F0,0WAIT_SEND_B1,0WAIT_REDUCE_GRAD"  # PyTorch 2.15 writes them, 2.14 does not
     assert Schedule.parse(text).text() == "0F0,0F1,0B0,0F2\n"

@@ -126,7 +126,7 @@ def test_which_micro_batches_recompute_can_be_said() -> None:
     assert sorted(str(span.action) for span in found.spans if span.action.kind == "R") == ["1R0", "1R1"]
 
 
-def test_a_value_that_the_graph_keeps_is_made_twice_where_the_graph_is() -> None:
+def test_value_in_the_graph_is_made_twice_if_recomputed() -> None:
     costs = [StageCost(1.0, 1.0, recompute=1.0, saved_bytes=5), StageCost(1.0, 1.0)]
     value = ValueCost(0, (1,), 10, kept_by_source=True)
     kept = forecast(gpipe(2, 1), costs, [value], checkpointed=lambda *_: False)
@@ -135,7 +135,7 @@ def test_a_value_that_the_graph_keeps_is_made_twice_where_the_graph_is() -> None
     assert again.live_bytes == ((1.0, 25), (3.0, 15), (4.0, 0))  # the copy that was sent goes with 1B0
 
 
-def test_without_backward_no_graph_is_kept_and_values_end_with_their_last_reader() -> None:
+def test_without_backward_values_end_with_their_last_reader() -> None:
     costs = [StageCost(1.0, 1.0, recompute=1.0, saved_bytes=100)] * 3
     found = forecast(gpipe(3, 2).forward_only, costs, [ValueCost(0, (1, 2), 10)])
     assert {span.action.kind for span in found.spans} == {"F"}
@@ -147,7 +147,7 @@ def test_stages_that_cost_nothing_have_no_bubble() -> None:
     assert (found.total, found.bubble) == (0, 0)
 
 
-def test_costs_for_other_stages_and_tables_that_cannot_run_are_refused() -> None:
+def test_wrong_costs_and_impossible_tables_are_refused() -> None:
     with pytest.raises(ScheduleError, match="the table has 2 stages, but 3 are needed"):
         forecast(gpipe(2, 2), [StageCost(1.0, 1.0)] * 3)
     with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):

@@ -77,7 +77,7 @@ def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int,
     recomputed=st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 4))),
     seed=st.integers(0, 100),
 )
-def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unrolled_net(
+def test_wavefront_has_the_gradients_of_the_unrolled_net(
     threads: bool, layers: int, chunks: int, delay: int, steps: int, recomputed: frozenset[tuple[int, int]], seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -152,7 +152,7 @@ def chain_run(functions: list[Any], routes: list[Route], micro_batches: int, kee
 
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
 @pytest.mark.parametrize("executor", [SerialExecutor(), ThreadExecutor()], ids=["serial", "threads"])
-def test_the_gradients_of_all_readers_add_up_and_an_idle_reader_adds_nothing(executor: Any, keep: Keep) -> None:
+def test_gradients_of_readers_add_up_and_idle_ones_add_nothing(executor: Any, keep: Keep) -> None:
     # Stage 0 makes two values. The skip has three readers: stage 1 ignores it, stages 2 and 3 use it.
     run = chain_run(
         [
@@ -202,7 +202,7 @@ def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
         executor.walk(schedule.backward_only, run.perform, back, ambient)
 
 
-def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None:
+def test_failed_backward_leaves_no_partial_sums() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     routes = [Route("x", OUTSIDE, (0,)), Route("y", 0, (OUTSIDE,))]
     run = chain_run([lambda context, x: (x * weight,)], routes, 2, "graph", parameters=(weight,))

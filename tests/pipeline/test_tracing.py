@@ -105,7 +105,7 @@ def test_without_backward_a_value_goes_with_its_last_reader() -> None:
     assert recorder.bytes[-1][1] == 0
 
 
-def test_bytes_are_counted_only_on_request_and_what_is_ignored_never() -> None:
+def test_bytes_are_counted_on_request_except_for_ignored_values() -> None:
     assert recorded(SerialExecutor(), "graph", 2, memory=False).bytes == []
     recorder, x = Recorder(memory=True), torch.ones(CELLS, requires_grad=True)
     recorder.ignore([x])

@@ -38,7 +38,7 @@ def test_a_parameter_of_another_stage_is_an_error_that_names_it(executor: str, c
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_a_penalty_that_is_switched_on_later_is_found_before_the_steps_have_doubled(executor: str) -> None:
+def test_late_penalty_is_found_before_the_steps_have_doubled(executor: str) -> None:
     model, scale = chain(4, 5, 3), [0.0]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -81,9 +81,7 @@ def test_where_nothing_is_lost_nothing_is_said(executor: str, balance: list[int]
 
 @pytest.mark.parametrize("kind", [nn.Parameter, Tensor.requires_grad_])
 @pytest.mark.parametrize("executor", CUTS)
-def test_what_learns_and_nobody_has_as_a_parameter_is_warned_of_once(
-    executor: str, kind: Callable[[Tensor], Tensor]
-) -> None:
+def test_unregistered_trainable_tensor_is_warned_of_once(executor: str, kind: Callable[[Tensor], Tensor]) -> None:
     hidden = kind(torch.ones(2, dtype=torch.float64))
     model = chain(4, 5, 3)
     model.append(Reads(hidden))
@@ -122,7 +120,7 @@ def test_a_leaf_that_a_layer_makes_for_itself_is_not_told(executor: str) -> None
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("executor", CUTS)
-def test_layers_that_shard_themselves_are_refused_and_a_sharded_pipe_is_right(executor: str) -> None:
+def test_sharded_layers_are_refused_and_a_sharded_pipe_works(executor: str) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = chain(4, 5, 3)
     sharded = Pipe(copy.deepcopy(model), chunks=3, devices=["cpu"] * 2, executor=executor)

@@ -127,7 +127,7 @@ def test_only_module_classes_can_be_skippable(thing) -> None:
 # --- what a forward may do
 
 
-def test_a_skip_connection_gives_value_and_gradient_of_plain_code() -> None:
+def test_skip_has_value_and_gradient_of_plain_code() -> None:
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
     model = nn.Sequential(Early(), nn.Tanh(), Late()).double()
     result = model(x)
@@ -147,7 +147,7 @@ def test_none_can_be_stashed() -> None:
     assert nn.Sequential(none, Late(), Late())(x) is x
 
 
-def test_a_name_popped_twice_in_one_forward_gives_the_same_tensor() -> None:
+def test_second_pop_in_one_forward_gives_the_same_tensor() -> None:
     class Fresh(SkipTracker):
         """Gives another tensor at every load."""
 
@@ -369,7 +369,8 @@ def test_the_layer_takes_no_tensor_of_its_own() -> None:
         layer.factor = nn.Parameter(torch.ones(1))
 
 
-def test_functional_call_uses_parameter_names_and_refuses_state_dict_keys() -> None:
+def test_functional_call_takes_parameter_names_only() -> None:
+    """Keys of the state dict are refused."""
     model, x = nn.Sequential(skippable()(Plain)()), torch.ones(1)
     new = {name: 5 * torch.ones(()) for name, _ in model.named_parameters()}
     assert torch.func.functional_call(model, new, x) == 5

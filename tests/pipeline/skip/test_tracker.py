@@ -79,7 +79,9 @@ def test_a_thread_has_one_tracker_and_no_other_thread_has_it() -> None:
     assert current_skip_tracker() is current_skip_tracker()
 
 
-def test_layers_talk_to_the_tracker_in_place_and_the_former_one_comes_back(own_tracker) -> None:
+def test_layers_use_the_active_tracker_until_it_ends(own_tracker) -> None:
+    """The former tracker is active again afterwards."""
+
     class Spy(SkipTracker):
         def __init__(self) -> None:
             super().__init__()
@@ -191,7 +193,8 @@ def test_after_an_error_in_the_middle_the_model_runs_again() -> None:
         assert again(ONE) == 5
 
 
-def test_a_tensor_goes_with_the_next_stash_of_its_key_or_with_its_model_alone() -> None:
+def test_stashed_tensor_lives_until_the_next_stash_of_its_key() -> None:
+    """It is also freed with its model."""
     model, other = nn.Sequential(Stash(), Pop()), nn.Sequential(Stash(), Pop())
     model(ONE)
     first = model[0].module.last
@@ -204,7 +207,7 @@ def test_a_tensor_goes_with_the_next_stash_of_its_key_or_with_its_model_alone() 
     assert second() is None and kept(other)
 
 
-def test_a_dropped_layer_that_failed_after_its_stash_leaves_no_tensor_behind() -> None:
+def test_dropped_layer_that_failed_leaves_no_tensor() -> None:
     @skippable(stash=["a"])
     class Fails(nn.Module):
         def forward(self, x):
@@ -223,7 +226,7 @@ def test_a_dropped_layer_that_failed_after_its_stash_leaves_no_tensor_behind() -
     assert seen[0]() is None
 
 
-def test_the_end_of_a_layer_that_is_noticed_late_takes_no_later_value_along(own_tracker) -> None:
+def test_late_finalizer_of_a_layer_removes_no_newer_value(own_tracker) -> None:
     old, new = Stash(), nn.Sequential(Stash(), Pop())
     old(ONE)
     (former,) = own_tracker._kept.values()  # as another thread holds it, in which the layer ends
@@ -240,7 +243,7 @@ def test_a_tracker_of_ones_own_frees_all_at_the_end_of_its_block() -> None:
     assert not kept(model)
 
 
-def test_a_layer_that_pops_and_stashes_one_name_reads_the_former_one(own_tracker) -> None:
+def test_layer_pops_the_former_value_of_a_name_it_stashes(own_tracker) -> None:
     @skippable(stash=["a"], pop=["a"])
     class Add(nn.Module):
         def forward(self, x):

@@ -106,7 +106,7 @@ def test_nesting_changes_no_verdict(data, declared) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc")), max_size=8))
-def test_a_model_passes_exactly_if_every_pop_follows_the_only_stash(plan) -> None:
+def test_model_passes_exactly_if_pops_follow_the_only_stash(plan) -> None:
     layers = [layer(name, "") if stashes else layer("", name) for stashes, name in plan]
     fits = True
     for name in "abc":

@@ -51,7 +51,8 @@ def _attends(first: bool) -> nn.Module:
         lambda first: nn.Sequential(nn.Linear(8, 8), Ends(nn.Identity()).second, _attends(first)),
     ],
 )
-def test_modules_whose_batch_is_on_another_axis_are_refused_where_the_rows_reach_them(make: Any) -> None:
+def test_modules_with_the_batch_on_another_axis_are_refused(make: Any) -> None:
+    """They are refused where the rows reach them."""
     for axis in (0, 1):
         model = make(axis == 1)
         split = "second" if isinstance(model, Ends) else "1"
@@ -70,7 +71,8 @@ def test_code_around_a_module_may_swap_axes() -> None:
     assert_close(cut(model, "second", batch_dim=0, chunks=2)(x := torch.randn(4, 3, 8)), model(x))
 
 
-def test_states_with_their_batch_on_another_axis_are_refused_also_where_they_could_be_joined() -> None:
+def test_states_with_the_batch_on_another_axis_are_refused() -> None:
+    """They are refused also where they could be joined."""
     states = Ends(nn.LSTM(8, 8, num_layers=2, batch_first=True))
     with pytest.raises(UsageError, match=r"inner \(LSTM\).*output_batch_dim=\(0, 1\)"):
         cut(states, "second", chunks=2)(torch.randn(4, 3, 8))
@@ -78,7 +80,7 @@ def test_states_with_their_batch_on_another_axis_are_refused_also_where_they_cou
         assert_close(cut(model, "second", chunks=2, **settings)(x := torch.randn(4, 3, 8)), model(x))
 
 
-def test_states_of_weft_s_lstm_have_the_batch_where_those_of_pytorch_have_it() -> None:
+def test_states_of_weft_lstm_have_the_batch_axis_of_pytorch() -> None:
     model = nn.Sequential(nn.Linear(8, 8), weft.LSTM(8, 8))
     for settings in ({"balance": [1, 1]}, {"split": ["1"]}):
         pipe = weft.Pipe(model, chunks=2, batch_dim=1, devices=["cpu"] * 2, **settings)
@@ -110,7 +112,7 @@ def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
         assert len(set(found)) == 1 and all(found[0]), executor
 
 
-def test_a_remote_expert_is_not_trained_by_comparing_or_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     class Remote(nn.Module):
         def __init__(self, backend: weft.ExpertBackend, address: str) -> None:
             super().__init__()
@@ -180,7 +182,7 @@ def _tokens(padded: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("items", [int, torch.tensor])
-def test_losses_are_summed_only_where_the_model_divides_by_the_number_of_items(items: Any) -> None:
+def test_losses_are_summed_only_if_divided_by_the_item_count(items: Any) -> None:
     for way, padded in (("divides", 0), ("divides", 2), ("ignores", 0)):
         pipe = cut(model := Tokens(way), "layers.0", chunks=2)
         plain, batch = copy.deepcopy(model), _tokens(padded)
@@ -200,7 +202,7 @@ def test_losses_are_summed_only_where_the_model_divides_by_the_number_of_items(i
             cut(Tokens(way), "layers.0", chunks=2)(**_tokens(padded), num_items_in_batch=items(12 - padded))
 
 
-def test_labels_that_do_not_all_count_are_refused_however_they_are_given() -> None:
+def test_ignored_labels_are_refused_in_every_form() -> None:
     pipe, batch = cut(Tokens(), "layers.0", chunks=2), _tokens(2)
     one = {key: value[:, 0] for key, value in batch.items()}
     for args, kwargs in (((), batch), (batch.values(), {}), ((), one), (one.values(), {})):

@@ -48,7 +48,7 @@ def cut(model: nn.Module, *split: str, chunks: int = 2, **settings: Any) -> weft
     return weft.Pipe(model, chunks=chunks, split=names, devices=["cpu"] * (len(names) + 1), **settings)
 
 
-def test_guards_that_inputs_answer_choose_the_program_of_each_micro_batch() -> None:
+def test_guards_on_inputs_choose_a_program_per_micro_batch() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -68,7 +68,7 @@ def test_guards_that_inputs_answer_choose_the_program_of_each_micro_batch() -> N
     assert pipe.statistics()["recordings"] == 2
 
 
-def test_a_list_that_inputs_answer_may_be_empty_and_is_more_than_its_numbers() -> None:
+def test_guarded_list_can_be_empty_and_has_a_length() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -85,12 +85,13 @@ def test_a_list_that_inputs_answer_may_be_empty_and_is_more_than_its_numbers() -
     assert pipe.statistics()["recordings"] == 3
 
 
-def test_glue_is_named_by_its_function_and_its_line_without_folders() -> None:
+def test_glue_is_named_by_function_and_line_without_folders() -> None:
     pipe = cut(Between(lambda _, x: x + 1), sample=rows(2, 4))
     assert re.fullmatch(r"add \((tests/pipeline/split/)?test_guards.py:\d+\)", pipe.routes[0].name)
 
 
-def test_a_decision_on_activations_between_blocks_is_refused_with_file_and_line() -> None:
+def test_decision_on_activations_is_refused_with_its_line() -> None:
+    """The decision lies between blocks. The error names file and line."""
     model = Between(lambda _, x: x if x.sum() > 0 else -x)
     with torch.no_grad():
         model.first.bias.fill_(50.0)
@@ -121,7 +122,7 @@ def test_what_a_block_returns_for_python_is_a_guard() -> None:
         cut(model, chunks=8, verify=False)(torch.randn(8, 4))
 
 
-def test_python_that_no_recording_sees_is_caught_by_the_comparison() -> None:
+def test_comparison_finds_python_that_no_recording_sees() -> None:
     calls = iter(range(1, 100))
     model = Between(lambda _, x: x * next(calls))
     with pytest.raises(SplitError, match=r"first value that differs.*mul \(.*test_guards.py:\d+\).*verify=False"):
@@ -139,7 +140,7 @@ def test_the_comparison_sees_buffers_too() -> None:
         cut(model)(rows(4, 4))
 
 
-def test_the_comparison_leaves_the_model_and_the_generators_as_they_were() -> None:
+def test_comparison_changes_neither_model_nor_generators() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
     plain = copy.deepcopy(model)
     found = []

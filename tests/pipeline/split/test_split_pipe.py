@@ -197,7 +197,7 @@ def test_hooks_of_blocks_and_parameters_fire_as_in_a_plain_loop() -> None:
     assert sorted(seen) == ["backward"] * 3 + ["forward"] * 3 + ["weight"]
 
 
-def test_a_tied_parameter_on_another_device_crosses_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_parameter_crosses_devices_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one device, taken for two: stages after the owner's work with a copy."""
     monkeypatch.setattr(split_pipe, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
     for way in ({"executor": "threads", "checkpoint": "always"}, {"executor": "serial"}, {"executor": "graph"}):
@@ -225,9 +225,7 @@ class _OnGpu(Tensor):
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_copies_of_tied_parameters_are_recorded_where_they_are_read(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_tied_parameters_belong_to_their_readers(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[_OnGpu] = []
 
     def copied(away: Any, device: torch.device, graph: bool) -> dict[int, Tensor]:
@@ -245,7 +243,7 @@ def test_copies_of_tied_parameters_are_recorded_where_they_are_read(
     assert made and all(each.streams for each in made)
 
 
-def test_a_block_of_two_stages_has_the_parameters_of_one_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_of_two_stages_is_on_one_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     class Steady(nn.Module):
@@ -296,7 +294,7 @@ def test_routes_tell_what_crosses() -> None:
         _ = cut(Chain()).routes
 
 
-def test_glue_that_needs_inputs_alone_is_made_anew_where_it_is_smaller() -> None:
+def test_glue_on_inputs_alone_is_recomputed_if_smaller() -> None:
     class Attending(Chain):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             square = mask[:, None, :] * mask[:, :, None]
