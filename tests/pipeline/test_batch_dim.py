@@ -1,4 +1,4 @@
-"""The batch may be on any axis: gradients are the undivided model's, and modules that disagree are refused."""
+"""The batch can be on any axis. Gradients are those of the undivided model, and modules that disagree are refused."""
 
 import copy
 import re
@@ -48,7 +48,7 @@ class First(nn.Module):
         return self.net(x)[0]
 
 
-def over_time() -> nn.Sequential:
+def time_mixing_model() -> nn.Sequential:
     return nn.Sequential(OverTime(), nn.Linear(4, 4), OverTime()).double()
 
 
@@ -57,7 +57,7 @@ def over_time() -> nn.Sequential:
 def test_a_mini_batch_is_cut_and_joined_along_axis_1(executor: str, checkpoint: str, schedule: str) -> None:
     loss = nn.MSELoss()
     pipe, plain = piped(
-        over_time(), batch_dim=1, executor=executor, checkpoint=checkpoint, schedule=schedule, loss=loss
+        time_mixing_model(), batch_dim=1, executor=executor, checkpoint=checkpoint, schedule=schedule, loss=loss
     )
     for count in (7, 3, 8):
         x, y = rows(5, count, 4, seed=count), rows(5, count, 4, seed=-count)
@@ -195,7 +195,7 @@ def test_first_and_last_module_must_agree_with_batch_dim(kind: str, first: bool)
         for swaps in (None, First(nn.Identity())):
             inner = nn.Sequential(*copy.deepcopy(beside), TIME_FIRST[kind](batch_first=first))
             for layers, at in (((inner, swaps), "0"), ((swaps, *inner), r"\d")):
-                model = nn.Sequential(*(each for each in layers if each is not None))
+                model = nn.Sequential(*(layer for layer in layers if layer is not None))
                 with pytest.raises(UsageError, match=rf"  - {at}.*has its batch on axis {right}, but it"):
                     Pipe(model, chunks=2, batch_dim=1 - right, output_batch_dim=1 - right)
                 Pipe(model, chunks=2, batch_dim=right, output_batch_dim=right)

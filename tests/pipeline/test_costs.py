@@ -1,4 +1,4 @@
-"""Costs are medians of what was recorded, and a forecast from them foretells the bytes that a recorder counts."""
+"""Costs are medians of a recording. A forecast from them equals the bytes that a recorder counts."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -48,7 +48,7 @@ def model() -> nn.Sequential:
 
 
 def recorder_of(times: Sequence[tuple[str, int, float]]) -> Recorder:
-    """A recorder that saw these (kind, stage, seconds), one after the other."""
+    """A recorder of these (kind, stage, seconds), in sequence."""
     recorder = Recorder()
     now = 0.0
     for kind, stage, seconds in times:
@@ -97,7 +97,7 @@ CHECKPOINTS = [
 def test_the_forecast_of_live_bytes_is_what_a_recorder_counts(
     schedule: str, checkpoint: Any, rows: int, error: float
 ) -> None:
-    # One worker holds all stages, so that nothing but the table decides what is alive at one time.
+    # One worker holds all stages, so that only the table decides which values are alive.
     in_turn = weft.Schedule((tuple(action for _, action in build(schedule, 4, 4).order),))
     pipe = weft.Pipe(
         model(),
@@ -145,7 +145,7 @@ def test_overwritten_saved_tensor_is_an_error_when_observed(observer: Observer) 
 
 
 class Fails(nn.Module):
-    """Raises when it is told to."""
+    """Raises on request."""
 
     now = False
 

@@ -1,4 +1,4 @@
-"""A loss may return extras beside its number: they come back joined, and change neither loss nor gradients."""
+"""A loss can return extras besides its number. They come back joined, and change neither loss nor gradients."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from weft.core.errors import BatchError, SpecError
 
 
 def with_metrics(output: Tensor, target: Tensor) -> Any:
-    """A loss, and what one wants to know of it."""
+    """A loss with metrics."""
     found = output.argmax(1)
     loss = functional.cross_entropy(output, target)
     return loss, {
@@ -82,7 +82,7 @@ def test_integers_are_summed_and_floats_combined_as_losses(count: int, chunks: i
     assert_close(extras[0], wanted.item())
     assert_close(extras[1], wanted.float(), 1e-5)
     assert extras[2] == count and extras[3] == count - 1 and extras[4] == pieces
-    assert [each.dtype for each in (extras[1], extras[3], extras[4])] == [torch.float32, torch.int64, torch.int64]
+    assert [extra.dtype for extra in (extras[1], extras[3], extras[4])] == [torch.float32, torch.int64, torch.int64]
 
 
 def test_micro_batch_of_weight_zero_does_not_enter_averages() -> None:

@@ -1,4 +1,4 @@
-"""Where values wait: a local queue for one worker, a mailbox for several."""
+"""Mailboxes: a local queue for one worker, a shared mailbox for several."""
 
 import threading
 from typing import Any

@@ -30,8 +30,8 @@ def test_training_equals_plain_and_keeps_old_gradients(executor: str, checkpoint
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (pipe, plain)]
     for step in range(5):
-        kept = [each.grad for each in pipe.parameters()]
-        copies = [None if each is None else each.clone() for each in kept]
+        kept = [parameter.grad for parameter in pipe.parameters()]
+        copies = [None if gradient is None else gradient.clone() for gradient in kept]
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=to_none)
         assert_alike(pipe, plain, lambda model, step=step: backward(model, rows(7, 4, seed=step)))
@@ -70,8 +70,8 @@ def test_parameters_may_be_frozen_between_forward_and_backward(
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint, schedule=schedule)
     for model in (pipe, plain):
         loss = model(rows(7, 4)).square().sum()
-        for name, each in model.named_parameters():
-            each.requires_grad_(not name.startswith(frozen))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
         loss.backward()
     assert_gradients_equal(pipe, plain)
 
@@ -105,8 +105,8 @@ def test_sparse_embedding_gradients_stay_sparse(executor: str, checkpoint: str) 
     pipe, plain = piped(model, executor=executor, checkpoint=checkpoint, balance=[2, 1])
     words = torch.tensor([[1, 2], [2, 3], [9, 9], [0, 1], [1, 1]])
     for _ in range(2):
-        for each in (pipe, plain):
-            backward(each, words)
+        for model in (pipe, plain):
+            backward(model, words)
     assert pipe[0].weight.grad.is_sparse
     assert_close(pipe[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
     assert_close(pipe[2].weight.grad, plain[2].weight.grad)

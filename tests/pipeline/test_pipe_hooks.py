@@ -37,7 +37,7 @@ def test_full_backward_hooks_of_modules_fire(executor: str, checkpoint: str) -> 
     seen: list[torch.Tensor] = []
     pipe[1].register_full_backward_hook(lambda module, inputs, outputs: seen.append(inputs[0]))
     assert_alike(pipe, plain)
-    assert sorted(len(each) for each in seen) == [2, 2, 3]
+    assert sorted(len(calls) for calls in seen) == [2, 2, 3]
 
 
 class HalfUsed(nn.Module):
@@ -114,7 +114,8 @@ def test_concurrent_pipe_fires_no_hooks_of_unused_parameters() -> None:
 def test_hook_removed_while_muted_stays_removed() -> None:
     layer = HalfUsed().double()
     pipe = weft.Pipe(nn.Sequential(layer), chunks=2, devices=["cpu"], executor="serial")
-    handles = [each.register_hook(lambda gradient: gradient) for each in (layer.unused.weight, layer.unused.bias)]
+    unused = list(layer.unused.parameters())
+    handles = [parameter.register_hook(lambda gradient: gradient) for parameter in unused]
     layer.used.weight.register_hook(lambda gradient: handles[0].remove())
     backward(pipe, rows(4, 3))
-    assert [len(each._backward_hooks or {}) for each in (layer.unused.weight, layer.unused.bias)] == [0, 1]
+    assert [len(parameter._backward_hooks or {}) for parameter in unused] == [0, 1]
