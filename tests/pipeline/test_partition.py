@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def score(lengths: list[int], costs: list[int], skips: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-    """What is to be small, by the definition of what each part costs."""
+    """The objective of the partition, from its definition."""
     part_of = [part for part, length in enumerate(lengths) for _ in range(length)]
     load = [0] * len(lengths)
     for layer, cost in enumerate(costs):
@@ -51,7 +51,7 @@ def score(lengths: list[int], costs: list[int], skips: list[tuple[int, int, int]
         if part_of[source] != part_of[destination]:
             load[part_of[source]] += cost
             load[part_of[destination]] += cost
-    return max(load), sum(each * each for each in load), sum(each * each for each in lengths)
+    return max(load), sum(part * part for part in load), sum(part * part for part in lengths)
 
 
 @settings(max_examples=150)
@@ -116,7 +116,7 @@ def test_unmeasurable_arguments_are_refused_with_all_faults() -> None:
 
 
 class Heavy(nn.Module):
-    """Many small products, forward and backward."""
+    """Many small matrix products, forward and backward."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Power(nn.Module):
 
 
 class Chain(nn.Module):
-    """Saves twenty results; only the graph holds all but the last."""
+    """Saves twenty results. Only the graph holds all of them except the last."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(20):
@@ -176,7 +176,7 @@ def test_the_users_model_is_bit_identical_afterwards(how, mode) -> None:
     net, batch = model(), sample()
     (net(batch).sum()).backward()
     before = copy.deepcopy(net)
-    grads = [None if each.grad is None else each.grad.clone() for each in net.parameters()]
+    grads = [None if parameter.grad is None else parameter.grad.clone() for parameter in net.parameters()]
     x = batch["x"].clone()
     random_state = torch.get_rng_state()
     options = {"timeout": 0.0} if how is balance_by_time else {"chunks": 2}

@@ -1,4 +1,4 @@
-"""Which layers stand in which stage, what may be set later, and how a Pipe shows it."""
+"""The layers of each stage, the settings that can change later, and their display."""
 
 import itertools
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def test_layers_keep_their_own_training_flags() -> None:
     model[2][0].eval()
     for deferred in (False, True):
         pipe = Pipe(model, chunks=2, devices=["cpu"], deferred_batch_norm=deferred)
-        assert [each.training for each in pipe.modules()] == [True, True, False, True, False, True]
+        assert [module.training for module in pipe.modules()] == [True, True, False, True, False, True]
     assert not Pipe(model.eval(), chunks=2).training
 
 

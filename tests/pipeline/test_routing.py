@@ -1,4 +1,4 @@
-"""Routes: every value that is read was written, at the same address; and gradients walk them in reverse."""
+"""Routes: every value that is read was written at the same address. Gradients follow the routes in reverse."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from weft.pipeline.step import StepState
 
 
 def run_of(wiring: Wiring, micro_batches: int) -> StepState:
-    """A run that nothing is done with."""
+    """A run without actions."""
     ambient = ExecutionContext.capture(["cpu"])
     return StepState(wiring, {}, [MicroBatchContext(i, ambient) for i in range(micro_batches)], [], [])
 

@@ -251,7 +251,7 @@ def test_overlapped_actions_become_a_sequence_without_transfers() -> None:
 @pytest.mark.parametrize(("workers", "micro_batches"), [(1, 2), (2, 4), (2, 8), (4, 8)])
 def test_pytorchs_tables_are_read_with_and_without_transfers(kind, workers, micro_batches, tmp_path) -> None:
     theirs = peers_schedule(kind, workers, micro_batches)
-    expected = tuple(tuple(flat(row)) for row in theirs.pipeline_order.values())
+    expected = tuple(tuple(flat_actions(row)) for row in theirs.pipeline_order.values())
     for form in ("compute_only", "compute_comms"):
         theirs._dump_csv(tmp_path / form, format=form)
         schedule = Schedule.parse((tmp_path / form).read_text())
@@ -265,7 +265,7 @@ def test_pytorchs_tables_are_read_with_and_without_transfers(kind, workers, micr
             assert schedule.worker_of == tuple(theirs.stage_index_to_group_rank[s] for s in range(2 * workers))
 
 
-def flat(row):
+def flat_actions(row):
     for cell in row:
         for part in (cell.sub_actions or [cell]) if cell else ():
             if part.computation_type.value in "FBIW":
@@ -301,7 +301,7 @@ def test_ours_are_as_short_as_pytorchs_and_hold_no_more(kind, make, workers, mic
         if kind is peer.ScheduleDualPipeV and micro_batches < stages:
             continue  # PyTorch rejects these
         theirs = peers_schedule(kind, workers, micro_batches, per_worker).pipeline_order.values()
-        table = Schedule(tuple(tuple(flat(row)) for row in theirs))
+        table = Schedule(tuple(tuple(flat_actions(row)) for row in theirs))
         in_v = zbv if kind is peer.ScheduleZBVZeroBubble else dualpipev
         ours = make(stages, micro_batches, workers=workers) if make else in_v(stages, micro_batches)
         for cost in (StageCost(1.0, 2.0), StageCost(1.0, 3.0)):
@@ -319,7 +319,7 @@ def test_pytorch_reads_our_tables(tmp_path_factory, data: st.DataObject) -> None
     theirs.pp_group_size = len(schedule.workers)
     theirs.pipeline_order = {}
     peer.PipelineScheduleMulti._load_csv(theirs, path)
-    assert tuple(tuple(flat(row)) for row in theirs.pipeline_order.values()) == schedule.workers
+    assert tuple(tuple(flat_actions(row)) for row in theirs.pipeline_order.values()) == schedule.workers
 
 
 def test_the_order_takes_one_micro_batch_as_far_as_it_can() -> None:

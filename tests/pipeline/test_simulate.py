@@ -20,11 +20,11 @@ stage_costs = st.builds(
 sizes = given(st.integers(1, 6), st.integers(1, 6))
 
 
-def times(found: Forecast) -> dict[str, tuple[float, float]]:
+def spans_by_action(found: Forecast) -> dict[str, tuple[float, float]]:
     return {str(span.action): (span.start, span.end) for span in found.spans}
 
 
-def area(curve) -> float:
+def area_under(curve) -> float:
     """Bytes times time under a curve."""
     return sum(level * (end - start) for (start, level), (end, _) in pairwise(curve))
 
@@ -80,7 +80,7 @@ def test_bytes_are_the_sum_of_their_lifetimes(schedule: Schedule, data: st.DataO
     found = forecast(schedule, costs, values)
     ran = {span.action: span for span in found.spans}
 
-    def done(stage: int, i: int) -> float:
+    def backward_end(stage: int, i: int) -> float:
         return (ran.get(Action(stage, "B", i)) or ran[Action(stage, "W", i)]).end
 
     expected = 0.0
@@ -90,21 +90,21 @@ def test_bytes_are_the_sum_of_their_lifetimes(schedule: Schedule, data: st.DataO
             own = 3 if stage < last and stage % 2 == 0 else 0  # the value that the graph keeps
             twice = cost.saved_bytes + own if cost.recomputed_bytes is None else cost.recomputed_bytes
             start = (again or ran[Action(stage, "F", i)]).start
-            expected += (twice if again else cost.saved_bytes) * (done(stage, i) - start)
+            expected += (twice if again else cost.saved_bytes) * (backward_end(stage, i) - start)
         for value in (v for v in values if v.source >= 0 and v.readers):
             kept = value.kept_by_source and Action(value.source, "R", i) not in ran
             holders = [*value.readers, value.source] if kept else value.readers
             start = ran[Action(value.source, "F", i)].end
-            expected += value.bytes * (max(done(stage, i) for stage in holders) - start)
-    assert area(found.live_bytes) == expected
-    assert sum(map(area, found.stage_bytes)) == expected
+            expected += value.bytes * (max(backward_end(stage, i) for stage in holders) - start)
+    assert area_under(found.live_bytes) == expected
+    assert sum(map(area_under, found.stage_bytes)) == expected
     assert all(not curve or curve[-1][1] == 0 for curve in (*found.stage_bytes, found.live_bytes))
     assert max(found.stage_peaks) <= found.peak_bytes <= sum(found.stage_peaks)
 
 
 def test_recomputation_starts_before_the_gradient_arrives() -> None:
     found = forecast(gpipe(2, 2), [StageCost(1.0, 2.0, recompute=1.0), StageCost(1.0, 2.0)])
-    assert times(found) == {
+    assert spans_by_action(found) == {
         "0F0": (0, 1),
         "0F1": (1, 2),
         "1F0": (1, 2),

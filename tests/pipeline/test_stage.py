@@ -1,4 +1,4 @@
-"""A stage runs its layers as one function, hands over the skips that cross its borders, and says what it is made of."""
+"""A stage runs its layers as one function, passes the skips that cross its borders, and describes its layers."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_a_call_unpacks_for_the_first_layer_only() -> None:
 
 
 class Looks(nn.Module):
-    """Keeps what it was given."""
+    """Keeps its arguments."""
 
     def forward(self, x):
         self.given = x
@@ -109,7 +109,7 @@ def test_a_scan_lists_what_learns_and_what_is_elsewhere_once() -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     away = nn.Linear(2, 2, device="meta")
     scan = stage_of(shared, frozen, shared, away).scan()
-    assert [id(each) for each in scan.parameters] == [id(each) for each in (*shared.parameters(), *away.parameters())]
+    assert list(map(id, scan.parameters)) == list(map(id, (*shared.parameters(), *away.parameters())))
     assert scan.misplaced == ["3.weight is on meta, stage 0 on cpu", "3.bias is on meta, stage 0 on cpu"]
 
 
@@ -139,12 +139,12 @@ def test_recomputation_writes_neither_statistics_nor_buffers(norm: nn.Module) ->
     x, forward = rows(4, 2, 3), context()
     with phase("checkpointing"):
         stage(forward, x)
-    before = {name: (each, each.clone(), each._version) for name, each in norm.named_buffers()}
+    before = {name: (buffer, buffer.clone(), buffer._version) for name, buffer in norm.named_buffers()}
     with phase("recomputing"):
         stage(forward, x)
-    for name, each in norm.named_buffers():
+    for name, buffer in norm.named_buffers():
         kept, value, version = before[name]
-        assert each is kept and torch.equal(each, value) and each._version == version
+        assert buffer is kept and torch.equal(buffer, value) and buffer._version == version
     stage(context(), x)
     assert not torch.equal(norm.running_mean, before["running_mean"][1])
 

@@ -1,4 +1,4 @@
-"""Runs without a Pipe: any wiring will do. Here recurrent ones, whose states are carried from chunk to chunk."""
+"""Runs without a Pipe, on recurrent wirings that carry states from chunk to chunk."""
 
 from collections.abc import Callable
 from typing import Any
@@ -90,14 +90,14 @@ def test_wavefront_has_the_gradients_of_the_unrolled_net(
     ]
 
     # The unrolled net.
-    outputs, states = list(xs), [list(each) for each in starts]
+    outputs, states = list(xs), [list(start) for start in starts]
     for layer, pair in enumerate(weights):
         for i in range(chunks):
             outputs[i], last = over_chunk(cell(pair), outputs[i], states[layer][i])
             states[layer].append(last)
-    ends = [each[chunks:] for each in states]
-    leaves = [*xs, *(h for each in starts for h in each), *(w for pair in weights for w in pair)]
-    roots = [*outputs, *(h for each in ends for h in each)]
+    ends = [state[chunks:] for state in states]
+    leaves = [*xs, *(h for start in starts for h in start), *(w for pair in weights for w in pair)]
+    roots = [*outputs, *(h for end in ends for h in end)]
     seeds = [torch.randn_like(root) for root in roots]
     wanted = torch.autograd.grad(roots, leaves, seeds)
 

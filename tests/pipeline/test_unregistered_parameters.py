@@ -1,4 +1,4 @@
-"""A parameter that a segment reads and does not have is told, not lost."""
+"""A parameter that a segment reads without registering it is reported, not lost."""
 
 import copy
 import warnings
@@ -17,7 +17,7 @@ from weft.core.errors import UsageError
 
 
 class Reads(nn.Module):
-    """Adds what somebody else has, without registering it."""
+    """Adds a tensor of another module, without registering it."""
 
     def __init__(self, other: Any) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_a_penalty_on_weights_inside_the_loss_is_an_error(executor: str, checkpo
     model = chain(4, 5, 3)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean() + sum(each.square().sum() for each in model.parameters())
+        return (output - target).square().mean() + sum(parameter.square().sum() for parameter in model.parameters())
 
     pipe = Pipe(
         model, chunks=3, devices=["cpu"] * 2, executor=executor, checkpoint=checkpoint, schedule=schedule, loss=loss
@@ -96,7 +96,7 @@ def test_unregistered_trainable_tensor_is_warned_of_once(executor: str, kind: Ca
 
 
 class Force(nn.Module):
-    """Differentiates by a leaf that it makes for itself."""
+    """Differentiates by a leaf that it creates itself."""
 
     def __init__(self) -> None:
         super().__init__()

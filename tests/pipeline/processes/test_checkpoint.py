@@ -1,4 +1,4 @@
-"""Checkpoints: saved by so many stages, loaded by others, whole at any time."""
+"""Checkpoints are saved by one number of stages, loaded by another, and complete at any time."""
 
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
-"""Skippable layers keep their declarations, say so when they do not, and are ordinary modules otherwise."""
+"""Skippable layers must follow their declarations, and are ordinary modules otherwise."""
 
 import copy
-import io
-import pickle
 import traceback
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.pipeline.pipe_cases import pickle_copy, torch_save_copy
 from tests.processes import python
 from weft.core.errors import SkipError, SkipWiringError
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, pop, skippable, stash, use_skip_tracker
@@ -78,7 +77,7 @@ class Nest:
 
 
 class Derived(Early):
-    """A user may go on deriving from a skippable class."""
+    """A skippable class can have subclasses."""
 
 
 STASHERS = [Early, Called, Rebound, Nest.Inner, Derived]
@@ -93,7 +92,7 @@ def layer_of(*, stash=(), pop=()):
     return decorate
 
 
-# --- what the class and the layer are
+# --- the class and the layer
 
 
 def test_the_class_says_what_it_declares() -> None:
@@ -124,7 +123,7 @@ def test_only_module_classes_can_be_skippable(thing) -> None:
         skippable(stash=["early"])(thing)
 
 
-# --- what a forward may do
+# --- permitted in a forward
 
 
 def test_skip_has_value_and_gradient_of_plain_code() -> None:
@@ -194,7 +193,7 @@ def test_forward_takes_several_and_named_arguments() -> None:
     assert add(one, one, scale=2) == (4, one)
 
 
-# --- what a forward may not do
+# --- refused in a forward
 
 
 def undeclared_stash(self, x):
@@ -331,14 +330,7 @@ def test_an_isolated_layer_leaves_its_shallow_copy_alone() -> None:
 # --- an ordinary module
 
 
-def by_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-CLONES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "save": by_torch_save}
+CLONES = {"deepcopy": copy.deepcopy, "pickle": pickle_copy, "save": torch_save_copy}
 
 
 @pytest.mark.parametrize("clone", CLONES.values(), ids=CLONES)
@@ -351,7 +343,7 @@ def test_a_clone_is_the_same_model_with_the_same_wiring(clone, first) -> None:
     assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
     assert list(twin[0].stashable()) == [(ns, "early")]
     assert torch.equal(twin(x), model(x))
-    assert type(pickle.loads(pickle.dumps(Bare()))) is Bare, "the class of a call is still itself"
+    assert type(pickle_copy(Bare())) is Bare, "the class of a call is still itself"
 
 
 def test_forward_hooks_see_the_output_of_the_layer() -> None:

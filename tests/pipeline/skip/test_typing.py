@@ -1,4 +1,4 @@
-"""A type checker knows what `skippable` makes: the constructor of the class, and the module inside."""
+"""A type checker knows the result of `skippable`: the constructor of the class, and the module inside."""
 
 import json
 import subprocess

@@ -20,7 +20,7 @@ def layer(stash: str = "", pop: str = "") -> nn.Module:
 
 
 def faults(*layers: nn.Module, one_to_one: bool = False) -> list[str]:
-    """What is said of a Sequential of these layers, one text per fault."""
+    """The faults of a Sequential of these layers, one text per fault."""
     try:
         verify_skippables(nn.Sequential(*layers), one_to_one=one_to_one)
     except TypeError as error:
@@ -29,7 +29,7 @@ def faults(*layers: nn.Module, one_to_one: bool = False) -> list[str]:
 
 
 def deep() -> list[nn.Module]:
-    """Layers that stash what nobody pops, below others."""
+    """Nested layers with a stash that is never popped."""
     inner, block, outer = nn.Sequential(), nn.Module(), skippable()(Nothing)()
     inner.add_module("head", layer("a"))
     block.parts = nn.ModuleList([nn.Identity(), layer("b")])
@@ -110,6 +110,6 @@ def test_model_passes_exactly_if_pops_follow_the_only_stash(plan) -> None:
     layers = [layer(name, "") if stashes else layer("", name) for stashes, name in plan]
     fits = True
     for name in "abc":
-        steps = [stashes for stashes, each in plan if each == name]
+        steps = [stashes for stashes, key in plan if key == name]
         fits &= steps in ([], [True, *[False] * (len(steps) - 1)]) and len(steps) != 1
     assert (not faults(*layers)) == fits

@@ -1,4 +1,4 @@
-"""What a pipe with split= refuses, or does not do behind the caller's back."""
+"""Checks of a pipe with split=: models that it refuses, and side effects that it avoids."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Ends(nn.Module):
-    """Linear layers around one of which is known where it has its batch; `pick`: what of its result goes on."""
+    """Linear layers around a layer with a known batch axis. `pick` selects the part of its result that is used."""
 
     def __init__(self, inner: nn.Module, pick: bool = False, outer: nn.Module | None = None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
     model = Chain()
     for executor in ("serial", "threads", "auto"):
         pipe, found = cut(model, chunks=3, executor=executor), list[tuple[int, int, int]]()
-        for call in (pipe, pipe, pipe, lambda x: torch.cat([model(each) for each in x.split(2)])):
+        for call in (pipe, pipe, pipe, lambda x: torch.cat([model(piece) for piece in x.split(2)])):
             saved: list[None] = []
 
             def pack(tensor: Tensor, saved: list[None] = saved) -> Tensor:
@@ -127,7 +127,9 @@ def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.M
     inner = nn.Linear(8, 8)
     plain = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(inner), nn.Linear(8, 8))
     schema = (weft.TensorSpec((None, 8), torch.float64),)
-    backend = weft.ExpertBackend("expert", inner, lambda each: torch.optim.SGD(each, 1.0), args_schema=schema)
+    backend = weft.ExpertBackend(
+        "expert", inner, lambda parameters: torch.optim.SGD(parameters, 1.0), args_schema=schema
+    )
     with weft.Server([backend]) as server:
         model = Remote(backend, server.address)
         model.first.load_state_dict(plain[0].state_dict())
@@ -142,7 +144,7 @@ def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.M
         pipe = cut(model, "second", chunks=1)  # outputs are compared all the same
         pipe(rows(2, 8))
         monkeypatch.setenv("WEFT_TEST_SCALE", "2.0")
-        with pytest.raises(SplitError, match="does not compute"):
+        with pytest.raises(SplitError, match="compute different values"):
             pipe(rows(2, 8))
         model.remote.close()
 
@@ -150,15 +152,15 @@ def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.M
 def test_a_fault_of_split_is_told_with_all_others() -> None:
     with pytest.raises(UsageError) as seen:
         cut(Chain(), "layer.2", loss_weight=len, schedule="1f1b", checkpoint=["never"] * 3)
-    for words in ("'layer.2'; near it", "loss_weight", "'1f1b' starts backward", "3 entries for 2 stages"):
+    for words in ("'layer.2'; near it: ['layers.2'", "loss_weight", "'1f1b' starts backward", "3 entries for 2 stages"):
         assert words in str(seen.value)
     with pytest.raises(UsageError) as seen:
         weft.Pipe(Chain(), chunks=2, split=["layers.1", "layers.2"], devices=["cpu"], schedule="1f1b")
-    assert all(words in str(seen.value) for words in ("make 3 stages", "'1f1b' starts backward"))
+    assert all(words in str(seen.value) for words in ("2 split points make 3 stages", "'1f1b' starts backward"))
 
 
 class Tokens(nn.Module):
-    """A model with a loss of its own. `way`: what it does with ``num_items_in_batch``."""
+    """A model that returns its loss. `way` is its use of ``num_items_in_batch``."""
 
     def __init__(self, way: str = "divides") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a recording goes by, what it refuses, and what the comparison with forward() catches."""
+"""Guards of a recording, its refusals, and faults that the comparison with forward() finds."""
 
 import copy
 import random
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.usefixtures("double")
 @pytest.fixture(autouse=True)
 def _checks_are_no_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' type checks wrap the recorder's own functions."""
-    monkeypatch.setattr(record, "_LIBRARIES", (*record._LIBRARIES, "<", *_of_the_checks()))
+    monkeypatch.setattr(record, "_LIBRARIES", (*record._LIBRARIES, "<", *_type_checker_folders()))
 
 
-def _of_the_checks() -> list[str]:
+def _type_checker_folders() -> list[str]:
     import jaxtyping  # noqa: PLC0415 - the tests' own
 
     return [str(jaxtyping.__file__).rpartition("/")[0]]
 
 
 class Between(nn.Module):
-    """Two blocks, and something between them."""
+    """Two blocks with code between them."""
 
     def __init__(self, code: Callable[["Between", Tensor], Any], **buffers: Tensor) -> None:
         super().__init__()
@@ -43,17 +43,21 @@ class Between(nn.Module):
         return self.second(self.code(self, self.first(x)))
 
 
+class TwoBlocks(nn.Module):
+    """Two blocks. Subclasses define forward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
 def cut(model: nn.Module, *split: str, chunks: int = 2, **settings: Any) -> weft.Pipe:
     names = list(split) or ["second"]
     return weft.Pipe(model, chunks=chunks, split=names, devices=["cpu"] * (len(names) + 1), **settings)
 
 
 def test_guards_on_inputs_choose_a_program_per_micro_batch() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Masked(TwoBlocks):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             y = self.first(x)
             return self.second(y) if bool(mask.all()) else self.second(y * mask)
@@ -69,11 +73,7 @@ def test_guards_on_inputs_choose_a_program_per_micro_batch() -> None:
 
 
 def test_guarded_list_can_be_empty_and_has_a_length() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Listed(TwoBlocks):
         def forward(self, x: Tensor, table: Tensor) -> Tensor:
             fill = table[table.sum(1) > 0][:, table.sum(0) > 0].tolist()
             return self.second(self.first(x) * len(fill))
@@ -149,7 +149,7 @@ def test_comparison_changes_neither_model_nor_generators() -> None:
         pipe = cut(copy.deepcopy(model), "3", verify=verify)
         output = pipe(rows(4, 4))
         found.append([output, *pipe.buffers(), torch.rand(1)])
-        assert all(each.grad is None for each in pipe.parameters())
+        assert all(parameter.grad is None for parameter in pipe.parameters())
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     for half in rows(4, 4).split(2):
         plain(half)
@@ -216,20 +216,14 @@ def test_what_cannot_be_recorded_is_refused_by_name(code: Any, words: str) -> No
         cut(model)(rows(4, 4))
 
 
-def test_an_autograd_function_between_blocks_keeps_its_backward() -> None:
-    model = Between(lambda _, x: _Twice.apply(x))
-    plain = copy.deepcopy(model)
-    cut(model)(rows(4, 4)).sum().backward()
-    plain(rows(4, 4)).sum().backward()
-    assert_close(model.first.weight.grad, plain.first.weight.grad)
+def _scaled_without_gradient(_: Between, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().mean(-1, keepdim=True)
+    return x * scale
 
 
-def test_no_grad_between_blocks_stays() -> None:
-    def code(_: Between, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = x.abs().mean(-1, keepdim=True)
-        return x * scale
-
+@pytest.mark.parametrize("code", [lambda _, x: _Twice.apply(x), _scaled_without_gradient])
+def test_functions_and_no_grad_between_blocks_keep_their_gradient(code: Any) -> None:
     model = Between(code)
     plain = copy.deepcopy(model)
     cut(model)(rows(4, 4)).sum().backward()
@@ -238,11 +232,7 @@ def test_no_grad_between_blocks_stays() -> None:
 
 
 def test_a_write_through_a_view_into_another_stage_is_refused() -> None:
-    class Writing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Writing(TwoBlocks):
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x) * 1
             z = self.second(y)
@@ -254,10 +244,9 @@ def test_a_write_through_a_view_into_another_stage_is_refused() -> None:
 
 
 def test_a_buffer_that_several_stages_count_in_is_refused() -> None:
-    class Counting(nn.Module):
+    class Counting(TwoBlocks):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
             self.register_buffer("calls", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
