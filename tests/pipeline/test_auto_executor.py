@@ -96,7 +96,7 @@ def test_backward_twice_needs_a_retained_graph(schedule: str, inside: bool) -> N
 
 
 @pytest.mark.parametrize(("schedule", "inside"), MODES)
-def test_gradients_of_gradients_are_refused_whatever_was_chosen(schedule: str, inside: bool) -> None:
+def test_gradients_of_gradients_are_refused_under_any_choice(schedule: str, inside: bool) -> None:
     pipe, x, y = settled_pipe(model(), schedule, inside), torch.randn(8, 4).double(), torch.randn(8, 3).double()
     for _ in range(2):
         loss = loss_of(pipe, inside, x, y)
@@ -162,7 +162,7 @@ class Timed(nn.Module):
     ("uncut", "serial", "threads", "winner"),
     [(1.0, 5.0, 2.0, "uncut"), (5.0, 1.0, 2.0, "serial"), (5.0, 5.0, 2.0, "threads"), (1.0, 9.0, 0.97, "uncut")],
 )
-def test_what_is_faster_is_kept_until_it_becomes_slow(
+def test_fastest_layout_is_kept_until_it_becomes_slow(
     uncut: float, serial: float, threads: float, winner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock({"uncut": uncut, "serial": serial, "threads": threads})

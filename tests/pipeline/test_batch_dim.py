@@ -145,7 +145,7 @@ def test_axes_that_do_not_fit_the_call_are_named() -> None:
         pipe(rows(2, 2))
 
 
-def test_all_axes_that_make_no_sense_are_listed() -> None:
+def test_all_invalid_axes_are_listed() -> None:
     with pytest.raises(UsageError) as caught:
         Pipe(nn.Sequential(nn.Tanh()), chunks=2, batch_dim=(-1, {"x": True}, None))
     assert [line.split(";")[0] for line in str(caught.value).splitlines()[1:]] == [

@@ -190,7 +190,7 @@ def test_conversion_keeps_everything_and_shares_what_was_shared() -> None:
     assert ids == [id(module) for module in model.modules()]
 
 
-def test_what_is_not_a_tracking_batch_norm_is_left_alone() -> None:
+def test_modules_without_tracked_statistics_stay_unchanged() -> None:
     class Own(nn.BatchNorm1d):
         pass
 

@@ -138,7 +138,7 @@ def test_a_function_decides_as_it_likes() -> None:
     assert not never_recomputes(lambda stage, micro_batch, micro_batches: False)
 
 
-def test_all_entries_that_are_no_mode_are_listed() -> None:
+def test_all_invalid_modes_are_listed() -> None:
     with pytest.raises(UsageError, match="always, except_last, never") as caught:
         checkpoint_rules(["always", "maybe", 3], 2)
     assert fault_lines(caught) == ["it has 3 entries for 2 stages", "entry 1 is 'maybe'", "entry 2 is 3"]
@@ -239,7 +239,7 @@ def test_devices_may_repeat_and_may_be_one() -> None:
     ("wrong", "stages"),
     [(5, []), ("23", []), ({2: 0, 3: 0}, []), ({2, 3}, []), ([2.7, 2.6], [0, 1]), ([True, 4], [0]), ([4, None], [1])],
 )
-def test_a_balance_that_is_no_list_of_whole_numbers_is_refused(wrong: Any, stages: list[int]) -> None:
+def test_balance_must_be_a_sequence_of_ints(wrong: Any, stages: list[int]) -> None:
     with pytest.raises(PartitionError, match="each an int; but") as caught:
         sizes_of(wrong)
     assert fault_lines(caught) == [f"that of stage {stage} is {wrong[stage]!r}" for stage in stages]
@@ -251,7 +251,7 @@ def test_a_balance_may_be_any_row_of_whole_numbers() -> None:
         assert sizes_of(right) == [2, 3]
 
 
-def test_all_devices_that_are_none_are_listed() -> None:
+def test_all_invalid_devices_are_listed() -> None:
     assert places_of(CPU) == places_of("cpu") == [CPU]
     with pytest.raises(UsageError, match="'cuda:1'") as caught:
         places_of(["cpu", "gpu", None, 2.5])

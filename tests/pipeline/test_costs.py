@@ -70,7 +70,7 @@ def test_a_cost_is_the_median_over_all_recordings(seconds: list[float]) -> None:
     assert split.backward == pytest.approx(6 * middle, rel=1e-6)
 
 
-def test_what_recomputed_once_is_forecast_to_do_so_again() -> None:
+def test_forecast_repeats_a_recorded_recomputation() -> None:
     costs = costs_from([recorder_of([("F", 0, 1.0), ("F", 1, 1.0), ("R", 1, 1.0), ("B", 1, 2.0), ("B", 0, 2.0)])])
     spans = costs.forecast(weft.Schedule.parse("0F0,0B0\n1F0,1B0")).spans
     assert [str(span.action) for span in spans] == ["0F0", "1F0", "1R0", "1B0", "0B0"]
@@ -94,9 +94,7 @@ CHECKPOINTS = [
 @pytest.mark.parametrize(("rows", "error"), [(24, 0.0), (22, 0.05)])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_forecast_of_live_bytes_is_what_a_recorder_counts(
-    schedule: str, checkpoint: Any, rows: int, error: float
-) -> None:
+def test_forecast_of_live_bytes_equals_the_recorder(schedule: str, checkpoint: Any, rows: int, error: float) -> None:
     # One worker holds all stages, so that only the table decides which values are alive.
     in_turn = weft.Schedule((tuple(action for _, action in build(schedule, 4, 4).order),))
     pipe = weft.Pipe(

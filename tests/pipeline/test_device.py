@@ -216,7 +216,7 @@ def test_gradients_are_exact_while_memory_is_reused(checkpoint: Any) -> None:
 
 
 @pytest.mark.cuda
-def test_what_leaves_the_gpu_has_left_it_when_it_is_read() -> None:
+def test_copy_from_the_gpu_is_complete_when_it_is_read() -> None:
     place = CudaStageDevice(torch.device(CUDA))
     with place.stream_context():
         torch.cuda._sleep(50_000_000)

@@ -118,7 +118,7 @@ def test_exception_ends_its_walk_and_the_next_walk_works(
 
 
 @pytest.mark.parametrize("table", [gpipe(4, 3), one_f_one_b(4, 3)], ids=["gpipe", "1f1b"])
-def test_all_who_wait_are_woken_when_one_fails(threads: ThreadExecutor, table: Schedule) -> None:
+def test_all_waiting_workers_are_woken_when_one_fails(threads: ThreadExecutor, table: Schedule) -> None:
     # Three workers wait for the first one, which fails only when all of them do.
     waiting = threading.Semaphore(0)
     woken: list[int] = []
@@ -326,7 +326,7 @@ def test_walk_has_the_turns_of_its_own_thread(threaded: bool) -> None:
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_what_an_action_finds_in_its_thread(threads: ThreadExecutor, threaded: bool) -> None:
+def test_action_has_the_context_of_the_caller(threads: ThreadExecutor, threaded: bool) -> None:
     """The thread has the values for its stage and grad mode off, and runs a backward itself. The engine's own thread
     for a CUDA device could be the one that waits for the walk."""
     given = {stage: {Address(7, stage, 0): Message(f"for {stage}")} for stage in range(3)}
@@ -450,7 +450,7 @@ def test_a_walk_ends_in_commit_or_abort(fails: str, ends: list[str]) -> None:
     assert executor.ends == ends
 
 
-def test_a_step_that_cannot_be_trusted_elsewhere_runs_again() -> None:
+def test_step_with_surprising_draws_elsewhere_runs_again() -> None:
     pipe, layer, executor = pipe_of_several_processes()
     layer.calls, executor.others = 0, [RngVote(drew=False, surprised=True)]
     pipe(torch.ones(4, 3))
@@ -458,7 +458,7 @@ def test_a_step_that_cannot_be_trusted_elsewhere_runs_again() -> None:
     assert executor.ends == ["commit"] * 2
 
 
-def test_what_others_drew_moves_the_callers_generator_on() -> None:
+def test_draws_of_others_advance_the_generator_of_the_caller() -> None:
     pipe, _, executor = pipe_of_several_processes()
     pipe._runtime.uses[0].draws.clear()  # to be observed again: so a seed is drawn
     before = torch.get_rng_state()

@@ -69,7 +69,7 @@ def test_first_step_warns_of_a_guess_and_later_ones_are_exact(executor: str, sch
     assert scaled_step(copy.deepcopy(pipe), scaler) == pytest.approx([1e-8 * 2**16] * 2, rel=1e-3)
 
 
-def test_nothing_is_said_where_nothing_had_to_be_guessed() -> None:
+def test_no_warning_without_a_guess() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -128,7 +128,7 @@ def test_a_graph_that_is_kept_is_rescaled_for_every_backward() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("inf"), float("nan"), True, torch.ones(2)])
-def test_what_is_no_scale_is_refused(wrong: Any) -> None:
+def test_invalid_scale_is_refused(wrong: Any) -> None:
     if isinstance(wrong, int | float):
         with pytest.raises(UsageError, match=r"loss_scale is .*; give a finite number above 0"):
             half_precision_pipe(loss_scale=wrong)

@@ -106,7 +106,7 @@ def test_custom_weight_overrides_the_known_one_without_graph() -> None:
     assert weights == [0.5, 0.25, 0.25] and not any(seen)
 
 
-def test_what_a_weight_may_not_be_is_listed() -> None:
+def test_invalid_weights_are_listed() -> None:
     numbers = iter([-1, float("nan"), torch.ones(2), True, torch.tensor(0.5), 2])
     pipe, _ = piped(chain(4, 3), chunks=6, loss=functional.cross_entropy, loss_weight=lambda _: next(numbers))
     with pytest.raises(SpecError, match="a finite number from 0 up") as caught:
@@ -128,7 +128,7 @@ def unweighted_mean(output: Tensor, target: Any) -> Tensor:
         ((rows(4), torch.tensor([True, False, True, True])), r"target\[1\] is a mask"),
     ],
 )
-def test_padding_of_which_nobody_knows_how_it_counts_is_refused(target: Any, word: str) -> None:
+def test_padding_of_unknown_weight_is_refused(target: Any, word: str) -> None:
     pipe, plain = piped(chain(4, 3), loss=unweighted_mean)
     with pytest.raises(UsageError, match=rf"loss_weight=(.|\n)*{word}"):
         pipe(rows(4, 4), target=target)
@@ -140,7 +140,7 @@ def test_padding_of_which_nobody_knows_how_it_counts_is_refused(target: Any, wor
 @pytest.mark.parametrize(
     "target", [torch.tensor([True, False, True]), (rows(3), NoChunk(torch.tensor([False]))), torch.tensor([-1, 0, 5])]
 )
-def test_what_is_no_padding_is_taken(target: Any) -> None:
+def test_targets_without_padding_are_accepted(target: Any) -> None:
     piped(chain(4, 3), loss=lambda output, target: output.mean())[0](rows(3, 4), target=target).backward()
 
 

@@ -101,7 +101,7 @@ def test_a_slice_may_be_written_by_a_layer_inside_autograd() -> None:
     assert torch.equal(base.grad, torch.tensor([[2.0, 2.0]] * 2 + [[0.0, 0.0]] * 2))
 
 
-def test_what_stands_in_no_chunk_goes_whole_to_every_micro_batch() -> None:
+def test_no_chunk_value_goes_whole_to_every_micro_batch() -> None:
     mask, table, scale = torch.ones(5, 5), torch.ones(2), torch.tensor(2.0)
     whole = NoChunk({"mask": mask, "deep": [NoChunk(table), None]})
     value = {"x": torch.arange(3), "whole": whole, "n": 0.5, "scale": scale}

@@ -238,7 +238,7 @@ def test_saved_bytes_are_counted_once_and_without_parameters() -> None:
     assert profile_sizes(net, x, param_scale=0, chunks=5)[0] == 2 * width * 4
 
 
-def test_buffers_count_once_however_parameters_are_scaled() -> None:
+def test_buffers_count_once_under_any_parameter_scale() -> None:
     net = nn.Sequential(nn.BatchNorm1d(8).requires_grad_(False).eval())
     assert profile_sizes(net, torch.randn(4, 8), param_scale=0) == [2 * 8 * 4 + 8]
 
@@ -261,7 +261,7 @@ def test_weights_that_do_not_exist_yet_can_be_measured() -> None:
     assert all(parameter.is_meta for parameter in net.parameters())
 
 
-def test_a_sample_may_hold_what_every_micro_batch_gets_whole() -> None:
+def test_sample_can_contain_no_chunk_values() -> None:
     class Masked(nn.Module):
         def forward(self, value: dict[str, Tensor]) -> Tensor:
             return value["x"] * value["mask"]

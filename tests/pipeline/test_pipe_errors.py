@@ -113,7 +113,7 @@ def test_a_traceback_has_the_frames_of_the_user_and_one_of_weft(
     assert len(ours) > 9 if full else len(ours) == 1
 
 
-def test_what_weft_itself_fails_at_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_keeps_its_full_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, _ = piped(chain(4, 4), executor="serial")
     monkeypatch.setattr("weft.pipeline.pipe_runtime.build", lambda schedule, *_: schedule.nothing)
     with pytest.raises(AttributeError) as caught:
@@ -184,7 +184,7 @@ class Writes(nn.Module):
         (Writes(), "never", "inplace=False"),
     ],
 )
-def test_what_a_layer_may_only_do_alone_fails_with_advice(executor, layer, checkpoint: str, advice: str) -> None:
+def test_layer_that_cannot_be_cut_fails_with_advice(executor, layer, checkpoint: str, advice: str) -> None:
     pipe, _ = piped(nn.Sequential(*chain(4, 4), layer), balance=[1, 1], executor=executor, checkpoint=checkpoint)
     with pytest.raises(RuntimeError) as caught:
         backward(pipe, rows(5, 4))
@@ -243,7 +243,7 @@ def test_a_target_without_its_name_gets_a_hint(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
-def test_a_loss_that_is_no_number_is_refused(executor: str) -> None:
+def test_loss_must_be_a_number(executor: str) -> None:
     pipe, _ = piped(chain(4, 3, 2), executor=executor, loss=lambda output, target: output - target)
     with pytest.raises(SpecError, match=r"shape \(3, 2\)"):
         pipe(rows(7, 4), target=rows(7, 2))

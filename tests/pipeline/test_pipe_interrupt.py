@@ -23,7 +23,7 @@ from tests.pipeline.pipe_cases import (
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_what_is_no_exception_passes_too(executor: str, kind: type[BaseException]) -> None:
+def test_base_exceptions_reach_the_caller(executor: str, kind: type[BaseException]) -> None:
     class Stops(nn.Module):
         stops = True
 

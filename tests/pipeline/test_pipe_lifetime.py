@@ -225,7 +225,7 @@ def test_forward_in_one_thread_and_backward_in_another(executor: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_two_threads_of_the_user_may_even_meet_in_a_pipe(checkpoint: str) -> None:
+def test_two_threads_can_call_one_pipe(checkpoint: str) -> None:
     """One thread waits for the other, because a walk is not shared."""
     pipe, plain = piped(chain(4, 5, 3), executor="threads", checkpoint=checkpoint)
     outputs: list[torch.Tensor] = []

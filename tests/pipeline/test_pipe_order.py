@@ -108,7 +108,7 @@ MODES: dict[str, Any] = {
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_only_what_the_mode_says_is_recomputed(executor: str, checkpoint: str) -> None:
+def test_only_micro_batches_of_the_mode_are_recomputed(executor: str, checkpoint: str) -> None:
     pipe, _ = piped(chain(4, 5, 3), chunks=4, executor=executor, checkpoint=MODES[checkpoint])
     for count, micro_batches in ((8, 4), (3, 3)):
         with pipe.observed_by(recorder := Recorder()):

@@ -123,7 +123,7 @@ def test_a_layer_is_initialised_the_same_wherever_it_is_cut() -> None:
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def test_materialize_keeps_what_was_made_to_run() -> None:
+def test_materialize_keeps_the_runtime() -> None:
     pipe = Pipe(on_the_meta_device(), chunks=2, balance=[2, 2], devices=["cpu", "cpu"], executor="threads")
     with pytest.raises(RuntimeError, match=r"materialize\(\)"):
         pipe(torch.ones(4, 4))

@@ -169,7 +169,7 @@ def test_another_number_of_rows_than_came_in_is_refused(executor: str, change: C
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_target_for_which_there_is_no_loss_is_told(executor: str) -> None:
+def test_target_without_a_loss_is_refused(executor: str) -> None:
     pipe, _ = pipe_and_plain([lambda w, x: x * w], executor=executor)
     with pytest.raises(UsageError, match=r"no loss.*loss=fn"):
         pipe(rows(8, 2), target=rows(8, 2))

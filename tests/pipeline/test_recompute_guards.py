@@ -51,7 +51,7 @@ CHANGES: dict[Callable[[Pipe], object], str] = {
 @pytest.mark.parametrize("executor", CUTS)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", ["never", "always"]])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_before_a_recomputation_is_named(executor: str, checkpoint: str, change) -> None:
+def test_change_before_a_recomputation_is_named(executor: str, checkpoint: str, change) -> None:
     pipe, plain = piped(chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=checkpoint)
     loss = pipe(rows(7, 4)).square().sum()
     kept = pipe[2].weight
@@ -65,7 +65,7 @@ def test_what_changes_before_a_recomputation_is_named(executor: str, checkpoint:
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_what_is_not_recomputed_may_change(executor: str) -> None:
+def test_change_without_recomputation_is_accepted(executor: str) -> None:
     pipe, _ = piped(chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=["always", "never"])
     loss = pipe(rows(7, 4)).square().sum()
     pipe[2].eval()
@@ -82,7 +82,7 @@ class Notes(nn.Module):
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_a_layer_may_note_what_it_likes(executor: str) -> None:
+def test_layer_can_keep_notes_of_a_run(executor: str) -> None:
     pipe, plain = piped(nn.Sequential(Notes(), *chain(4, 3)), executor=executor, checkpoint="always")
     for model in (pipe, plain):
         losses = [model(rows(7, 4, seed=seed)).square().sum() for seed in range(2)]

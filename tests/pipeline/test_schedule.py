@@ -108,7 +108,7 @@ def test_forward_and_backward_are_parts_that_can_run_alone(schedule: Schedule) -
 
 
 @given(any_schedules())
-def test_live_counts_what_a_walk_holds(schedule: Schedule) -> None:
+def test_live_counts_the_micro_batches_that_a_walk_holds(schedule: Schedule) -> None:
     held: dict[int, set[int]] = {stage: set() for stage in range(schedule.stages)}
     most = [0] * schedule.stages
     for _, action in schedule.order:
@@ -220,7 +220,7 @@ def test_actions_that_do_not_exist_are_named() -> None:
     ]
 
 
-def test_rows_may_be_lists_and_what_is_no_action_is_named() -> None:
+def test_rows_can_be_lists_and_invalid_actions_are_named() -> None:
     table = one_f_one_b(2, 2)
     with without_type_checks():
         lists = Schedule([list(row) for row in table.workers])

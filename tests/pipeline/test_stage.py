@@ -104,7 +104,7 @@ def test_input_is_copied_only_if_a_layer_can_write_to_it(layers: list[nn.Module]
     assert (looks.given["x"][0] is not x) == copies and looks.given["n"] == 3
 
 
-def test_a_scan_lists_what_learns_and_what_is_elsewhere_once() -> None:
+def test_scan_lists_trainable_and_misplaced_tensors_once() -> None:
     shared = nn.Linear(2, 2)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     away = nn.Linear(2, 2, device="meta")

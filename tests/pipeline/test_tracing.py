@@ -80,7 +80,7 @@ def test_every_piece_of_work_is_an_event_of_its_worker(threads: bool, keep: Keep
 
 
 @given(st.integers(1, 4))
-def test_graphs_and_values_weigh_what_their_storages_do(micro_batches: int) -> None:
+def test_graphs_and_values_count_the_bytes_of_their_storages(micro_batches: int) -> None:
     recorder = record_step(SerialExecutor(), "graph", micro_batches)
     # Per micro-batch: two values of stage 0, and one of stage 1, which the graph of stage 1 saves.
     assert recorder.peak_bytes == 3 * BYTES * micro_batches
@@ -117,7 +117,7 @@ def test_bytes_are_counted_on_request_except_for_ignored_values() -> None:
     assert recorder.peak_bytes == 4 * CELLS
 
 
-def test_a_storage_counts_once_however_many_tensors_look_into_it() -> None:
+def test_storage_counts_once_for_all_its_views() -> None:
     recorder, x = Recorder(memory=True), torch.ones(CELLS, requires_grad=True).double()
     with recorder.action_scope("F", Action(0, "F", 0)):
         for piece in (x, x[:10], x.view(10, -1)):

@@ -271,7 +271,7 @@ def wait_in_a_circle() -> str:
         return str(caught.value)
 
 
-def test_ranks_that_wait_for_each_other_are_told_so(ranks: Find) -> None:
+def test_circular_wait_of_ranks_is_an_error(ranks: Find) -> None:
     for text in ranks(2).run(wait_in_a_circle):
         assert "wait for each other: rank" in text
 

@@ -112,7 +112,7 @@ def test_one_class_and_one_declaration_give_one_class() -> None:
 
 
 @pytest.mark.parametrize("words", [{"stash": "early"}, {"pop": "early"}])
-def test_a_bare_string_is_no_list_of_names(words) -> None:
+def test_bare_string_instead_of_a_list_is_refused(words) -> None:
     with pytest.raises(SkipWiringError, match=r"'early' is one string; give .*\['early'\]"):
         skippable(**words)
 

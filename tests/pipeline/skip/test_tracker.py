@@ -117,7 +117,7 @@ def test_a_load_gives_the_last_save_of_its_key(calls) -> None:
         assert tracker.load(*key) is value
 
 
-def test_a_load_without_a_save_names_what_is_missing() -> None:
+def test_load_without_a_save_names_the_missing_key() -> None:
     ns = Namespace()
     with pytest.raises(SkipError, match=f"'a' in {ns!r} was popped but never stashed"):
         SkipTracker().load(ns, "a")
@@ -236,7 +236,7 @@ def test_late_finalizer_of_a_layer_removes_no_newer_value(own_tracker) -> None:
     assert stash_is_alive(new)
 
 
-def test_a_tracker_of_ones_own_frees_all_at_the_end_of_its_block() -> None:
+def test_custom_tracker_frees_all_at_the_end_of_its_block() -> None:
     model = nn.Sequential(Stash(), Pop())
     with use_skip_tracker(SkipTracker()):
         assert model(ONE) == 3

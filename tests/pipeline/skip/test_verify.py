@@ -67,7 +67,7 @@ def deep() -> list[nn.Module]:
         ),
     ],
 )
-def test_faults_are_told_with_the_places_of_their_layers(layers: list[nn.Module], wanted: list[str]) -> None:
+def test_faults_name_the_places_of_their_layers(layers: list[nn.Module], wanted: list[str]) -> None:
     assert faults(*layers) == wanted
 
 

@@ -149,7 +149,7 @@ def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.M
         model.remote.close()
 
 
-def test_a_fault_of_split_is_told_with_all_others() -> None:
+def test_faults_of_split_are_listed_with_all_others() -> None:
     with pytest.raises(UsageError) as seen:
         cut(Chain(), "layer.2", loss_weight=len, schedule="1f1b", checkpoint=["never"] * 3)
     for words in ("'layer.2'; near it: ['layers.2'", "loss_weight", "'1f1b' starts backward", "3 entries for 2 stages"):

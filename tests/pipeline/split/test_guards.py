@@ -111,7 +111,7 @@ def test_a_shape_that_depends_on_data_is_a_guard() -> None:
         cut(Between(code), chunks=8, verify=False)(torch.randn(8, 4))
 
 
-def test_what_a_block_returns_for_python_is_a_guard() -> None:
+def test_python_result_of_a_block_is_a_guard() -> None:
     class Counting(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, int]:
             return x, int((x > 0).sum())
@@ -209,7 +209,7 @@ def _to_data(_: Between, x: Tensor) -> Tensor:
         (_to_data, r"forward sets \.data between blocks"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_by_name(code: Any, words: str) -> None:
+def test_code_that_cannot_be_recorded_is_refused_by_name(code: Any, words: str) -> None:
     model = Between(code, table=torch.ones(4))
     model.storing = _Storing()
     with pytest.raises(SplitError, match=words):
@@ -298,7 +298,7 @@ def test_a_tensor_that_leaves_a_block_by_a_hook_opens_the_block() -> None:
     assert_close(model.first[0].weight.grad, plain.first[0].weight.grad)
 
 
-def test_programs_are_dropped_and_churn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_dropped_and_churn_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_pipe, "PROGRAMS", 2)
     pipe = cut(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "1", chunks=1)
     for count in (2, 3):

@@ -119,7 +119,7 @@ def test_a_closure_that_changes_is_seen() -> None:
     assert_close(pipe(x), model(x))
 
 
-def test_what_blocks_count_records_nothing_again() -> None:
+def test_counters_of_blocks_cause_no_new_recording() -> None:
     """Attributes that the code between blocks does not read can change freely."""
 
     class Counting(nn.Linear):
@@ -178,7 +178,7 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize(("way", "words"), [("number", r"self\.steps \(.*\.py:\d+\)"), ("list", r"self\.history \(")])
-def test_what_open_code_counts_is_refused_by_name(way: str, words: str) -> None:
+def test_counters_between_blocks_are_refused_by_name(way: str, words: str) -> None:
     """A counter would keep its recorded value, so it is an error that names attribute and line."""
     model = Counts(way)
     for _ in range(2):
@@ -188,7 +188,7 @@ def test_what_open_code_counts_is_refused_by_name(way: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["once", "buffer"])
-def test_what_is_set_once_or_in_a_buffer_is_exact(way: str) -> None:
+def test_caches_and_counters_in_buffers_are_exact(way: str) -> None:
     """A cache that is filled once is not a counter. A counter in a buffer is updated by the stage that owns it."""
     pipe, plain = cut(Counts(way)), Counts(way)
     plain.load_state_dict(pipe.state_dict())

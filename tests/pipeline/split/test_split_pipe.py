@@ -66,7 +66,7 @@ def test_state_goes_both_ways_under_the_keys_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle_copy, torch_save_copy])
-def test_copies_and_pickles_record_anew_and_share_nothing(duplicate: Any) -> None:
+def test_copies_and_pickles_record_again_and_share_nothing(duplicate: Any) -> None:
     pipe = cut(Shared(), "other", "head")
     pipe(rows(5, 8))
     again = duplicate(pipe)
@@ -381,7 +381,7 @@ def test_gradients_of_gradients_go_through_the_graph_executor() -> None:
     assert_close(torch.autograd.grad(both[0].sum(), x), torch.autograd.grad(both[1].sum(), x))
 
 
-def test_wrong_arguments_are_told_all_at_once() -> None:
+def test_wrong_arguments_are_listed_at_once() -> None:
     with pytest.raises(UsageError) as seen:
         weft.Pipe(Chain(), chunks=0, split=[], balance=[1])
     assert all(word in str(seen.value) for word in ("chunks", "split", "balance"))

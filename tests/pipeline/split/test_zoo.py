@@ -114,7 +114,7 @@ def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str, grid: str) -> 
 
 
 @pytest.mark.parametrize("make", [Dropping, pytest.param(lambda: gpt2(0.3), marks=needs_transformers)])
-def test_dropout_is_the_same_to_the_bit_however_it_runs(make: Any) -> None:
+def test_dropout_is_bit_equal_under_all_executors(make: Any) -> None:
     torch.manual_seed(0)
     original = make()
     inputs = {"x": torch.randn(7, 8)} if isinstance(original, Dropping) else {"input_ids": torch.randint(0, 50, (7, 9))}
