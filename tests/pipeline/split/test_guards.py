@@ -223,7 +223,7 @@ def _scaled_without_gradient(_: Between, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("code", [lambda _, x: _Twice.apply(x), _scaled_without_gradient])
-def test_functions_and_no_grad_between_blocks_keep_their_gradient(code: Any) -> None:
+def test_functions_and_no_grad_between_blocks_keep_gradients(code: Any) -> None:
     model = Between(code)
     plain = copy.deepcopy(model)
     cut(model)(rows(4, 4)).sum().backward()
