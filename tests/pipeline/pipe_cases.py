@@ -1,7 +1,9 @@
-"""What the tests of Pipe share: the ways of running it, small models, and how two models are compared."""
+"""Shared by the tests of Pipe: the ways to run it, small models, and comparisons of two models."""
 
 import copy
+import io
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ EXECUTORS = ("serial", "threads", "graph")
 
 
 def runs(*executors: str) -> list[Any]:
-    """Every executor with every checkpoint mode; half of the pairs, in which each of both occurs, run without --all."""
+    """Every executor with every checkpoint mode. Without --all half of the pairs run, with all executors and modes."""
     quick = {
         "serial": ("always", "never"),
         "threads": ("always", "except_last"),
@@ -26,8 +28,8 @@ def runs(*executors: str) -> list[Any]:
         "auto": ("never",),
     }
     return [
-        pytest.param(each, mode, id=f"{each}-{mode}", marks=() if mode in quick[each] else pytest.mark.long)
-        for each in executors
+        pytest.param(executor, mode, id=f"{executor}-{mode}", marks=() if mode in quick[executor] else pytest.mark.long)
+        for executor in executors
         for mode in CHECKPOINTS
     ]
 
@@ -45,7 +47,7 @@ every_schedule = pytest.mark.parametrize(
 
 @skippable(stash=["early"])
 class Early(nn.Module):
-    """Stashes what passes."""
+    """Stashes its input."""
 
     def forward(self, x: Tensor) -> Any:
         yield stash("early", x)
@@ -54,7 +56,7 @@ class Early(nn.Module):
 
 @skippable(pop=["early"])
 class Late(nn.Module):
-    """Adds what was stashed."""
+    """Adds the stashed tensor."""
 
     def forward(self, x: Tensor) -> Any:
         return x + (yield pop("early"))
@@ -70,7 +72,7 @@ def chain(*widths: int) -> nn.Sequential:
 
 
 def rows(count: int, *shape: int, seed: int = 0) -> Tensor:
-    """So many random rows of that shape, float64."""
+    """`count` random rows of the given shape, in float64."""
     return torch.randn(count, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -81,6 +83,17 @@ def piped(model: nn.Sequential, **settings: Any) -> tuple[Pipe, nn.Sequential]:
     return Pipe(model, **settings), plain
 
 
+def pickle_copy(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def torch_save_copy(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 def backward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """The output of one step, after the backward of its sum of squares."""
     output = model(*args, **kwargs)
@@ -89,8 +102,8 @@ def backward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """The gradient of every parameter by its name."""
-    return {name: each.grad for name, each in model.named_parameters()}
+    """The gradients of all parameters by name."""
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def assert_gradients_equal(model: nn.Module, plain: nn.Module, tolerance: float = 1e-12) -> None:
@@ -107,7 +120,7 @@ def assert_gradients_equal(model: nn.Module, plain: nn.Module, tolerance: float 
 
 
 def assert_alike(pipe: nn.Module, plain: nn.Module, act: Callable[[nn.Module], Any] | None = None) -> None:
-    """Doing the same with both, by default a step on 7 rows of 4, gives the same values and the same gradients."""
+    """The same call of both, by default a step on 7 rows of 4, gives the same values and gradients."""
     act = act or (lambda model: backward(model, rows(7, 4)))
     assert_close(act(pipe), act(plain))
     assert_gradients_equal(pipe, plain)

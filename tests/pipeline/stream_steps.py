@@ -1,4 +1,4 @@
-"""Real steps, walks, places and locks over stages whose kernels a `Machine` launches."""
+"""Real steps, walks, places and locks. A `Machine` launches the kernels of the stages."""
 
 import random
 from collections import deque
@@ -35,7 +35,7 @@ from weft.pipeline.step import PipeStep
 
 
 class ShuffledExecutor(SerialExecutor):
-    """Every action in a thread of its own. It is drawn which worker goes on."""
+    """Runs every action in a separate thread. The worker that continues is drawn at random."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -60,7 +60,7 @@ class ShuffledExecutor(SerialExecutor):
 
 
 class Layers:
-    """The layers of a stage: a weight, and a module whose buffer they write to.
+    """The layers of a stage: a weight, and a module with a buffer that they write to.
 
     They put a new buffer in its place if that is `replaced`: the memory of the last one is free then.
     """

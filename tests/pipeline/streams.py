@@ -248,8 +248,8 @@ class Machine:
     def write(self, name: str, tensor: OnGpu, *reads: OnGpu) -> None:
         """Launch one that writes into a tensor."""
         stream = self.current_stream(tensor.device)
-        for each in reads:
-            each.read(stream, name)
+        for source in reads:
+            source.read(stream, name)
         with torch.no_grad():
             tensor.zero_()  # counts as a write: see `Tensor._version`
         for memory in tensor.memories:

@@ -1,4 +1,4 @@
-"""What ``executor="auto"`` settles on keeps every promise of the executors that it was chosen from."""
+"""The choice of ``executor="auto"`` obeys the laws of all executors."""
 
 import copy
 import warnings
@@ -18,7 +18,7 @@ MODES = [("gpipe", False), ("gpipe", True), ("1f1b", True)]
 
 
 class Doubled(torch.autograd.Function):
-    """Written in Python, so that its backward may fail with a message of its own."""
+    """Written in Python, so that its backward can fail with its own message."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 3)).double()
 
 
-def settled(layers: nn.Sequential, schedule: str, inside: bool, candidate: int = 1, **options: Any) -> weft.Pipe:
+def settled_pipe(layers: nn.Sequential, schedule: str, inside: bool, candidate: int = 1, **options: Any) -> weft.Pipe:
     """A pipe that has measured enough, with the caller's thread as winner."""
     loss = nn.functional.mse_loss if inside else None
     pipe = weft.Pipe(
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_model_and_hooks_fire_once(schedule: str, ins
     layers, x, y = model(), torch.randn(8, 4).double().requires_grad_(), torch.randn(8, 3).double()
     parameters = list(layers.parameters())
     wanted = torch.autograd.grad(nn.functional.mse_loss(layers(x), y), [x, *parameters])
-    pipe = settled(layers, schedule, inside)
+    pipe = settled_pipe(layers, schedule, inside)
     fired: list[int] = []
     for i, parameter in enumerate(parameters):
         parameter.register_hook(lambda _, i=i: fired.append(i))
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_model_and_hooks_fire_once(schedule: str, ins
 
 @pytest.mark.parametrize(("schedule", "inside"), MODES)
 def test_backward_twice_needs_a_retained_graph(schedule: str, inside: bool) -> None:
-    pipe, x, y = settled(model(), schedule, inside), torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    pipe, x, y = settled_pipe(model(), schedule, inside), torch.randn(8, 4).double(), torch.randn(8, 3).double()
     for _ in range(2):  # the first step of a kind is not run like the others
         loss = pipe(x, target=y) if inside else pipe(x).sum()  # a sum keeps nothing that could be freed
         loss.backward(retain_graph=True)
@@ -96,8 +96,8 @@ def test_backward_twice_needs_a_retained_graph(schedule: str, inside: bool) -> N
 
 
 @pytest.mark.parametrize(("schedule", "inside"), MODES)
-def test_gradients_of_gradients_are_refused_whatever_was_chosen(schedule: str, inside: bool) -> None:
-    pipe, x, y = settled(model(), schedule, inside), torch.randn(8, 4).double(), torch.randn(8, 3).double()
+def test_gradients_of_gradients_are_refused_under_any_choice(schedule: str, inside: bool) -> None:
+    pipe, x, y = settled_pipe(model(), schedule, inside), torch.randn(8, 4).double(), torch.randn(8, 3).double()
     for _ in range(2):
         loss = loss_of(pipe, inside, x, y)
         with pytest.raises(DoubleBackwardError, match="executor='graph'"):
@@ -110,14 +110,15 @@ def test_two_outputs_may_go_back_in_one_backward() -> None:
             return x.sin(), x.cos()
 
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), Fork())
-    one, other = settled(layers, "gpipe", False)(torch.randn(8, 4))
+    one, other = settled_pipe(layers, "gpipe", False)(torch.randn(8, 4))
     (one.sum() + other.sum()).backward()
     assert all(parameter.grad is not None for parameter in layers.parameters())
 
 
-def test_errors_in_backward_of_python_functions_still_name_stage_and_micro_batch() -> None:
+def test_backward_error_of_a_function_names_its_place() -> None:
+    """An error in the backward of a Python function names its stage and micro-batch."""
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Double(), nn.Linear(4, 3))
-    pipe, x = settled(layers, "gpipe", False), torch.randn(8, 4)
+    pipe, x = settled_pipe(layers, "gpipe", False), torch.randn(8, 4)
     pipe(x).sum().backward()  # uncut, and never again
     pipe._current_runtime().layouts.fixed = None
     for _ in range(18):
@@ -135,7 +136,7 @@ def test_errors_in_backward_of_python_functions_still_name_stage_and_micro_batch
 
 
 class Clock:
-    """Seconds pass in the backward of a step alone, as many as its layout is said to take."""
+    """A clock that advances only in the backward of a step, by the given seconds of its layout."""
 
     def __init__(self, costs: dict[str, float]) -> None:
         self.costs, self.layout, self.now = costs, "", 0.0
@@ -161,7 +162,7 @@ class Timed(nn.Module):
     ("uncut", "serial", "threads", "winner"),
     [(1.0, 5.0, 2.0, "uncut"), (5.0, 1.0, 2.0, "serial"), (5.0, 5.0, 2.0, "threads"), (1.0, 9.0, 0.97, "uncut")],
 )
-def test_what_is_faster_is_kept_until_it_becomes_slow(
+def test_fastest_layout_is_kept_until_it_becomes_slow(
     uncut: float, serial: float, threads: float, winner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock({"uncut": uncut, "serial": serial, "threads": threads})
@@ -195,12 +196,12 @@ def test_what_is_faster_is_kept_until_it_becomes_slow(
 
 
 def test_anomaly_detection_gets_stages_apart() -> None:
-    pipe, x = settled(model(), "gpipe", False), torch.randn(8, 4).double()
+    pipe, x = settled_pipe(model(), "gpipe", False), torch.randn(8, 4).double()
     pipe._current_runtime().layouts.fixed = None
     with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
         for _ in range(18):
             pipe(x).sum().backward()
-    assert [each.endswith(", cut") for each in pipe.statistics()["chosen"]] == [True]
+    assert [name.endswith(", cut") for name in pipe.statistics()["chosen"]] == [True]
     assert "uncut" not in pipe.statistics()["chosen"].values()
 
 
@@ -213,7 +214,8 @@ class Idle(nn.Linear):
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("inside", [False, True])
-def test_data_parallel_sees_one_graph_while_auto_measures_and_when_it_has_chosen(inside: bool) -> None:
+def test_data_parallel_sees_one_graph_under_auto(inside: bool) -> None:
+    """The graph is one while "auto" measures and after it has chosen."""
     layers, x, y = model().insert(2, Idle(6, 6)), torch.randn(8, 4).double(), torch.randn(8, 3).double()
     plain = DistributedDataParallel(copy.deepcopy(layers), static_graph=True)
     pipe = weft.Pipe(
@@ -221,8 +223,8 @@ def test_data_parallel_sees_one_graph_while_auto_measures_and_when_it_has_chosen
     )
     wrapped = DistributedDataParallel(pipe, static_graph=True)
     for _ in range(20):
-        for each in (plain, wrapped):
-            each.zero_grad()
+        for net in (plain, wrapped):
+            net.zero_grad()
         loss_of(plain, False, x, y).backward()
         loss_of(wrapped, inside, x, y).backward()
         assert_gradients_equal(pipe, plain.module)
@@ -230,18 +232,19 @@ def test_data_parallel_sees_one_graph_while_auto_measures_and_when_it_has_chosen
 
 
 def test_a_silent_step_needs_no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, x = settled(model(), "gpipe", False), torch.randn(8, 4).double()
+    pipe, x = settled_pipe(model(), "gpipe", False), torch.randn(8, 4).double()
     wanted = [pipe(x) for _ in range(2)][-1]  # the first observes, the second knows
     monkeypatch.setattr("weft.pipeline.stage.Stage.scan", None)
     assert torch.equal(pipe(x), wanted)
 
 
-def test_a_silent_step_that_draws_after_all_runs_again_as_under_every_executor() -> None:
+def test_silent_step_that_draws_runs_again() -> None:
+    """A step that was seen to draw nothing and then draws gives the result of every executor."""
     layers, x, y = model(), torch.randn(8, 4).double(), torch.randn(8, 3).double()
     found: list[list[Tensor]] = []
     for candidate in (0, 1, 2):
         layers[3].p = 0.0
-        pipe = settled(layers, "gpipe", False, candidate)
+        pipe = settled_pipe(layers, "gpipe", False, candidate)
         for _ in range(3):
             loss_of(pipe, False, x, y).backward()
         layers[3].p = 0.5
@@ -255,7 +258,7 @@ def test_a_silent_step_that_draws_after_all_runs_again_as_under_every_executor()
 
 def test_deferred_batch_norms_are_served_in_every_step() -> None:
     layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    pipe, x = settled(layers, "gpipe", False, deferred_batch_norm=True), torch.randn(8, 4).double()
+    pipe, x = settled_pipe(layers, "gpipe", False, deferred_batch_norm=True), torch.randn(8, 4).double()
     for step in range(1, 4):
         pipe(x).sum().backward()
         assert pipe[1].num_batches_tracked == step

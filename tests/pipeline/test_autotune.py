@@ -13,13 +13,13 @@ TURNS = 6  # one to warm up, five that count
 NAMES = ("serial", "uncut", "threads")
 
 
-def auto(candidates: int = 2) -> LayoutTuner:
+def make_tuner(candidates: int = 2) -> LayoutTuner:
     """Layouts to choose from, the first of `NAMES`."""
     return LayoutTuner("auto", 2 if candidates > 2 else 1, one_device=True, uncut=True)
 
 
-def measured(choice: LayoutTuner, *seconds: float, kind: str = "step") -> list[str]:
-    """Take steps of these times per candidate until the choice is made; return what was picked."""
+def take_steps(choice: LayoutTuner, *seconds: float, kind: str = "step") -> list[str]:
+    """Take steps of these times per candidate until the choice is made. Return the layouts of the steps."""
     picks: list[str] = []
     while kind not in choice.chosen():
         layout, report = choice.pick(kind)
@@ -31,8 +31,8 @@ def measured(choice: LayoutTuner, *seconds: float, kind: str = "step") -> list[s
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=3))
 def test_all_take_turns_and_the_fastest_stays(seconds: list[float]) -> None:
-    choice = auto(len(seconds))
-    picks = measured(choice, *seconds)
+    choice = make_tuner(len(seconds))
+    picks = take_steps(choice, *seconds)
     assert picks == list(NAMES[: len(seconds)]) * TURNS
     best = choice.pick("step")[0]
     assert seconds[NAMES.index(best)] <= min(seconds) / 0.9 + 1e-9
@@ -43,13 +43,13 @@ def test_all_take_turns_and_the_fastest_stays(seconds: list[float]) -> None:
 
 def test_the_simplest_is_kept_unless_another_is_clearly_faster() -> None:
     for other, winner in ((1.0, "serial"), (0.95, "serial"), (0.8, "uncut"), (2.0, "serial")):
-        choice = auto()
-        measured(choice, 1.0, other)
+        choice = make_tuner()
+        take_steps(choice, 1.0, other)
         assert choice.pick("step")[0] == winner
 
 
 def test_the_first_time_and_outliers_do_not_count() -> None:
-    choice = auto()
+    choice = make_tuner()
     times = {"serial": iter([1.0] * TURNS), "uncut": iter([100.0, 0.5] * TURNS)}
     for _ in range(2 * TURNS):
         layout = choice.pick("step")[0]
@@ -58,16 +58,16 @@ def test_the_first_time_and_outliers_do_not_count() -> None:
 
 
 def test_kinds_of_steps_are_judged_apart() -> None:
-    choice = auto()
-    measured(choice, 1.0, 2.0, kind="training")
-    measured(choice, 2.0, 1.0, kind="evaluation")
+    choice = make_tuner()
+    take_steps(choice, 1.0, 2.0, kind="training")
+    take_steps(choice, 2.0, 1.0, kind="evaluation")
     assert choice.chosen() == {"training": "serial", "evaluation": "uncut"}
     assert choice.pick("something new")[0] == "serial"
 
 
 def test_a_choice_that_becomes_slow_is_measured_again() -> None:
-    choice = auto()
-    measured(choice, 1.0, 0.5)
+    choice = make_tuner()
+    take_steps(choice, 1.0, 0.5)
     timed = [choice.pick("step")[1] is not None for _ in range(16)]
     assert timed == ([False] * 7 + [True]) * 2, "one step of eight"
     for seconds in (*[0.7] * 20, *[2.0] * 4, 0.6, *[2.0] * 4):  # not clearly, or not for long
@@ -76,7 +76,7 @@ def test_a_choice_that_becomes_slow_is_measured_again() -> None:
     assert choice.chosen() == {"step": "uncut"}
     choice.report("step", "uncut", 2.0)
     assert choice.chosen() == {} and choice.pick("step")[1] is not None
-    assert measured(choice, 1.0, 2.0) and choice.chosen() == {"step": "serial"}
+    assert take_steps(choice, 1.0, 2.0) and choice.chosen() == {"step": "serial"}
 
 
 def test_recomputation_or_several_devices_are_never_merged() -> None:
@@ -87,7 +87,7 @@ def test_recomputation_or_several_devices_are_never_merged() -> None:
 
 
 def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
-    choice = auto()
+    choice = make_tuner()
     for _ in range(TURNS):
         assert choice.pick("step", must_cut=True)[0] == "serial"
         choice.report("step", "serial", 1.0)
@@ -111,7 +111,7 @@ class Call:
 
 @pytest.mark.parametrize("with_backward", [False, True])
 def test_a_timed_call_does_the_same_and_reports_once_it_is_over(with_backward: bool) -> None:
-    choice = auto()
+    choice = make_tuner()
     for step in range(2 * TURNS):
         assert choice.chosen() == {}, f"too early, after {step} steps"
         function, report = Call(), choice.pick("step")[1]
@@ -125,12 +125,12 @@ def test_a_timed_call_does_the_same_and_reports_once_it_is_over(with_backward: b
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_call_that_fails_passes_its_error_on_and_is_not_counted(error: type[BaseException]) -> None:
+def test_failed_call_raises_and_is_not_counted(error: type[BaseException]) -> None:
     class Failing(Call):
         def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
             raise error
 
-    choice = auto()
+    choice = make_tuner()
     layout, report = choice.pick("step")
     assert report is not None
     with pytest.raises(error):
@@ -139,7 +139,7 @@ def test_a_call_that_fails_passes_its_error_on_and_is_not_counted(error: type[Ba
 
 
 def test_forward_and_first_backward_are_timed_by_the_clock() -> None:
-    """Which waits for the devices at both ends; a retained graph may go back again."""
+    """The clock waits for the devices at both ends. A second backward of a retained graph is not timed."""
     times, seen = iter([10.0, 13.0, 20.0, 24.0, 30.0, 31.0]), list[float]()
     timed = TimedCall(Call(), seen.append, lambda: next(times), with_backward=True)
     timed.forward()

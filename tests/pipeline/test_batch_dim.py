@@ -1,4 +1,4 @@
-"""The batch may be on any axis: gradients are the undivided model's, and modules that disagree are refused."""
+"""The batch can be on any axis. Gradients are those of the undivided model, and modules that disagree are refused."""
 
 import copy
 import re
@@ -48,7 +48,7 @@ class First(nn.Module):
         return self.net(x)[0]
 
 
-def over_time() -> nn.Sequential:
+def time_mixing_model() -> nn.Sequential:
     return nn.Sequential(OverTime(), nn.Linear(4, 4), OverTime()).double()
 
 
@@ -57,7 +57,7 @@ def over_time() -> nn.Sequential:
 def test_a_mini_batch_is_cut_and_joined_along_axis_1(executor: str, checkpoint: str, schedule: str) -> None:
     loss = nn.MSELoss()
     pipe, plain = piped(
-        over_time(), batch_dim=1, executor=executor, checkpoint=checkpoint, schedule=schedule, loss=loss
+        time_mixing_model(), batch_dim=1, executor=executor, checkpoint=checkpoint, schedule=schedule, loss=loss
     )
     for count in (7, 3, 8):
         x, y = rows(5, count, 4, seed=count), rows(5, count, 4, seed=-count)
@@ -145,7 +145,7 @@ def test_axes_that_do_not_fit_the_call_are_named() -> None:
         pipe(rows(2, 2))
 
 
-def test_all_axes_that_make_no_sense_are_listed() -> None:
+def test_all_invalid_axes_are_listed() -> None:
     with pytest.raises(UsageError) as caught:
         Pipe(nn.Sequential(nn.Tanh()), chunks=2, batch_dim=(-1, {"x": True}, None))
     assert [line.split(";")[0] for line in str(caught.value).splitlines()[1:]] == [
@@ -176,7 +176,7 @@ TIME_FIRST = {
 
 
 @pytest.mark.parametrize("kind", TIME_FIRST)
-def test_a_module_with_time_first_is_refused_by_name_where_nothing_was_said(kind: str) -> None:
+def test_time_first_module_is_refused_by_name(kind: str) -> None:
     name = kind.removeprefix("weft ")
     for make in (Pipe, lambda model, **more: GPipe(model, [len(model)], devices="cpu", **more)):
         with pytest.raises(UsageError, match=rf"batch_first=True(.|\n)*  - 1\.net \({name}\) has its batch on axis 1$"):
@@ -189,13 +189,13 @@ def test_a_module_with_time_first_is_refused_by_name_where_nothing_was_said(kind
 
 @pytest.mark.parametrize("kind", TIME_FIRST)
 @pytest.mark.parametrize("first", [False, True])
-def test_a_module_that_surely_gets_the_input_or_makes_the_output_must_agree(kind: str, first: bool) -> None:
+def test_first_and_last_module_must_agree_with_batch_dim(kind: str, first: bool) -> None:
     right = 0 if first and kind != "Caffe2LSTM" else 1
     for beside in ([], [nn.Linear(4, 4), nn.ReLU()]):
         for swaps in (None, First(nn.Identity())):
             inner = nn.Sequential(*copy.deepcopy(beside), TIME_FIRST[kind](batch_first=first))
             for layers, at in (((inner, swaps), "0"), ((swaps, *inner), r"\d")):
-                model = nn.Sequential(*(each for each in layers if each is not None))
+                model = nn.Sequential(*(layer for layer in layers if layer is not None))
                 with pytest.raises(UsageError, match=rf"  - {at}.*has its batch on axis {right}, but it"):
                     Pipe(model, chunks=2, batch_dim=1 - right, output_batch_dim=1 - right)
                 Pipe(model, chunks=2, batch_dim=right, output_batch_dim=right)
@@ -215,7 +215,7 @@ def test_a_module_that_surely_gets_the_input_or_makes_the_output_must_agree(kind
         (Recurrent(nn.GRUCell(4, 4), batch_first=True), None),
     ],
 )
-def test_a_last_layer_that_returns_states_on_other_axes_has_them_told(net: nn.Module, axes: Any) -> None:
+def test_states_of_the_last_layer_need_their_batch_dim(net: nn.Module, axes: Any) -> None:
     batch_dim = 0 if getattr(net, "batch_first", False) else 1
     if axes is not None:
         words = rf"^0 \({type(net).__name__}\).*output_batch_dim={re.escape(str(axes[:3]))},"

@@ -23,7 +23,7 @@ def deferred(plain: nn.Module) -> DeferredBatchNorm:
     return converted
 
 
-def close(a: nn.Module, b: nn.Module, tolerance: float = 1e-12) -> bool:
+def states_are_close(a: nn.Module, b: nn.Module, tolerance: float = 1e-12) -> bool:
     first, second = a.state_dict(), b.state_dict()
     return list(first) == list(second) and all(
         torch.allclose(first[key].double(), second[key].double(), rtol=tolerance, atol=tolerance) for key in first
@@ -61,11 +61,11 @@ def test_statistics_equal_those_of_the_undivided_batch(
         for output, wanted in zip(outputs, alone, strict=True):
             assert torch.allclose(output, wanted, rtol=1e-12, atol=1e-12)
         if affine:
-            for each in (outputs, alone):
-                torch.cat(each).square().sum().backward()
+            for output in (outputs, alone):
+                torch.cat(output).square().sum().backward()
             for mine, theirs in zip(cut.parameters(), by_piece.parameters(), strict=True):
                 assert torch.allclose(mine.grad, theirs.grad, rtol=1e-9, atol=1e-9)
-    assert close(plain, cut)
+    assert states_are_close(plain, cut)
     assert int(cut.num_batches_tracked) == 3
 
 
@@ -78,7 +78,7 @@ def test_narrow_running_statistics_are_gathered_in_float32(dtype: torch.dtype) -
     judge = nn.BatchNorm1d(64, momentum=1.0)
     judge(batch.float())
     step(cut, batch, 3)
-    assert close(judge, cut, tolerance=0.51 * torch.finfo(dtype).eps)
+    assert states_are_close(judge, cut, tolerance=0.51 * torch.finfo(dtype).eps)
 
 
 def test_recomputation_gathers_nothing_and_gives_the_same_output() -> None:
@@ -95,12 +95,12 @@ def test_recomputation_gathers_nothing_and_gives_the_same_output() -> None:
     cut.commit()
     with phase("recomputing"):
         late = cut(batch[:3])
-    assert close(once, cut, tolerance=0)
+    assert states_are_close(once, cut, tolerance=0)
     assert torch.equal(again, first[0])
     assert torch.equal(late, first[0])
 
 
-def test_outside_of_a_mini_batch_and_in_evaluation_it_is_a_plain_batch_norm() -> None:
+def test_plain_norm_in_evaluation_and_outside_a_mini_batch() -> None:
     plain = nn.BatchNorm1d(3)
     cut = deferred(plain)
     batch = torch.randn(5, 3)
@@ -108,9 +108,9 @@ def test_outside_of_a_mini_batch_and_in_evaluation_it_is_a_plain_batch_norm() ->
         plain.train(training)
         cut.train(training)
         assert torch.equal(plain(batch), cut(batch))
-        assert close(plain, cut, tolerance=0)
+        assert states_are_close(plain, cut, tolerance=0)
     assert torch.equal(torch.cat(step(cut, batch, 2)), plain(batch))
-    assert close(plain, cut, tolerance=0), "evaluation keeps its statistics within a mini-batch too"
+    assert states_are_close(plain, cut, tolerance=0), "evaluation keeps its statistics within a mini-batch too"
 
 
 def test_abandoned_or_never_reached_mini_batches_leave_no_trace() -> None:
@@ -126,10 +126,10 @@ def test_abandoned_or_never_reached_mini_batches_leave_no_trace() -> None:
     cut(torch.randn(4, 3))
     cut.begin()  # starts anew
     cut.commit()
-    assert close(plain, cut, tolerance=0)
+    assert states_are_close(plain, cut, tolerance=0)
     plain(batch := torch.randn(4, 3))
     cut(batch)
-    assert close(plain, cut, tolerance=0)
+    assert states_are_close(plain, cut, tolerance=0)
 
 
 def test_one_value_per_channel_raises_the_error_of_the_plain_one() -> None:
@@ -141,7 +141,7 @@ def test_one_value_per_channel_raises_the_error_of_the_plain_one() -> None:
     assert str(seen.value) == str(wanted.value)
 
 
-def test_a_wrong_number_of_axes_raises_the_error_of_the_plain_one() -> None:
+def test_wrong_number_of_axes_raises_the_plain_error() -> None:
     cut = deferred(nn.BatchNorm2d(3))
     for begin in (cut.abandon, cut.begin):
         begin()
@@ -164,7 +164,7 @@ def test_an_empty_micro_batch_counts_for_nothing(dtype: torch.dtype) -> None:
     cut(batch[:0])
     cut.commit()
     plain(batch)
-    assert close(plain, cut, tolerance=torch.finfo(dtype).eps)
+    assert states_are_close(plain, cut, tolerance=torch.finfo(dtype).eps)
 
 
 def test_conversion_keeps_everything_and_shares_what_was_shared() -> None:
@@ -190,7 +190,7 @@ def test_conversion_keeps_everything_and_shares_what_was_shared() -> None:
     assert ids == [id(module) for module in model.modules()]
 
 
-def test_what_is_not_a_tracking_batch_norm_is_left_alone() -> None:
+def test_modules_without_tracked_statistics_stay_unchanged() -> None:
     class Own(nn.BatchNorm1d):
         pass
 
@@ -212,16 +212,16 @@ def test_state_goes_both_ways_and_survives_copies() -> None:
     cut = nn.Sequential(deferred(nn.BatchNorm1d(3)))
     step(cut[0], torch.randn(6, 3), 2)
     plain.load_state_dict(cut.state_dict())
-    assert close(plain, cut, tolerance=0)
+    assert states_are_close(plain, cut, tolerance=0)
     plain(torch.randn(6, 3))
     cut.load_state_dict(plain.state_dict())
     for duplicate in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
         clone = duplicate(cut)
-        assert close(clone, cut, tolerance=0)
+        assert states_are_close(clone, cut, tolerance=0)
         batch = torch.randn(6, 3)
         step(clone[0], batch, 2)
         step(cut[0], batch, 2)
-        assert close(clone, cut, tolerance=0)
+        assert states_are_close(clone, cut, tolerance=0)
         assert repr(clone) == repr(cut)
 
 

@@ -18,32 +18,32 @@ from weft.core.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def two_processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The first of two processes, whose messages nobody gets; or of one."""
+    """The first of two processes, with messages that are not received, or the only process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=getattr(request, "param", 2))
     yield
     dist.destroy_process_group()
 
 
 def tensor_parallel() -> nn.Sequential:
-    """Two blocks whose weights are spread over all processes."""
+    """Two blocks with weights sharded over all processes."""
     model = nn.Sequential(*chain(4, 8, 4), *chain(4, 8, 4))
     ways = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": ColwiseParallel(), "5": RowwiseParallel()}
     return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), ways)
 
 
-def normed(*groups: Any) -> nn.Sequential:
+def synchronized_norms(*groups: Any) -> nn.Sequential:
     """A norm over all processes of the group in the first stage, another in the second."""
     layers = [[*chain(4, 4), nn.SyncBatchNorm(4, process_group=group).double()] for group in groups]
-    return nn.Sequential(*(each for block in layers for each in block))
+    return nn.Sequential(*(layer for block in layers for layer in block))
 
 
-def served(pipe: Pipe) -> set[str]:
-    """How its first steps would be run."""
+def possible_layouts(pipe: Pipe) -> set[str]:
+    """The layouts that its first steps can have."""
     pick = pipe._current_runtime().layouts.pick
     return {pick(kind, watched=watched)[0] for kind in range(3) for watched in (False, True)}
 
 
-@pytest.mark.parametrize("make", [tensor_parallel, lambda: normed(None, None)])
+@pytest.mark.parametrize("make", [tensor_parallel, lambda: synchronized_norms(None, None)])
 def test_workers_for_stages_that_talk_are_refused_by_name(make: Callable[[], nn.Sequential]) -> None:
     pipe = Pipe(make(), chunks=3, devices=["cpu"] * 2, executor="threads")
     for _ in range(2):  # not only the first time
@@ -53,18 +53,18 @@ def test_workers_for_stages_that_talk_are_refused_by_name(make: Callable[[], nn.
             pipe(rows(6, 4))
 
 
-@pytest.mark.parametrize("make", [tensor_parallel, lambda: normed(None, None)])
+@pytest.mark.parametrize("make", [tensor_parallel, lambda: synchronized_norms(None, None)])
 def test_auto_leaves_the_order_to_the_schedule(make: Callable[[], nn.Sequential]) -> None:
     pipe = Pipe(make(), chunks=3, devices=["cpu"] * 2, checkpoint="never")
-    assert served(pipe) == {"serial"}
+    assert possible_layouts(pipe) == {"serial"}
     pipe.executor = "graph"
-    assert served(pipe) == {"graph"}
+    assert possible_layouts(pipe) == {"graph"}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_every_message_is_waited_for(checkpoint: str) -> None:
-    """PyTorch keeps those that nobody waits for, with their tensors, and says so at the end of the process."""
+    """PyTorch keeps messages without a wait, with their tensors, and warns at the end of the process."""
     script = f"""
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -82,13 +82,13 @@ dist.destroy_process_group()
 def test_stages_whose_messages_cannot_meet_keep_their_workers() -> None:
     one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     alone = nn.Sequential(nn.Sequential(*tensor_parallel()), *chain(4, 4))
-    for model in (alone, normed(one, other).eval(), normed(None, None).eval()):
+    for model in (alone, synchronized_norms(one, other).eval(), synchronized_norms(None, None).eval()):
         pipe = Pipe(model, chunks=2, devices=["cpu"] * 2, executor="threads")
         pipe(rows(6, 4))
-    pipe = Pipe(normed(one, other), chunks=2, devices=["cpu"] * 2, executor="threads")
+    pipe = Pipe(synchronized_norms(one, other), chunks=2, devices=["cpu"] * 2, executor="threads")
     with pytest.raises(ValueError, match="GPU"):  # PyTorch's own word: it was run
         pipe(rows(6, 4))
-    pipe = Pipe(normed(one, one), chunks=2, devices=["cpu"] * 2, executor="threads").eval()
+    pipe = Pipe(synchronized_norms(one, one), chunks=2, devices=["cpu"] * 2, executor="threads").eval()
     pipe(rows(6, 4))
     with pytest.raises(UsageError, match="SyncBatchNorm"):
         pipe.train()(rows(6, 4))
@@ -96,5 +96,5 @@ def test_stages_whose_messages_cannot_meet_keep_their_workers() -> None:
 
 @pytest.mark.parametrize("two_processes", [1], indirect=True)
 def test_a_process_alone_keeps_its_workers() -> None:
-    for make in (tensor_parallel, lambda: normed(None, None).eval()):
-        assert "threads" in served(Pipe(make(), chunks=3, devices=["cpu"] * 2))
+    for make in (tensor_parallel, lambda: synchronized_norms(None, None).eval()):
+        assert "threads" in possible_layouts(Pipe(make(), chunks=3, devices=["cpu"] * 2))

@@ -1,4 +1,4 @@
-"""Costs are medians of what was recorded, and a forecast from them foretells the bytes that a recorder counts."""
+"""Costs are medians of a recording. A forecast from them equals the bytes that a recorder counts."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -48,7 +48,7 @@ def model() -> nn.Sequential:
 
 
 def recorder_of(times: Sequence[tuple[str, int, float]]) -> Recorder:
-    """A recorder that saw these (kind, stage, seconds), one after the other."""
+    """A recorder of these (kind, stage, seconds), in sequence."""
     recorder = Recorder()
     now = 0.0
     for kind, stage, seconds in times:
@@ -70,7 +70,7 @@ def test_a_cost_is_the_median_over_all_recordings(seconds: list[float]) -> None:
     assert split.backward == pytest.approx(6 * middle, rel=1e-6)
 
 
-def test_what_recomputed_once_is_forecast_to_do_so_again() -> None:
+def test_forecast_repeats_a_recorded_recomputation() -> None:
     costs = costs_from([recorder_of([("F", 0, 1.0), ("F", 1, 1.0), ("R", 1, 1.0), ("B", 1, 2.0), ("B", 0, 2.0)])])
     spans = costs.forecast(weft.Schedule.parse("0F0,0B0\n1F0,1B0")).spans
     assert [str(span.action) for span in spans] == ["0F0", "1F0", "1R0", "1B0", "0B0"]
@@ -94,10 +94,8 @@ CHECKPOINTS = [
 @pytest.mark.parametrize(("rows", "error"), [(24, 0.0), (22, 0.05)])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_forecast_of_live_bytes_is_what_a_recorder_counts(
-    schedule: str, checkpoint: Any, rows: int, error: float
-) -> None:
-    # One worker holds all stages, so that nothing but the table decides what is alive at one time.
+def test_forecast_of_live_bytes_equals_the_recorder(schedule: str, checkpoint: Any, rows: int, error: float) -> None:
+    # One worker holds all stages, so that only the table decides which values are alive.
     in_turn = weft.Schedule((tuple(action for _, action in build(schedule, 4, 4).order),))
     pipe = weft.Pipe(
         model(),
@@ -135,7 +133,7 @@ class Rewrites(nn.Module):
 
 
 @pytest.mark.parametrize("observer", [Recorder(), Recorder(memory=True), MemoryRecorder()])
-def test_a_tensor_that_backward_needs_and_a_layer_wrote_to_is_an_error_also_when_watched(observer: Observer) -> None:
+def test_overwritten_saved_tensor_is_an_error_when_observed(observer: Observer) -> None:
     pipe = weft.Pipe(nn.Sequential(nn.Linear(4, 4), Rewrites()), chunks=2, devices=["cpu"] * 2, checkpoint="never")
     with pipe.observed_by(observer):
         loss = pipe(torch.ones(4, 4)).sum()
@@ -145,7 +143,7 @@ def test_a_tensor_that_backward_needs_and_a_layer_wrote_to_is_an_error_also_when
 
 
 class Fails(nn.Module):
-    """Raises when it is told to."""
+    """Raises on request."""
 
     now = False
 
@@ -180,7 +178,7 @@ def test_steps_that_failed_or_were_dropped_count_no_longer(executor: str, fails:
     assert live[0] == live[1] > 0
 
 
-def test_a_tensor_that_goes_out_twice_is_one_value_with_all_its_readers() -> None:
+def test_tensor_returned_twice_is_one_value_with_all_readers() -> None:
     pipe = weft.Pipe(
         model(), chunks=2, balance=[2, 2, 1, 2], devices=["cpu"] * 4, checkpoint="never", executor="threads"
     )

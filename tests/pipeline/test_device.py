@@ -1,4 +1,4 @@
-"""Places: what arrives is on the stage's device, and on CUDA ready and safe, whatever the streams do."""
+"""Places: received tensors are on the device of the stage, and ready and safe on CUDA under any order of streams."""
 
 import warnings
 from contextlib import ExitStack
@@ -16,24 +16,17 @@ from weft.pipeline.routing import CudaStageDevice, Message, StageDevice, join_wa
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def test_what_is_there_already_arrives_as_it_is() -> None:
-    x = torch.ones(2, requires_grad=True)
-    value = {"x": x, "n": 3, "none": None}
-    arrived = StageDevice(CPU).receive(Message(value))
+@pytest.mark.parametrize("event", [None, object()])
+def test_only_values_of_another_device_are_moved(event: Any) -> None:
+    """A CPU tensor does not wait for `event`, which stands for that of a GPU tensor in the same message."""
+    x, constant = torch.ones(2, requires_grad=True), torch.ones(2)
+    arrived = StageDevice(CPU).receive(Message({"x": x, "n": 3, "none": None}, event))
     assert arrived["x"] is x and arrived["n"] == 3 and arrived["none"] is None
-
-
-def test_only_what_is_on_a_gpu_waits_for_the_event_of_its_message() -> None:
-    x, event = torch.ones(2), object()  # a CPU tensor that travels with one of a GPU, whose event this stands for
-    assert StageDevice(CPU).receive(Message((x, 1), event))[0] is x
-    assert StageDevice(META).receive(Message((x, 1), event))[0].device == META
-
-
-def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted() -> None:
-    arrived = StageDevice(META).receive(Message((torch.ones(2, requires_grad=True), torch.ones(2))))
-    assert [x.device for x in arrived] == [META, META]
-    assert [x.requires_grad for x in arrived] == [True, False]
-    assert all(x.is_leaf for x in arrived)
+    moved = StageDevice(META).receive(Message((x, constant), event))
+    assert [(tensor.device, tensor.requires_grad, tensor.is_leaf) for tensor in moved] == [
+        (META, True, True),
+        (META, False, True),
+    ]
 
 
 def test_a_moved_leaf_lets_no_gradient_accumulate() -> None:
@@ -53,7 +46,7 @@ def test_graph_moves_values_between_devices(monkeypatch: pytest.MonkeyPatch, che
     loss = pipe(torch.ones(4, 2), target=torch.ones(4, 1))
     loss.backward()
     assert loss.device == META
-    assert [each.grad.device for each in model.parameters() if each.grad is not None] == [META, META]
+    assert [parameter.grad.device for parameter in model.parameters() if parameter.grad is not None] == [META, META]
 
 
 def test_on_the_cpu_nothing_waits() -> None:
@@ -142,7 +135,7 @@ def test_stages_on_one_gpu_run_in_streams_of_their_own() -> None:
     pipe = Pipe(nn.Sequential(Looking(0), Looking(1)), chunks=2, devices=[CUDA] * 2, balance=[1, 1], executor="threads")
     pipe(torch.ones(2, 4, device=CUDA))
     of_stage = [{stream.cuda_stream for stage, stream in streams if stage == number} for number in range(2)]
-    assert [len(each) for each in of_stage] == [1, 1]
+    assert [len(values) for values in of_stage] == [1, 1]
     assert len({*of_stage[0], *of_stage[1], torch.cuda.current_stream(CUDA).cuda_stream}) == 3
 
 
@@ -199,7 +192,7 @@ def test_memory_is_not_given_away_while_another_stream_reads_it() -> None:
 
 
 class Noise(nn.Module):
-    """Takes and drops memory of its input's size at once, so that a block which came back too early is spoiled."""
+    """Allocates and frees memory of the size of its input, which overwrites a block that was freed too early."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(8):
@@ -209,7 +202,8 @@ class Noise(nn.Module):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_gradients_stay_right_while_the_allocator_hands_out_every_block_again(checkpoint: Any) -> None:
+def test_gradients_are_exact_while_memory_is_reused(checkpoint: Any) -> None:
+    """The allocator hands out every freed block again."""
     plain, model = layers().to(CUDA), layers()
     noisy = nn.Sequential(*[module for layer in model for module in (Noise(), layer)], Noise())
     pipe = Pipe(noisy, chunks=8, devices=[CUDA] * 2, balance=[5, 6], checkpoint=checkpoint, executor="threads")
@@ -222,7 +216,7 @@ def test_gradients_stay_right_while_the_allocator_hands_out_every_block_again(ch
 
 
 @pytest.mark.cuda
-def test_what_leaves_the_gpu_has_left_it_when_it_is_read() -> None:
+def test_copy_from_the_gpu_is_complete_when_it_is_read() -> None:
     place = CudaStageDevice(torch.device(CUDA))
     with place.stream_context():
         torch.cuda._sleep(50_000_000)
@@ -232,7 +226,8 @@ def test_what_leaves_the_gpu_has_left_it_when_it_is_read() -> None:
 
 
 @pytest.mark.cuda
-def test_dropout_on_cuda_is_bit_equal_between_serial_threads_and_recomputation() -> None:
+def test_dropout_on_cuda_is_bit_equal_under_all_executors() -> None:
+    """Recomputation draws the same values too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5)).to(CUDA)
     x, found = torch.ones(8, 64, device=CUDA), []
@@ -269,7 +264,7 @@ def test_sparse_gradients_cross_streams(executor: Any) -> None:
 
 
 class Tally(nn.Module):
-    """Counts its calls, so late that another stage would read the number before."""
+    """Counts its calls with a delay, so that another stage would read the number too early."""
 
     total: Tensor
 
@@ -285,7 +280,7 @@ class Tally(nn.Module):
 
 
 class NewTally(Tally):
-    """Puts a new buffer in the place of the last one, whose memory is free then."""
+    """Replaces its buffer by a new one, so that the memory of the old one is free."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch.cuda._sleep(1_000_000)
@@ -329,7 +324,7 @@ class Looks(nn.Module):
 
 @pytest.mark.cuda
 def test_gradients_accumulate_on_the_streams_of_stages() -> None:
-    """Else every gradient of a walk would wait for the caller's stream, and that one for all stages."""
+    """Otherwise every gradient of a walk would wait for the stream of the caller, which waits for all stages."""
     model = nn.Sequential(Looks(), Looks())
     pipe = Pipe(model, chunks=2, devices=[CUDA] * 2, balance=[1, 1], executor="threads")
     loss = None
@@ -346,7 +341,7 @@ def test_gradients_accumulate_on_the_streams_of_stages() -> None:
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("devices", [[CUDA, CUDA], TWO_GPUS])
 def test_no_gradient_accumulates_across_streams(devices: list[str], executor: Any) -> None:
-    """PyTorch warns of it, once in a process unless it always has to."""
+    """PyTorch warns of it once per process, unless warnings are set to "always"."""
     pipe = Pipe(layers(), chunks=4, devices=devices, balance=[2, 3], executor=executor)
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
@@ -357,7 +352,7 @@ def test_no_gradient_accumulates_across_streams(devices: list[str], executor: An
                 pipe(torch.ones(8, 64, dtype=torch.float64, device=CUDA)).square().mean().backward()
     finally:
         torch.set_warn_always(always)
-    assert not [str(each.message) for each in seen if "AccumulateGrad" in str(each.message)]
+    assert not [str(warning.message) for warning in seen if "AccumulateGrad" in str(warning.message)]
 
 
 class LateInBackward(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Executors: both walk in a valid order; threads overlap, end a failed walk at once, and go when dropped."""
+"""Executors walk in a valid order. Threads overlap, end a failed walk at once, and end with their executor."""
 
 import gc
 import threading
@@ -43,7 +43,7 @@ class Chain:
         self.fails: dict[Action, BaseException] = {}
 
     def at(self, need: Action, action: Action) -> Address:
-        """Where the token of `need` waits for `action`."""
+        """The address at which the token of `need` waits for `action`."""
         return Address(self.numbers[need], self.numbers[action], 0)
 
     def __call__(self, action: Action, box: Any, post: Any) -> None:
@@ -59,15 +59,15 @@ class Chain:
             post[OUTSIDE].put(Address(0, OUTSIDE, self.numbers[action]), Message(action))
 
 
-def here() -> ExecutionContext:
-    """The surroundings of this thread."""
+def current_context() -> ExecutionContext:
+    """The execution context of this thread."""
     return ExecutionContext.capture(["cpu"])
 
 
 @pytest.fixture(scope="module")
 def threads() -> Iterator[ThreadExecutor]:
     executor = ThreadExecutor("test")
-    executor.walk(gpipe(4, 1), Chain(gpipe(4, 1)), {}, here())  # so that its threads are no test's own
+    executor.walk(gpipe(4, 1), Chain(gpipe(4, 1)), {}, current_context())  # so that its threads are no test's own
     yield executor
     executor.close()
 
@@ -78,7 +78,7 @@ def test_a_walk_does_everything_once_in_the_order_of_every_list(
     threads: ThreadExecutor, threaded: bool, schedule: Schedule
 ) -> None:
     chain = Chain(schedule)
-    left = (threads if threaded else SerialExecutor()).walk(schedule, chain, {}, here())
+    left = (threads if threaded else SerialExecutor()).walk(schedule, chain, {}, current_context())
     assert sorted(chain.done) == sorted(chain.waits)
     place = {action: at for at, action in enumerate(chain.done)}
     for row in schedule.workers:
@@ -93,32 +93,32 @@ def test_a_walk_does_everything_once_in_the_order_of_every_list(
         assert set(chain.threads) == {threading.current_thread().name}
 
 
-class Oops(Exception):
+class LayerError(Exception):
     """The exception of a user's layer."""
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 @given(schedule=any_schedules(), data=st.data())
-def test_an_exception_in_any_action_ends_the_walk_and_the_next_walk_works(
+def test_exception_ends_its_walk_and_the_next_walk_works(
     threads: ThreadExecutor, threaded: bool, schedule: Schedule, data: st.DataObject
 ) -> None:
     executor = threads if threaded else SerialExecutor()
     chain = Chain(schedule)
     bad = data.draw(st.lists(st.sampled_from(sorted(chain.waits)), min_size=1, max_size=3, unique=True))
-    kind = data.draw(st.sampled_from([Oops, KeyboardInterrupt, SystemExit]))
+    kind = data.draw(st.sampled_from([LayerError, KeyboardInterrupt, SystemExit]))
     chain.fails = {action: kind(str(action)) for action in bad}
     with pytest.raises(kind) as caught:
-        executor.walk(schedule, chain, {}, here())
+        executor.walk(schedule, chain, {}, current_context())
     assert caught.value in chain.fails.values()
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames[-1] == "__call__", "the frame that raised is in the traceback"
     again = Chain(schedule)
-    executor.walk(schedule, again, {}, here())
+    executor.walk(schedule, again, {}, current_context())
     assert sorted(again.done) == sorted(again.waits)
 
 
 @pytest.mark.parametrize("table", [gpipe(4, 3), one_f_one_b(4, 3)], ids=["gpipe", "1f1b"])
-def test_all_who_wait_are_woken_when_one_fails(threads: ThreadExecutor, table: Schedule) -> None:
+def test_all_waiting_workers_are_woken_when_one_fails(threads: ThreadExecutor, table: Schedule) -> None:
     # Three workers wait for the first one, which fails only when all of them do.
     waiting = threading.Semaphore(0)
     woken: list[int] = []
@@ -127,7 +127,7 @@ def test_all_who_wait_are_woken_when_one_fails(threads: ThreadExecutor, table: S
         if action.stage == 0:
             for _ in range(3):
                 assert waiting.acquire(timeout=10)
-            raise Oops
+            raise LayerError
         waiting.release()
         try:
             box.receive(Address(0, action.stage, 0))
@@ -135,12 +135,12 @@ def test_all_who_wait_are_woken_when_one_fails(threads: ThreadExecutor, table: S
             woken.append(action.stage)
             raise
 
-    with pytest.raises(Oops):
-        threads.walk(table, perform, {}, here())
+    with pytest.raises(LayerError):
+        threads.walk(table, perform, {}, current_context())
     assert sorted(woken) == [1, 2, 3]
 
 
-def test_an_exception_holds_nothing_of_the_walk_after_it_is_dropped(threads: ThreadExecutor) -> None:
+def test_dropped_exception_holds_nothing_of_its_walk(threads: ThreadExecutor) -> None:
     class Value:
         pass
 
@@ -150,24 +150,24 @@ def test_an_exception_holds_nothing_of_the_walk_after_it_is_dropped(threads: Thr
         value = Value()
         values.append(weakref.ref(value))
         post[0].put(Address(0, 0, 0), Message(value))
-        raise Oops
+        raise LayerError
 
     def walk() -> None:
-        with pytest.raises(Oops):
-            threads.walk(gpipe(1, 1), perform, {}, here())
+        with pytest.raises(LayerError):
+            threads.walk(gpipe(1, 1), perform, {}, current_context())
 
     walk()
-    threads.walk(gpipe(1, 1), lambda action, box, post: None, {}, here())
+    threads.walk(gpipe(1, 1), lambda action, box, post: None, {}, current_context())
     gc.collect()
     assert values[0]() is None
 
 
-def test_threads_are_kept_between_walks_and_end_when_the_executor_is_dropped() -> None:
+def test_threads_last_as_long_as_their_executor() -> None:
     executor = ThreadExecutor("gone")
     seen: list[set[str]] = []
     for _ in range(3):
         chain = Chain(gpipe(3, 2))
-        executor.walk(gpipe(3, 2), chain, {}, here())
+        executor.walk(gpipe(3, 2), chain, {}, current_context())
         seen.append(set(chain.threads))
     assert seen == [{"weft-gone-0", "weft-gone-1", "weft-gone-2"}] * 3
     assert executor.workers == 3
@@ -181,17 +181,7 @@ def test_threads_are_kept_between_walks_and_end_when_the_executor_is_dropped() -
         assert not thread.is_alive()
 
 
-def test_a_closed_executor_starts_new_threads_when_it_is_used_again() -> None:
-    executor = ThreadExecutor("closed")
-    executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
-    executor.close()
-    assert executor.workers == 0
-    chain = Chain(gpipe(2, 1))
-    executor.walk(gpipe(2, 1), chain, {}, here())
-    assert len(chain.done) == 4
-
-
-def test_to_close_an_executor_waits_for_its_walk() -> None:
+def test_close_waits_for_a_walk_and_a_new_walk_can_follow() -> None:
     executor, inside, go_on = ThreadExecutor("closing"), threading.Event(), threading.Event()
     work = Chain(gpipe(2, 1))
 
@@ -200,23 +190,27 @@ def test_to_close_an_executor_waits_for_its_walk() -> None:
         go_on.wait(10)
         work(action, box, post)
 
-    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1), perform, {}, here()))
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1), perform, {}, current_context()))
     walking.start()
     inside.wait(10)
     closing = threading.Thread(target=executor.close)
     closing.start()
     assert executor.workers == 2
     go_on.set()
-    for each in (walking, closing):
-        each.join(10)
+    for thread in (walking, closing):
+        thread.join(10)
     assert len(work.done) == 4 and executor.workers == 0
+    executor.walk(gpipe(2, 1), again := Chain(gpipe(2, 1)), {}, current_context())
+    assert len(again.done) == 4
+    executor.close()
 
 
 @only_with_fork[0]
 @only_with_fork[1]
-def test_a_forked_child_walks_with_workers_of_its_own_also_during_a_walk() -> None:
+def test_forked_child_has_its_own_workers() -> None:
+    """A process can fork during a walk too."""
     executor, inside, go_on = ThreadExecutor("busy"), threading.Event(), threading.Event()
-    executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
+    executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, current_context())
 
     def perform(action: Action, box: Any, post: Any) -> None:
         inside.set()
@@ -224,11 +218,11 @@ def test_a_forked_child_walks_with_workers_of_its_own_also_during_a_walk() -> No
 
     def work() -> bool:
         chain = Chain(gpipe(2, 1))
-        executor.walk(gpipe(2, 1), chain, {}, here())
+        executor.walk(gpipe(2, 1), chain, {}, current_context())
         return len(chain.threads) == 2 and len(chain.done) == 4
 
     assert forked(work)
-    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1).forward_only, perform, {}, here()))
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1).forward_only, perform, {}, current_context()))
     walking.start()
     inside.wait(10)
     try:
@@ -240,9 +234,8 @@ def test_a_forked_child_walks_with_workers_of_its_own_also_during_a_walk() -> No
 
 @settings(max_examples=5)
 @given(workers=st.integers(1, 4), threads_of_caller=st.integers(1, 6))
-def test_workers_share_the_callers_intra_op_threads_and_the_caller_keeps_its_own(
-    workers: int, threads_of_caller: int
-) -> None:
+def test_workers_share_the_intra_op_threads_of_the_caller(workers: int, threads_of_caller: int) -> None:
+    """The caller keeps its own number of threads."""
     shares: list[int] = []
     after: list[int] = []
 
@@ -253,7 +246,7 @@ def test_workers_share_the_callers_intra_op_threads_and_the_caller_keeps_its_own
     torch.set_num_threads(threads_of_caller)
     try:
         executor = ThreadExecutor("share")
-        executor.walk(gpipe(workers, 1).forward_only, perform, {}, here())
+        executor.walk(gpipe(workers, 1).forward_only, perform, {}, current_context())
         assert torch.get_num_threads() == threads_of_caller
         late = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
         late.start()
@@ -265,10 +258,10 @@ def test_workers_share_the_callers_intra_op_threads_and_the_caller_keeps_its_own
     assert after == [threads_of_caller], "a thread that starts later has what the caller set"
 
 
-def test_two_walks_of_one_executor_from_two_threads_come_one_after_the_other(threads: ThreadExecutor) -> None:
+def test_walks_of_two_threads_run_one_after_the_other(threads: ThreadExecutor) -> None:
     schedule = gpipe(2, 3)
     chains = [Chain(schedule) for _ in range(4)]
-    callers = [threading.Thread(target=threads.walk, args=(schedule, chain, {}, here())) for chain in chains]
+    callers = [threading.Thread(target=threads.walk, args=(schedule, chain, {}, current_context())) for chain in chains]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -276,19 +269,22 @@ def test_two_walks_of_one_executor_from_two_threads_come_one_after_the_other(thr
     assert all(sorted(chain.done) == sorted(chain.waits) for chain in chains)
 
 
-def test_a_walk_inside_a_walk_of_the_same_executor_goes_on_in_its_thread() -> None:
+def test_walk_inside_a_walk_runs_in_its_own_thread() -> None:
     executor, chain = ThreadExecutor("own"), Chain(gpipe(2, 2))
 
     def perform(action: Action, box: Any, post: Any) -> None:
-        executor.walk(gpipe(2, 2), chain, {}, here())
+        executor.walk(gpipe(2, 2), chain, {}, current_context())
 
-    walking = threading.Thread(target=executor.walk, args=(gpipe(1, 1).forward_only, perform, {}, here()), daemon=True)
+    walking = threading.Thread(
+        target=executor.walk, args=(gpipe(1, 1).forward_only, perform, {}, current_context()), daemon=True
+    )
     walking.start()
     walking.join(10)
     assert set(chain.threads) == {"weft-own-0"} and sorted(chain.done) == sorted(chain.waits)
 
 
-def test_who_has_a_turn_does_not_wait_for_a_walk_that_waits_for_the_turn() -> None:
+def test_holder_of_a_turn_does_not_wait_for_its_waiters() -> None:
+    """A thread with a turn must not wait for a walk that waits for this turn."""
     executor, chain, started = ThreadExecutor("shared"), Chain(gpipe(2, 2)), threading.Event()
 
     def perform(action: Action, box: Any, post: Any) -> None:
@@ -300,19 +296,20 @@ def test_who_has_a_turn_does_not_wait_for_a_walk_that_waits_for_the_turn() -> No
         with lock_generators([torch.default_generator]):
             walking.start()
             assert started.wait(10)
-            executor.walk(gpipe(2, 2), chain, {}, here())
+            executor.walk(gpipe(2, 2), chain, {}, current_context())
 
-    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 2), perform, {}, here()), daemon=True)
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 2), perform, {}, current_context()), daemon=True)
     holding = threading.Thread(target=with_a_turn, daemon=True)
     holding.start()
-    for each in (holding, walking):
-        each.join(10)
+    for thread in (holding, walking):
+        thread.join(10)
     assert not holding.is_alive() and not walking.is_alive() and sorted(chain.done) == sorted(chain.waits)
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_a_walk_is_inside_the_turn_of_who_walks_not_of_who_captured_its_surroundings(threaded: bool) -> None:
-    executor, captured, turns = ThreadExecutor("inner"), here(), list[Action]()
+def test_walk_has_the_turns_of_its_own_thread(threaded: bool) -> None:
+    """The turns of the thread that captured the context do not count."""
+    executor, captured, turns = ThreadExecutor("inner"), current_context(), list[Action]()
 
     def perform(action: Action, box: Any, post: Any) -> None:
         with lock_generators([torch.default_generator]):
@@ -329,9 +326,9 @@ def test_a_walk_is_inside_the_turn_of_who_walks_not_of_who_captured_its_surround
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_what_an_action_finds_in_its_thread(threads: ThreadExecutor, threaded: bool) -> None:
-    """What the caller gave for its stage, grad mode off, and a backward that runs in the thread that asks for it: that
-    of a CUDA device may be the one that waits for the walk."""
+def test_action_has_the_context_of_the_caller(threads: ThreadExecutor, threaded: bool) -> None:
+    """The thread has the values for its stage and grad mode off, and runs a backward itself. The engine's own thread
+    for a CUDA device could be the one that waits for the walk."""
     given = {stage: {Address(7, stage, 0): Message(f"for {stage}")} for stage in range(3)}
     seen: dict[int, tuple[str, bool, bool]] = {}
 
@@ -345,12 +342,12 @@ def test_what_an_action_finds_in_its_thread(threads: ThreadExecutor, threaded: b
         torch.autograd.grad(y, x)
         seen[action.stage] = value, mode, *multithreaded
 
-    (threads if threaded else SerialExecutor()).walk(gpipe(3, 1).forward_only, perform, given, here())
+    (threads if threaded else SerialExecutor()).walk(gpipe(3, 1).forward_only, perform, given, current_context())
     assert seen == {stage: (f"for {stage}", False, False) for stage in range(3)}
     assert torch.is_grad_enabled() and torch._C._is_multithreading_enabled()
 
 
-def test_a_thread_that_cannot_start_fails_its_walk_and_not_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_thread_start_fails_only_its_own_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     start, tries = threading.Thread.start, iter([True, False])
 
     def sometimes(thread: threading.Thread) -> None:
@@ -361,9 +358,9 @@ def test_a_thread_that_cannot_start_fails_its_walk_and_not_the_next(monkeypatch:
     monkeypatch.setattr(threading.Thread, "start", sometimes)
     executor = ThreadExecutor("poor")
     with pytest.raises(RuntimeError, match="can't start"):
-        executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
+        executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, current_context())
     work = Chain(gpipe(2, 1))
-    executor.walk(gpipe(2, 1), work, {}, here())
+    executor.walk(gpipe(2, 1), work, {}, current_context())
     assert len(work.done) == 4
     executor.close()
 
@@ -377,7 +374,7 @@ def test_an_interrupt_is_part_of_no_cycle(threads: ThreadExecutor, monkeypatch: 
 
     def interrupted() -> weakref.ref[Interrupt]:
         try:
-            threads.walk(gpipe(2, 1), lambda action, box, post: None, {}, here())
+            threads.walk(gpipe(2, 1), lambda action, box, post: None, {}, current_context())
         except Interrupt as interrupt:
             return weakref.ref(interrupt)
         raise AssertionError("nothing was raised")
@@ -390,8 +387,8 @@ def test_an_interrupt_is_part_of_no_cycle(threads: ThreadExecutor, monkeypatch: 
         gc.enable()
 
 
-class Several(SerialExecutor):
-    """One process of several: notes how its walks end; the others report what is set."""
+class OneOfSeveral(SerialExecutor):
+    """One process of several. It records how its walks end, and the others report the error that is set."""
 
     def __init__(self) -> None:
         self.ends: list[str] = []
@@ -415,28 +412,28 @@ class Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise Oops("backward")
+        raise LayerError("backward")
 
 
 class Layer(torch.nn.Linear):
-    """Counts its calls, and fails where it is told to."""
+    """Counts its calls, and fails at the given one."""
 
     fails, calls = "", 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.fails == "forward":
-            raise Oops("forward")
+            raise LayerError("forward")
         return Fails.apply(super().forward(x)) if self.fails else super().forward(x)
 
 
-def several() -> tuple[Any, Layer, Several]:
-    """A pipe whose walks are those of one process of several."""
+def pipe_of_several_processes() -> tuple[Any, Layer, OneOfSeveral]:
+    """A pipe with the walks of one process of several."""
     layer = Layer(3, 3)
     pipe = weft.Pipe(torch.nn.Sequential(layer, torch.nn.Linear(3, 2)), chunks=2, executor="serial")
     pipe(torch.ones(4, 3))
     plans = pipe._runtime.plans
-    executor = plans._serial = Several()
+    executor = plans._serial = OneOfSeveral()
     plans._plans.clear()
     return pipe, layer, executor
 
@@ -446,23 +443,23 @@ def several() -> tuple[Any, Layer, Several]:
     [("", ["commit"] * 2), ("forward", ["abort: forward"]), ("backward", ["commit", "abort: backward"])],
 )
 def test_a_walk_ends_in_commit_or_abort(fails: str, ends: list[str]) -> None:
-    pipe, layer, executor = several()
+    pipe, layer, executor = pipe_of_several_processes()
     layer.fails = fails
-    with pytest.raises(Oops) if fails else nullcontext():
+    with pytest.raises(LayerError) if fails else nullcontext():
         pipe(torch.ones(4, 3)).sum().backward()
     assert executor.ends == ends
 
 
-def test_a_step_that_cannot_be_trusted_elsewhere_runs_again() -> None:
-    pipe, layer, executor = several()
+def test_step_with_surprising_draws_elsewhere_runs_again() -> None:
+    pipe, layer, executor = pipe_of_several_processes()
     layer.calls, executor.others = 0, [RngVote(drew=False, surprised=True)]
     pipe(torch.ones(4, 3))
     assert layer.calls == 4
     assert executor.ends == ["commit"] * 2
 
 
-def test_what_others_drew_moves_the_callers_generator_on() -> None:
-    pipe, _, executor = several()
+def test_draws_of_others_advance_the_generator_of_the_caller() -> None:
+    pipe, _, executor = pipe_of_several_processes()
     pipe._runtime.uses[0].draws.clear()  # to be observed again: so a seed is drawn
     before = torch.get_rng_state()
     pipe(torch.ones(4, 3))

@@ -1,4 +1,4 @@
-"""A loss may return extras beside its number: they come back joined, and change neither loss nor gradients."""
+"""A loss can return extras besides its number. They come back joined, and change neither loss nor gradients."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from weft.core.errors import BatchError, SpecError
 
 
 def with_metrics(output: Tensor, target: Tensor) -> Any:
-    """A loss, and what one wants to know of it."""
+    """A loss with metrics."""
     found = output.argmax(1)
     loss = functional.cross_entropy(output, target)
     return loss, {
@@ -68,9 +68,7 @@ def test_extras_are_those_of_the_undivided_mini_batch(executor: str, checkpoint:
 
 
 @given(count=st.integers(1, 7), chunks=st.integers(1, 7), reduction=st.sampled_from(["mean", "sum"]))
-def test_numbers_are_added_up_if_whole_and_else_combined_as_the_losses_are(
-    count: int, chunks: int, reduction: Any
-) -> None:
+def test_integers_are_summed_and_floats_combined_as_losses(count: int, chunks: int, reduction: Any) -> None:
     def loss(output: Tensor, target: Tensor) -> Any:
         number = getattr(output.square(), reduction)()
         return number, (number.item(), number.float(), len(output), (target > 0).sum().int(), torch.tensor(True))
@@ -84,10 +82,10 @@ def test_numbers_are_added_up_if_whole_and_else_combined_as_the_losses_are(
     assert_close(extras[0], wanted.item())
     assert_close(extras[1], wanted.float(), 1e-5)
     assert extras[2] == count and extras[3] == count - 1 and extras[4] == pieces
-    assert [each.dtype for each in (extras[1], extras[3], extras[4])] == [torch.float32, torch.int64, torch.int64]
+    assert [extra.dtype for extra in (extras[1], extras[3], extras[4])] == [torch.float32, torch.int64, torch.int64]
 
 
-def test_a_micro_batch_of_which_nothing_counts_has_no_part_in_averages() -> None:
+def test_micro_batch_of_weight_zero_does_not_enter_averages() -> None:
     def loss(output: Tensor, target: Tensor) -> Any:
         number = functional.cross_entropy(output, target)
         return number, (number, number.item(), (target != -100).sum())

@@ -1,4 +1,4 @@
-"""Where backward begins before the loss has a gradient, it begins with one of the true size and is rescaled exactly."""
+"""If backward begins before the loss has a gradient, it starts with the true scale and is rescaled exactly."""
 
 import copy
 import warnings
@@ -27,27 +27,27 @@ class Half(nn.Module):
         return (x.half() * self.weight.half()).float()
 
 
-def tiny(output: Tensor, target: Tensor) -> Tensor:
-    """A loss whose gradients are below what half precision knows, unless they are scaled."""
+def tiny_loss(output: Tensor, target: Tensor) -> Tensor:
+    """A loss with gradients that underflow in half precision unless they are scaled."""
     return (output - target).mean() * 1e-8
 
 
-def half(**options: Any) -> Pipe:
-    return Pipe(nn.Sequential(Half(), Half()), chunks=3, balance=[1, 1], devices=["cpu"] * 2, loss=tiny, **options)
+def half_precision_pipe(**options: Any) -> Pipe:
+    return Pipe(nn.Sequential(Half(), Half()), chunks=3, balance=[1, 1], devices=["cpu"] * 2, loss=tiny_loss, **options)
 
 
 def scaled_step(pipe: Pipe, scaler: torch.amp.GradScaler) -> list[float]:
     """The scaled gradients of one step."""
     pipe.zero_grad()
     scaler.scale(pipe(torch.ones(6, 1), target=torch.zeros(6, 1))).backward()
-    return [each.grad.item() for each in pipe.parameters() if each.grad is not None]
+    return [parameter.grad.item() for parameter in pipe.parameters() if parameter.grad is not None]
 
 
 @every_run
 @every_schedule
 def test_a_grad_scaler_keeps_gradients_from_vanishing(executor: str, schedule: str, checkpoint: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    pipe = half(executor=executor, schedule=schedule, checkpoint=checkpoint, loss_scale=scaler.get_scale)
+    pipe = half_precision_pipe(executor=executor, schedule=schedule, checkpoint=checkpoint, loss_scale=scaler.get_scale)
     for _ in range(3):
         assert scaled_step(pipe, scaler) == pytest.approx([1e-8 * 2**16] * 2, rel=1e-3)
         scaler.update(2.0**17)
@@ -57,9 +57,9 @@ def test_a_grad_scaler_keeps_gradients_from_vanishing(executor: str, schedule: s
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
 @pytest.mark.parametrize("schedule", ["1f1b", TABLE], ids=["1f1b", "table"])
-def test_the_first_step_says_so_if_it_guessed_and_the_next_ones_are_right(executor: str, schedule: str) -> None:
+def test_first_step_warns_of_a_guess_and_later_ones_are_exact(executor: str, schedule: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    pipe = half(executor=executor, schedule=schedule)
+    pipe = half_precision_pipe(executor=executor, schedule=schedule)
     with pytest.warns(UserWarning, match=r"assumed 1, but it is 65536(.|\n)*loss_scale=scaler.get_scale"):
         assert scaled_step(pipe, scaler) == [0, 0]
     pipe.chunks = 2  # other settings do not make it forget
@@ -69,13 +69,13 @@ def test_the_first_step_says_so_if_it_guessed_and_the_next_ones_are_right(execut
     assert scaled_step(copy.deepcopy(pipe), scaler) == pytest.approx([1e-8 * 2**16] * 2, rel=1e-3)
 
 
-def test_nothing_is_said_where_nothing_had_to_be_guessed() -> None:
+def test_no_warning_without_a_guess() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scaled_step(half(schedule="gpipe"), scaler)
-        scaled_step(half(schedule="1f1b", loss_scale=2.0**16), scaler)
-        pipe = half(schedule="1f1b")
+        scaled_step(half_precision_pipe(schedule="gpipe"), scaler)
+        scaled_step(half_precision_pipe(schedule="1f1b", loss_scale=2.0**16), scaler)
+        pipe = half_precision_pipe(schedule="1f1b")
         (pipe(torch.ones(6, 1), target=torch.zeros(6, 1)) / 16).backward()
 
 
@@ -85,9 +85,7 @@ SCALES = st.none() | st.floats(1e-12, 1e12) | st.integers(1, 9)
 
 @given(factors=st.lists(GRADIENTS, min_size=1, max_size=4), scale=SCALES, callable_scale=st.booleans())
 @pytest.mark.filterwarnings("ignore:backward started before")
-def test_gradients_are_exact_whatever_the_losses_were_multiplied_by(
-    factors: list[float], scale: Any, callable_scale: bool
-) -> None:
+def test_gradients_are_exact_under_any_loss_scale(factors: list[float], scale: Any, callable_scale: bool) -> None:
     given_scale: Callable[[], Any] | Any = (lambda: scale) if callable_scale and scale is not None else scale
     loss = nn.MSELoss()
     pipe, plain = piped(chain(3, 4, 2), executor="serial", schedule="1f1b", loss=loss, loss_scale=given_scale)
@@ -100,7 +98,8 @@ def test_gradients_are_exact_whatever_the_losses_were_multiplied_by(
         if abs(factor) < float("inf"):
             assert_gradients_equal(pipe, plain)
         else:
-            assert not any(each.grad is not None and each.grad.isfinite().any() for each in pipe.parameters())
+            gradients = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+            assert not any(gradient.isfinite().any() for gradient in gradients)
 
 
 @given(exponents=st.lists(st.integers(-20, 60), min_size=1, max_size=3))
@@ -129,11 +128,11 @@ def test_a_graph_that_is_kept_is_rescaled_for_every_backward() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("inf"), float("nan"), True, torch.ones(2)])
-def test_what_is_no_scale_is_refused(wrong: Any) -> None:
+def test_invalid_scale_is_refused(wrong: Any) -> None:
     if isinstance(wrong, int | float):
         with pytest.raises(UsageError, match=r"loss_scale is .*; give a finite number above 0"):
-            half(loss_scale=wrong)
-    pipe = half(loss_scale=lambda: wrong, schedule="1f1b", executor="serial")
+            half_precision_pipe(loss_scale=wrong)
+    pipe = half_precision_pipe(loss_scale=lambda: wrong, schedule="1f1b", executor="serial")
     with pytest.raises(UsageError, match=r"loss_scale is .*; give a finite number above 0"):
         pipe(torch.ones(6, 1), target=torch.zeros(6, 1))
     with pytest.raises(UsageError, match=r"loss_scale is 2\.0, but there is no loss"):

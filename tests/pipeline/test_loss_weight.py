@@ -22,11 +22,11 @@ CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64)
 
 
 def masked(output: Tensor, target: dict[str, Any]) -> Tensor:
-    """One's own mean over what a mask lets through."""
+    """A custom mean over the values that a mask selects."""
     return ((output - target["y"]).square() * target["mask"]).sum() / target["mask"].sum() * target["factor"]
 
 
-def of_mask(target: dict[str, Any]) -> Tensor:
+def mask_sum(target: dict[str, Any]) -> Tensor:
     return target["mask"].sum()
 
 
@@ -57,7 +57,7 @@ def assert_exact(pipe: Pipe, plain: nn.Module, loss: Any, x: Tensor, target: Any
 def test_targets_that_do_not_count_are_left_out_of_the_mean(
     executor: str, checkpoint: str, schedule: str, kind: str
 ) -> None:
-    options = {"loss": masked, "loss_weight": of_mask} if kind == "own" else {"loss": LOSSES[kind]}
+    options = {"loss": masked, "loss_weight": mask_sum} if kind == "own" else {"loss": LOSSES[kind]}
     pipe, plain = piped(
         chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=checkpoint, schedule=schedule, **options
     )
@@ -79,7 +79,7 @@ def test_any_mean_by_class_weights_and_ignored_classes_is_exact(
     assert_exact(pipe, plain, LOSSES[kind], rows(count, 4), target)
 
 
-def test_positions_beyond_the_rows_and_probabilities_count_as_pytorch_counts_them() -> None:
+def test_positions_and_probabilities_count_as_in_pytorch() -> None:
     x, classes = rows(5, 2, 6), torch.arange(30).reshape(5, 6).square() % 3
     for ignored, target in ((1, classes), (-100, rows(5, 3, 6, seed=1).softmax(1))):
         loss = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=ignored)
@@ -87,14 +87,14 @@ def test_positions_beyond_the_rows_and_probabilities_count_as_pytorch_counts_the
         assert_exact(pipe, plain, loss, x, target)
 
 
-def test_a_mini_batch_of_which_nothing_counts_has_no_mean_as_in_pytorch() -> None:
+def test_mini_batch_of_weight_zero_has_no_mean_as_in_pytorch() -> None:
     loss = functional.cross_entropy
     for schedule in ("gpipe", "1f1b"):
         pipe, plain = piped(chain(4, 3), executor="serial", schedule=schedule, loss=loss)
         assert_exact(pipe, plain, loss, rows(5, 4), torch.full((5,), -100))
 
 
-def test_one_s_own_weight_goes_before_what_is_known_and_has_no_graph() -> None:
+def test_custom_weight_overrides_the_known_one_without_graph() -> None:
     seen: list[bool] = []
 
     def weight(target: Tensor) -> int:
@@ -106,7 +106,7 @@ def test_one_s_own_weight_goes_before_what_is_known_and_has_no_graph() -> None:
     assert weights == [0.5, 0.25, 0.25] and not any(seen)
 
 
-def test_what_a_weight_may_not_be_is_listed() -> None:
+def test_invalid_weights_are_listed() -> None:
     numbers = iter([-1, float("nan"), torch.ones(2), True, torch.tensor(0.5), 2])
     pipe, _ = piped(chain(4, 3), chunks=6, loss=functional.cross_entropy, loss_weight=lambda _: next(numbers))
     with pytest.raises(SpecError, match="a finite number from 0 up") as caught:
@@ -116,8 +116,8 @@ def test_what_a_weight_may_not_be_is_listed() -> None:
     ]
 
 
-def own(output: Tensor, target: Any) -> Tensor:
-    """A loss of which nobody knows what it divides by."""
+def unweighted_mean(output: Tensor, target: Any) -> Tensor:
+    """A loss with an unknown denominator."""
     return output.mean() + 0 * sum(leaf.sum() for leaf in (target if isinstance(target, tuple) else (target,)))
 
 
@@ -128,24 +128,24 @@ def own(output: Tensor, target: Any) -> Tensor:
         ((rows(4), torch.tensor([True, False, True, True])), r"target\[1\] is a mask"),
     ],
 )
-def test_padding_of_which_nobody_knows_how_it_counts_is_refused(target: Any, word: str) -> None:
-    pipe, plain = piped(chain(4, 3), loss=own)
+def test_padding_of_unknown_weight_is_refused(target: Any, word: str) -> None:
+    pipe, plain = piped(chain(4, 3), loss=unweighted_mean)
     with pytest.raises(UsageError, match=rf"loss_weight=(.|\n)*{word}"):
         pipe(rows(4, 4), target=target)
     for options in ({"loss_weight": len if isinstance(target, Tensor) else lambda t: len(t[0])}, {"chunks": 1}):
-        pipe, plain = piped(chain(4, 3), loss=own, **options)
-        assert_exact(pipe, plain, own, rows(4, 4), target)
+        pipe, plain = piped(chain(4, 3), loss=unweighted_mean, **options)
+        assert_exact(pipe, plain, unweighted_mean, rows(4, 4), target)
 
 
 @pytest.mark.parametrize(
     "target", [torch.tensor([True, False, True]), (rows(3), NoChunk(torch.tensor([False]))), torch.tensor([-1, 0, 5])]
 )
-def test_what_is_no_padding_is_taken(target: Any) -> None:
+def test_targets_without_padding_are_accepted(target: Any) -> None:
     piped(chain(4, 3), loss=lambda output, target: output.mean())[0](rows(3, 4), target=target).backward()
 
 
 class Wrapped(nn.Module):
-    """A loss of PyTorch's within another one."""
+    """A PyTorch loss inside another loss."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -160,9 +160,7 @@ class Wrapped(nn.Module):
     ("options", "word"),
     [({"ignore_index": 0}, "targets that are 0, its ignore_index"), ({"weight": CLASS_WEIGHTS}, "has class weights")],
 )
-def test_a_mean_of_pytorch_s_within_one_s_own_loss_is_refused_too(
-    executor: str, options: dict[str, Any], word: str
-) -> None:
+def test_mean_inside_a_custom_loss_is_refused(executor: str, options: dict[str, Any], word: str) -> None:
     target = torch.tensor([1, 2, 1, 0])
     pipe, plain = piped(chain(4, 3), loss=Wrapped(**options), executor=executor)
     for _ in range(2):
@@ -187,18 +185,18 @@ def test_a_loss_without_ignored_targets_goes_by_rows() -> None:
 def test_the_weighted_loss_is_the_loss_of_all_rows(sizes: list[int], factor: float) -> None:
     total = sum(sizes)
     x = rows(total)
-    pieces = [each.requires_grad_() for each in x.split(sizes)]
+    pieces = [piece.requires_grad_() for piece in x.split(sizes)]
     output = WeightedLoss([size / total for size in sizes])
-    losses = [each.square().mean() for each in pieces]
+    losses = [piece.square().mean() for piece in pieces]
     (loss,), tracked = output.gather(losses)
     assert tracked == [True]
     assert_close(output.fill([loss]), x.square().mean())
     assert_close(output.visible(losses), x.square().mean())
-    for each, (gradient,) in zip(
+    for loss, (gradient,) in zip(
         losses, output.scatter_gradients([torch.tensor(factor, dtype=torch.float64)]), strict=True
     ):
-        each.backward(gradient)
-    assert_close(torch.cat([each.grad for each in pieces]), factor * 2 * x / total)
+        loss.backward(gradient)
+    assert_close(torch.cat([piece.grad for piece in pieces]), factor * 2 * x / total)
 
 
 def test_a_loss_is_one_number() -> None:
@@ -213,7 +211,7 @@ def test_a_loss_is_one_number() -> None:
 
 
 class _Transfers(TorchDispatchMode):
-    """Counts the numbers that are read out of tensors, each of which would wait for a GPU."""
+    """Counts the numbers that are read from tensors, because such a read waits for a GPU."""
 
     count = 0
 
@@ -257,5 +255,5 @@ def test_on_a_gpu_a_step_waits_as_often_for_many_micro_batches() -> None:
                 pipe(x, target=target).backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchronizing CUDA operation" in str(each.message) for each in seen))
+        counts.append(sum("synchronizing CUDA operation" in str(warning.message) for warning in seen))
     assert counts[0] == counts[1] > 0

@@ -1,4 +1,4 @@
-"""Where values wait: a local queue for one worker, a mailbox for several."""
+"""Mailboxes: a local queue for one worker, a shared mailbox for several."""
 
 import threading
 from typing import Any
@@ -15,7 +15,7 @@ addresses = st.builds(Address, st.integers(0, 2), st.integers(0, 2), st.integers
 
 @pytest.mark.parametrize("box", [LocalQueue, Mailbox])
 @given(st.data(), st.lists(addresses, unique=True))
-def test_a_value_is_found_by_its_address_in_whatever_order(box: Any, data: st.DataObject, sent: list[Address]) -> None:
+def test_value_is_found_by_its_address_in_any_order(box: Any, data: st.DataObject, sent: list[Address]) -> None:
     here = box()
     for turn in range(2):  # what was taken is held no longer
         for address in sent:
@@ -56,7 +56,7 @@ def test_closing_a_mailbox_wakes_its_worker_and_it_stays_closed() -> None:
     assert ends == ["closed", "closed"]
 
 
-def test_what_arrived_before_the_end_can_still_be_taken() -> None:
+def test_value_from_before_the_end_can_still_be_received() -> None:
     box = Mailbox()
     box.put(Address(0, 0, 0), "early")
     box.close()

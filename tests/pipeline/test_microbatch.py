@@ -29,7 +29,7 @@ def tensors(draw: st.DrawFn, rows: int, axis: int) -> Tensor:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Any, int, int]:
-    """A nested value with at least one tensor, its rows, and the axis that they lie along."""
+    """A nested value with at least one tensor, the number of its rows, and their axis."""
     rows, axis = draw(st.integers(0, 9)), draw(st.integers(0, 1))
     one = tensors(rows, axis)
     leaf = one | st.none() | st.integers() | st.just("text")
@@ -101,7 +101,7 @@ def test_a_slice_may_be_written_by_a_layer_inside_autograd() -> None:
     assert torch.equal(base.grad, torch.tensor([[2.0, 2.0]] * 2 + [[0.0, 0.0]] * 2))
 
 
-def test_what_stands_in_no_chunk_goes_whole_to_every_micro_batch() -> None:
+def test_no_chunk_value_goes_whole_to_every_micro_batch() -> None:
     mask, table, scale = torch.ones(5, 5), torch.ones(2), torch.tensor(2.0)
     whole = NoChunk({"mask": mask, "deep": [NoChunk(table), None]})
     value = {"x": torch.arange(3), "whole": whole, "n": 0.5, "scale": scale}
@@ -133,7 +133,7 @@ def test_gradients_of_slices_are_joined_with_zeros_where_missing(rows: int, chun
         assert torch.equal(joined, wanted)
 
 
-def test_gradients_of_what_went_whole_are_summed_and_left_as_they_were() -> None:
+def test_gradients_of_shared_values_are_summed_out_of_place() -> None:
     w = torch.ones(3)
     plan, leaves = plan_split((torch.ones(4), NoChunk(w)), 4)
     pieces = [torch.full((3,), 1.0), None, torch.full((3,), 2.0), torch.full((3,), 4.0)]
@@ -185,7 +185,7 @@ def test_only_dense_tensors_are_cut(make: Callable[[torch.Tensor], torch.Tensor]
     assert [piece[1] is odd for piece in plan.split(leaves)] == [True, True]
 
 
-def test_no_rows_make_one_empty_micro_batch_and_less_than_one_chunk_is_an_error() -> None:
+def test_empty_batch_is_one_micro_batch_and_chunks_are_positive() -> None:
     (piece,) = split(torch.ones(0, 3), 4)
     assert piece.shape == (0, 3)
     with pytest.raises(BatchError, match="chunks is 0"):
@@ -231,7 +231,7 @@ def test_results_of_different_structure_are_named() -> None:
     assert "micro-batch 3: output should be a tuple of 2, but is a leaf" in text
 
 
-def test_objects_that_do_not_compare_plainly_are_unequal_unless_the_same() -> None:
+def test_objects_with_odd_equality_are_equal_only_to_themselves() -> None:
     class Odd:
         def __eq__(self, other: object) -> bool:
             raise ValueError
@@ -244,7 +244,8 @@ def test_objects_that_do_not_compare_plainly_are_unequal_unless_the_same() -> No
         join([odd, Odd()])
 
 
-def test_one_piece_is_returned_as_it_is_even_if_it_has_no_rows_to_join() -> None:
+def test_single_piece_is_returned_unchanged() -> None:
+    """This holds also for a piece without rows."""
     value = {"loss": torch.tensor(1.0), "x": torch.ones(3)}
     output = JoinedOutput()
     output.gather([value])
@@ -256,17 +257,17 @@ def test_one_piece_is_returned_as_it_is_even_if_it_has_no_rows_to_join() -> None
 
 
 @given(**SIZES)
-def test_the_gradient_of_the_mini_batch_is_that_of_its_micro_batches(count: int, chunks: int) -> None:
+def test_gradient_equals_that_of_the_micro_batches(count: int, chunks: int) -> None:
     x, y = rows(count, 2).requires_grad_(), rows(count, 3, seed=1)
     whole = rows(4, seed=2).requires_grad_()
     mini_batch = MiniBatch([{"x": x, "n": 3}, (y, NoChunk(whole))], chunks)
     assert sum(mini_batch.rows) == count and mini_batch.micro_batches == len(mini_batch.rows) == min(count, chunks)
-    assert [id(each) for each in mini_batch.tensors] == [id(x), id(whole)]
+    assert [id(tensor) for tensor in mini_batch.tensors] == [id(x), id(whole)]
     gradients: list[list[Tensor | None]] = []
     for parts in mini_batch.leaves():
         leaves = flatten(parts)[0]
-        assert [each.requires_grad for each in leaves if isinstance(each, Tensor)] == [True, False, True]
-        assert all(each.is_leaf for each in leaves if isinstance(each, Tensor))
+        assert [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)] == [True, False, True]
+        assert all(leaf.is_leaf for leaf in leaves if isinstance(leaf, Tensor))
         total = parts[0]["x"].square().sum() * parts[0]["n"] * parts[1][1].prod() + parts[1][0].sum()
         one, other = torch.autograd.grad(total, [parts[0]["x"], parts[1][1]])
         gradients.append([one, None, None, other])
@@ -281,29 +282,22 @@ def test_pieces_are_still_connected_with_the_callers_tensors(count: int, chunks:
     assert_close(x.grad, 2 * x.detach())
 
 
-def test_input_and_target_must_agree_in_rows() -> None:
-    with pytest.raises(BatchError) as caught:
-        MiniBatch([rows(7, 2), {"y": rows(6)}], 3)
-    assert "(input, target)" in str(caught.value)
-    assert "7 rows" in str(caught.value) and "6 rows" in str(caught.value)
-
-
 @given(**SIZES, axis=st.integers(0, 1))
 def test_an_output_is_joined_and_its_gradient_cut_again(count: int, chunks: int, axis: int) -> None:
     shape = (count, 2) if axis == 0 else (2, count)
     x = rows(*shape)
     pieces = [part.detach() for part in split(x, chunks, axis=axis)]
     output = JoinedOutput(axis=axis)
-    results = [{"y": each.requires_grad_(), "note": "same", "i": each.long()} for each in pieces]
+    results = [{"y": piece.requires_grad_(), "note": "same", "i": piece.long()} for piece in pieces]
     tensors, tracked = output.gather(results)
-    assert tracked == [True, False] and not any(each.requires_grad for each in tensors)
+    assert tracked == [True, False] and not any(tensor.requires_grad for tensor in tensors)
     fill = output.fill(tensors)
     assert list(fill) == ["y", "note", "i"] and fill["note"] == "same"
     assert torch.equal(fill["y"], x) and torch.equal(fill["i"], x.long())
     gradient = rows(*shape, seed=1)
     spread = output.scatter_gradients([gradient, None])
-    cut = [each[0] for each in spread]
-    assert all(each.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr() for each in cut)
+    cut = [gradients[0] for gradients in spread]
+    assert all(piece.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr() for piece in cut)
     assert torch.equal(torch.cat(cut, axis), gradient)
-    assert all(each[1] is None and each[2] is None for each in spread)
+    assert all(gradients[1] is None and gradients[2] is None for gradients in spread)
     assert torch.equal(output.visible(results)["y"], x)

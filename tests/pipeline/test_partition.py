@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def score(lengths: list[int], costs: list[int], skips: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-    """What is to be small, by the definition of what each part costs."""
+    """The objective of the partition, from its definition."""
     part_of = [part for part, length in enumerate(lengths) for _ in range(length)]
     load = [0] * len(lengths)
     for layer, cost in enumerate(costs):
@@ -51,7 +51,7 @@ def score(lengths: list[int], costs: list[int], skips: list[tuple[int, int, int]
         if part_of[source] != part_of[destination]:
             load[part_of[source]] += cost
             load[part_of[destination]] += cost
-    return max(load), sum(each * each for each in load), sum(each * each for each in lengths)
+    return max(load), sum(part * part for part in load), sum(part * part for part in lengths)
 
 
 @settings(max_examples=150)
@@ -104,7 +104,7 @@ def test_a_number_of_parts_is_an_int_before_anything_is_measured(parts: Any) -> 
             call()
 
 
-def test_what_cannot_be_measured_is_refused_with_all_that_is_wrong() -> None:
+def test_unmeasurable_arguments_are_refused_with_all_faults() -> None:
     with without_type_checks(), pytest.raises(UsageError, match="of type Linear, wanted an nn") as caught:
         profile_times(nn.Linear(2, 2), torch.ones(2, 2), timeout="1")
     assert "timeout is '1'" in str(caught.value)
@@ -116,7 +116,7 @@ def test_what_cannot_be_measured_is_refused_with_all_that_is_wrong() -> None:
 
 
 class Heavy(nn.Module):
-    """Many small products, forward and backward."""
+    """Many small matrix products, forward and backward."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Power(nn.Module):
 
 
 class Chain(nn.Module):
-    """Saves twenty results; only the graph holds all but the last."""
+    """Saves twenty results. Only the graph holds all of them except the last."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(20):
@@ -176,7 +176,7 @@ def test_the_users_model_is_bit_identical_afterwards(how, mode) -> None:
     net, batch = model(), sample()
     (net(batch).sum()).backward()
     before = copy.deepcopy(net)
-    grads = [None if each.grad is None else each.grad.clone() for each in net.parameters()]
+    grads = [None if parameter.grad is None else parameter.grad.clone() for parameter in net.parameters()]
     x = batch["x"].clone()
     random_state = torch.get_rng_state()
     options = {"timeout": 0.0} if how is balance_by_time else {"chunks": 2}
@@ -238,7 +238,7 @@ def test_saved_bytes_are_counted_once_and_without_parameters() -> None:
     assert profile_sizes(net, x, param_scale=0, chunks=5)[0] == 2 * width * 4
 
 
-def test_buffers_count_once_however_parameters_are_scaled() -> None:
+def test_buffers_count_once_under_any_parameter_scale() -> None:
     net = nn.Sequential(nn.BatchNorm1d(8).requires_grad_(False).eval())
     assert profile_sizes(net, torch.randn(4, 8), param_scale=0) == [2 * 8 * 4 + 8]
 
@@ -261,7 +261,7 @@ def test_weights_that_do_not_exist_yet_can_be_measured() -> None:
     assert all(parameter.is_meta for parameter in net.parameters())
 
 
-def test_a_sample_may_hold_what_every_micro_batch_gets_whole() -> None:
+def test_sample_can_contain_no_chunk_values() -> None:
     class Masked(nn.Module):
         def forward(self, value: dict[str, Tensor]) -> Tensor:
             return value["x"] * value["mask"]

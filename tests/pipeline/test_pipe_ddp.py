@@ -36,7 +36,7 @@ def model() -> nn.Sequential:
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank has rows of its own."""
+    """Every rank has different rows."""
     source = torch.Generator().manual_seed(10 * step + rank)
     x = torch.randn(7, 4, dtype=torch.float64, generator=source)
     return x, torch.randn(7, 2, dtype=torch.float64, generator=source)
@@ -46,19 +46,19 @@ def train(wrapped: nn.Module, rank: int, loss) -> list[torch.Tensor]:
     """The gradients after two steps that accumulate."""
     for step in range(2):
         loss(wrapped, *batch(rank, step)).backward()
-    return [each.grad for each in wrapped.parameters()]
+    return [parameter.grad for parameter in wrapped.parameters()]
 
 
-def outside(wrapped: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def outside_loss(wrapped: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(wrapped(x), y)
 
 
-def inside(wrapped: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def inside_loss(wrapped: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return wrapped(x, target=y)
 
 
 def check(case: dict, rank: int, wanted: list[torch.Tensor]) -> None:
-    for loss in (outside, inside) if case["schedule"] == "gpipe" else (inside,):
+    for loss in (outside_loss, inside_loss) if case["schedule"] == "gpipe" else (inside_loss,):
         pipe = weft.Pipe(model(), chunks=3, devices=["cpu", "cpu"], balance=[3, 2], loss=nn.MSELoss(), **case)
         calls: list[int] = []
         pipe[0].weight.register_hook(lambda gradient, calls=calls: calls.append(1))
@@ -74,8 +74,8 @@ def main(rank: int, store: str) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )
     plain = model()
-    wanted = train(DistributedDataParallel(copy.deepcopy(plain)), rank, outside)
-    alone = train(copy.deepcopy(plain), rank, outside)
+    wanted = train(DistributedDataParallel(copy.deepcopy(plain)), rank, outside_loss)
+    alone = train(copy.deepcopy(plain), rank, outside_loss)
     assert not torch.allclose(wanted[0], alone[0]), "the ranks should have averaged their gradients"
     for case in CASES:
         check(case, rank, wanted)

@@ -1,4 +1,4 @@
-"""What goes wrong in a layer reaches the caller as it is, says where it was, and ends nothing but its step."""
+"""An error in a layer reaches the caller unchanged, names its place, and ends only its own step."""
 
 import itertools
 import re
@@ -15,15 +15,13 @@ from weft import Pipe, pop, skippable
 from weft.core.context import is_recomputing
 from weft.core.errors import (
     BatchError,
-    ScheduleError,
     SkipWiringError,
     SpecError,
-    UsageError,
 )
 
 
-class Bang(Exception):
-    """No exception of anybody else."""
+class LayerError(Exception):
+    """An exception that no other code raises."""
 
 
 class FailsBackward(torch.autograd.Function):
@@ -35,12 +33,12 @@ class FailsBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         if ctx.layer.where == "backward" and ctx.number == ctx.layer.when:
-            raise Bang(f"backward of {ctx.number}")
+            raise LayerError(f"backward of {ctx.number}")
         return gradient, None, None
 
 
-class Mine(nn.Module):
-    """A layer that fails on the micro-batch whose rows hold the number `when`, in the phase `where`."""
+class FailingLayer(nn.Module):
+    """A layer that fails on the micro-batch with the number `when` in its rows, in the phase `where`."""
 
     def __init__(self, where: str = "", when: int = 0) -> None:
         super().__init__()
@@ -50,7 +48,7 @@ class Mine(nn.Module):
         number = int(x.detach()[0, 0])
         phase = "recomputation" if is_recomputing() else "forward"
         if self.where == phase and number == self.when:
-            raise Bang(f"{phase} of {number}")
+            raise LayerError(f"{phase} of {number}")
         return FailsBackward.apply(x, self, number)
 
 
@@ -72,20 +70,20 @@ def step(pipe: nn.Module) -> torch.Tensor:
 def test_an_exception_says_where_it_was_and_the_next_step_works(executor: str, checkpoint: str, where: str) -> None:
     if where == "recomputation" and checkpoint == "never":
         return
-    model = nn.Sequential(nn.Identity(), Mine(), nn.Identity(), Mine(), nn.Identity(), Mine())
+    model = nn.Sequential(nn.Identity(), FailingLayer(), nn.Identity(), FailingLayer(), nn.Identity(), FailingLayer())
     pipe = Pipe(model, chunks=4, balance=[2, 2, 2], devices=["cpu"] * 3, executor=executor, checkpoint=checkpoint)
     for stage, when in itertools.product((0, 1, 2), (0, 2, 3)):
         layer = model[2 * stage + 1]
         if where == "recomputation" and checkpoint == "except_last" and when == 3:
             continue
         layer.where, layer.when = where, when
-        with pytest.raises(Bang, match=f"{where} of {when}") as caught:
+        with pytest.raises(LayerError, match=f"{where} of {when}") as caught:
             step(pipe)
         told = "\n".join(caught.value.__notes__)
         word = "forward" if where == "forward" else "backward"
         assert f"in {word} of stage {stage}, micro-batch {when}" in told
         if where != "backward":
-            assert f"layer '{2 * stage + 1}' (Mine) of stage {stage}" in told
+            assert f"layer '{2 * stage + 1}' (FailingLayer) of stage {stage}" in told
         frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
         assert frames[-1] in ("forward", "backward") and "step" in frames
         layer.where = ""
@@ -102,10 +100,10 @@ def test_a_traceback_has_the_frames_of_the_user_and_one_of_weft(
     if (checkpoint, where) == ("never", "recomputation"):
         return
     monkeypatch.setenv("WEFT_FULL_TRACEBACK", str(int(full)))
-    mine = Mine(where)
+    mine = FailingLayer(where)
     pipe, _ = piped(nn.Sequential(nn.Identity(), nn.Sequential(mine)), balance=[1, 1], executor=executor)
     pipe.checkpoint = checkpoint
-    with pytest.raises(Bang) as caught:
+    with pytest.raises(LayerError) as caught:
         step(pipe)
     frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
     names = [(str(frame.f_globals["__name__"]), frame.f_code.co_name) for frame in frames]
@@ -115,7 +113,7 @@ def test_a_traceback_has_the_frames_of_the_user_and_one_of_weft(
     assert len(ours) > 9 if full else len(ours) == 1
 
 
-def test_what_weft_itself_fails_at_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_keeps_its_full_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, _ = piped(chain(4, 4), executor="serial")
     monkeypatch.setattr("weft.pipeline.pipe_runtime.build", lambda schedule, *_: schedule.nothing)
     with pytest.raises(AttributeError) as caught:
@@ -131,14 +129,14 @@ def test_an_exception_with_the_loss_inside_is_the_same(executor: str, schedule: 
 
     def loss(output, target):
         if broken[0] and where == "loss" and target[0] == 2:
-            raise Bang("loss")
+            raise LayerError("loss")
         return (output * target).sum()
 
-    model = nn.Sequential(Mine(where, 2), nn.Identity(), nn.Identity())
+    model = nn.Sequential(FailingLayer(where, 2), nn.Identity(), nn.Identity())
     pipe, _ = piped(model, chunks=4, executor=executor, schedule=schedule, loss=loss, loss_reduction="sum")
     for _ in range(2):
         broken[0], model[0].where = True, where
-        with pytest.raises(Bang) as caught:
+        with pytest.raises(LayerError) as caught:
             pipe(numbered(), target=torch.arange(4.0).unsqueeze(1)).backward()
         told = "\n".join(caught.value.__notes__)
         assert re.search(r"stage \d, micro-batch \d", told)
@@ -151,10 +149,10 @@ def test_an_exception_with_the_loss_inside_is_the_same(executor: str, schedule: 
 
 @every_run
 def test_an_exception_under_no_grad_is_the_same(executor: str, checkpoint: str) -> None:
-    model = nn.Sequential(nn.Identity(), Mine("forward", 1))
+    model = nn.Sequential(nn.Identity(), FailingLayer("forward", 1))
     pipe, _ = piped(model, chunks=4, executor=executor, checkpoint=checkpoint)
     with torch.no_grad():
-        with pytest.raises(Bang):
+        with pytest.raises(LayerError):
             pipe(numbered())
         model[1].where = ""
         assert torch.equal(pipe(numbered()), numbered())
@@ -186,7 +184,7 @@ class Writes(nn.Module):
         (Writes(), "never", "inplace=False"),
     ],
 )
-def test_what_a_layer_may_only_do_alone_fails_with_advice(executor, layer, checkpoint: str, advice: str) -> None:
+def test_layer_that_cannot_be_cut_fails_with_advice(executor, layer, checkpoint: str, advice: str) -> None:
     pipe, _ = piped(nn.Sequential(*chain(4, 4), layer), balance=[1, 1], executor=executor, checkpoint=checkpoint)
     with pytest.raises(RuntimeError) as caught:
         backward(pipe, rows(5, 4))
@@ -208,25 +206,15 @@ def test_an_out_of_memory_error_tells_of_recomputation(executor: str, words: str
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_when_all_stages_fail_at_once_the_caller_gets_one_of_them(executor: str) -> None:
-    model = nn.Sequential(Mine("backward", 3), Mine("backward", 3), Mine("backward", 2))
+def test_simultaneous_failures_raise_one_error(executor: str) -> None:
+    model = nn.Sequential(FailingLayer("backward", 3), FailingLayer("backward", 3), FailingLayer("backward", 2))
     pipe = Pipe(model, chunks=4, balance=[1, 1, 1], devices=["cpu"] * 3, executor=executor)
     for _ in range(5):
-        with pytest.raises(Bang):
+        with pytest.raises(LayerError):
             step(pipe)
 
 
 # --- arguments
-
-
-def test_a_schedule_that_there_is_not_is_named() -> None:
-    with pytest.raises(ScheduleError, match=r"'zigzag'.*gpipe, 1f1b"):
-        Pipe(chain(4, 3), chunks=2, schedule="zigzag", loss=nn.MSELoss())
-
-
-def test_1f1b_without_a_loss_is_refused_with_the_reason() -> None:
-    with pytest.raises(UsageError, match=r"'1f1b' starts backward before all forwards have ended.*loss=fn"):
-        Pipe(chain(4, 3, 2), chunks=2, schedule="1f1b", devices=["cpu", "cpu"])
 
 
 def test_skips_that_do_not_fit_are_refused() -> None:
@@ -242,9 +230,8 @@ def test_skips_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
 def test_a_target_of_another_length_is_refused(executor: str) -> None:
     pipe, _ = piped(chain(4, 3, 2), executor=executor, loss=nn.MSELoss())
-    with pytest.raises(BatchError, match="7 rows") as caught:
+    with pytest.raises(BatchError, match=r"\(input, target\)(.|\n)*7 rows(.|\n)*6 rows"):
         pipe(rows(7, 4), target=rows(6, 2))
-    assert "6 rows" in str(caught.value)
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
@@ -256,7 +243,7 @@ def test_a_target_without_its_name_gets_a_hint(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
-def test_a_loss_that_is_no_number_is_refused(executor: str) -> None:
+def test_loss_must_be_a_number(executor: str) -> None:
     pipe, _ = piped(chain(4, 3, 2), executor=executor, loss=lambda output, target: output - target)
     with pytest.raises(SpecError, match=r"shape \(3, 2\)"):
         pipe(rows(7, 4), target=rows(7, 2))

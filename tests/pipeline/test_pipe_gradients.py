@@ -26,14 +26,12 @@ from tests.pipeline.pipe_cases import (
 
 @pytest.mark.parametrize("to_none", [True, False])
 @every_run
-def test_training_equals_plain_training_and_old_gradients_stay_as_they_were(
-    executor: str, checkpoint: str, to_none: bool
-) -> None:
+def test_training_equals_plain_and_keeps_old_gradients(executor: str, checkpoint: str, to_none: bool) -> None:
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (pipe, plain)]
     for step in range(5):
-        kept = [each.grad for each in pipe.parameters()]
-        copies = [None if each is None else each.clone() for each in kept]
+        kept = [parameter.grad for parameter in pipe.parameters()]
+        copies = [None if gradient is None else gradient.clone() for gradient in kept]
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=to_none)
         assert_alike(pipe, plain, lambda model, step=step: backward(model, rows(7, 4, seed=step)))
@@ -72,8 +70,8 @@ def test_parameters_may_be_frozen_between_forward_and_backward(
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint, schedule=schedule)
     for model in (pipe, plain):
         loss = model(rows(7, 4)).square().sum()
-        for name, each in model.named_parameters():
-            each.requires_grad_(not name.startswith(frozen))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
         loss.backward()
     assert_gradients_equal(pipe, plain)
 
@@ -90,7 +88,7 @@ class SomeRows(nn.Module):
 
 
 @every_run
-def test_a_parameter_that_only_some_micro_batches_use_gets_their_gradient(executor: str, checkpoint: str) -> None:
+def test_parameter_of_some_micro_batches_gets_their_gradient(executor: str, checkpoint: str) -> None:
     pipe, _ = piped(nn.Sequential(SomeRows(), SomeRows()), executor=executor, checkpoint=checkpoint, chunks=2)
     x = torch.ones(4, 4, dtype=torch.float64)
     x[2:] = -1
@@ -107,8 +105,8 @@ def test_sparse_embedding_gradients_stay_sparse(executor: str, checkpoint: str) 
     pipe, plain = piped(model, executor=executor, checkpoint=checkpoint, balance=[2, 1])
     words = torch.tensor([[1, 2], [2, 3], [9, 9], [0, 1], [1, 1]])
     for _ in range(2):
-        for each in (pipe, plain):
-            backward(each, words)
+        for model in (pipe, plain):
+            backward(model, words)
     assert pipe[0].weight.grad.is_sparse
     assert_close(pipe[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
     assert_close(pipe[2].weight.grad, plain[2].weight.grad)

@@ -37,7 +37,7 @@ def test_full_backward_hooks_of_modules_fire(executor: str, checkpoint: str) -> 
     seen: list[torch.Tensor] = []
     pipe[1].register_full_backward_hook(lambda module, inputs, outputs: seen.append(inputs[0]))
     assert_alike(pipe, plain)
-    assert sorted(len(each) for each in seen) == [2, 2, 3]
+    assert sorted(len(calls) for calls in seen) == [2, 2, 3]
 
 
 class HalfUsed(nn.Module):
@@ -53,7 +53,7 @@ class HalfUsed(nn.Module):
 
 
 @every_run
-def test_hooks_of_a_parameter_that_the_step_did_not_use_do_not_fire(executor: str, checkpoint: str) -> None:
+def test_hooks_of_unused_parameters_do_not_fire(executor: str, checkpoint: str) -> None:
     layers = nn.Sequential(HalfUsed(), HalfUsed()).double()
     fired: list[str] = []
     for name, parameter in layers.named_parameters():
@@ -67,7 +67,7 @@ def test_hooks_of_a_parameter_that_the_step_did_not_use_do_not_fire(executor: st
         assert sorted(fired) == sorted(used * 2)
 
 
-def test_hooks_of_unused_parameters_survive_a_backward_that_fails_later() -> None:
+def test_hooks_of_unused_parameters_survive_a_failed_backward() -> None:
     class Broken(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_hooks_of_unused_parameters_survive_a_backward_that_fails_later() -> Non
     assert list(layers[0].unused.weight._backward_hooks.values()) == [hook]
 
 
-def test_a_pipe_that_another_thread_uses_meanwhile_makes_no_hook_of_an_unused_parameter_fire() -> None:
+def test_concurrent_pipe_fires_no_hooks_of_unused_parameters() -> None:
     layer = HalfUsed().double()
     pipe = weft.Pipe(nn.Sequential(layer), chunks=2, devices=["cpu"], executor="serial")
     other, _ = piped(chain(4, 5, 3), executor="serial")
@@ -111,10 +111,11 @@ def test_a_pipe_that_another_thread_uses_meanwhile_makes_no_hook_of_an_unused_pa
     assert fired == ["hook of the other backward", "used"]
 
 
-def test_a_hook_that_is_removed_while_it_is_quiet_does_not_come_back() -> None:
+def test_hook_removed_while_muted_stays_removed() -> None:
     layer = HalfUsed().double()
     pipe = weft.Pipe(nn.Sequential(layer), chunks=2, devices=["cpu"], executor="serial")
-    handles = [each.register_hook(lambda gradient: gradient) for each in (layer.unused.weight, layer.unused.bias)]
+    unused = list(layer.unused.parameters())
+    handles = [parameter.register_hook(lambda gradient: gradient) for parameter in unused]
     layer.used.weight.register_hook(lambda gradient: handles[0].remove())
     backward(pipe, rows(4, 3))
-    assert [len(each._backward_hooks or {}) for each in (layer.unused.weight, layer.unused.bias)] == [0, 1]
+    assert [len(parameter._backward_hooks or {}) for parameter in unused] == [0, 1]

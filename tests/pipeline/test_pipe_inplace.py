@@ -1,4 +1,4 @@
-"""Layers that write: into their input, and into running statistics. The numbers are right, or there is an error."""
+"""Layers that write into their input or running statistics. The results are exact, or there is an error."""
 
 import copy
 import re
@@ -30,7 +30,7 @@ def linear() -> nn.Module:
 
 
 def models() -> dict[str, nn.Sequential]:
-    """With an in-place layer first in a stage, when cut after two layers."""
+    """Models whose second stage begins with an in-place layer, if cut after two layers."""
     return {
         "relu": nn.Sequential(linear(), nn.Identity(), nn.ReLU(inplace=True), linear()),
         "nested": nn.Sequential(linear(), nn.Identity(), nn.Sequential(nn.ReLU(inplace=True), linear())),
@@ -51,7 +51,7 @@ def test_in_place_layers_of_pytorch_give_plain_gradients(name: str, executor: st
 
 
 @every_run
-def test_an_input_that_wants_a_gradient_may_meet_an_in_place_layer_first(executor: str, checkpoint: str) -> None:
+def test_input_with_gradient_can_enter_an_in_place_layer(executor: str, checkpoint: str) -> None:
     pipe, _ = piped(models()["everywhere"], executor=executor, checkpoint=checkpoint)
     x = rows(7, 4).requires_grad_()
     before = x.detach().clone()
@@ -61,7 +61,7 @@ def test_an_input_that_wants_a_gradient_may_meet_an_in_place_layer_first(executo
 
 
 class Doubles(nn.Module):
-    """Writes into its input, and nothing shows it."""
+    """Writes into its input without an attribute that shows it."""
 
     def forward(self, x):
         return x.mul_(2)
@@ -110,10 +110,8 @@ def test_a_write_into_what_all_micro_batches_share_is_an_error(executor: str, ch
 
 
 @every_run
-def test_an_in_place_layer_first_in_a_stage_leaves_a_skip_of_the_same_tensor_alone(
-    executor: str, checkpoint: str
-) -> None:
-    """It writes into the stage's own copy: what was stashed stays as it was."""
+def test_in_place_layer_leaves_a_skip_of_its_input_alone(executor: str, checkpoint: str) -> None:
+    """It writes into a copy that the stage makes, so that the stashed tensor is unchanged."""
     layers = [linear(), Early(), nn.ReLU(inplace=True), linear(), Late()]
     pipe, plain = piped(nn.Sequential(*layers), balance=[2, 3], executor=executor, checkpoint=checkpoint)
     plain[2].inplace = False
@@ -140,7 +138,7 @@ def test_a_deferred_batch_norm_counts_the_mini_batch_once(
             backward(pipe, x)
         plain[0](x)
         assert pipe[0].num_batches_tracked == pipe[2].num_batches_tracked == step
-        # The second norm sees what the first normalised per micro-batch, so only the first is compared.
+        # The input of the second norm is normalized per micro-batch, so only the first norm is compared.
         assert_close(pipe[0].running_mean, plain[0].running_mean)
         assert_close(pipe[0].running_var, plain[0].running_var)
 
@@ -168,7 +166,7 @@ def test_a_failed_step_leaves_no_trace_in_deferred_statistics(executor: str) -> 
 
 
 class Overlapping(nn.Module):
-    """Returns one tensor several times over, and what it was given."""
+    """Returns one tensor several times, and its input."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()
@@ -177,12 +175,12 @@ class Overlapping(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.line(x)
         found = (y, y, y[:, :2], x)
-        return tuple(each.clone() for each in found) if self.apart else found
+        return tuple(tensor.clone() for tensor in found) if self.apart else found
 
 
 @every_run
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_writing_into_one_output_changes_no_other_and_no_argument(executor: str, checkpoint: str, chunks: int) -> None:
+def test_write_to_an_output_changes_nothing_else(executor: str, checkpoint: str, chunks: int) -> None:
     torch.manual_seed(3)
     pipe, plain = piped(
         nn.Sequential(Overlapping(False)).double(),
@@ -199,7 +197,7 @@ def test_writing_into_one_output_changes_no_other_and_no_argument(executor: str,
         outputs = list(model(h))
         outputs[0].mul_(3)
         outputs[3].add_(1)
-        sum((each * each).sum() for each in (*outputs, h)).backward()
+        sum((tensor * tensor).sum() for tensor in (*outputs, h)).backward()
         return [*outputs, h, x.grad]
 
     assert_alike(pipe, plain, step)

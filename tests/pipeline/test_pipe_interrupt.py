@@ -23,7 +23,7 @@ from tests.pipeline.pipe_cases import (
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_what_is_no_exception_passes_too(executor: str, kind: type[BaseException]) -> None:
+def test_base_exceptions_reach_the_caller(executor: str, kind: type[BaseException]) -> None:
     class Stops(nn.Module):
         stops = True
 
@@ -41,10 +41,8 @@ def test_what_is_no_exception_passes_too(executor: str, kind: type[BaseException
 
 
 @every_run
-def test_a_failed_forward_leaves_the_models_of_its_thread_alone_while_its_error_is_held(
-    executor: str, checkpoint: str
-) -> None:
-    """PyTorch 2.11 leaves hooks in place then, and the next model is recomputed as the one that failed."""
+def test_held_error_leaves_other_models_of_its_thread_alone(executor: str, checkpoint: str) -> None:
+    """PyTorch 2.11 leaves hooks in place, and would recompute the next model as the one that failed."""
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
     with pytest.raises(RuntimeError, match="multiplied") as held:
         pipe(rows(6, 5))
@@ -53,7 +51,7 @@ def test_a_failed_forward_leaves_the_models_of_its_thread_alone_while_its_error_
 
 
 class Interrupts(nn.Module):
-    """Sends the main thread what Ctrl-C sends, once, and then works for a while."""
+    """Interrupts the main thread once, as Ctrl-C does, and then works for a while."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,9 +71,8 @@ class Interrupts(nn.Module):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("during", ["forward", "backward"])
-def test_a_keyboard_interrupt_reaches_the_caller_and_the_pipe_works_afterwards(
-    executor: str, checkpoint: str, during: str
-) -> None:
+def test_keyboard_interrupt_reaches_the_caller(executor: str, checkpoint: str, during: str) -> None:
+    """The pipe works afterwards."""
     if during == "backward" and checkpoint == "never":
         return  # no layer of ours runs then
     layer = Interrupts()
@@ -96,7 +93,7 @@ def test_a_keyboard_interrupt_reaches_the_caller_and_the_pipe_works_afterwards(
 
 @pytest.mark.skipif(os.name != "posix", reason="needs pthread_kill")
 def test_an_interrupt_at_any_moment_leaves_a_pipe_that_works() -> None:
-    """From another thread, so it hits the caller anywhere: while it hands out work, waits, or collects."""
+    """Another thread interrupts the caller anywhere: while it hands out work, waits, or collects."""
     pipe, plain = piped(chain(4, 5, 3), executor="threads")
     backward(pipe, rows(8, 4))
     backward(plain, rows(8, 4))
@@ -117,7 +114,7 @@ def test_an_interrupt_at_any_moment_leaves_a_pipe_that_works() -> None:
 
 
 def interrupt_later(loops: int, heard: threading.Event) -> None:
-    """Send the main thread what Ctrl-C sends, after counting that far; again, if a finalizer swallowed it."""
+    """Interrupt the main thread as Ctrl-C does, after `loops` iterations. Repeat it if a finalizer swallowed it."""
     for _ in range(loops):
         pass
     while not heard.is_set():

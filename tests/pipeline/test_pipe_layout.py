@@ -1,4 +1,4 @@
-"""Which layers stand in which stage, what may be set later, and how a Pipe shows it."""
+"""The layers of each stage, the settings that can change later, and their display."""
 
 import itertools
 from collections.abc import Callable
@@ -44,11 +44,11 @@ def test_layers_keep_their_own_training_flags() -> None:
     model[2][0].eval()
     for deferred in (False, True):
         pipe = Pipe(model, chunks=2, devices=["cpu"], deferred_batch_norm=deferred)
-        assert [each.training for each in pipe.modules()] == [True, True, False, True, False, True]
+        assert [module.training for module in pipe.modules()] == [True, True, False, True, False, True]
     assert not Pipe(model.eval(), chunks=2).training
 
 
-def test_what_is_set_later_holds_from_the_next_step_on() -> None:
+def test_changed_settings_apply_from_the_next_step() -> None:
     modes = ["always", "always"]
     pipe, plain = piped(chain(4, 4, 4), executor="serial", balance=[2, 1], checkpoint=modes)
     calls: list[bool] = []
@@ -75,7 +75,7 @@ def test_what_is_set_later_holds_from_the_next_step_on() -> None:
     assert pipe.devices == [torch.device("cpu")] * 2
 
 
-def test_a_pipe_that_is_printed_tells_stages_schedule_and_loss() -> None:
+def test_repr_shows_stages_schedule_and_loss() -> None:
     pipe, _ = piped(chain(4, 5, 3), balance=[2, 1])
     assert "schedule='gpipe', loss=None, checkpoint='never'" in str(pipe)
     assert "2 on cpu, 1 on cpu" in str(pipe) and "chunks=3" in str(pipe) and "(2): Linear" in str(pipe)
@@ -100,7 +100,7 @@ def test_a_pipe_that_is_printed_tells_stages_schedule_and_loss() -> None:
         ("checkpoint", 5, "it is 5"),
     ],
 )
-def test_what_is_set_later_is_checked_as_in_the_constructor(name: str, value: Any, told: str) -> None:
+def test_changed_settings_are_validated(name: str, value: Any, told: str) -> None:
     pipe, plain = piped(chain(4, 4, 4), balance=[2, 1])
     backward(pipe, rows(6, 4))
     before = getattr(pipe, name)
@@ -116,7 +116,7 @@ def test_what_is_set_later_is_checked_as_in_the_constructor(name: str, value: An
 
 
 @pytest.mark.parametrize("observer", [None, 3, object(), Recorder])
-def test_a_watcher_that_is_none_is_refused_before_a_step(observer: Any) -> None:
+def test_invalid_observer_is_refused_before_a_step(observer: Any) -> None:
     pipe, _ = piped(chain(4, 4))
     with without_type_checks(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.observed_by(observer):
         raise AssertionError("the block began")

@@ -1,4 +1,4 @@
-"""Nothing outlives what it belongs to: no thread its pipe, no graph and no tensor its step."""
+"""Threads end with their pipe, graphs and tensors with their step."""
 
 import contextvars
 import gc
@@ -25,7 +25,7 @@ from weft import Pipe
 
 
 class Tracked(torch.autograd.Function):
-    """The identity. Its node in the graph, which saves a tensor, is what the census counts."""
+    """The identity. The census counts its node in the graph, which saves a tensor."""
 
     @staticmethod
     def forward(ctx, x, census):
@@ -55,8 +55,8 @@ class Census(nn.Module):
         return y
 
     def alive(self) -> int:
-        """How much of it lives, without the help of the garbage collector."""
-        self.tensors = [each for each in self.tensors if each() is not None]
+        """The number of live objects, without a run of the garbage collector."""
+        self.tensors = [reference for reference in self.tensors if reference() is not None]
         return len(self.seen) + len(self.tensors)
 
 
@@ -68,7 +68,7 @@ def model() -> tuple[nn.Sequential, list[Census]]:
 
 
 def alive(census: list[Census]) -> int:
-    return sum(each.alive() for each in census)
+    return sum(counter.alive() for counter in census)
 
 
 def pipe_of(executor: str, checkpoint: str, **settings) -> tuple[Pipe, list[Census]]:
@@ -79,7 +79,7 @@ def pipe_of(executor: str, checkpoint: str, **settings) -> tuple[Pipe, list[Cens
 
 @pytest.fixture(autouse=True)
 def no_collector():
-    """What lives no longer must go by itself: the collector may come late."""
+    """Objects must be freed without the garbage collector, because it can run late."""
     gc.disable()
     yield
     gc.enable()
@@ -153,7 +153,7 @@ def test_the_number_of_tensors_does_not_grow_from_step_to_step(executor: str, ch
     def tensors() -> int:
         backward(pipe, rows(7, 4))
         gc.collect()
-        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        return sum(issubclass(type(candidate), torch.Tensor) for candidate in gc.get_objects())
 
     for _ in range(2):
         tensors()
@@ -171,11 +171,11 @@ def test_a_dropped_pipe_is_gone_at_once_and_its_threads_with_it(executor: str, c
     mine = set(threading.enumerate()) - before
     assert len(mine) == (3 if executor in ("threads", "auto") else 0) == pipe.statistics()["threads"]
     assert all(thread.name.startswith("weft-") and thread.daemon for thread in mine)
-    gone = [weakref.ref(each) for each in (pipe, *pipe.parameters())]
+    gone = [weakref.ref(target) for target in (pipe, *pipe.parameters())]
     del pipe, census
     if executor == "graph":
         gc.collect()
-    assert not any(each() is not None for each in gone)
+    assert not any(reference() is not None for reference in gone)
     for thread in mine:
         thread.join(10)
         assert not thread.is_alive(), "a dropped pipe is no cycle, so its threads end without the collector"
@@ -225,8 +225,8 @@ def test_forward_in_one_thread_and_backward_in_another(executor: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_two_threads_of_the_user_may_even_meet_in_a_pipe(checkpoint: str) -> None:
-    """One waits for the other: a walk is not shared."""
+def test_two_threads_can_call_one_pipe(checkpoint: str) -> None:
+    """One thread waits for the other, because a walk is not shared."""
     pipe, plain = piped(chain(4, 5, 3), executor="threads", checkpoint=checkpoint)
     outputs: list[torch.Tensor] = []
 
@@ -242,5 +242,5 @@ def test_two_threads_of_the_user_may_even_meet_in_a_pipe(checkpoint: str) -> Non
         assert not thread.is_alive()
     wanted = plain(rows(7, 4))
     assert len(outputs) == 10
-    for each in outputs:
-        torch.testing.assert_close(each, wanted)
+    for output in outputs:
+        torch.testing.assert_close(output, wanted)

@@ -21,10 +21,9 @@ from tests.pipeline.pipe_cases import (
     rows,
 )
 from weft import Pipe, Schedule
-from weft.core.errors import UsageError
 
 
-def inside(loss: Any, **settings: Any) -> tuple[Pipe, nn.Sequential]:
+def pipe_with_loss(loss: Any, **settings: Any) -> tuple[Pipe, nn.Sequential]:
     """A pipe that computes its loss, and the plain model."""
     return piped(chain(4, 5, 3), balance=[2, 1], loss=loss, **settings)
 
@@ -32,21 +31,21 @@ def inside(loss: Any, **settings: Any) -> tuple[Pipe, nn.Sequential]:
 @every_schedule
 @every_run
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_loss_and_its_gradients_are_those_of_the_undivided_mini_batch(
+def test_loss_equals_that_of_the_undivided_mini_batch(
     executor: str, checkpoint: str, schedule: str, reduction: str
 ) -> None:
     loss = nn.MSELoss(reduction=reduction)
-    pipe, plain = inside(loss, executor=executor, checkpoint=checkpoint, schedule=schedule)
+    pipe, plain = pipe_with_loss(loss, executor=executor, checkpoint=checkpoint, schedule=schedule)
     for count in (7, 3, 8):
         x, y = rows(count, 4, seed=count), rows(count, 3, seed=count + 1)
         seen, wanted = pipe(x, target=y), loss(plain(x), y)
         assert seen.shape == ()
         assert_close(seen, wanted)
-        for each in (seen, wanted):
-            each.backward(retain_graph=True)
-            (each / count).backward()
+        for pair in (seen, wanted):
+            pair.backward(retain_graph=True)
+            (pair / count).backward()
             with pytest.raises(RuntimeError, match="retain_graph=True"):
-                each.backward()
+                pair.backward()
         assert_gradients_equal(pipe, plain)
     with torch.no_grad():
         evaluated = pipe(x, target=y)
@@ -65,9 +64,9 @@ def test_a_loss_may_be_a_distributed_tensor(executor: str, schedule: str, from_l
         return ((output - target) ** 2).sum()
 
     def entered(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(DTensor.from_local(each, mesh) for each in args)
+        return tuple(DTensor.from_local(arg, mesh) for arg in args)
 
-    pipe, plain = inside(loss, executor=executor, schedule=schedule, loss_reduction="sum")
+    pipe, plain = pipe_with_loss(loss, executor=executor, schedule=schedule, loss_reduction="sum")
     for layer in list(pipe)[from_layer:]:
         distribute_module(layer, mesh)
     pipe[from_layer].register_forward_pre_hook(entered)
@@ -82,7 +81,7 @@ def test_a_loss_may_be_a_distributed_tensor(executor: str, schedule: str, from_l
 
 
 class Learned(nn.Module):
-    """A loss with a weight of its own."""
+    """A loss with a trainable weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +95,7 @@ class Learned(nn.Module):
 @every_run
 def test_input_target_and_loss_parameters_get_gradients_too(executor: str, checkpoint: str, schedule: str) -> None:
     loss, found = Learned(), list[list[Tensor | None]]()
-    pipe, plain = inside(loss, executor=executor, checkpoint=checkpoint, schedule=schedule)
+    pipe, plain = pipe_with_loss(loss, executor=executor, checkpoint=checkpoint, schedule=schedule)
     for call in (lambda x, y: pipe(x, target=y), lambda x, y: loss(plain(x), y)):
         x, y = rows(7, 4).requires_grad_(), rows(7, 3).requires_grad_()
         loss.weight.grad = None
@@ -110,21 +109,16 @@ def test_input_target_and_loss_parameters_get_gradients_too(executor: str, check
 @every_schedule
 @every_run
 def test_without_a_target_the_pipe_returns_its_output_and_trains(executor: str, checkpoint: str, schedule: str) -> None:
-    pipe, plain = inside(nn.MSELoss(), executor=executor, checkpoint=checkpoint, schedule=schedule)
+    pipe, plain = pipe_with_loss(nn.MSELoss(), executor=executor, checkpoint=checkpoint, schedule=schedule)
     for _ in range(2):
         assert_alike(pipe, plain)
 
 
-def test_a_schedule_may_be_a_value_and_is_cut_for_smaller_batches() -> None:
+def test_schedule_value_is_shortened_for_small_batches() -> None:
     schedule, loss = Schedule.parse(TABLE), nn.MSELoss()
-    pipe, plain = inside(loss, schedule=schedule)
+    pipe, plain = pipe_with_loss(loss, schedule=schedule)
     for count in (9, 2, 1):
         pipe(rows(count, 4), target=rows(count, 3)).backward()
         loss(plain(rows(count, 4)), rows(count, 3)).backward()
     assert_gradients_equal(pipe, plain)
     assert pipe.schedule_for(2) == schedule.restricted(2)
-
-
-def test_a_reduction_that_is_no_number_per_micro_batch_is_refused() -> None:
-    with pytest.raises(UsageError, match="'none'"):
-        Pipe(chain(4, 3), chunks=2, loss=nn.MSELoss(reduction="none"))

@@ -1,4 +1,4 @@
-"""When things happen inside a step: stages overlap, and recomputation does not wait for its gradient."""
+"""Order inside a step: stages overlap, and recomputation does not wait for its gradient."""
 
 import threading
 from itertools import product
@@ -27,7 +27,7 @@ class WaitsInBackward(torch.autograd.Function):
         return gradient, None, None
 
 
-class Waits(nn.Module):
+class WaitingLayer(nn.Module):
     """Its backward waits for an event."""
 
     def __init__(self, event: threading.Event) -> None:
@@ -39,7 +39,7 @@ class Waits(nn.Module):
         return WaitsInBackward.apply(x, self.event, self.heard)
 
 
-class Tells(nn.Module):
+class SignalsRecomputation(nn.Module):
     """Sets an event when it is recomputed."""
 
     def __init__(self, event: threading.Event) -> None:
@@ -57,9 +57,9 @@ class Tells(nn.Module):
 def test_a_stage_recomputes_before_its_gradient_arrives(chunks: int) -> None:
     """The last stage's backward ends only after the first stage has begun to recompute."""
     event = threading.Event()
-    waits = Waits(event)
+    waits = WaitingLayer(event)
     pipe = Pipe(
-        nn.Sequential(Tells(event), waits),
+        nn.Sequential(SignalsRecomputation(event), waits),
         chunks=chunks,
         balance=[1, 1],
         devices=["cpu", "cpu"],
@@ -70,8 +70,8 @@ def test_a_stage_recomputes_before_its_gradient_arrives(chunks: int) -> None:
     assert waits.heard == [True] * chunks
 
 
-class Meets(nn.Module):
-    """Goes on only when the other stage is inside as well."""
+class MeetsOtherStage(nn.Module):
+    """Continues only when the other stage is inside too."""
 
     def __init__(self, barrier: threading.Barrier) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ class Meets(nn.Module):
 
 
 def test_two_cpu_stages_really_run_at_once() -> None:
-    """Stage 1 is at micro-batch 0 while stage 0 is at micro-batch 1; each waits for the other."""
+    """Stage 1 runs micro-batch 0 while stage 0 runs micro-batch 1. Each waits for the other."""
     barrier = threading.Barrier(2)
-    first, second = Meets(barrier), Meets(barrier)
+    first, second = MeetsOtherStage(barrier), MeetsOtherStage(barrier)
     pipe = Pipe(
         nn.Sequential(first, second), chunks=2, balance=[1, 1], devices=["cpu", "cpu"], executor="threads"
     ).eval()
@@ -108,12 +108,12 @@ MODES: dict[str, Any] = {
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_only_what_the_mode_says_is_recomputed(executor: str, checkpoint: str) -> None:
+def test_only_micro_batches_of_the_mode_are_recomputed(executor: str, checkpoint: str) -> None:
     pipe, _ = piped(chain(4, 5, 3), chunks=4, executor=executor, checkpoint=MODES[checkpoint])
     for count, micro_batches in ((8, 4), (3, 3)):
         with pipe.observed_by(recorder := Recorder()):
             backward(pipe, rows(count, 4))
-        again = {each.action[::2] for each in recorder.events if each.kind == "R"}
+        again = {event.action[::2] for event in recorder.events if event.kind == "R"}
         count = {"except_last": micro_batches - 1, "never": 0}.get(checkpoint, micro_batches)
         stages = range(2) if checkpoint in CHECKPOINTS else [0]
         assert again == {*product(stages, range(count))}, "except_last means the last real micro-batch"
@@ -121,8 +121,8 @@ def test_only_what_the_mode_says_is_recomputed(executor: str, checkpoint: str) -
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_where_backward_follows_forward_at_once_nothing_is_recomputed(executor: str, checkpoint: str) -> None:
-    """The last stage of 1F1B; the stage before it recomputes what the mode says."""
+def test_immediate_backward_recomputes_nothing(executor: str, checkpoint: str) -> None:
+    """This holds for the last stage of 1F1B. The stage before it recomputes according to the mode."""
     settings = {"chunks": 4, "executor": executor, "checkpoint": checkpoint, "loss": nn.MSELoss()}
     pipe, plain = piped(chain(4, 5, 3), schedule="1f1b", **settings)
     calls = [0, 0]
@@ -152,5 +152,5 @@ def test_every_worker_follows_its_row_of_the_schedule(executor: str, schedule: s
     )
     with pipe.observed_by(recorder := Recorder()):
         pipe(rows(8, 4), target=rows(8, 4)).backward()
-    seen = [[each.action for each in recorder.events if each.action.stage == stage] for stage in range(3)]
+    seen = [[event.action for event in recorder.events if event.action.stage == stage] for stage in range(3)]
     assert seen == [list(row) for row in pipe.schedule_for(8).workers]

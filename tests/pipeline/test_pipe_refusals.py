@@ -1,4 +1,4 @@
-"""What a cut cannot carry is refused, not lost: side doors, containers nobody knows, other ways to differentiate."""
+"""Values that a cut cannot carry are refused, not lost: side channels, opaque containers, other transforms."""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +16,17 @@ from torch.autograd.functional import jacobian
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from tests.pipeline.pipe_cases import CUTS, assert_close, assert_gradients_equal, backward, chain, piped, rows, runs
+from tests.pipeline.pipe_cases import (
+    CUTS,
+    assert_alike,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    chain,
+    piped,
+    rows,
+    runs,
+)
 from weft import Pipe
 from weft.core.errors import BatchError, SpecError, UsageError
 
@@ -24,7 +34,7 @@ every_cut = pytest.mark.parametrize(("executor", "checkpoint"), runs(*CUTS))
 
 
 class Balanced(nn.Module):
-    """Keeps a loss of its own, as a mixture of experts does."""
+    """Stores an auxiliary loss, as a mixture of experts does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +47,7 @@ class Balanced(nn.Module):
 
 
 def with_aux(model: nn.Module, layer: Balanced, x: Tensor) -> None:
-    """One step whose loss has what the layer kept."""
+    """One step with the stored auxiliary loss in its loss."""
     (model(x).square().sum() + torch.stack(layer.aux).sum()).backward()
 
 
@@ -52,7 +62,7 @@ def test_a_gradient_that_would_end_at_a_cut_is_refused(executor: str, checkpoint
         with_aux(pipe, layer, rows(7, 4).requires_grad_(needs_gradient))
 
 
-def test_a_tensor_that_leaves_by_another_door_is_right_where_nothing_is_cut() -> None:
+def test_escaped_tensor_is_exact_without_a_cut() -> None:
     pipe, plain = piped(nn.Sequential(nn.Linear(4, 4), Balanced()).double(), executor="graph", checkpoint="never")
     with_aux(pipe, pipe[1], rows(7, 4))
     with_aux(plain, plain[1], rows(7, 4))
@@ -110,7 +120,7 @@ def wrapped(make: Any) -> nn.Sequential:
 
 @every_cut
 @pytest.mark.parametrize("make", HIDING)
-def test_a_container_that_hides_tensors_between_stages_is_refused(executor: str, checkpoint: str, make: Any) -> None:
+def test_opaque_container_between_stages_is_refused(executor: str, checkpoint: str, make: Any) -> None:
     pipe, plain = piped(wrapped(make), executor=executor, checkpoint=checkpoint, balance=[2, 2])
     with torch.no_grad():
         assert torch.equal(pipe(rows(2, 4)), torch.cat([plain(row) for row in rows(2, 4).split(1)]))
@@ -122,13 +132,12 @@ def test_a_container_that_hides_tensors_between_stages_is_refused(executor: str,
 
 @every_cut
 @pytest.mark.parametrize("make", [Known, *HIDING])
-def test_a_container_may_hide_tensors_inside_of_a_stage_or_be_known(executor: str, checkpoint: str, make: Any) -> None:
+def test_opaque_container_inside_a_stage_is_accepted(executor: str, checkpoint: str, make: Any) -> None:
+    """A container that pytree knows is accepted between stages too."""
     pipe, plain = piped(
         wrapped(make), executor=executor, checkpoint=checkpoint, balance=[2, 2] if make is Known else [3, 1]
     )
-    backward(pipe, rows(7, 4))
-    backward(plain, rows(7, 4))
-    assert_gradients_equal(pipe, plain)
+    assert_alike(pipe, plain)
 
 
 @pytest.mark.parametrize("make", HIDING)
@@ -168,7 +177,7 @@ def tangent(model: nn.Module, x: Tensor) -> Tensor:
 
 def tangent_of_a_parameter(model: nn.Module, x: Tensor) -> Tensor:
     with dual.dual_level():
-        found = {name: dual.make_dual(each, torch.ones_like(each)) for name, each in model.named_parameters()}
+        found = {name: dual.make_dual(value, torch.ones_like(value)) for name, value in model.named_parameters()}
         return dual.unpack_dual(torch.func.functional_call(model, found, (x,))).tangent
 
 
@@ -193,9 +202,8 @@ TRANSFORMS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("tracked", [True, False])
-def test_ways_to_differentiate_that_see_no_cut_are_refused_and_right_where_all_is_visible(
-    name: str, tracked: bool
-) -> None:
+def test_transforms_that_miss_a_cut_are_refused(name: str, tracked: bool) -> None:
+    """They are exact where nothing is cut."""
     transform, why = TRANSFORMS[name]
     for executor in (*CUTS, "auto", "graph"):
         pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint="never")
@@ -210,12 +218,10 @@ def test_ways_to_differentiate_that_see_no_cut_are_refused_and_right_where_all_i
 def test_inside_of_a_dual_level_a_step_without_tangents_is_run() -> None:
     pipe, plain = piped(chain(4, 5, 3))
     with dual.dual_level():
-        backward(pipe, rows(7, 4))
-    backward(plain, rows(7, 4))
-    assert_gradients_equal(pipe, plain)
+        assert_alike(pipe, plain)
 
 
-def test_a_vectorized_jacobian_is_refused_also_after_the_executor_was_chosen() -> None:
+def test_vectorized_jacobian_is_refused_after_the_choice_too() -> None:
     pipe, _ = piped(chain(4, 5, 3), executor="auto", checkpoint="never")
     for _ in range(20):
         backward(pipe, rows(7, 4).requires_grad_())
@@ -239,8 +245,8 @@ RECORDERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 def test_a_pipe_that_is_recorded_says_what_to_record_instead(
     record: str, executor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in ("forward", "_forward"):  # symbolic_trace would end in the tests' check of types
-        monkeypatch.setattr(Pipe, each, unwrap(getattr(Pipe, each)))
+    for method in ("forward", "_forward"):  # symbolic_trace would end in the tests' check of types
+        monkeypatch.setattr(Pipe, method, unwrap(getattr(Pipe, method)))
     (pipe, plain), x = piped(chain(3, 4, 2), executor=executor), rows(4, 3)
     refused = Unsupported if record == "export strictly" else UsageError  # Dynamo's own, around our words
     with warnings.catch_warnings(), pytest.raises(refused, match=r"the nn.Sequential .* or nn.Sequential\(\*pipe\)"):

@@ -1,8 +1,6 @@
-"""What a Pipe has to save, copy and share is what the wrapped model has."""
+"""A Pipe saves, copies and shares the state of the wrapped model."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -17,13 +15,15 @@ from tests.pipeline.pipe_cases import (
     assert_gradients_equal,
     backward,
     chain,
+    pickle_copy,
     piped,
     rows,
+    torch_save_copy,
 )
 from weft import Namespace, Pipe
 
 
-def awkward() -> nn.Sequential:
+def varied_model() -> nn.Sequential:
     """Skips, batch norms, buffers and names of the user's choice."""
     space = Namespace()
     named = [
@@ -40,25 +40,19 @@ def awkward() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_a_state_has_the_keys_of_the_sequential_and_loads_both_ways(deferred: bool) -> None:
-    pipe, plain = piped(awkward(), balance=[2, 3], deferred_batch_norm=deferred)
+def test_state_has_the_keys_of_the_sequential_both_ways(deferred: bool) -> None:
+    pipe, plain = piped(varied_model(), balance=[2, 3], deferred_batch_norm=deferred)
     assert list(pipe.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
     backward(pipe, rows(8, 4))
     with torch.no_grad():
-        for each in pipe.parameters():
-            each.add_(1)
+        for parameter in pipe.parameters():
+            parameter.add_(1)
     plain.load_state_dict(pipe.state_dict(), strict=True)
-    other, _ = piped(awkward(), balance=[3, 2], deferred_batch_norm=deferred)
+    other, _ = piped(varied_model(), balance=[3, 2], deferred_batch_norm=deferred)
     other.load_state_dict(plain.state_dict(), strict=True)
     for name, seen in other.state_dict().items():
         assert torch.equal(seen, pipe.state_dict()[name]), name
-
-
-def test_the_parameters_are_the_very_same_objects_so_an_optimizer_made_before_works() -> None:
-    model = chain(4, 5, 3)
-    before = list(model.parameters())
-    assert [id(each) for each in Pipe(model, chunks=2).parameters()] == [id(each) for each in before]
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -71,25 +65,14 @@ def test_one_layer_may_stand_in_two_stages(executor: str) -> None:
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_eval_uses_running_statistics_and_leaves_them(executor: str) -> None:
-    pipe, plain = piped(awkward(), balance=[2, 3], executor=executor, deferred_batch_norm=True)
+    pipe, plain = piped(varied_model(), balance=[2, 3], executor=executor, deferred_batch_norm=True)
     before = copy.deepcopy(pipe.eval().state_dict())
     with torch.no_grad():
         assert_close(pipe(rows(5, 4)), plain.eval()(rows(5, 4)))
     assert all(torch.equal(seen, before[name]) for name, seen in pipe.state_dict().items())
 
 
-def pickled(pipe: Pipe) -> Pipe:
-    return pickle.loads(pickle.dumps(pipe))
-
-
-def saved(pipe: Pipe) -> Pipe:
-    file = io.BytesIO()
-    torch.save(pipe, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickled, saved])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle_copy, torch_save_copy])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_copy_works_and_so_does_the_original(duplicate, steps: int) -> None:
     pipe, plain = piped(chain(4, 5, 3), executor="threads")
@@ -99,27 +82,27 @@ def test_a_copy_works_and_so_does_the_original(duplicate, steps: int) -> None:
     assert twin.statistics()["threads"] == 0
     assert twin.statistics()["balance"] == pipe.statistics()["balance"]
     backward(plain, rows(7, 4))
-    shared = {id(each) for each in pipe.parameters()} & {id(each) for each in twin.parameters()}
+    shared = {id(parameter) for parameter in pipe.parameters()} & {id(parameter) for parameter in twin.parameters()}
     assert len(shared) == (4 if duplicate is copy.copy else 0)
-    for each in (twin, pipe):
-        each.zero_grad()
-        backward(each, rows(7, 4))
-        assert_gradients_equal(each, plain)
+    for model in (twin, pipe):
+        model.zero_grad()
+        backward(model, rows(7, 4))
+        assert_gradients_equal(model, plain)
 
 
-def test_a_model_on_the_meta_device_is_materialised_stage_by_stage() -> None:
+def test_meta_model_is_materialized_stage_by_stage() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3))
     pipe = Pipe(model, chunks=2, balance=[2, 2], devices=["cpu", "cpu"])
-    assert all(each.is_meta for each in pipe.parameters())
+    assert all(parameter.is_meta for parameter in pipe.parameters())
     with pytest.raises(RuntimeError, match=r"materialize\(\)") as caught:
         pipe(torch.ones(4, 4))
     assert "0.weight" in str(caught.value) and "3.bias" in str(caught.value)
     assert pipe.materialize() is pipe
-    assert not any(each.is_meta for each in (*pipe.parameters(), *pipe.buffers()))
+    assert not any(tensor.is_meta for tensor in (*pipe.parameters(), *pipe.buffers()))
     assert torch.equal(pipe[2].running_var, torch.ones(5))
     backward(pipe, torch.randn(4, 4))
-    assert all(each.grad is not None and each.grad.isfinite().all() for each in pipe.parameters())
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in pipe.parameters())
 
 
 def on_the_meta_device() -> nn.Sequential:
@@ -135,12 +118,12 @@ def test_a_layer_is_initialised_the_same_wherever_it_is_cut() -> None:
             pipe.add_module(str(dropped), nn.Identity())  # as where another process has that layer
         torch.manual_seed(3)
         pipe.materialize()
-        found.append([each.detach() for each in (*pipe[2].parameters(), *pipe[3].parameters())])
+        found.append([parameter.detach() for parameter in (*pipe[2].parameters(), *pipe[3].parameters())])
         found[-1].append(torch.rand(3))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def test_materialize_keeps_what_was_made_to_run() -> None:
+def test_materialize_keeps_the_runtime() -> None:
     pipe = Pipe(on_the_meta_device(), chunks=2, balance=[2, 2], devices=["cpu", "cpu"], executor="threads")
     with pytest.raises(RuntimeError, match=r"materialize\(\)"):
         pipe(torch.ones(4, 4))
@@ -148,21 +131,21 @@ def test_materialize_keeps_what_was_made_to_run() -> None:
     pipe.materialize()
     pipe(torch.ones(4, 4)).sum().backward()
     assert pipe._runtime is runtime
-    assert all(each.grad is not None for each in pipe.parameters())
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
-def test_materialize_takes_the_users_own_initialisation_and_leaves_other_layers() -> None:
+def test_materialize_applies_the_callback_to_meta_layers_only() -> None:
     def ones(module: nn.Module) -> None:
-        for each in module.parameters(recurse=False):
-            nn.init.ones_(each)
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
 
-    here = nn.Linear(3, 2)
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 3, device="meta"), here), chunks=2)
-    kept = here.weight.detach().clone()
+    stored = nn.Linear(3, 2)
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 3, device="meta"), stored), chunks=2)
+    kept = stored.weight.detach().clone()
     pipe.materialize(ones)
     assert torch.equal(pipe[0].weight, torch.ones(3, 4)) and torch.equal(pipe[1].weight, kept)
     micro_batches = torch.full((2, 3), 5.0).split(1)  # two rows at once may be added up in another order
-    assert torch.equal(pipe(torch.ones(2, 4)), torch.cat([here(each) for each in micro_batches]))
+    assert torch.equal(pipe(torch.ones(2, 4)), torch.cat([stored(micro_batch) for micro_batch in micro_batches]))
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
@@ -176,8 +159,8 @@ def test_a_layer_may_be_replaced_between_steps(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_an_evaluation_between_forward_and_backward_leaves_running_statistics_alone(executor: str) -> None:
-    pipe, _ = piped(awkward(), balance=[3, 2], executor=executor, checkpoint="always")
+def test_evaluation_before_backward_keeps_running_statistics(executor: str) -> None:
+    pipe, _ = piped(varied_model(), balance=[3, 2], executor=executor, checkpoint="always")
     loss = pipe(rows(6, 4)).sum()
     before = copy.deepcopy(pipe.state_dict())
     pipe.eval()

@@ -1,4 +1,4 @@
-"""What may go into a Pipe, between its stages and out of it: nested tensors, and what is no tensor."""
+"""Values into a Pipe, between its stages and out of it: nested tensors and other objects."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from weft.core import pytree as tree
 from weft.core.errors import BatchError, UsageError
 
 
-class Does(nn.Module):
-    """A layer out of a function, with one weight."""
+class FunctionLayer(nn.Module):
+    """A layer that applies a function, with one weight."""
 
     def __init__(self, function) -> None:
         super().__init__()
@@ -30,15 +30,15 @@ class Pair(NamedTuple):
     right: torch.Tensor
 
 
-def both(functions, **settings: Any) -> tuple[Pipe, nn.Sequential]:
+def pipe_and_plain(functions, **settings: Any) -> tuple[Pipe, nn.Sequential]:
     """A pipe of as many stages as functions, and the plain model."""
     count = len(functions)
-    model = nn.Sequential(*(Does(each) for each in functions))
+    model = nn.Sequential(*(FunctionLayer(function) for function in functions))
     return piped(model, devices=["cpu"] * count, balance=[1] * count, **settings)
 
 
 def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """As the pipe does: the first layer gets all arguments. A plain nn.Sequential takes only one."""
+    """Call the first layer with all arguments, as a pipe does. A plain nn.Sequential takes only one."""
     if isinstance(model, Pipe):
         return model(*args, **kwargs)
     value = model[0](*args, **kwargs)
@@ -47,9 +47,9 @@ def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
-def squares(*tensors: Tensor) -> None:
+def backward_of_squares(*tensors: Tensor) -> None:
     """The backward of the sum of their squares."""
-    sum(each.square().sum() for each in tensors).backward()
+    sum(tensor.square().sum() for tensor in tensors).backward()
 
 
 @every_run
@@ -63,10 +63,10 @@ def test_tuples_dicts_and_named_tuples_travel_and_come_out(executor: str, checkp
     def step(model: nn.Module) -> list[Tensor]:
         pair, named, rest = model(rows(7, 2))
         assert type(pair) is Pair and list(named) == ["sum", "left"] and rest == [None, "text", 3]
-        squares(pair.left * 2 + named["sum"])
+        backward_of_squares(pair.left * 2 + named["sum"])
         return [*pair, *named.values()]
 
-    assert_alike(*both(functions, executor=executor, checkpoint=checkpoint), step)
+    assert_alike(*pipe_and_plain(functions, executor=executor, checkpoint=checkpoint), step)
 
 
 def _overwrites(w, value):
@@ -97,19 +97,21 @@ def test_a_layer_may_change_the_lists_and_dicts_that_it_gets(executor: str, chec
         layer,
         lambda w, value: w * sum(tree.flatten(value)[0]),
     ]
-    assert_alike(*both(functions, executor=executor, checkpoint=checkpoint), lambda model: backward(model, rows(7, 2)))
+    assert_alike(
+        *pipe_and_plain(functions, executor=executor, checkpoint=checkpoint), lambda model: backward(model, rows(7, 2))
+    )
 
 
 @every_run
 @pytest.mark.parametrize("used", [[0], [1], [0, 1]])
 def test_a_loss_may_use_only_some_outputs(executor: str, checkpoint: str, used: list[int]) -> None:
     functions = [lambda w, x: (x * w, x + w), lambda w, v: (v[0] * w, v[1].square() * w)]
-    pipe, plain = both(functions, executor=executor, checkpoint=checkpoint)
-    assert_alike(pipe, plain, lambda model: squares(*(model(rows(7, 2))[index] for index in used)))
+    pipe, plain = pipe_and_plain(functions, executor=executor, checkpoint=checkpoint)
+    assert_alike(pipe, plain, lambda model: backward_of_squares(*(model(rows(7, 2))[index] for index in used)))
 
 
 @every_run
-def test_arguments_keywords_and_what_is_not_cut_reach_the_first_layer(executor: str, checkpoint: str) -> None:
+def test_arguments_and_uncut_values_reach_the_first_layer(executor: str, checkpoint: str) -> None:
     functions = [
         lambda w, x, y, *, scale, extra=None, whole: x * w + y * scale + extra["z"] + whole.sum(0),
         lambda w, v: v * w,
@@ -119,10 +121,10 @@ def test_arguments_keywords_and_what_is_not_cut_reach_the_first_layer(executor: 
         x, y, z = (rows(7, 2, seed=seed).requires_grad_() for seed in (1, 2, 3))
         whole = rows(4, 2, seed=4).requires_grad_()
         uncut = NoChunk(whole) if isinstance(model, Pipe) else whole
-        squares(call(model, x, y, scale=3, extra={"z": z}, whole=uncut))
+        backward_of_squares(call(model, x, y, scale=3, extra={"z": z}, whole=uncut))
         return [x.grad, y.grad, z.grad, whole.grad]
 
-    assert_alike(*both(functions, executor=executor, checkpoint=checkpoint), step)
+    assert_alike(*pipe_and_plain(functions, executor=executor, checkpoint=checkpoint), step)
 
 
 @every_run
@@ -133,12 +135,12 @@ def test_a_view_may_be_returned(executor: str, checkpoint: str) -> None:
         return x.grad
 
     functions = [lambda w, x: (x * w).T.T[:, :1], lambda w, v: v.expand(-1, 3)]
-    assert_alike(*both(functions, executor=executor, checkpoint=checkpoint), step)
+    assert_alike(*pipe_and_plain(functions, executor=executor, checkpoint=checkpoint), step)
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
 def test_an_input_that_cannot_be_cut_is_refused_by_name(executor: str) -> None:
-    pipe, _ = both([lambda w, v: v["a"] * w], executor=executor)
+    pipe, _ = pipe_and_plain([lambda w, v: v["a"] * w], executor=executor)
     with pytest.raises(BatchError, match=r"(?s)7 rows.*'c'.*6 rows"):
         pipe({"a": rows(7, 2), "b": {"c": rows(6, 2)}})
     with pytest.raises(BatchError, match="no tensor to cut"):
@@ -146,8 +148,8 @@ def test_an_input_that_cannot_be_cut_is_refused_by_name(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_one_number_per_micro_batch_is_refused_and_the_next_step_works(executor: str) -> None:
-    pipe, _ = both([lambda w, x: x.sum() * w if x.sum() > 0 else x * w], executor=executor)
+def test_scalar_output_is_refused_and_the_next_step_works(executor: str) -> None:
+    pipe, _ = pipe_and_plain([lambda w, x: x.sum() * w if x.sum() > 0 else x * w], executor=executor)
     with pytest.raises(BatchError, match="single number"):
         pipe(torch.ones(6, 2, dtype=torch.float64))
     assert pipe(-torch.ones(6, 2, dtype=torch.float64)).shape == (6, 2)
@@ -156,16 +158,18 @@ def test_one_number_per_micro_batch_is_refused_and_the_next_step_works(executor:
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("change", [lambda x: x[::2], lambda x: torch.cat([x, x]), lambda x: x.flatten()])
 def test_another_number_of_rows_than_came_in_is_refused(executor: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Nobody knows whose rows they are: ``cat`` joined per micro-batch has them in another order."""
-    pipe, _ = both([lambda w, x: change(x) * w], executor=executor, chunks=2)
+    """The owner of such a row is unknown: ``cat`` joined per micro-batch has another order."""
+    pipe, _ = pipe_and_plain([lambda w, x: change(x) * w], executor=executor, chunks=2)
     with pytest.raises(BatchError, match=r"output has \d+, \d+ rows along axis 0 where the micro-batches have 4, 4"):
         pipe(rows(8, 2))
-    back, plain = both([lambda w, x: change(x) * w, lambda w, x: x.view(4, -1) * w], executor=executor, chunks=2)
-    assert_close(back(rows(8, 2)), torch.cat([plain(each) for each in rows(8, 2).split(4)]))
+    back, plain = pipe_and_plain(
+        [lambda w, x: change(x) * w, lambda w, x: x.view(4, -1) * w], executor=executor, chunks=2
+    )
+    assert_close(back(rows(8, 2)), torch.cat([plain(piece) for piece in rows(8, 2).split(4)]))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_target_for_which_there_is_no_loss_is_told(executor: str) -> None:
-    pipe, _ = both([lambda w, x: x * w], executor=executor)
+def test_target_without_a_loss_is_refused(executor: str) -> None:
+    pipe, _ = pipe_and_plain([lambda w, x: x * w], executor=executor)
     with pytest.raises(UsageError, match=r"no loss.*loss=fn"):
         pipe(rows(8, 2), target=rows(8, 2))

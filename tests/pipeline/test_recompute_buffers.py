@@ -1,4 +1,4 @@
-"""A recomputation finds what its forward found in buffers and generators, and leaves no trace in them."""
+"""A recomputation has the buffers and generators of its forward, and does not change them."""
 
 import contextlib
 import threading
@@ -53,7 +53,7 @@ class Averages(nn.Module):
 
 
 class Replaces(Averages):
-    """Puts new buffers in the place of the old."""
+    """Replaces its buffers by new ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + 1
@@ -62,7 +62,7 @@ class Replaces(Averages):
 
 
 class Borrows(nn.Module):
-    """Two modules that have one buffer: one writes, the other reads."""
+    """Two modules share one buffer: one writes, the other reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Borrows(nn.Module):
 
 
 class Draws(nn.Module):
-    """Has random numbers of its own."""
+    """Draws from its own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ LAYERS = {
 
 @every_run
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_that_changes_itself_does_so_once_per_micro_batch(name: str, executor: str, checkpoint: str) -> None:
+def test_layer_changes_itself_once_per_micro_batch(name: str, executor: str, checkpoint: str) -> None:
     pipe, plain = piped(nn.Sequential(linear(), LAYERS[name]()), executor=executor, checkpoint=checkpoint)
     buffers = dict(pipe.named_buffers())
     for step in range(3):
@@ -110,10 +110,10 @@ def test_a_layer_that_changes_itself_does_so_once_per_micro_batch(name: str, exe
         wanted.square().sum().backward()
         assert_close(output, wanted)
         assert_gradients_equal(pipe, plain)
-        for key, each in plain.state_dict().items():
-            assert_close(pipe.state_dict()[key], each)
+        for key, value in plain.state_dict().items():
+            assert_close(pipe.state_dict()[key], value)
     if name != "replaces":
-        assert all(each is buffers[key] for key, each in pipe.named_buffers())
+        assert all(buffer is buffers[key] for key, buffer in pipe.named_buffers())
 
 
 @pytest.mark.parametrize("executor", CUTS)
@@ -125,7 +125,8 @@ def test_a_retained_recomputation_finds_the_same_again(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_who_begins_to_write_later_is_named_once_and_right_from_then_on(executor: str) -> None:
+def test_layer_that_writes_later_is_named_once(executor: str) -> None:
+    """Its values are exact from then on."""
     pipe, plain = piped(nn.Sequential(linear(), nn.Sequential(Averages())), executor=executor, checkpoint="always")
     for model in (pipe, plain):
         model[1][0].on = False
@@ -142,7 +143,7 @@ def test_who_begins_to_write_later_is_named_once_and_right_from_then_on(executor
     assert_gradients_equal(pipe, plain)
 
 
-def test_stages_take_turns_at_a_norm_that_both_have_while_it_writes() -> None:
+def test_stages_take_turns_at_a_shared_norm() -> None:
     norm = nn.BatchNorm1d(2).double()
     cpu = torch.device("cpu")
     stages = [Stage(i, [("a", layer)], cpu, (), ()) for i, layer in enumerate([norm, norm, nn.BatchNorm1d(2).double()])]
@@ -200,8 +201,8 @@ def test_two_threads_may_train_a_deferred_norm_at_once() -> None:
     pipe(rows(8, 4))  # from here on it is known that nobody draws, and nobody holds the generator
     pipe[1].barrier = threading.Barrier(2)
     threads = [threading.Thread(target=pipe, args=(rows(8, 4),)) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert pipe[0].num_batches_tracked == 3

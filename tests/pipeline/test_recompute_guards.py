@@ -1,4 +1,4 @@
-"""Between a forward and its recomputation nothing may change that it computes with; else there is an error."""
+"""Between a forward and its recomputation the values that it uses must not change. A change is an error."""
 
 from collections.abc import Callable
 
@@ -51,7 +51,7 @@ CHANGES: dict[Callable[[Pipe], object], str] = {
 @pytest.mark.parametrize("executor", CUTS)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", ["never", "always"]])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_before_a_recomputation_is_named(executor: str, checkpoint: str, change) -> None:
+def test_change_before_a_recomputation_is_named(executor: str, checkpoint: str, change) -> None:
     pipe, plain = piped(chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=checkpoint)
     loss = pipe(rows(7, 4)).square().sum()
     kept = pipe[2].weight
@@ -65,12 +65,12 @@ def test_what_changes_before_a_recomputation_is_named(executor: str, checkpoint:
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_what_is_not_recomputed_may_change(executor: str) -> None:
+def test_change_without_recomputation_is_accepted(executor: str) -> None:
     pipe, _ = piped(chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=["always", "never"])
     loss = pipe(rows(7, 4)).square().sum()
     pipe[2].eval()
     loss.backward()
-    assert all(each.grad is not None for each in pipe.parameters())
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
 class Notes(nn.Module):
@@ -82,10 +82,10 @@ class Notes(nn.Module):
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_a_layer_may_note_what_it_likes(executor: str) -> None:
+def test_layer_can_keep_notes_of_a_run(executor: str) -> None:
     pipe, plain = piped(nn.Sequential(Notes(), *chain(4, 3)), executor=executor, checkpoint="always")
-    for each in (pipe, plain):
-        losses = [each(rows(7, 4, seed=seed)).square().sum() for seed in range(2)]
+    for model in (pipe, plain):
+        losses = [model(rows(7, 4, seed=seed)).square().sum() for seed in range(2)]
         losses[0].backward(retain_graph=True)
         losses[0].backward()
         losses[1].backward()
@@ -98,14 +98,14 @@ def test_a_layer_may_change_its_own_weights_while_it_runs(executor: str) -> None
     model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5, dtype=torch.float64), *chain(4, 3))
     pipe, plain = piped(model, executor=executor, checkpoint="always")
     for _ in range(2):
-        assert_alike(pipe, plain, lambda each: backward(each, torch.arange(7)))
+        assert_alike(pipe, plain, lambda net: backward(net, torch.arange(7)))
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_a_functional_call_has_its_gradients_without_recomputation_and_else_is_refused(executor: str) -> None:
+def test_functional_call_works_only_without_recomputation(executor: str) -> None:
     for checkpoint in ("never", "always"):
         pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
-        fresh = {name: torch.full_like(each, 0.1).requires_grad_() for name, each in pipe.named_parameters()}
+        fresh = {name: torch.full_like(value, 0.1).requires_grad_() for name, value in pipe.named_parameters()}
         seen, wanted = (torch.func.functional_call(model, fresh, (rows(6, 4),)) for model in (pipe, plain))
         if checkpoint == "never":
             pairs = [torch.autograd.grad(y.square().sum(), list(fresh.values())) for y in (seen, wanted)]

@@ -1,4 +1,4 @@
-"""Routes: every value that is read was written, at the same address; and gradients walk them in reverse."""
+"""Routes: every value that is read was written at the same address. Gradients follow the routes in reverse."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from weft.pipeline.step import StepState
 
 
 def run_of(wiring: Wiring, micro_batches: int) -> StepState:
-    """A run that nothing is done with."""
+    """A run without actions."""
     ambient = ExecutionContext.capture(["cpu"])
     return StepState(wiring, {}, [MicroBatchContext(i, ambient) for i in range(micro_batches)], [], [])
 
@@ -47,7 +47,7 @@ def test_a_stage_knows_its_routes_in_their_order(wiring: Wiring) -> None:
 
 
 @given(wirings(), st.integers(1, 5))
-def test_what_is_read_was_written_or_came_from_outside_and_nothing_else(wiring: Wiring, count: int) -> None:
+def test_reads_are_writes_or_outside_values(wiring: Wiring, count: int) -> None:
     run = run_of(wiring, count)
     read: Counter[Address] = Counter()
     written: Counter[Address] = Counter()
@@ -64,7 +64,7 @@ def test_what_is_read_was_written_or_came_from_outside_and_nothing_else(wiring: 
 
 
 @given(st.integers(1, 4), st.integers(1, 6))
-def test_a_carry_takes_its_first_values_from_outside_and_gives_its_last_ones_there(delay: int, count: int) -> None:
+def test_carry_begins_and_ends_outside(delay: int, count: int) -> None:
     wiring = Wiring((Route("state", 0, (0,), delay),), 1)
     run = run_of(wiring, count)
     read = [address for i in range(count) for address in run.reads(0, i)]

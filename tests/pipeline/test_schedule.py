@@ -65,7 +65,7 @@ def chain_order_holds(order: list[Action], stages: int) -> bool:
 
 
 @given(any_schedules())
-def test_a_random_valid_table_passes_and_its_order_honours_every_list_and_the_chain(schedule: Schedule) -> None:
+def test_valid_table_passes_and_its_order_honours_all_lists(schedule: Schedule) -> None:
     schedule.check(stages=schedule.stages, micro_batches=schedule.micro_batches)
     order = schedule.order
     for worker, row in enumerate(schedule.workers):
@@ -108,7 +108,7 @@ def test_forward_and_backward_are_parts_that_can_run_alone(schedule: Schedule) -
 
 
 @given(any_schedules())
-def test_live_counts_what_a_walk_holds(schedule: Schedule) -> None:
+def test_live_counts_the_micro_batches_that_a_walk_holds(schedule: Schedule) -> None:
     held: dict[int, set[int]] = {stage: set() for stage in range(schedule.stages)}
     most = [0] * schedule.stages
     for _, action in schedule.order:
@@ -121,7 +121,7 @@ def test_live_counts_what_a_walk_holds(schedule: Schedule) -> None:
 
 
 @given(any_schedules(3, 3), st.data())
-def test_any_shuffle_of_a_worker_is_accepted_exactly_when_it_can_run(schedule: Schedule, data: st.DataObject) -> None:
+def test_shuffled_worker_passes_exactly_if_it_can_run(schedule: Schedule, data: st.DataObject) -> None:
     worker = data.draw(st.sampled_from(range(len(schedule.workers))))
     shuffled = tuple(data.draw(st.permutations(schedule.workers[worker])))
     table = Schedule(tuple(shuffled if w == worker else row for w, row in enumerate(schedule.workers)))
@@ -167,7 +167,7 @@ def test_forward_alone_is_a_valid_schedule(stages: int, micro_batches: int, data
     assert schedule.live() == (micro_batches,) * stages
 
 
-def test_a_table_in_which_two_workers_wait_for_each_other_names_both() -> None:
+def test_circular_wait_names_both_workers() -> None:
     assert faults("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0") == [
         "deadlock: worker 0 stands at 0B0 and waits for 1B0 of worker 1",
         "deadlock: worker 1 stands at 1F1 and waits for 0F1 of worker 0",
@@ -220,7 +220,7 @@ def test_actions_that_do_not_exist_are_named() -> None:
     ]
 
 
-def test_rows_may_be_lists_and_what_is_no_action_is_named() -> None:
+def test_rows_can_be_lists_and_invalid_actions_are_named() -> None:
     table = one_f_one_b(2, 2)
     with without_type_checks():
         lists = Schedule([list(row) for row in table.workers])
@@ -241,7 +241,7 @@ def test_cells_that_cannot_be_read_are_listed_with_their_place() -> None:
     ]
 
 
-def test_overlapped_actions_become_a_sequence_and_transfers_are_dropped() -> None:
+def test_overlapped_actions_become_a_sequence_without_transfers() -> None:
     text = "0UNSHARD,0F0,0SEND_F0,,0F1,0RECV_B0,(0B0;0F2)OVERLAP_F_B,0RESHARD,0REDUCE_GRAD"
     text += ",0WAIT_SEND_F0,0WAIT_SEND_B1,0WAIT_REDUCE_GRAD"  # PyTorch 2.15 writes them, 2.14 does not
     assert Schedule.parse(text).text() == "0F0,0F1,0B0,0F2\n"
@@ -251,7 +251,7 @@ def test_overlapped_actions_become_a_sequence_and_transfers_are_dropped() -> Non
 @pytest.mark.parametrize(("workers", "micro_batches"), [(1, 2), (2, 4), (2, 8), (4, 8)])
 def test_pytorchs_tables_are_read_with_and_without_transfers(kind, workers, micro_batches, tmp_path) -> None:
     theirs = peers_schedule(kind, workers, micro_batches)
-    expected = tuple(tuple(flat(row)) for row in theirs.pipeline_order.values())
+    expected = tuple(tuple(flat_actions(row)) for row in theirs.pipeline_order.values())
     for form in ("compute_only", "compute_comms"):
         theirs._dump_csv(tmp_path / form, format=form)
         schedule = Schedule.parse((tmp_path / form).read_text())
@@ -265,7 +265,7 @@ def test_pytorchs_tables_are_read_with_and_without_transfers(kind, workers, micr
             assert schedule.worker_of == tuple(theirs.stage_index_to_group_rank[s] for s in range(2 * workers))
 
 
-def flat(row):
+def flat_actions(row):
     for cell in row:
         for part in (cell.sub_actions or [cell]) if cell else ():
             if part.computation_type.value in "FBIW":
@@ -301,7 +301,7 @@ def test_ours_are_as_short_as_pytorchs_and_hold_no_more(kind, make, workers, mic
         if kind is peer.ScheduleDualPipeV and micro_batches < stages:
             continue  # PyTorch rejects these
         theirs = peers_schedule(kind, workers, micro_batches, per_worker).pipeline_order.values()
-        table = Schedule(tuple(tuple(flat(row)) for row in theirs))
+        table = Schedule(tuple(tuple(flat_actions(row)) for row in theirs))
         in_v = zbv if kind is peer.ScheduleZBVZeroBubble else dualpipev
         ours = make(stages, micro_batches, workers=workers) if make else in_v(stages, micro_batches)
         for cost in (StageCost(1.0, 2.0), StageCost(1.0, 3.0)):
@@ -319,7 +319,7 @@ def test_pytorch_reads_our_tables(tmp_path_factory, data: st.DataObject) -> None
     theirs.pp_group_size = len(schedule.workers)
     theirs.pipeline_order = {}
     peer.PipelineScheduleMulti._load_csv(theirs, path)
-    assert tuple(tuple(flat(row)) for row in theirs.pipeline_order.values()) == schedule.workers
+    assert tuple(tuple(flat_actions(row)) for row in theirs.pipeline_order.values()) == schedule.workers
 
 
 def test_the_order_takes_one_micro_batch_as_far_as_it_can() -> None:

@@ -20,11 +20,11 @@ stage_costs = st.builds(
 sizes = given(st.integers(1, 6), st.integers(1, 6))
 
 
-def times(found: Forecast) -> dict[str, tuple[float, float]]:
+def spans_by_action(found: Forecast) -> dict[str, tuple[float, float]]:
     return {str(span.action): (span.start, span.end) for span in found.spans}
 
 
-def area(curve) -> float:
+def area_under(curve) -> float:
     """Bytes times time under a curve."""
     return sum(level * (end - start) for (start, level), (end, _) in pairwise(curve))
 
@@ -80,7 +80,7 @@ def test_bytes_are_the_sum_of_their_lifetimes(schedule: Schedule, data: st.DataO
     found = forecast(schedule, costs, values)
     ran = {span.action: span for span in found.spans}
 
-    def done(stage: int, i: int) -> float:
+    def backward_end(stage: int, i: int) -> float:
         return (ran.get(Action(stage, "B", i)) or ran[Action(stage, "W", i)]).end
 
     expected = 0.0
@@ -90,21 +90,21 @@ def test_bytes_are_the_sum_of_their_lifetimes(schedule: Schedule, data: st.DataO
             own = 3 if stage < last and stage % 2 == 0 else 0  # the value that the graph keeps
             twice = cost.saved_bytes + own if cost.recomputed_bytes is None else cost.recomputed_bytes
             start = (again or ran[Action(stage, "F", i)]).start
-            expected += (twice if again else cost.saved_bytes) * (done(stage, i) - start)
+            expected += (twice if again else cost.saved_bytes) * (backward_end(stage, i) - start)
         for value in (v for v in values if v.source >= 0 and v.readers):
             kept = value.kept_by_source and Action(value.source, "R", i) not in ran
             holders = [*value.readers, value.source] if kept else value.readers
             start = ran[Action(value.source, "F", i)].end
-            expected += value.bytes * (max(done(stage, i) for stage in holders) - start)
-    assert area(found.live_bytes) == expected
-    assert sum(map(area, found.stage_bytes)) == expected
+            expected += value.bytes * (max(backward_end(stage, i) for stage in holders) - start)
+    assert area_under(found.live_bytes) == expected
+    assert sum(map(area_under, found.stage_bytes)) == expected
     assert all(not curve or curve[-1][1] == 0 for curve in (*found.stage_bytes, found.live_bytes))
     assert max(found.stage_peaks) <= found.peak_bytes <= sum(found.stage_peaks)
 
 
 def test_recomputation_starts_before_the_gradient_arrives() -> None:
     found = forecast(gpipe(2, 2), [StageCost(1.0, 2.0, recompute=1.0), StageCost(1.0, 2.0)])
-    assert times(found) == {
+    assert spans_by_action(found) == {
         "0F0": (0, 1),
         "0F1": (1, 2),
         "1F0": (1, 2),
@@ -126,7 +126,7 @@ def test_which_micro_batches_recompute_can_be_said() -> None:
     assert sorted(str(span.action) for span in found.spans if span.action.kind == "R") == ["1R0", "1R1"]
 
 
-def test_a_value_that_the_graph_keeps_is_made_twice_where_the_graph_is() -> None:
+def test_value_in_the_graph_is_made_twice_if_recomputed() -> None:
     costs = [StageCost(1.0, 1.0, recompute=1.0, saved_bytes=5), StageCost(1.0, 1.0)]
     value = ValueCost(0, (1,), 10, kept_by_source=True)
     kept = forecast(gpipe(2, 1), costs, [value], checkpointed=lambda *_: False)
@@ -135,7 +135,7 @@ def test_a_value_that_the_graph_keeps_is_made_twice_where_the_graph_is() -> None
     assert again.live_bytes == ((1.0, 25), (3.0, 15), (4.0, 0))  # the copy that was sent goes with 1B0
 
 
-def test_without_backward_no_graph_is_kept_and_values_end_with_their_last_reader() -> None:
+def test_without_backward_values_end_with_their_last_reader() -> None:
     costs = [StageCost(1.0, 1.0, recompute=1.0, saved_bytes=100)] * 3
     found = forecast(gpipe(3, 2).forward_only, costs, [ValueCost(0, (1, 2), 10)])
     assert {span.action.kind for span in found.spans} == {"F"}
@@ -147,7 +147,7 @@ def test_stages_that_cost_nothing_have_no_bubble() -> None:
     assert (found.total, found.bubble) == (0, 0)
 
 
-def test_costs_for_other_stages_and_tables_that_cannot_run_are_refused() -> None:
+def test_wrong_costs_and_impossible_tables_are_refused() -> None:
     with pytest.raises(ScheduleError, match="the table has 2 stages, but 3 are needed"):
         forecast(gpipe(2, 2), [StageCost(1.0, 1.0)] * 3)
     with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):

@@ -1,4 +1,4 @@
-"""A stage runs its layers as one function, hands over the skips that cross its borders, and says what it is made of."""
+"""A stage runs its layers as one function, passes the skips that cross its borders, and describes its layers."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ class Reader(nn.Module):
 A, B = (None, "a"), (None, "b")
 
 
-def test_skips_that_cross_a_border_are_values_in_the_order_of_the_routes() -> None:
+def test_crossing_skips_are_values_in_the_order_of_routes() -> None:
     source = stage_of(Source(), stashed=[B, A])
     main, b, a = source(context(), torch.ones(2))
     assert main.tolist() == [2, 2] and a.tolist() == [2, 2] and b is None
@@ -76,7 +76,7 @@ def test_a_call_unpacks_for_the_first_layer_only() -> None:
 
 
 class Looks(nn.Module):
-    """Keeps what it was given."""
+    """Keeps its arguments."""
 
     def forward(self, x):
         self.given = x
@@ -93,7 +93,7 @@ class Looks(nn.Module):
         ([nn.Linear(2, 2), nn.ReLU(inplace=True)], False),
     ],
 )
-def test_the_input_is_copied_only_where_a_layer_may_write_into_it(layers: list[nn.Module], copies: bool) -> None:
+def test_input_is_copied_only_if_a_layer_can_write_to_it(layers: list[nn.Module], copies: bool) -> None:
     looks = Looks()
     x = -torch.ones(1, 2)
     stage_of(looks, *layers)(context(), x)
@@ -104,16 +104,16 @@ def test_the_input_is_copied_only_where_a_layer_may_write_into_it(layers: list[n
     assert (looks.given["x"][0] is not x) == copies and looks.given["n"] == 3
 
 
-def test_a_scan_lists_what_learns_and_what_is_elsewhere_once() -> None:
+def test_scan_lists_trainable_and_misplaced_tensors_once() -> None:
     shared = nn.Linear(2, 2)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     away = nn.Linear(2, 2, device="meta")
     scan = stage_of(shared, frozen, shared, away).scan()
-    assert [id(each) for each in scan.parameters] == [id(each) for each in (*shared.parameters(), *away.parameters())]
+    assert list(map(id, scan.parameters)) == list(map(id, (*shared.parameters(), *away.parameters())))
     assert scan.misplaced == ["3.weight is on meta, stage 0 on cpu", "3.bias is on meta, stage 0 on cpu"]
 
 
-def test_the_configuration_tells_training_and_probabilities_apart() -> None:
+def test_configuration_depends_on_training_and_probabilities() -> None:
     dropout = nn.Dropout(0.5)
     stage = stage_of(nn.Linear(2, 2), dropout)
     seen = [stage.scan().configuration]
@@ -133,18 +133,18 @@ def test_deferred_norms_are_found_wherever_they_are() -> None:
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)])
-def test_a_recomputation_updates_no_statistics_and_writes_no_buffer(norm: nn.Module) -> None:
+def test_recomputation_writes_neither_statistics_nor_buffers(norm: nn.Module) -> None:
     stage = stage_of(norm.double())
     stage.scan()
     x, forward = rows(4, 2, 3), context()
     with phase("checkpointing"):
         stage(forward, x)
-    before = {name: (each, each.clone(), each._version) for name, each in norm.named_buffers()}
+    before = {name: (buffer, buffer.clone(), buffer._version) for name, buffer in norm.named_buffers()}
     with phase("recomputing"):
         stage(forward, x)
-    for name, each in norm.named_buffers():
+    for name, buffer in norm.named_buffers():
         kept, value, version = before[name]
-        assert each is kept and torch.equal(each, value) and each._version == version
+        assert buffer is kept and torch.equal(buffer, value) and buffer._version == version
     stage(context(), x)
     assert not torch.equal(norm.running_mean, before["running_mean"][1])
 

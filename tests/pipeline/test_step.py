@@ -1,4 +1,4 @@
-"""Runs without a Pipe: any wiring will do. Here recurrent ones, whose states are carried from chunk to chunk."""
+"""Runs without a Pipe, on recurrent wirings that carry states from chunk to chunk."""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +77,7 @@ def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int,
     recomputed=st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 4))),
     seed=st.integers(0, 100),
 )
-def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unrolled_net(
+def test_wavefront_has_the_gradients_of_the_unrolled_net(
     threads: bool, layers: int, chunks: int, delay: int, steps: int, recomputed: frozenset[tuple[int, int]], seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -90,14 +90,14 @@ def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unroll
     ]
 
     # The unrolled net.
-    outputs, states = list(xs), [list(each) for each in starts]
+    outputs, states = list(xs), [list(start) for start in starts]
     for layer, pair in enumerate(weights):
         for i in range(chunks):
             outputs[i], last = over_chunk(cell(pair), outputs[i], states[layer][i])
             states[layer].append(last)
-    ends = [each[chunks:] for each in states]
-    leaves = [*xs, *(h for each in starts for h in each), *(w for pair in weights for w in pair)]
-    roots = [*outputs, *(h for each in ends for h in each)]
+    ends = [state[chunks:] for state in states]
+    leaves = [*xs, *(h for start in starts for h in start), *(w for pair in weights for w in pair)]
+    roots = [*outputs, *(h for end in ends for h in end)]
     seeds = [torch.randn_like(root) for root in roots]
     wanted = torch.autograd.grad(roots, leaves, seeds)
 
@@ -152,7 +152,7 @@ def chain_run(functions: list[Any], routes: list[Route], micro_batches: int, kee
 
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
 @pytest.mark.parametrize("executor", [SerialExecutor(), ThreadExecutor()], ids=["serial", "threads"])
-def test_the_gradients_of_all_readers_add_up_and_an_idle_reader_adds_nothing(executor: Any, keep: Keep) -> None:
+def test_gradients_of_readers_add_up_and_idle_ones_add_nothing(executor: Any, keep: Keep) -> None:
     # Stage 0 makes two values. The skip has three readers: stage 1 ignores it, stages 2 and 3 use it.
     run = chain_run(
         [
@@ -202,7 +202,7 @@ def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
         executor.walk(schedule.backward_only, run.perform, back, ambient)
 
 
-def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None:
+def test_failed_backward_leaves_no_partial_sums() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     routes = [Route("x", OUTSIDE, (0,)), Route("y", 0, (OUTSIDE,))]
     run = chain_run([lambda context, x: (x * weight,)], routes, 2, "graph", parameters=(weight,))

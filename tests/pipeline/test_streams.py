@@ -1,7 +1,7 @@
 """No kernel of a step reads memory before it is written, or uses memory after it is freed, in any order of streams.
 
 Steps, walks, places and locks are the real ones. Each mutant breaks one of them, and the simulation must see it. Out of
-its sight are the engine of autograd, whose rules `tests.pipeline.streams` repeats as PyTorch's source has them, and the
+its sight are the engine of autograd (`tests.pipeline.streams` repeats its rules from PyTorch's source), and the
 allocator of CUDA. `test_device.py` asks a GPU about those.
 """
 
@@ -53,7 +53,7 @@ A, B = DEVICES["two"][:2]
 
 
 def two_workers(schedule: Schedule) -> Schedule:
-    """The same order by hand: two workers take turns at the stages, and weights wait until the end."""
+    """The same order, written by hand. Two workers alternate between the stages, and weights wait until the end."""
     order = [action for _, action in schedule.order]
     late = [Action(stage, "W", i) for stage, kind, i in order if kind == "B"]
     order = [Action(stage, "I" if kind == "B" else kind, i) for stage, kind, i in order] + late
@@ -124,7 +124,7 @@ def test_the_order_of_threads_makes_no_race(monkeypatch: pytest.MonkeyPatch) -> 
         assert not case.faults(monkeypatch), f"seed {seed}"
 
 
-def nothing(*_: Any) -> None: ...
+def do_nothing(*_: Any) -> None: ...
 
 
 def only_the_target_waits(place: CudaStageDevice, tensor: Any, message: Message) -> Any:
@@ -163,7 +163,7 @@ RECOMPUTES = Case(executor=SerialExecutor, own=True, options={"keep": "inputs"})
 
 
 class Mutant(NamedTuple):
-    """A broken part, the case that uses it, and words of the fault that must be seen."""
+    """A broken part, the case that uses it, and words of the expected fault."""
 
     owner: Any
     name: str
@@ -173,11 +173,11 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = {
-    "memory is not recorded": Mutant(routing, "record_stream", nothing, Case("one"), FREED),
+    "memory is not recorded": Mutant(routing, "record_stream", do_nothing, Case("one"), FREED),
     "sparse memory is recorded like any": Mutant(
         routing, "record_stream", lambda x, stream: x.record_stream(stream), Case(options={"sparse": True}), "sparse"
     ),
-    "streams do not wait": Mutant(Stream, "wait_event", nothing, Case("one"), TOO_EARLY),
+    "streams do not wait": Mutant(Stream, "wait_event", do_nothing, Case("one"), TOO_EARLY),
     "messages have no event": Mutant(CudaStageDevice, "send", lambda _, value: Message(value), Case("one"), TOO_EARLY),
     "the source of a copy does not wait": Mutant(
         CudaStageDevice,
@@ -186,8 +186,8 @@ MUTANTS = {
         Case(peers=False, options={"strided": True}),
         "contiguous() of a",
     ),
-    "a walk is not joined": Mutant(step, "join_walk", nothing, Case(), TOO_EARLY),
-    "a walk is not left": Mutant(step, "leave_walk", nothing, Case("one"), TOO_EARLY),
+    "a walk is not joined": Mutant(step, "join_walk", do_nothing, Case(), TOO_EARLY),
+    "a walk is not left": Mutant(step, "leave_walk", do_nothing, Case("one"), TOO_EARLY),
     "a lock orders threads alone": Mutant(StreamLock, "held", without_event, Case("one"), IN_USE),
     "a lock orders threads alone, recomputing": Mutant(
         StreamLock, "held", without_event, Case("three", options={"keep": "inputs"}), IN_USE
@@ -214,10 +214,10 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_missing_wait_or_record_is_seen(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
-    """The simulation itself: each fix is needed in it."""
+    """This checks the simulation itself: it needs each fix."""
     owner, name, stands, case, fault = MUTANTS[mutant]
     monkeypatch.setattr(owner, name, stands)
-    assert any(fault in each for each in case.faults(monkeypatch))
+    assert any(fault in text for text in case.faults(monkeypatch))
 
 
 def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_streams_of_a_place_wait_for_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the one that copies."""
+    """This includes the stream that copies."""
     machine, place = Machine(monkeypatch), CudaStageDevice(A)
     tensor = machine.kernel("optimizer", A)
     join_walk([place])

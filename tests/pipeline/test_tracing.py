@@ -1,4 +1,4 @@
-"""The recorder: what ran when, and which bytes were alive for it. It only listens."""
+"""The recorder: the times of actions, and the bytes that were alive for them. It only observes."""
 
 import threading
 from itertools import pairwise
@@ -29,28 +29,28 @@ ROUTES = (
 )
 
 
-def first(context: MicroBatchContext, x: Tensor) -> tuple[Tensor, Tensor]:
+def first_stage(context: MicroBatchContext, x: Tensor) -> tuple[Tensor, Tensor]:
     """Saves x, which is the caller's, and makes two values."""
     return x.sin(), x + 1
 
 
-def second(context: MicroBatchContext, x: Tensor) -> tuple[Tensor]:
+def second_stage(context: MicroBatchContext, x: Tensor) -> tuple[Tensor]:
     """Saves its output."""
     return (x.tanh(),)
 
 
-def third(context: MicroBatchContext, x: Tensor, skip: Tensor) -> tuple[Tensor]:
+def third_stage(context: MicroBatchContext, x: Tensor, skip: Tensor) -> tuple[Tensor]:
     """Saves both inputs."""
     return (x * skip,)
 
 
-def recorded(executor: Any, keep: Keep, micro_batches: int, memory: bool = True) -> Recorder:
+def record_step(executor: Any, keep: Keep, micro_batches: int, memory: bool = True) -> Recorder:
     """One step of three stages with a skip over the middle one."""
     recorder, ambient = Recorder(memory=memory), ExecutionContext.capture(["cpu"])
     xs = [torch.ones(CELLS, dtype=torch.float64, requires_grad=True) for _ in range(micro_batches)]
     recorder.ignore(xs)
     contexts = [MicroBatchContext(i, ambient) for i in range(micro_batches)]
-    segments = {stage: Segment(function) for stage, function in enumerate((first, second, third))}
+    segments = {stage: Segment(function) for stage, function in enumerate((first_stage, second_stage, third_stage))}
     run = StepState(Wiring(ROUTES, 3), segments, contexts, [[keep] * micro_batches] * 3, [None] * 3, recorder)
     schedule = gpipe(3, micro_batches)
     given = {0: {Address(0, 0, i): Message(x.detach().requires_grad_()) for i, x in enumerate(xs)}}
@@ -66,7 +66,7 @@ def recorded(executor: Any, keep: Keep, micro_batches: int, memory: bool = True)
 @pytest.mark.parametrize("keep", ["graph", "inputs", "nothing"])
 def test_every_piece_of_work_is_an_event_of_its_worker(threads: bool, keep: Keep) -> None:
     executor = ThreadExecutor("events") if threads else SerialExecutor()
-    recorder = recorded(executor, keep, 2)
+    recorder = record_step(executor, keep, 2)
     kinds = {"graph": "FB", "inputs": "FRB", "nothing": "F"}[keep]
     wanted = [(kind, stage, i) for kind in kinds for stage in range(3) for i in range(2)]
     assert sorted((e.kind, e.action.stage, e.action.micro_batch) for e in recorder.events) == sorted(wanted)
@@ -80,9 +80,9 @@ def test_every_piece_of_work_is_an_event_of_its_worker(threads: bool, keep: Keep
 
 
 @given(st.integers(1, 4))
-def test_graphs_and_values_weigh_what_their_storages_do(micro_batches: int) -> None:
-    recorder = recorded(SerialExecutor(), "graph", micro_batches)
-    # Per micro-batch: two values made by stage 0, and one by stage 1, which is also what its graph saves.
+def test_graphs_and_values_count_the_bytes_of_their_storages(micro_batches: int) -> None:
+    recorder = record_step(SerialExecutor(), "graph", micro_batches)
+    # Per micro-batch: two values of stage 0, and one of stage 1, which the graph of stage 1 saves.
     assert recorder.peak_bytes == 3 * BYTES * micro_batches
     assert [max(count for _, count in recorder.stage_bytes[stage]) for stage in range(2)] == [
         2 * BYTES * micro_batches,
@@ -93,20 +93,20 @@ def test_graphs_and_values_weigh_what_their_storages_do(micro_batches: int) -> N
 
 
 def test_recomputation_keeps_the_values_and_one_graph() -> None:
-    recorder = recorded(SerialExecutor(), "inputs", 3)
-    # As above, but stage 1's graph saves a second copy of its output while it is recomputed.
+    recorder = record_step(SerialExecutor(), "inputs", 3)
+    # The same, but the graph of stage 1 saves a second copy of its output during recomputation.
     assert 3 * BYTES * 3 <= recorder.peak_bytes <= 3 * BYTES * 3 + BYTES
     assert recorder.bytes[-1][1] == 0
 
 
 def test_without_backward_a_value_goes_with_its_last_reader() -> None:
-    recorder = recorded(SerialExecutor(), "nothing", 4)
+    recorder = record_step(SerialExecutor(), "nothing", 4)
     assert recorder.peak_bytes <= 3 * BYTES
     assert recorder.bytes[-1][1] == 0
 
 
-def test_bytes_are_counted_only_on_request_and_what_is_ignored_never() -> None:
-    assert recorded(SerialExecutor(), "graph", 2, memory=False).bytes == []
+def test_bytes_are_counted_on_request_except_for_ignored_values() -> None:
+    assert record_step(SerialExecutor(), "graph", 2, memory=False).bytes == []
     recorder, x = Recorder(memory=True), torch.ones(CELLS, requires_grad=True)
     recorder.ignore([x])
     with recorder.action_scope("F", Action(0, "F", 0)):
@@ -117,7 +117,7 @@ def test_bytes_are_counted_only_on_request_and_what_is_ignored_never() -> None:
     assert recorder.peak_bytes == 4 * CELLS
 
 
-def test_a_storage_counts_once_however_many_tensors_look_into_it() -> None:
+def test_storage_counts_once_for_all_its_views() -> None:
     recorder, x = Recorder(memory=True), torch.ones(CELLS, requires_grad=True).double()
     with recorder.action_scope("F", Action(0, "F", 0)):
         for piece in (x, x[:10], x.view(10, -1)):

@@ -99,7 +99,7 @@ def assert_trains_alike(
     inputs on the given device. Returns the trained plain model."""
     plain = copy.deepcopy(model) if plain is None else plain
     pipe = Pipe(model, **{"chunks": 3, "devices": [*places], **options})
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, plain)]
     for step in range(steps):
         loss, wanted = call(pipe, step, places[0]), call(plain, step, "cpu")
         assert str(loss.device) == options.get("devices", places)[-1]

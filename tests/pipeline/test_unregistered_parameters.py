@@ -1,4 +1,4 @@
-"""A parameter that a segment reads and does not have is told, not lost."""
+"""A parameter that a segment reads without registering it is reported, not lost."""
 
 import copy
 import warnings
@@ -17,7 +17,7 @@ from weft.core.errors import UsageError
 
 
 class Reads(nn.Module):
-    """Adds what somebody else has, without registering it."""
+    """Adds a tensor of another module, without registering it."""
 
     def __init__(self, other: Any) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def test_a_parameter_of_another_stage_is_an_error_that_names_it(executor: str, c
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_a_penalty_that_is_switched_on_later_is_found_before_the_steps_have_doubled(executor: str) -> None:
+def test_late_penalty_is_found_before_the_steps_have_doubled(executor: str) -> None:
     model, scale = chain(4, 5, 3), [0.0]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def test_a_penalty_on_weights_inside_the_loss_is_an_error(executor: str, checkpo
     model = chain(4, 5, 3)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean() + sum(each.square().sum() for each in model.parameters())
+        return (output - target).square().mean() + sum(parameter.square().sum() for parameter in model.parameters())
 
     pipe = Pipe(
         model, chunks=3, devices=["cpu"] * 2, executor=executor, checkpoint=checkpoint, schedule=schedule, loss=loss
@@ -70,7 +70,7 @@ def test_a_penalty_on_weights_inside_the_loss_is_an_error(executor: str, checkpo
 
 
 @pytest.mark.parametrize(("executor", "balance"), [("graph", [2, 2]), ("serial", [4]), ("threads", [4])])
-def test_where_nothing_is_lost_nothing_is_said(executor: str, balance: list[int]) -> None:
+def test_no_error_without_a_lost_gradient(executor: str, balance: list[int]) -> None:
     model = chain(4, 5, 3)
     model.append(Reads(model[0].bias))
     pipe = Pipe(model, chunks=3, devices=["cpu"] * len(balance), executor=executor, balance=balance)
@@ -81,9 +81,7 @@ def test_where_nothing_is_lost_nothing_is_said(executor: str, balance: list[int]
 
 @pytest.mark.parametrize("kind", [nn.Parameter, Tensor.requires_grad_])
 @pytest.mark.parametrize("executor", CUTS)
-def test_what_learns_and_nobody_has_as_a_parameter_is_warned_of_once(
-    executor: str, kind: Callable[[Tensor], Tensor]
-) -> None:
+def test_unregistered_trainable_tensor_is_warned_of_once(executor: str, kind: Callable[[Tensor], Tensor]) -> None:
     hidden = kind(torch.ones(2, dtype=torch.float64))
     model = chain(4, 5, 3)
     model.append(Reads(hidden))
@@ -98,7 +96,7 @@ def test_what_learns_and_nobody_has_as_a_parameter_is_warned_of_once(
 
 
 class Force(nn.Module):
-    """Differentiates by a leaf that it makes for itself."""
+    """Differentiates by a leaf that it creates itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +111,7 @@ class Force(nn.Module):
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_a_leaf_that_a_layer_makes_for_itself_is_not_told(executor: str) -> None:
+def test_leaf_that_a_layer_creates_is_accepted(executor: str) -> None:
     pipe, plain = piped(nn.Sequential(*chain(4, 4), Force()).double(), executor=executor, checkpoint="never")
     with warnings.catch_warnings(action="error"):
         for _ in range(3):
@@ -122,7 +120,7 @@ def test_a_leaf_that_a_layer_makes_for_itself_is_not_told(executor: str) -> None
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("executor", CUTS)
-def test_layers_that_shard_themselves_are_refused_and_a_sharded_pipe_is_right(executor: str) -> None:
+def test_sharded_layers_are_refused_and_a_sharded_pipe_works(executor: str) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = chain(4, 5, 3)
     sharded = Pipe(copy.deepcopy(model), chunks=3, devices=["cpu"] * 2, executor=executor)

@@ -1,4 +1,4 @@
-"""Models are built without storage, get it from seeds or from files, and clip as plain PyTorch does."""
+"""Models are built without storage, filled from seeds or files, and clipped as in plain PyTorch."""
 
 import json
 import threading

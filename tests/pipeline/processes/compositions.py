@@ -1,6 +1,6 @@
-"""What else a pipe over processes can do, beside the serial pipe: work for two ranks.
+"""Further uses of a pipe over processes, compared with the serial pipe: work for two ranks.
 
-Each case is a function of a `Pair`. It calls both pipes in the same way, and returns what they computed. The pair
+Each case is a function of a `Pair`. It calls both pipes in the same way, and returns their results. The pair
 compares the numbers, the gradients and the buffers bit by bit.
 """
 
@@ -183,7 +183,7 @@ def scaled_loss() -> Any:
 
 
 def skipped_targets() -> Any:
-    """A cross entropy with ignored targets, whose weights only the rank with the target knows."""
+    """A cross entropy with ignored targets. Only the rank with the target knows the weights."""
 
     def call(pipe: weft.Pipe) -> Any:
         labels = torch.tensor([0, 1, -100, 2, -100, -100, 5, 0])
@@ -261,9 +261,9 @@ def run_case(name: str) -> list[str]:
     (serial, pipe), call = CASES[name]()
     faults: list[str] = []
     found: list[Any] = []
-    for each in (serial, pipe):
+    for net in (serial, pipe):
         torch.manual_seed(11)
-        found.append(call(each))
+        found.append(call(net))
     if found[0] != found[1] and not (name == "input_with_gradient" and found[1] is None and dist.get_rank() == 1):
         faults.append(f"results {found}")
     named = dict(serial.named_parameters())
@@ -272,5 +272,5 @@ def run_case(name: str) -> list[str]:
         if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
             faults.append(f"gradient of {key}")
     buffers = dict(serial.named_buffers())
-    faults += [f"buffer {key}" for key, each in pipe.named_buffers() if not torch.equal(each, buffers[key])]
+    faults += [f"buffer {key}" for key, buffer in pipe.named_buffers() if not torch.equal(buffer, buffers[key])]
     return faults

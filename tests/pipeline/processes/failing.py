@@ -1,4 +1,4 @@
-"""Failures of one rank: work for three ranks, which tells what each rank saw and that the next step runs."""
+"""Failures of one rank: work for three ranks, which reports the error of each rank and runs the next step."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ ROWS = 6
 
 
 class Fault(nn.Module):
-    """A layer that fails when it is told to: in its forward, or in its backward."""
+    """A layer that fails on request, in its forward or in its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +67,14 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
     return "", ""
 
 
+def outcome_between_steps(pipe: weft.Pipe, call: Callable[[], Any]) -> tuple[str, str]:
+    """The outcome of a call after a good step. Another step must succeed afterwards."""
+    train(pipe)
+    found = outcome(call)
+    train(pipe)
+    return found
+
+
 def layer_fails(rank: int, where: str, schedule: str) -> tuple[str, str]:
     pipe = make(schedule)
     train(pipe)
@@ -98,20 +106,14 @@ def loss_fails() -> tuple[str, str]:
 def batch_is_refused() -> tuple[str, str]:
     """The first rank gets a mini-batch that cannot be cut."""
     pipe = make()
-    train(pipe)
-    found = outcome(lambda: pipe({"x": torch.zeros(3, 4), "y": torch.zeros(2, 4)}, target=batch()[1]))
-    train(pipe)
-    return found
+    uneven = {"x": torch.zeros(3, 4), "y": torch.zeros(2, 4)}
+    return outcome_between_steps(pipe, lambda: pipe(uneven, target=batch()[1]))
 
 
 def batch_differs() -> tuple[str, str]:
     """The last rank has the target of another batch."""
     pipe = make()
-    train(pipe)
-    x, _ = batch()
-    found = outcome(lambda: pipe(x, target=batch(5)[1]))
-    train(pipe)
-    return found
+    return outcome_between_steps(pipe, lambda: pipe(batch()[0], target=batch(5)[1]))
 
 
 def tag_differs() -> tuple[str, str]:
@@ -125,11 +127,8 @@ def tag_differs() -> tuple[str, str]:
 
 def target_is_missing() -> tuple[str, str]:
     pipe = make()
-    train(pipe)
     x, y = batch()
-    found = outcome(lambda: pipe(x) if dist.get_rank() == 1 else pipe(x, target=y))
-    train(pipe)
-    return found
+    return outcome_between_steps(pipe, lambda: pipe(x) if dist.get_rank() == 1 else pipe(x, target=y))
 
 
 def settings_differ() -> tuple[str, str]:
@@ -139,12 +138,8 @@ def settings_differ() -> tuple[str, str]:
 
 def gradient_differs() -> tuple[str, str]:
     pipe = make()
-    train(pipe)
     x, y = batch()
-    loss = pipe(x, target=y) * (1 + dist.get_rank())
-    found = outcome(loss.backward)
-    train(pipe)
-    return found
+    return outcome_between_steps(pipe, lambda: torch.autograd.backward(pipe(x, target=y) * (1 + dist.get_rank())))
 
 
 def layer_changes() -> tuple[str, str]:
@@ -200,7 +195,7 @@ def rank_is_interrupted() -> tuple[str, str]:
 
 
 def trains_until_failure() -> tuple[str, str, float]:
-    """Train until it fails; when that was."""
+    """Train until a failure, and return its time too."""
     pipe = make()
     found: tuple[str, str] = "", ""
     while not found[0]:
@@ -209,7 +204,7 @@ def trains_until_failure() -> tuple[str, str, float]:
 
 
 def calls_less_often() -> tuple[str, str]:
-    """Rank 2 leaves a step out, and does something else."""
+    """Rank 2 skips a step, and does other work."""
     pipe = make()
     train(pipe)
     if dist.get_rank() == 2:
@@ -228,7 +223,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def trains_beside_a_data_loader() -> list[float]:
-    """Losses of steps with a loader whose workers are forked while the links are open."""
+    """Losses of steps with a data loader that forks its workers while the links are open."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # allow children
     pipe = make()
     train(pipe)

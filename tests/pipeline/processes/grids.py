@@ -1,4 +1,4 @@
-"""Pipelines beside data parallelism: work for four ranks, two replicas of a pipeline of two stages."""
+"""Pipelines with data parallelism: work for four ranks, two replicas of a pipeline of two stages."""
 
 import copy
 from typing import Any
@@ -37,7 +37,7 @@ def train_replicas(inside: bool) -> float:
             optimizer.zero_grad()
     assert sorted(fired) == sorted(5 * [name for name, _ in pipe.named_parameters()]), "hooks fire once per step"
     named = dict(plain.named_parameters())
-    return max(float((each - named[name]).abs().max().detach()) for name, each in pipe.named_parameters())
+    return max(float((value - named[name]).abs().max().detach()) for name, value in pipe.named_parameters())
 
 
 def train_pipe_per_rank() -> float:
@@ -76,11 +76,11 @@ def train_fifty_steps(schedule: str) -> float:
             optimizer.step()
             optimizer.zero_grad()
     named = dict(plain.named_parameters())
-    return max(float((each - named[name]).abs().max().detach()) for name, each in pipe.named_parameters())
+    return max(float((value - named[name]).abs().max().detach()) for name, value in pipe.named_parameters())
 
 
 def observe() -> dict[str, Any]:
-    """What a recorder and the statistics of this rank tell of one step."""
+    """The recording and the statistics of one step on this rank."""
     pipe = weft.Pipe(net(), chunks=2, balance=[2, 2], loss=nn.MSELoss(), schedule="1f1b", group=dist.group.WORLD)
     recorder = weft.Recorder()
     x = torch.randn(4, 6).double()
@@ -109,7 +109,7 @@ def copy_and_pickle() -> list[str]:
 
 
 def output_on_last() -> list[float]:
-    """Gradients of a pipe whose output stays on the last rank; zeros if they are those of output="all"."""
+    """Differences between the gradients of output="last" and output="all"."""
     apart: list[float] = []
     pipes = [
         weft.Pipe(net(), chunks=2, balance=[2, 2], group=dist.group.WORLD, output=output)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def read(source: str, folder: str) -> dict[str, Any]:
     return trained(piped(on_meta()).materialize(source), folder)
 
 
-def go_on(folder: str) -> dict[str, Any]:
+def resume(folder: str) -> dict[str, Any]:
     pipe = piped(build(seed=2))
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
     weft.checkpoint.load(folder, pipe, optimizer)

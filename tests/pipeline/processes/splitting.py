@@ -169,7 +169,7 @@ class AddsInPlace(nn.Module):
 
 
 class Branches(nn.Module):
-    """Goes by its data between blocks, and by a parameter of the last stage."""
+    """Branches on its data between blocks, and on a parameter of the last stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,13 +264,13 @@ def compare_small(name: str, checkpoint: str = "never", output: str = "all") -> 
         "recordings": pipe.statistics()["recordings"],
         "keys": sorted(pipe.state_dict()),
         "all": sorted(plain.state_dict()),
-        "buffers": {key: each.tolist() for key, each in pipe.named_buffers()},
-        "calls": {key: each.tolist() for key, each in plain.named_buffers()},
+        "buffers": {key: buffer.tolist() for key, buffer in pipe.named_buffers()},
+        "calls": {key: buffer.tolist() for key, buffer in plain.named_buffers()},
     }
 
 
 class Settable(nn.Module):
-    """Goes by attributes between blocks, and by an iterator: no recording sees its state."""
+    """Branches on attributes between blocks, and on an iterator with a state that no recording sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class Settable(nn.Module):
 
 
 def fail_apart(kind: str) -> tuple[str, str, float]:
-    """The error of a call where ranks differ, or where the model has hidden state; then a call that goes well."""
+    """The error of a call with ranks that differ, or a model with hidden state. The next call succeeds."""
     torch.manual_seed(0)
     plain, rank = Settable(), dist.get_rank()
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=2, split=["second"], group=dist.group.WORLD)
@@ -304,7 +304,7 @@ def fail_apart(kind: str) -> tuple[str, str, float]:
 
 @double()
 def load_where_the_sample_fails() -> dict[str, Any]:
-    """Code goes by a parameter on the meta device, so the order of registration counts."""
+    """Code branches on a parameter on the meta device, so the order of registration is used."""
     torch.manual_seed(0)
     plain = Branches()
     with warnings.catch_warnings(record=True) as caught:
@@ -318,7 +318,7 @@ def load_where_the_sample_fails() -> dict[str, Any]:
         error = str(failed)
     load_own(pipe, dict(plain.named_parameters()))
     worst = float((pipe(_inputs(4)) - plain(_inputs(4))).detach().abs().max())
-    return {"words": [str(each.message) for each in caught], "error": error, "worst": worst}
+    return {"words": [str(warning.message) for warning in caught], "error": error, "worst": worst}
 
 
 @double()
@@ -329,11 +329,11 @@ def cut_automatically() -> tuple[list[str], float]:
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=2, split="auto", sample=_inputs(2), group=dist.group.WORLD)
     again = copy.deepcopy(pipe)
     x = _inputs(4)
-    return pipe.split, float(sum((each(x) - plain(x)).detach().abs().max() for each in (pipe, again)))
+    return pipe.split, float(sum((model(x) - plain(x)).detach().abs().max() for model in (pipe, again)))
 
 
 class Counts(nn.Module):
-    """Goes by a counter of calls, in a buffer of a block; with `early`, also in the first stage."""
+    """Branches on a counter of calls in the buffer of a block. With `early`, the first stage branches too."""
 
     def __init__(self, early: bool = False) -> None:
         super().__init__()
@@ -381,7 +381,7 @@ def share_a_counter() -> str:
 
 @double()
 def drop_programs() -> list[tuple[float, int, int]]:
-    """More kinds of calls than a pipe keeps programs for: for each the difference, recordings and programs kept."""
+    """More kinds of calls than a pipe keeps programs: the difference, recordings and kept programs of each call."""
     torch.manual_seed(0)
     plain = Unused()
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=1, split=["second"], group=dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Work for ranks: a pipe over processes beside the serial one, on the same batches."""
+"""Work for ranks: a pipe over processes and the serial pipe on the same batches."""
 
 import copy
 from typing import Any
@@ -98,8 +98,8 @@ def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int], ties:
     worst, states = 0.0, True
     for rows in sizes:
         x, y = batch(rows)
-        for each in (serial, pipe):
-            each.zero_grad()
+        for net in (serial, pipe):
+            net.zero_grad()
         torch.manual_seed(rows)
         wanted = serial(x, target=y)
         wanted.backward()

@@ -1,4 +1,4 @@
-"""Checkpoints: saved by so many stages, loaded by others, whole at any time."""
+"""Checkpoints are saved by one number of stages, loaded by another, and complete at any time."""
 
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def test_other_groups_of_the_optimizer_are_refused(tmp_path: Path) -> None:
         weft.checkpoint.load(folder, model, torch.optim.Adam(model.parameters()))
 
 
-def test_what_does_not_fit_one_rank_is_raised_on_all(ranks, tmp_path: Path) -> None:
+def test_mismatch_on_one_rank_is_raised_on_all(ranks, tmp_path: Path) -> None:
     ranks(3).run(weights.train_and_save, str(tmp_path / "latest"))
     for outcome in ranks(2).outcomes(weights.load_other, str(tmp_path / "latest")):
         assert isinstance(outcome.error, WeightsError) and "3.weight" in str(outcome.error), outcome.text

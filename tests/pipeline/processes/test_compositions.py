@@ -1,4 +1,4 @@
-"""A pipe over processes computes what the serial pipe does, in every way of use."""
+"""A pipe over processes has the results of the serial pipe, in every use."""
 
 import pytest
 

@@ -48,7 +48,7 @@ def test_pods_of_the_job_reach_only_each_other(documents: dict[str, Any]) -> Non
     context = pod["containers"][0]["securityContext"]
     assert context["allowPrivilegeEscalation"] is False and context["readOnlyRootFilesystem"] is True
     assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {
-        each["name"] for each in pod["volumes"]
+        volume["name"] for volume in pod["volumes"]
     }
-    claims = [each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "emptyDir" not in each]
+    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "emptyDir" not in volume]
     assert claims == [documents["PersistentVolumeClaim"]["metadata"]["name"]]

@@ -45,38 +45,30 @@ def test_an_exception_of_the_loss_is_raised_on_every_rank(ranks) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_refusal_is_raised_on_every_rank(ranks, work, kinds: list[str], words: str) -> None:
-    """Also what is outside of a walk, such as a mini-batch that cannot be cut. The next step runs."""
+    """This includes errors outside a walk, such as a mini-batch that cannot be cut. The next step runs."""
     found = ranks(3).run(work)
     assert [kind for kind, _ in found] == kinds, found
     assert all(words in message for _, message in found), found
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank_is_named(rank: int) -> None:
-    with fresh_ranks(3) as three:
+@pytest.mark.parametrize(
+    ("rank", "sent", "limit"),
+    [(0, signal.SIGKILL, {}), (2, signal.SIGKILL, {}), (1, signal.SIGSTOP, {"timeout": 4.0})],
+    ids=["first killed", "last killed", "stopped"],
+)
+def test_a_killed_or_stopped_rank_is_named(rank: int, sent: signal.Signals, limit: dict[str, float]) -> None:
+    with fresh_ranks(3, **limit) as three:
         three.start(failing.trains_until_failure)
         time.sleep(2)
-        three.signal(rank, signal.SIGKILL)
+        three.signal(rank, sent)
         outcomes = three.collect(without=(rank,))
+        if sent == signal.SIGSTOP:
+            three.signal(rank, signal.SIGCONT)
     for outcome in (outcomes[other] for other in range(3) if other != rank):
         assert outcome is not None
         kind, message, _ = outcome.result
         assert kind == "RankLostError"
         assert f"rank {rank}" in message
-
-
-def test_a_stopped_rank_is_named() -> None:
-    with fresh_ranks(3, timeout=4.0) as three:
-        three.start(failing.trains_until_failure)
-        time.sleep(2)
-        three.signal(1, signal.SIGSTOP)
-        outcomes = three.collect(without=(1,))
-        three.signal(1, signal.SIGCONT)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome is not None
-        kind, message, _ = outcome.result
-        assert kind == "RankLostError"
-        assert "rank 1" in message
 
 
 def test_a_rank_that_skips_a_step_is_named() -> None:

@@ -128,7 +128,7 @@ def test_lazy_views_are_sent_as_their_values() -> None:
     assert arrived[0].tolist() == [1 - 2j] and arrived[1].tolist() == [-2.0]
 
 
-def test_a_size_is_one_leaf_whatever_is_imported() -> None:
+def test_size_is_one_leaf_under_all_imports() -> None:
     importlib.import_module("torch.fx.experimental.proxy_tensor")  # makes torch.Size a container
     shape, leaves, _ = split_value({"a": torch.Size([2, 3])}, device_lane=False)
     assert shape.leaves == (None,) and leaves == [{"size": [2, 3]}]
@@ -183,7 +183,7 @@ class Tagged(torch.Tensor):
         ([{1, 2}], r"\[0\] is a set"),
     ],
 )
-def test_the_place_of_what_cannot_be_sent_is_named(value: Any, words: str) -> None:
+def test_place_of_an_unsendable_value_is_named(value: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         split_value(value, device_lane=False)
 

@@ -1,4 +1,4 @@
-"""Pipes over processes beside data parallelism, over many steps, watched, copied."""
+"""Pipes over processes: with data parallelism, over many steps, observed, copied."""
 
 import pytest
 

@@ -15,7 +15,7 @@ SIZES = [8, 7, 3, 1, 12, 8]
 def test_steps_are_bit_equal_to_serial(ranks, count: int, schedule: str, checkpoint: str, ties: bool) -> None:
     """Loss, gradients and the generator's state, with dropout, long skips and changing batch sizes."""
     found = ranks(count).run(steps.compare, count * PER_RANK[schedule], schedule, checkpoint, SIZES, ties)
-    assert [each["worst"] for each in found] == [0.0] * count
-    assert all(each["states"] for each in found)
-    keys = sorted(key for each in found for key in each["keys"])
+    assert [outcome["worst"] for outcome in found] == [0.0] * count
+    assert all(outcome["states"] for outcome in found)
+    keys = sorted(key for outcome in found for key in outcome["keys"])
     assert keys == found[0]["all_keys"], "every parameter is on one rank"

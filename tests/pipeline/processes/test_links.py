@@ -25,7 +25,7 @@ LARGE = 200_000
 
 
 @contextmanager
-def linked(timeout: float | None = None) -> Iterator[Links]:
+def open_links(timeout: float | None = None) -> Iterator[Links]:
     links = Links(dist.group.WORLD, timeout)
     try:
         yield links
@@ -34,7 +34,7 @@ def linked(timeout: float | None = None) -> Iterator[Links]:
 
 
 def exchange() -> tuple[list, list]:
-    with linked() as links:
+    with open_links() as links:
         other = 1 - links.rank
         walk = links.open_walk("forward of step 0")
         value = {"x": torch.full((3,), float(links.rank), requires_grad=True), "n": [links.rank, None]}
@@ -56,7 +56,7 @@ def test_values_arrive_in_any_order(ranks: Find) -> None:
 
 
 def infer() -> list:
-    with linked() as links, torch.inference_mode():
+    with open_links() as links, torch.inference_mode():
         walk = links.open_walk("step 0")
         if links.rank == 0:
             walk.send(1, (0, 0, 0), [torch.ones(LARGE) * 2, torch.ones(2) * 3])
@@ -83,7 +83,7 @@ def test_a_group_has_its_own_numbers_and_global_names(ranks: Find) -> None:
 
 
 def run_ahead() -> list:
-    with linked() as links:
+    with open_links() as links:
         seen = []
         for step in range(3):
             walk = links.open_walk(f"step {step}")
@@ -101,7 +101,7 @@ def test_a_rank_ahead_finds_its_messages_kept(ranks: Find) -> None:
 
 
 def send_both_ways() -> bool:
-    with linked() as links:
+    with open_links() as links:
         other, walk = 1 - links.rank, links.open_walk("step 0")
         for place in range(4):
             walk.send(other, (0, 0, place), torch.full((4 << 20,), place, dtype=torch.float32))
@@ -118,7 +118,7 @@ def test_large_values_both_ways_at_once_do_not_block(ranks: Find) -> None:
 
 
 def send_many_shapes() -> list:
-    with linked() as links:
+    with open_links() as links:
         other, walk, count = 1 - links.rank, links.open_walk("step 0"), SHAPES + 20
         for place in range(count):
             walk.send(other, (0, 0, place), torch.ones(place))
@@ -134,7 +134,7 @@ def test_the_cache_of_shapes_is_bounded_at_both_ends(ranks: Find) -> None:
 
 
 def fail_on_one(bad: int) -> str:
-    with linked() as links:
+    with open_links() as links:
         seen, walk = "", links.open_walk("step 0")
         try:
             if links.rank == bad:
@@ -165,7 +165,7 @@ def test_an_exception_is_raised_on_all_ranks(ranks: Find) -> None:
 
 
 def fail_before_agreement() -> str:
-    with linked() as links:
+    with open_links() as links:
         walk = links.open_walk("step 0")
         if links.rank == 2:
             walk.fail(KeyboardInterrupt("stop"))
@@ -182,7 +182,7 @@ def test_no_rank_agrees_when_one_has_failed(ranks: Find) -> None:
 
 
 def diverge() -> str:
-    with linked() as links:
+    with open_links() as links:
         walk = links.open_walk(f"{'backward' if links.rank == 2 else 'forward'} of step 4")
         with pytest.raises(RankFailedError) as caught:
             walk.agree(None)
@@ -190,7 +190,7 @@ def diverge() -> str:
 
 
 def diverge_in_messages() -> str:
-    with linked() as links:
+    with open_links() as links:
         walk = links.open_walk("forward" if links.rank else "backward")
         with pytest.raises(RankFailedError) as caught:
             walk.send(1 - links.rank, (0, links.rank, 0), 1)
@@ -264,20 +264,20 @@ def test_a_rank_that_hangs_is_named_by_all_others(how: str, words: str) -> None:
 
 
 def wait_in_a_circle() -> str:
-    with linked(1.0) as links:
+    with open_links(1.0) as links:
         walk = links.open_walk("step 0")
         with pytest.raises(RankLostError) as caught:
             walk.receive((0, 0, 0), 1 - links.rank)
         return str(caught.value)
 
 
-def test_ranks_that_wait_for_each_other_are_told_so(ranks: Find) -> None:
+def test_circular_wait_of_ranks_is_an_error(ranks: Find) -> None:
     for text in ranks(2).run(wait_in_a_circle):
         assert "wait for each other: rank" in text
 
 
 def interrupt_a_wait() -> float:
-    with linked() as links:
+    with open_links() as links:
         walk = links.open_walk("step 0")
         if links.rank == 0:
             time.sleep(0.5)
@@ -297,7 +297,7 @@ def test_an_interrupt_ends_a_wait(ranks: Find) -> None:
     assert ranks(2).run(interrupt_a_wait) == [0.0, 1.0]
 
 
-def part() -> Any:
+def close_while_sending() -> Any:
     links = Links(dist.group.WORLD, 30.0)
     walk = links.open_walk("step 0")
     if links.rank == 0:
@@ -314,7 +314,7 @@ def part() -> Any:
 
 
 def test_a_closed_rank_is_missed_only_when_needed(ranks: Find) -> None:
-    assert "has closed its connections" in ranks(2).run(part)[1]
+    assert "has closed its connections" in ranks(2).run(close_while_sending)[1]
 
 
 def leave_nothing() -> list[str]:
@@ -350,7 +350,7 @@ def test_nothing_is_left_of_closed_or_dropped_links(ranks: Find) -> None:
 
 
 def write_while_sending() -> str:
-    with linked() as links:
+    with open_links() as links:
         walk = links.open_walk("step 0")
         if links.rank == 0:
             tensor = torch.zeros(8 << 20)
@@ -370,7 +370,7 @@ def test_a_write_to_a_leaving_tensor_is_an_error(ranks: Find) -> None:
 
 
 def use_in_child() -> int:
-    with linked() as links:
+    with open_links() as links:
         links.open_walk("step 0").agree(None)
         child = os.fork()
         if child == 0:

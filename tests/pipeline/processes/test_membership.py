@@ -15,7 +15,7 @@ from weft.pipeline.processes import membership
 from weft.pipeline.processes.membership import Rendezvous
 
 
-def meet(store: Any, ranks: list[int], rank: int, seconds: float, found: dict[int, Any]) -> None:
+def connect(store: Any, ranks: list[int], rank: int, seconds: float, found: dict[int, Any]) -> None:
     try:
         found[rank] = Rendezvous(store, ranks, rank, time.monotonic() + seconds).connect()
     except BaseException as error:
@@ -28,7 +28,7 @@ def start_meetings(
     """Ranks as threads; the results, and how to wait for them."""
     found: dict[int, Any] = {}
     arguments = [(store, [10 * rank for rank in range(size)], rank, seconds, found) for rank in present]
-    threads = [threading.Thread(target=meet, args=each) for each in arguments]
+    threads = [threading.Thread(target=connect, args=args) for args in arguments]
     for thread in threads:
         thread.start()
 
@@ -49,10 +49,10 @@ def port_of(store: Any, rank: int) -> int:
     return json.loads(store.get(key))[4]
 
 
-def close(found: dict[int, Any]) -> None:
+def close_all(found: dict[int, Any]) -> None:
     for _, sockets, _ in found.values():
-        for each in sockets.values():
-            each.close()
+        for listener in sockets.values():
+            listener.close()
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_every_pair_of_ranks_gets_one_connection() -> None:
         assert sorted(sockets) == [other for other in range(3) if other != rank]
         for other, connection in sockets.items():
             assert connection.getsockname() == found[other][1][rank].getpeername()
-    close(found)
+    close_all(found)
 
 
 def test_strangers_neither_enter_nor_delay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +94,9 @@ def test_strangers_neither_enter_nor_delay(monkeypatch: pytest.MonkeyPatch) -> N
     assert time.monotonic() - begun < membership._SHAKE_SECONDS, "a silent stranger delayed the members"
     assert sorted(found[0][1]) == [1, 2] and sorted(found[2][1]) == [0, 1]
     assert found[0][1][2].getpeername() == found[2][1][0].getsockname()
-    for each in strangers:
-        each.close()
-    close(found)
+    for address in strangers:
+        address.close()
+    close_all(found)
 
 
 def test_the_port_is_closed_when_all_are_there() -> None:
@@ -105,7 +105,7 @@ def test_the_port_is_closed_when_all_are_there() -> None:
     wait()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port_of(store, 0)), 1)
-    close(found)
+    close_all(found)
 
 
 def test_a_listener_without_the_secret_is_refused() -> None:

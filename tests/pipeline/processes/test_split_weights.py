@@ -39,5 +39,5 @@ def test_weights_and_checkpoints_equal_one_process(ranks, tied: str, tmp_path: P
         weft.checkpoint.load(tmp_path / folder, pipe, optimizer)
         work.train(pipe, optimizer, range(3, 5))
         goals.append({key: value.tolist() for key, value in pipe.state_dict().items()})
-        assert_joined(ranks(2).run(work.go_on, str(tmp_path / folder)), goals[0])
+        assert_joined(ranks(2).run(work.resume, str(tmp_path / folder)), goals[0])
     assert_joined(goals[1:], goals[0])

@@ -109,9 +109,9 @@ def save_with_replicas(folder: str) -> list[float]:
         plain(x, target=y).backward()
         norm = weft.clip_grad_norm_(wrapped, 0.05)
         worst = max(worst, abs(float(norm - nn.utils.clip_grad_norm_(plain.parameters(), 0.05))))
-        for each in (optimizer, wanted):
-            each.step()
-            each.zero_grad()
+        for candidate in (optimizer, wanted):
+            candidate.step()
+            candidate.zero_grad()
     weft.checkpoint.save(folder, wrapped, optimizer, extra="replicas")
     whole = plain.state_dict()
     return [worst, *(float((value - whole[key]).abs().max()) for key, value in pipe.state_dict().items())]
@@ -161,9 +161,9 @@ def clip(norm_type: float, max_norm: float) -> dict[str, Any]:
     """The norm, and differences from the serial pipe."""
     pipe, plain = piped(model()), serial(model())
     x, y = batch(0)
-    for each in (pipe, plain):
+    for net in (pipe, plain):
         torch.manual_seed(0)
-        each(x, target=y).backward()
+        net(x, target=y).backward()
     norm = weft.clip_grad_norm_(pipe, max_norm, norm_type)
     wanted = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
     named = dict(plain.named_parameters())

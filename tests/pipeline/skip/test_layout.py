@@ -1,4 +1,4 @@
-"""A layout tells for every skip where it comes from and which partitions read it."""
+"""A layout names the source of every skip and the partitions that read it."""
 
 import pytest
 from hypothesis import given

@@ -1,8 +1,6 @@
-"""Skippable layers keep their declarations, say so when they do not, and are ordinary modules otherwise."""
+"""Skippable layers must follow their declarations, and are ordinary modules otherwise."""
 
 import copy
-import io
-import pickle
 import traceback
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.pipeline.pipe_cases import pickle_copy, torch_save_copy
 from tests.processes import python
 from weft.core.errors import SkipError, SkipWiringError
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, pop, skippable, stash, use_skip_tracker
@@ -78,7 +77,7 @@ class Nest:
 
 
 class Derived(Early):
-    """A user may go on deriving from a skippable class."""
+    """A skippable class can have subclasses."""
 
 
 STASHERS = [Early, Called, Rebound, Nest.Inner, Derived]
@@ -93,7 +92,7 @@ def layer_of(*, stash=(), pop=()):
     return decorate
 
 
-# --- what the class and the layer are
+# --- the class and the layer
 
 
 def test_the_class_says_what_it_declares() -> None:
@@ -113,7 +112,7 @@ def test_one_class_and_one_declaration_give_one_class() -> None:
 
 
 @pytest.mark.parametrize("words", [{"stash": "early"}, {"pop": "early"}])
-def test_a_bare_string_is_no_list_of_names(words) -> None:
+def test_bare_string_instead_of_a_list_is_refused(words) -> None:
     with pytest.raises(SkipWiringError, match=r"'early' is one string; give .*\['early'\]"):
         skippable(**words)
 
@@ -124,10 +123,10 @@ def test_only_module_classes_can_be_skippable(thing) -> None:
         skippable(stash=["early"])(thing)
 
 
-# --- what a forward may do
+# --- permitted in a forward
 
 
-def test_a_skip_connection_gives_value_and_gradient_of_plain_code() -> None:
+def test_skip_has_value_and_gradient_of_plain_code() -> None:
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
     model = nn.Sequential(Early(), nn.Tanh(), Late()).double()
     result = model(x)
@@ -147,7 +146,7 @@ def test_none_can_be_stashed() -> None:
     assert nn.Sequential(none, Late(), Late())(x) is x
 
 
-def test_a_name_popped_twice_in_one_forward_gives_the_same_tensor() -> None:
+def test_second_pop_in_one_forward_gives_the_same_tensor() -> None:
     class Fresh(SkipTracker):
         """Gives another tensor at every load."""
 
@@ -194,7 +193,7 @@ def test_forward_takes_several_and_named_arguments() -> None:
     assert add(one, one, scale=2) == (4, one)
 
 
-# --- what a forward may not do
+# --- refused in a forward
 
 
 def undeclared_stash(self, x):
@@ -331,14 +330,7 @@ def test_an_isolated_layer_leaves_its_shallow_copy_alone() -> None:
 # --- an ordinary module
 
 
-def by_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-CLONES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "save": by_torch_save}
+CLONES = {"deepcopy": copy.deepcopy, "pickle": pickle_copy, "save": torch_save_copy}
 
 
 @pytest.mark.parametrize("clone", CLONES.values(), ids=CLONES)
@@ -351,7 +343,7 @@ def test_a_clone_is_the_same_model_with_the_same_wiring(clone, first) -> None:
     assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
     assert list(twin[0].stashable()) == [(ns, "early")]
     assert torch.equal(twin(x), model(x))
-    assert type(pickle.loads(pickle.dumps(Bare()))) is Bare, "the class of a call is still itself"
+    assert type(pickle_copy(Bare())) is Bare, "the class of a call is still itself"
 
 
 def test_forward_hooks_see_the_output_of_the_layer() -> None:
@@ -369,7 +361,8 @@ def test_the_layer_takes_no_tensor_of_its_own() -> None:
         layer.factor = nn.Parameter(torch.ones(1))
 
 
-def test_functional_call_uses_parameter_names_and_refuses_state_dict_keys() -> None:
+def test_functional_call_takes_parameter_names_only() -> None:
+    """Keys of the state dict are refused."""
     model, x = nn.Sequential(skippable()(Plain)()), torch.ones(1)
     new = {name: 5 * torch.ones(()) for name, _ in model.named_parameters()}
     assert torch.func.functional_call(model, new, x) == 5

@@ -1,4 +1,4 @@
-"""Each thread has a tracker, which may be replaced; the plain one keeps a tensor as long as anyone may read it.
+"""Each thread has a replaceable tracker. The default one keeps a tensor as long as a layer can read it.
 
 Namespaces keep equal names apart, and keep their identity in copies.
 """
@@ -56,8 +56,8 @@ def own_tracker():
         yield tracker
 
 
-def kept(model: nn.Sequential) -> bool:
-    """Is the tensor that the model's first layer stashed last still alive?"""
+def stash_is_alive(model: nn.Sequential) -> bool:
+    """Whether the last stash of the first layer is still alive."""
     return model[0].module.last() is not None
 
 
@@ -79,7 +79,9 @@ def test_a_thread_has_one_tracker_and_no_other_thread_has_it() -> None:
     assert current_skip_tracker() is current_skip_tracker()
 
 
-def test_layers_talk_to_the_tracker_in_place_and_the_former_one_comes_back(own_tracker) -> None:
+def test_layers_use_the_active_tracker_until_it_ends(own_tracker) -> None:
+    """The former tracker is active again afterwards."""
+
     class Spy(SkipTracker):
         def __init__(self) -> None:
             super().__init__()
@@ -115,14 +117,14 @@ def test_a_load_gives_the_last_save_of_its_key(calls) -> None:
         assert tracker.load(*key) is value
 
 
-def test_a_load_without_a_save_names_what_is_missing() -> None:
+def test_load_without_a_save_names_the_missing_key() -> None:
     ns = Namespace()
     with pytest.raises(SkipError, match=f"'a' in {ns!r} was popped but never stashed"):
         SkipTracker().load(ns, "a")
 
 
 def test_the_plain_tracker_refuses_to_copy() -> None:
-    with pytest.raises(SkipWiringError, match="cannot copy 'a' to cpu: this tracker keeps"):
+    with pytest.raises(SkipWiringError, match="cannot copy 'a' to cpu: this tracker does not move"):
         SkipTracker().copy(None, "a", torch.device("cpu"))
 
 
@@ -172,7 +174,7 @@ def test_a_reader_may_be_run_again_in_backward() -> None:
         wanted = torch.autograd.grad(again.reader(head(x)).sum(), parameters)
         again.zero_grad()
         again(head(x)).sum().backward()
-        torch.testing.assert_close([each.grad for each in parameters], list(wanted))
+        torch.testing.assert_close([parameter.grad for parameter in parameters], list(wanted))
 
 
 def test_after_an_error_in_the_middle_the_model_runs_again() -> None:
@@ -191,7 +193,8 @@ def test_after_an_error_in_the_middle_the_model_runs_again() -> None:
         assert again(ONE) == 5
 
 
-def test_a_tensor_goes_with_the_next_stash_of_its_key_or_with_its_model_alone() -> None:
+def test_stashed_tensor_lives_until_the_next_stash_of_its_key() -> None:
+    """It is also freed with its model."""
     model, other = nn.Sequential(Stash(), Pop()), nn.Sequential(Stash(), Pop())
     model(ONE)
     first = model[0].module.last
@@ -201,10 +204,10 @@ def test_a_tensor_goes_with_the_next_stash_of_its_key_or_with_its_model_alone() 
     assert first() is None and second() is not None
     other(ONE)
     del model
-    assert second() is None and kept(other)
+    assert second() is None and stash_is_alive(other)
 
 
-def test_a_dropped_layer_that_failed_after_its_stash_leaves_no_tensor_behind() -> None:
+def test_dropped_layer_that_failed_leaves_no_tensor() -> None:
     @skippable(stash=["a"])
     class Fails(nn.Module):
         def forward(self, x):
@@ -223,24 +226,24 @@ def test_a_dropped_layer_that_failed_after_its_stash_leaves_no_tensor_behind() -
     assert seen[0]() is None
 
 
-def test_the_end_of_a_layer_that_is_noticed_late_takes_no_later_value_along(own_tracker) -> None:
+def test_late_finalizer_of_a_layer_removes_no_newer_value(own_tracker) -> None:
     old, new = Stash(), nn.Sequential(Stash(), Pop())
     old(ONE)
     (former,) = own_tracker._kept.values()  # as another thread holds it, in which the layer ends
     new(ONE)
     del old
     own_tracker._forget(weakref.ref(own_tracker), (None, "a"), weakref.ref(former), None)
-    assert kept(new)
+    assert stash_is_alive(new)
 
 
-def test_a_tracker_of_ones_own_frees_all_at_the_end_of_its_block() -> None:
+def test_custom_tracker_frees_all_at_the_end_of_its_block() -> None:
     model = nn.Sequential(Stash(), Pop())
     with use_skip_tracker(SkipTracker()):
         assert model(ONE) == 3
-    assert not kept(model)
+    assert not stash_is_alive(model)
 
 
-def test_a_layer_that_pops_and_stashes_one_name_reads_the_former_one(own_tracker) -> None:
+def test_layer_pops_the_former_value_of_a_name_it_stashes(own_tracker) -> None:
     @skippable(stash=["a"], pop=["a"])
     class Add(nn.Module):
         def forward(self, x):
@@ -274,7 +277,7 @@ def test_a_namespace_cannot_be_changed() -> None:
 
 def test_namespaces_are_ordered_by_creation_with_none_first() -> None:
     places = [None, Namespace(), Namespace()]
-    assert sorted([(each, "name") for each in reversed(places)]) == [(each, "name") for each in places]
+    assert sorted([(place, "name") for place in reversed(places)]) == [(place, "name") for place in places]
     for left, right in itertools.combinations(places, 2):
         assert left < right and right > left and left <= right and right >= left
         assert not (left > right or right < left or left >= right or right <= left)

@@ -1,4 +1,4 @@
-"""A type checker knows what `skippable` makes: the constructor of the class, and the module inside."""
+"""A type checker knows the result of `skippable`: the constructor of the class, and the module inside."""
 
 import json
 import subprocess
@@ -38,7 +38,8 @@ skippable(stash=["a"])(3)  # wrong
 """
 
 
-def test_a_checker_knows_constructor_and_module_and_finds_wrong_arguments(tmp_path: Path) -> None:
+def test_type_checker_knows_constructor_and_module(tmp_path: Path) -> None:
+    """It reports wrong arguments."""
     if not PYRIGHT.exists():
         pytest.skip(f"there is no pyright in {PYRIGHT.parent}; the extra `test` brings it")
     (tmp_path / "program.py").write_text(PROGRAM)

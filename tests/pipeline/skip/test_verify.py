@@ -20,7 +20,7 @@ def layer(stash: str = "", pop: str = "") -> nn.Module:
 
 
 def faults(*layers: nn.Module, one_to_one: bool = False) -> list[str]:
-    """What is said of a Sequential of these layers, one text per fault."""
+    """The faults of a Sequential of these layers, one text per fault."""
     try:
         verify_skippables(nn.Sequential(*layers), one_to_one=one_to_one)
     except TypeError as error:
@@ -29,7 +29,7 @@ def faults(*layers: nn.Module, one_to_one: bool = False) -> list[str]:
 
 
 def deep() -> list[nn.Module]:
-    """Layers that stash what nobody pops, below others."""
+    """Nested layers with a stash that is never popped."""
     inner, block, outer = nn.Sequential(), nn.Module(), skippable()(Nothing)()
     inner.add_module("head", layer("a"))
     block.parts = nn.ModuleList([nn.Identity(), layer("b")])
@@ -67,7 +67,7 @@ def deep() -> list[nn.Module]:
         ),
     ],
 )
-def test_faults_are_told_with_the_places_of_their_layers(layers: list[nn.Module], wanted: list[str]) -> None:
+def test_faults_name_the_places_of_their_layers(layers: list[nn.Module], wanted: list[str]) -> None:
     assert faults(*layers) == wanted
 
 
@@ -106,10 +106,10 @@ def test_nesting_changes_no_verdict(data, declared) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc")), max_size=8))
-def test_a_model_passes_exactly_if_every_pop_follows_the_only_stash(plan) -> None:
+def test_model_passes_exactly_if_pops_follow_the_only_stash(plan) -> None:
     layers = [layer(name, "") if stashes else layer("", name) for stashes, name in plan]
     fits = True
     for name in "abc":
-        steps = [stashes for stashes, each in plan if each == name]
+        steps = [stashes for stashes, key in plan if key == name]
         fits &= steps in ([], [True, *[False] * (len(steps) - 1)]) and len(steps) != 1
     assert (not faults(*layers)) == fits

@@ -38,7 +38,7 @@ class Between(nn.Module):
 
 
 class Scaled(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a number."""
+    """The identity with a scaled gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
@@ -109,7 +109,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_code_that_goes_by_sizes_is_exact(code: Code) -> None:
-    """Whatever Python computes of rows and lengths, outputs and gradients are those of the model."""
+    """Outputs and gradients are those of the model, for any Python code on rows and lengths."""
     model = Between(code)
     plain = copy.deepcopy(model)
     pipe = cut(model)
@@ -117,8 +117,8 @@ def test_code_that_goes_by_sizes_is_exact(code: Code) -> None:
         x = torch.randn(count, length, WIDTH)
         wanted, found = plain_step(plain, x), pipe(x)
         assert_close(found, wanted)
-        for each, output in ((plain, wanted), (model, found)):
-            each.zero_grad()
+        for net, output in ((plain, wanted), (model, found)):
+            net.zero_grad()
             output.square().mean().backward()
         assert_gradients_equal(model, plain, 1e-10)
 
@@ -132,7 +132,7 @@ def test_lengths_of_a_language_model_are_exact(verified: list[object]) -> None:
         tokens = torch.randint(3, 50, (count, min(length, 16)))
         mask = torch.ones_like(tokens)
         mask[: count // 2, tokens.shape[1] // 2 :] = 0
-        parts = zip(*(each.split(micro_sizes(count, 4)) for each in (tokens, mask)), strict=True)
+        parts = zip(*(tensor.split(micro_sizes(count, 4)) for tensor in (tokens, mask)), strict=True)
         wanted = torch.cat([model(input_ids=ids, attention_mask=kept).logits for ids, kept in parts])
         assert_close(pipe(input_ids=tokens, attention_mask=mask).logits, wanted, 1e-10)
     assert len(verified) < pipe.statistics()["recordings"] / 2

@@ -1,4 +1,4 @@
-"""What a pipe with split= refuses, or does not do behind the caller's back."""
+"""Checks of a pipe with split=: models that it refuses, and side effects that it avoids."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Ends(nn.Module):
-    """Linear layers around one of which is known where it has its batch; `pick`: what of its result goes on."""
+    """Linear layers around a layer with a known batch axis. `pick` selects the part of its result that is used."""
 
     def __init__(self, inner: nn.Module, pick: bool = False, outer: nn.Module | None = None) -> None:
         super().__init__()
@@ -51,7 +51,8 @@ def _attends(first: bool) -> nn.Module:
         lambda first: nn.Sequential(nn.Linear(8, 8), Ends(nn.Identity()).second, _attends(first)),
     ],
 )
-def test_modules_whose_batch_is_on_another_axis_are_refused_where_the_rows_reach_them(make: Any) -> None:
+def test_modules_with_the_batch_on_another_axis_are_refused(make: Any) -> None:
+    """They are refused where the rows reach them."""
     for axis in (0, 1):
         model = make(axis == 1)
         split = "second" if isinstance(model, Ends) else "1"
@@ -70,7 +71,8 @@ def test_code_around_a_module_may_swap_axes() -> None:
     assert_close(cut(model, "second", batch_dim=0, chunks=2)(x := torch.randn(4, 3, 8)), model(x))
 
 
-def test_states_with_their_batch_on_another_axis_are_refused_also_where_they_could_be_joined() -> None:
+def test_states_with_the_batch_on_another_axis_are_refused() -> None:
+    """They are refused also where they could be joined."""
     states = Ends(nn.LSTM(8, 8, num_layers=2, batch_first=True))
     with pytest.raises(UsageError, match=r"inner \(LSTM\).*output_batch_dim=\(0, 1\)"):
         cut(states, "second", chunks=2)(torch.randn(4, 3, 8))
@@ -78,7 +80,7 @@ def test_states_with_their_batch_on_another_axis_are_refused_also_where_they_cou
         assert_close(cut(model, "second", chunks=2, **settings)(x := torch.randn(4, 3, 8)), model(x))
 
 
-def test_states_of_weft_s_lstm_have_the_batch_where_those_of_pytorch_have_it() -> None:
+def test_states_of_weft_lstm_have_the_batch_axis_of_pytorch() -> None:
     model = nn.Sequential(nn.Linear(8, 8), weft.LSTM(8, 8))
     for settings in ({"balance": [1, 1]}, {"split": ["1"]}):
         pipe = weft.Pipe(model, chunks=2, batch_dim=1, devices=["cpu"] * 2, **settings)
@@ -95,7 +97,7 @@ def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
     model = Chain()
     for executor in ("serial", "threads", "auto"):
         pipe, found = cut(model, chunks=3, executor=executor), list[tuple[int, int, int]]()
-        for call in (pipe, pipe, pipe, lambda x: torch.cat([model(each) for each in x.split(2)])):
+        for call in (pipe, pipe, pipe, lambda x: torch.cat([model(piece) for piece in x.split(2)])):
             saved: list[None] = []
 
             def pack(tensor: Tensor, saved: list[None] = saved) -> Tensor:
@@ -110,7 +112,7 @@ def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
         assert len(set(found)) == 1 and all(found[0]), executor
 
 
-def test_a_remote_expert_is_not_trained_by_comparing_or_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     class Remote(nn.Module):
         def __init__(self, backend: weft.ExpertBackend, address: str) -> None:
             super().__init__()
@@ -125,7 +127,9 @@ def test_a_remote_expert_is_not_trained_by_comparing_or_measuring(monkeypatch: p
     inner = nn.Linear(8, 8)
     plain = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(inner), nn.Linear(8, 8))
     schema = (weft.TensorSpec((None, 8), torch.float64),)
-    backend = weft.ExpertBackend("expert", inner, lambda each: torch.optim.SGD(each, 1.0), args_schema=schema)
+    backend = weft.ExpertBackend(
+        "expert", inner, lambda parameters: torch.optim.SGD(parameters, 1.0), args_schema=schema
+    )
     with weft.Server([backend]) as server:
         model = Remote(backend, server.address)
         model.first.load_state_dict(plain[0].state_dict())
@@ -140,23 +144,23 @@ def test_a_remote_expert_is_not_trained_by_comparing_or_measuring(monkeypatch: p
         pipe = cut(model, "second", chunks=1)  # outputs are compared all the same
         pipe(rows(2, 8))
         monkeypatch.setenv("WEFT_TEST_SCALE", "2.0")
-        with pytest.raises(SplitError, match="does not compute"):
+        with pytest.raises(SplitError, match="compute different values"):
             pipe(rows(2, 8))
         model.remote.close()
 
 
-def test_a_fault_of_split_is_told_with_all_others() -> None:
+def test_faults_of_split_are_listed_with_all_others() -> None:
     with pytest.raises(UsageError) as seen:
         cut(Chain(), "layer.2", loss_weight=len, schedule="1f1b", checkpoint=["never"] * 3)
-    for words in ("'layer.2'; near it", "loss_weight", "'1f1b' starts backward", "3 entries for 2 stages"):
+    for words in ("'layer.2'; near it: ['layers.2'", "loss_weight", "'1f1b' starts backward", "3 entries for 2 stages"):
         assert words in str(seen.value)
     with pytest.raises(UsageError) as seen:
         weft.Pipe(Chain(), chunks=2, split=["layers.1", "layers.2"], devices=["cpu"], schedule="1f1b")
-    assert all(words in str(seen.value) for words in ("make 3 stages", "'1f1b' starts backward"))
+    assert all(words in str(seen.value) for words in ("2 split points make 3 stages", "'1f1b' starts backward"))
 
 
 class Tokens(nn.Module):
-    """A model with a loss of its own. `way`: what it does with ``num_items_in_batch``."""
+    """A model that returns its loss. `way` is its use of ``num_items_in_batch``."""
 
     def __init__(self, way: str = "divides") -> None:
         super().__init__()
@@ -180,7 +184,7 @@ def _tokens(padded: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("items", [int, torch.tensor])
-def test_losses_are_summed_only_where_the_model_divides_by_the_number_of_items(items: Any) -> None:
+def test_losses_are_summed_only_if_divided_by_the_item_count(items: Any) -> None:
     for way, padded in (("divides", 0), ("divides", 2), ("ignores", 0)):
         pipe = cut(model := Tokens(way), "layers.0", chunks=2)
         plain, batch = copy.deepcopy(model), _tokens(padded)
@@ -200,7 +204,7 @@ def test_losses_are_summed_only_where_the_model_divides_by_the_number_of_items(i
             cut(Tokens(way), "layers.0", chunks=2)(**_tokens(padded), num_items_in_batch=items(12 - padded))
 
 
-def test_labels_that_do_not_all_count_are_refused_however_they_are_given() -> None:
+def test_ignored_labels_are_refused_in_every_form() -> None:
     pipe, batch = cut(Tokens(), "layers.0", chunks=2), _tokens(2)
     one = {key: value[:, 0] for key, value in batch.items()}
     for args, kwargs in (((), batch), (batch.values(), {}), ((), one), (one.values(), {})):

@@ -1,4 +1,4 @@
-"""`weft plan` and the report draw what crosses."""
+"""`weft plan` and the report draw the values that cross stages."""
 
 from pathlib import Path
 
@@ -61,5 +61,5 @@ def test_the_report_draws_routes() -> None:
     pipe = weft.Pipe(UNet(), chunks=2, split=["middle", "up1"], devices=["cpu"] * 3, sample=sample)
     picture = str(routes(pipe.routes, 3, title="What crosses"))
     assert picture.count("<circle") == len(pipe.routes)
-    assert picture.count("<path") == sum(len(each.readers) for each in pipe.routes)
+    assert picture.count("<path") == sum(len(route.readers) for route in pipe.routes)
     assert "down1" in picture and "stage 2" in picture

@@ -1,4 +1,4 @@
-"""What a recording goes by, what it refuses, and what the comparison with forward() catches."""
+"""Guards of a recording, its refusals, and faults that the comparison with forward() finds."""
 
 import copy
 import random
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.usefixtures("double")
 @pytest.fixture(autouse=True)
 def _checks_are_no_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' type checks wrap the recorder's own functions."""
-    monkeypatch.setattr(record, "_LIBRARIES", (*record._LIBRARIES, "<", *_of_the_checks()))
+    monkeypatch.setattr(record, "_LIBRARIES", (*record._LIBRARIES, "<", *_type_checker_folders()))
 
 
-def _of_the_checks() -> list[str]:
+def _type_checker_folders() -> list[str]:
     import jaxtyping  # noqa: PLC0415 - the tests' own
 
     return [str(jaxtyping.__file__).rpartition("/")[0]]
 
 
 class Between(nn.Module):
-    """Two blocks, and something between them."""
+    """Two blocks with code between them."""
 
     def __init__(self, code: Callable[["Between", Tensor], Any], **buffers: Tensor) -> None:
         super().__init__()
@@ -43,17 +43,21 @@ class Between(nn.Module):
         return self.second(self.code(self, self.first(x)))
 
 
+class TwoBlocks(nn.Module):
+    """Two blocks. Subclasses define forward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
 def cut(model: nn.Module, *split: str, chunks: int = 2, **settings: Any) -> weft.Pipe:
     names = list(split) or ["second"]
     return weft.Pipe(model, chunks=chunks, split=names, devices=["cpu"] * (len(names) + 1), **settings)
 
 
-def test_guards_that_inputs_answer_choose_the_program_of_each_micro_batch() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+def test_guards_on_inputs_choose_a_program_per_micro_batch() -> None:
+    class Masked(TwoBlocks):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             y = self.first(x)
             return self.second(y) if bool(mask.all()) else self.second(y * mask)
@@ -68,12 +72,8 @@ def test_guards_that_inputs_answer_choose_the_program_of_each_micro_batch() -> N
     assert pipe.statistics()["recordings"] == 2
 
 
-def test_a_list_that_inputs_answer_may_be_empty_and_is_more_than_its_numbers() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+def test_guarded_list_can_be_empty_and_has_a_length() -> None:
+    class Listed(TwoBlocks):
         def forward(self, x: Tensor, table: Tensor) -> Tensor:
             fill = table[table.sum(1) > 0][:, table.sum(0) > 0].tolist()
             return self.second(self.first(x) * len(fill))
@@ -85,12 +85,13 @@ def test_a_list_that_inputs_answer_may_be_empty_and_is_more_than_its_numbers() -
     assert pipe.statistics()["recordings"] == 3
 
 
-def test_glue_is_named_by_its_function_and_its_line_without_folders() -> None:
+def test_glue_is_named_by_function_and_line_without_folders() -> None:
     pipe = cut(Between(lambda _, x: x + 1), sample=rows(2, 4))
     assert re.fullmatch(r"add \((tests/pipeline/split/)?test_guards.py:\d+\)", pipe.routes[0].name)
 
 
-def test_a_decision_on_activations_between_blocks_is_refused_with_file_and_line() -> None:
+def test_decision_on_activations_is_refused_with_its_line() -> None:
+    """The decision lies between blocks. The error names file and line."""
     model = Between(lambda _, x: x if x.sum() > 0 else -x)
     with torch.no_grad():
         model.first.bias.fill_(50.0)
@@ -110,7 +111,7 @@ def test_a_shape_that_depends_on_data_is_a_guard() -> None:
         cut(Between(code), chunks=8, verify=False)(torch.randn(8, 4))
 
 
-def test_what_a_block_returns_for_python_is_a_guard() -> None:
+def test_python_result_of_a_block_is_a_guard() -> None:
     class Counting(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, int]:
             return x, int((x > 0).sum())
@@ -121,7 +122,7 @@ def test_what_a_block_returns_for_python_is_a_guard() -> None:
         cut(model, chunks=8, verify=False)(torch.randn(8, 4))
 
 
-def test_python_that_no_recording_sees_is_caught_by_the_comparison() -> None:
+def test_comparison_finds_python_that_no_recording_sees() -> None:
     calls = iter(range(1, 100))
     model = Between(lambda _, x: x * next(calls))
     with pytest.raises(SplitError, match=r"first value that differs.*mul \(.*test_guards.py:\d+\).*verify=False"):
@@ -139,7 +140,7 @@ def test_the_comparison_sees_buffers_too() -> None:
         cut(model)(rows(4, 4))
 
 
-def test_the_comparison_leaves_the_model_and_the_generators_as_they_were() -> None:
+def test_comparison_changes_neither_model_nor_generators() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
     plain = copy.deepcopy(model)
     found = []
@@ -148,7 +149,7 @@ def test_the_comparison_leaves_the_model_and_the_generators_as_they_were() -> No
         pipe = cut(copy.deepcopy(model), "3", verify=verify)
         output = pipe(rows(4, 4))
         found.append([output, *pipe.buffers(), torch.rand(1)])
-        assert all(each.grad is None for each in pipe.parameters())
+        assert all(parameter.grad is None for parameter in pipe.parameters())
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     for half in rows(4, 4).split(2):
         plain(half)
@@ -208,27 +209,21 @@ def _to_data(_: Between, x: Tensor) -> Tensor:
         (_to_data, r"forward sets \.data between blocks"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_by_name(code: Any, words: str) -> None:
+def test_code_that_cannot_be_recorded_is_refused_by_name(code: Any, words: str) -> None:
     model = Between(code, table=torch.ones(4))
     model.storing = _Storing()
     with pytest.raises(SplitError, match=words):
         cut(model)(rows(4, 4))
 
 
-def test_an_autograd_function_between_blocks_keeps_its_backward() -> None:
-    model = Between(lambda _, x: _Twice.apply(x))
-    plain = copy.deepcopy(model)
-    cut(model)(rows(4, 4)).sum().backward()
-    plain(rows(4, 4)).sum().backward()
-    assert_close(model.first.weight.grad, plain.first.weight.grad)
+def _scaled_without_gradient(_: Between, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().mean(-1, keepdim=True)
+    return x * scale
 
 
-def test_no_grad_between_blocks_stays() -> None:
-    def code(_: Between, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = x.abs().mean(-1, keepdim=True)
-        return x * scale
-
+@pytest.mark.parametrize("code", [lambda _, x: _Twice.apply(x), _scaled_without_gradient])
+def test_functions_and_no_grad_between_blocks_keep_gradients(code: Any) -> None:
     model = Between(code)
     plain = copy.deepcopy(model)
     cut(model)(rows(4, 4)).sum().backward()
@@ -237,11 +232,7 @@ def test_no_grad_between_blocks_stays() -> None:
 
 
 def test_a_write_through_a_view_into_another_stage_is_refused() -> None:
-    class Writing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Writing(TwoBlocks):
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x) * 1
             z = self.second(y)
@@ -253,10 +244,9 @@ def test_a_write_through_a_view_into_another_stage_is_refused() -> None:
 
 
 def test_a_buffer_that_several_stages_count_in_is_refused() -> None:
-    class Counting(nn.Module):
+    class Counting(TwoBlocks):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
             self.register_buffer("calls", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -308,7 +298,7 @@ def test_a_tensor_that_leaves_a_block_by_a_hook_opens_the_block() -> None:
     assert_close(model.first[0].weight.grad, plain.first[0].weight.grad)
 
 
-def test_programs_are_dropped_and_churn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_dropped_and_churn_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_pipe, "PROGRAMS", 2)
     pipe = cut(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "1", chunks=1)
     for count in (2, 3):

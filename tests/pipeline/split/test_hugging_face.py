@@ -1,4 +1,4 @@
-"""A pipe under the tools of Hugging Face does what the model itself does: Trainer, accelerate, save_pretrained."""
+"""A pipe behaves as the model itself under Trainer, accelerate and save_pretrained of Hugging Face."""
 
 import copy
 import inspect
@@ -40,7 +40,7 @@ def _model() -> Any:
     return model
 
 
-def _same(model: Any) -> Any:
+def _unchanged(model: Any) -> Any:
     return model
 
 
@@ -58,7 +58,7 @@ def _data(count: int) -> list[LABELS]:
 
 
 def _trainer(model: Any, folder: Path, **settings: Any) -> Any:
-    """A plain Trainer with its default arguments, but for the number and frequency of things."""
+    """A plain Trainer with default arguments, except for numbers of steps and intervals."""
     import transformers  # noqa: PLC0415 - an extra
 
     arguments = transformers.TrainingArguments(
@@ -76,7 +76,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     # The label smoother of Hugging Face adds in float32.
     made = SimpleNamespace(folder=tmp_path_factory.mktemp("trained"), smoothing=request.param)
     made.tolerance = 1e-6 if request.param else 1e-10
-    for name, wrap in (("plain", _same), ("pipe", _pipe)):
+    for name, wrap in (("plain", _unchanged), ("pipe", _pipe)):
         trainer = _trainer(wrap(_model()), made.folder / name, label_smoothing_factor=request.param, **steps)
         trainer.train()
         setattr(made, name, trainer)
@@ -87,8 +87,8 @@ def test_trainer_trains_as_with_the_model(trained: SimpleNamespace) -> None:
     """The losses of training and evaluation, and the best weights. Labels of a causal model are shifted also by label
     smoothing, which goes by the class name."""
     histories = [
-        [{key: log[key] for key in ("loss", "eval_loss", "grad_norm") if key in log} for log in each.state.log_history]
-        for each in (trained.plain, trained.pipe)
+        [{key: log[key] for key in ("loss", "eval_loss", "grad_norm") if key in log} for log in run.state.log_history]
+        for run in (trained.plain, trained.pipe)
     ]
     assert sum("eval_loss" in log for log in histories[0]) == 2
     for plain, pipe in zip(*histories, strict=True):
@@ -98,9 +98,9 @@ def test_trainer_trains_as_with_the_model(trained: SimpleNamespace) -> None:
 
 
 def test_trainer_predicts_as_with_the_model(trained: SimpleNamespace) -> None:
-    seen, wanted = (each.predict(_data(6)) for each in (trained.pipe, trained.plain))
+    seen, wanted = (trainer.predict(_data(6)) for trainer in (trained.pipe, trained.plain))
     assert seen.predictions.shape == (6, 9, 50) and seen.label_ids.shape == (6, 9)
-    assert_close(*(torch.tensor(each.predictions) for each in (seen, wanted)), trained.tolerance)
+    assert_close(*(torch.tensor(prediction.predictions) for prediction in (seen, wanted)), trained.tolerance)
     assert seen.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=trained.tolerance)
 
 
@@ -113,7 +113,7 @@ def test_trainer_saves_a_model_that_loads(trained: SimpleNamespace) -> None:
     trained.plain.save_model(str(trained.folder / "wanted"))
     config = (trained.folder / "wanted" / "config.json").read_text()
     for name in ("saved", "pretrained"):
-        files = {each.name for each in (trained.folder / name).iterdir()}
+        files = {path.name for path in (trained.folder / name).iterdir()}
         assert files - {"training_args.bin"} == {"config.json", "generation_config.json", "model.safetensors"}
         assert (trained.folder / name / "config.json").read_text() == config
         again = transformers.AutoModelForCausalLM.from_pretrained(trained.folder / name)
@@ -123,13 +123,13 @@ def test_trainer_saves_a_model_that_loads(trained: SimpleNamespace) -> None:
 def test_trainer_resumes_as_with_the_model(trained: SimpleNamespace) -> None:
     """From a checkpoint of a pipe, or of the model itself."""
     weights: list[LABELS] = []
-    for wrap, saved in ((_same, "plain"), (_pipe, "pipe"), (_pipe, "plain")):
+    for wrap, saved in ((_unchanged, "plain"), (_pipe, "pipe"), (_pipe, "plain")):
         folder = trained.folder / f"again-{len(weights)}"
         trainer = _trainer(wrap(_model()), folder, label_smoothing_factor=trained.smoothing)
         trainer.train(resume_from_checkpoint=str(trained.folder / saved / "checkpoint-2"))
         weights.append(trainer.model.state_dict())
-    for each in weights[1:]:
-        assert_close(each, weights[0], trained.tolerance)
+    for weight in weights[1:]:
+        assert_close(weight, weights[0], trained.tolerance)
 
 
 def test_trainer_takes_models_that_are_not_of_hugging_face(tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_accelerate_saves_and_loads_the_state(tmp_path: Path) -> None:
     import accelerate  # noqa: PLC0415 - an extra
 
     weights: list[LABELS] = []
-    batch = {key: torch.stack([each[key] for each in _data(4)]) for key in ("input_ids", "labels")}
+    batch = {key: torch.stack([sentence[key] for sentence in _data(4)]) for key in ("input_ids", "labels")}
     count = (batch["labels"][:, 1:] != -100).sum()
-    for wrap in (_same, _pipe):
+    for wrap in (_unchanged, _pipe):
         accelerator = accelerate.Accelerator(cpu=True)
         model = wrap(_model())
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
@@ -190,7 +190,7 @@ def test_accelerate_saves_and_loads_the_state(tmp_path: Path) -> None:
 
 
 def test_mixed_precision_of_accelerate_reaches_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It replaces the pipe's `forward`, and takes that back."""
+    """It replaces the `forward` of the pipe, and restores it."""
     import accelerate  # noqa: PLC0415 - an extra
 
     monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})  # one kind of precision per process
@@ -214,12 +214,12 @@ def test_a_pipe_is_a_pipe_and_a_model() -> None:
     sharded = _pipe(_model())
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
     assert isinstance(sharded, FSDPModule)
-    for each in (pipe, copy.deepcopy(pipe), copy.copy(pipe), pickle.loads(pickle.dumps(pipe)), sharded):
-        assert isinstance(each, weft.Pipe) and isinstance(each, transformers.GPT2LMHeadModel)
-        assert inspect.signature(each.forward) == inspect.signature(each.module.forward)
-        assert repr(each).startswith("Pipe of GPT2LMHeadModel(\n  split=['transformer.h.1'], stages: 1 on cpu")
-        each(input_ids=ids(2)).logits.sum().backward()
-        assert each.statistics()["recordings"] == 1
+    for copied in (pipe, copy.deepcopy(pipe), copy.copy(pipe), pickle.loads(pickle.dumps(pipe)), sharded):
+        assert isinstance(copied, weft.Pipe) and isinstance(copied, transformers.GPT2LMHeadModel)
+        assert inspect.signature(copied.forward) == inspect.signature(copied.module.forward)
+        assert repr(copied).startswith("Pipe of GPT2LMHeadModel(\n  split=['transformer.h.1'], stages: 1 on cpu")
+        copied(input_ids=ids(2)).logits.sum().backward()
+        assert copied.statistics()["recordings"] == 1
     assert cut(Chain()).__class__ is Chain and type(cut(Chain())) is type(pipe)
 
 
@@ -313,8 +313,8 @@ def test_packed_images_are_given_by_row() -> None:
     plain.load_state_dict(model.state_dict())
     grids = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 2], [1, 4, 4]])
     tokens, patches = ids(4, 12) % 50, [torch.randn(count, 12) for count in grids.prod(1).tolist()]
-    for row, each in enumerate(patches):
-        tokens[row, 1], tokens[row, 2 : 2 + len(each) // 4] = 53, 51
+    for row, patch in enumerate(patches):
+        tokens[row, 1], tokens[row, 2 : 2 + len(patch) // 4] = 53, 51
     batch = {"input_ids": tokens, "image_grid_thw": grids, "mm_token_type_ids": (tokens == 51).long()}
     pipe = cut(model, "model.language_model.layers.1", chunks=2)
     found = pipe(**batch, pixel_values=nn.utils.rnn.pad_sequence(patches, batch_first=True)).logits
@@ -322,8 +322,8 @@ def test_packed_images_are_given_by_row() -> None:
     assert_close(found, wanted)
     found.square().sum().backward()
     wanted.square().sum().backward()
-    for seen, each in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(seen.grad, each.grad, 1e-10)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, 1e-10)
     packed = cut(plain, "model.language_model.layers.1", chunks=2)
     with pytest.raises(BatchError, match=r"(?s)several rows for one sample.*pixel_values'\]: 48 rows"):
         packed(**batch, pixel_values=torch.cat(patches))

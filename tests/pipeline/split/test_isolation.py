@@ -12,6 +12,6 @@ def test_blocks_have_copies_on_the_device_of_their_stage() -> None:
     block[1].weight = block[0].weight
     before = dict(block.named_parameters(remove_duplicate=False))
     with moved_to_device([block], torch.device("meta")):
-        assert all(each.is_meta for module in block for each in module._parameters.values() if each is not None)
+        assert all(tensor.is_meta for module in block for tensor in module._parameters.values() if tensor is not None)
     after = dict(block.named_parameters(remove_duplicate=False))
-    assert all(after[name] is each for name, each in before.items())
+    assert all(after[name] is parameter for name, parameter in before.items())

@@ -1,4 +1,4 @@
-"""What the code between blocks reads besides its arguments: a change is seen, or is an error."""
+"""State that the code between blocks reads besides its arguments: a change is seen, or is an error."""
 
 import os
 import random
@@ -35,7 +35,7 @@ class Flags:
 
 
 class Scaled(nn.Module):
-    """Adds what `read` gives, times each block."""
+    """Adds the result of `read` times each block."""
 
     def __init__(self, read: Read) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ CHANGES: dict[str, tuple[Read, Callable[[Scaled], object]]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_between_steps_is_seen(name: str) -> None:
-    """A pipe computes what the model does after any change of what the code between blocks reads."""
+    """The pipe equals the model after any change of state that the code between blocks reads."""
     read, change = CHANGES[name]
     pipe, x = cut(model := Scaled(read)), torch.randn(4, 4)
     for recordings in (1, 1, 2, 2):
@@ -119,8 +119,8 @@ def test_a_closure_that_changes_is_seen() -> None:
     assert_close(pipe(x), model(x))
 
 
-def test_what_blocks_count_records_nothing_again() -> None:
-    """Attributes that the code between blocks does not read may change as they like."""
+def test_counters_of_blocks_cause_no_new_recording() -> None:
+    """Attributes that the code between blocks does not read can change freely."""
 
     class Counting(nn.Linear):
         calls = 0
@@ -139,21 +139,21 @@ def test_what_blocks_count_records_nothing_again() -> None:
 
 
 def test_hidden_state_is_found_at_rarer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no Python object shows is compared at the steps 10, 100, 1,000: late, but not never."""
+    """Hidden state is compared at the steps 10, 100, 1,000."""
     monkeypatch.setenv("WEFT_TEST_SCALE", "1.0")
     pipe, x = cut(Scaled(lambda _: float(os.environ["WEFT_TEST_SCALE"]))), torch.randn(4, 4)
     pipe(x)
     monkeypatch.setenv("WEFT_TEST_SCALE", "2.0")
     for _ in range(8):
         pipe(x)
-    with pytest.raises(SplitError, match="does not compute") as seen:
+    with pytest.raises(SplitError, match="compute different values") as seen:
         pipe(x)
     assert "found at step 10" in seen.value.__notes__[0]
     pipe(x)  # recorded again, as it is now
 
 
 class Counts(nn.Module):
-    """Keeps something of every run. `way`: what."""
+    """Keeps a value of every run, selected by `way`."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -178,8 +178,8 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize(("way", "words"), [("number", r"self\.steps \(.*\.py:\d+\)"), ("list", r"self\.history \(")])
-def test_what_open_code_counts_is_refused_by_name(way: str, words: str) -> None:
-    """A counter would stay at its recorded value for ever, so it is an error that names attribute and line."""
+def test_counters_between_blocks_are_refused_by_name(way: str, words: str) -> None:
+    """A counter would keep its recorded value, so it is an error that names attribute and line."""
     model = Counts(way)
     for _ in range(2):
         with pytest.raises(SplitError, match=rf"changes these in the code between blocks(.|\n)*{words}"):
@@ -188,13 +188,13 @@ def test_what_open_code_counts_is_refused_by_name(way: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["once", "buffer"])
-def test_what_is_set_once_or_in_a_buffer_is_exact(way: str) -> None:
-    """A cache that is filled once is no counter, and a buffer is counted in by the stage that has it."""
+def test_caches_and_counters_in_buffers_are_exact(way: str) -> None:
+    """A cache that is filled once is not a counter. A counter in a buffer is updated by the stage that owns it."""
     pipe, plain = cut(Counts(way)), Counts(way)
     plain.load_state_dict(pipe.state_dict())
     for _ in range(3):
         x = torch.randn(4, 4)
-        assert_close(pipe(x), torch.cat([plain(each) for each in x.split(2)]))
+        assert_close(pipe(x), torch.cat([plain(piece) for piece in x.split(2)]))
     assert_close(pipe.count, plain.count)
 
 

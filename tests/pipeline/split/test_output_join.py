@@ -1,4 +1,4 @@
-"""How outputs of micro-batches are put together: as those of all rows, or not at all."""
+"""Outputs of micro-batches are joined to those of all rows, or refused."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Loss = Callable[
 
 
 class WithLoss(nn.Module):
-    """A model that returns a loss of its own beside its logits."""
+    """A model that returns a loss and its logits."""
 
     def __init__(self, loss: Loss, dropout: float = 0.0) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_means_and_sums_are_found_by_comparing(name: str, rows: int) -> None:
 
 
 def test_dropout_and_batch_norm_hide_no_mean() -> None:
-    """Where numbers of two runs differ by chance, blocks are compared in eval mode, and the step is as usual."""
+    """If two runs differ by chance, blocks are compared in eval mode. The step itself is unchanged."""
     model = WithLoss(RIGHT["mean"], dropout=0.5)
     assert cut(model)(**batch())["loss"].isfinite()
     assert all(module.training for module in model.modules())
@@ -107,7 +107,7 @@ def test_dropout_and_batch_norm_hide_no_mean() -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_means_over_unequal_numbers_are_refused(name: str) -> None:
-    """Refused in the step in which micro-batches leave out unequal numbers, be it the first or a later one; other
+    """Refused in each step in which micro-batches leave out unequal numbers, also in a later one. Other
     steps stay right."""
     loss, ignored = WRONG[name]
     with pytest.raises(BatchError, match=r"neither a mean by rows nor a sum(.|\n)*output\['loss'\]"):
@@ -128,7 +128,7 @@ def test_equal_numbers_left_out_of_each_micro_batch_are_exact() -> None:
 
 
 def test_functions_of_a_mean_are_refused_unless_stated() -> None:
-    """The square of a mean is neither; `loss_reduction` says that numbers of micro-batches are wanted."""
+    """The square of a mean is neither. `loss_reduction` requests the numbers of micro-batches."""
     model = WithLoss(lambda logits, *_: logits.mean().square())
     with pytest.raises(BatchError, match="neither a mean by rows nor a sum"):
         cut(model)(**(inputs := batch()))
@@ -150,7 +150,7 @@ def test_one_micro_batch_is_joined_of_nothing() -> None:
 
 
 class Others(nn.Module):
-    """Returns what has no row for each that came in."""
+    """Returns values without one row per input row."""
 
     def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_outputs_that_follow_the_rows_are_joined_at_any_size() -> None:
 
 
 def test_changing_sizes_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What holds for one length holds for others: no step of a known kind runs the model on other rows again."""
+    """A result for one length holds for others, so no step of a known kind runs the model on other rows again."""
     calls: list[None] = []
     plain = ForwardRecorder.plain
 

@@ -1,4 +1,4 @@
-"""Random models: whatever forward() does between blocks, the pipe gives the plain loop's numbers, or says why not."""
+"""Random models: for any code between blocks, the pipe has the results of the plain loop, or gives a reason."""
 
 import copy
 from typing import Any
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Random(nn.Module):
-    """Interprets a list of operations over the values made so far."""
+    """Interprets a list of operations over the earlier values."""
 
     def __init__(self, kinds: list[str], ops: list[Op], nested: bool) -> None:
         super().__init__()
@@ -114,7 +114,8 @@ def trained(model: nn.Module, outputs: list[Any]) -> list[Any]:
     """Outputs, gradients and buffers after a backward."""
     sum((x * torch.arange(1.0, 1 + x.numel()).view_as(x)).sum() for x in outputs if x is not None).backward()
     found = [x if x is None else x.detach() for x in outputs]
-    return [*found, *(each.grad for each in model.parameters()), *(each.clone() for each in model.buffers())]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    return [*found, *(parameter.grad for parameter in model.parameters()), *buffers]
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""One clear error for what a pipe with split= cannot do: it names what was seen, and what to do."""
+"""Each unsupported use of a pipe with split= raises one error, which names the observation and the remedy."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ def test_a_stored_tensor_of_a_block_can_be_read_by_the_model() -> None:
 
 
 class Storing(Chain):
-    """Stores what `value` makes of the last activation, or of the input."""
+    """Stores `value` of the last activation, or of the input."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_a_pipe_of_a_pipe_is_refused() -> None:
 
 
 def test_a_branch_that_was_not_recorded() -> None:
-    """Inputs choose it: its blocks join their stage when it is recorded. Activations would: an error."""
+    """If inputs choose the branch, its blocks join their stage at the recording. A choice by activations fails."""
 
     class Branching(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +165,7 @@ def test_a_branch_that_was_not_recorded() -> None:
     model = Branching()
     pipe = cut(model, "second", chunks=2)
     for flag in (torch.zeros(4), torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.ones(4)):
-        wanted = torch.cat([model(*each) for each in zip(rows(4, 8).split(2), flag.split(2), strict=True)])
+        wanted = torch.cat([model(*piece) for piece in zip(rows(4, 8).split(2), flag.split(2), strict=True)])
         assert_close(pipe(rows(4, 8), flag), wanted)
     assert pipe.statistics()["blocks"][1] == ["second", "other"]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Whatever the model: loss and gradients of a plain loop over the same micro-batches, under its own keys and ties."""
+"""Every model has the loss and gradients of a plain loop over the same micro-batches, with its own keys and ties."""
 
 import copy
 import importlib.util
@@ -41,7 +41,7 @@ def entry(name: str) -> Entry:
 
 
 def looped(model: nn.Module, of: Entry, inputs: dict[str, Any]) -> Tensor:
-    """The same micro-batches in a plain loop: the loss, with gradients left in the model."""
+    """The loss of a plain loop over the same micro-batches. The gradients are left in the model."""
     plan, leaves = plan_split(inputs, CHUNKS)
     total = torch.zeros(())
     for rows, piece in zip(plan.sizes, plan.split(leaves), strict=True):
@@ -90,8 +90,8 @@ def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str, grid: str) -> 
             inputs = of.inputs(count)
             plain.zero_grad()
             loss = looped(plain, of, inputs)
-            gradients = {key: each.grad for key, each in plain.named_parameters()}
-            wanted[sizes].append((inputs, loss, gradients, [each.clone() for each in plain.buffers()]))
+            gradients = {key: parameter.grad for key, parameter in plain.named_parameters()}
+            wanted[sizes].append((inputs, loss, gradients, [buffer.clone() for buffer in plain.buffers()]))
     for (executor, checkpoint, schedule), sizes in GRIDS[grid].items():
         model = copy.deepcopy(original)
         settings: dict[str, Any] = {"executor": executor, "checkpoint": checkpoint, "schedule": schedule}
@@ -103,18 +103,18 @@ def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str, grid: str) -> 
         devices = ["cpu"] * (len(of.split) + 1)
         pipe = weft.Pipe(model, chunks=CHUNKS, split=of.split, devices=devices, **settings, **inside)
         assert list(pipe.state_dict()) == list(original.state_dict())
-        assert [id(each) for each in pipe.parameters()] == [id(each) for each in model.parameters()]
+        assert [id(parameter) for parameter in pipe.parameters()] == [id(parameter) for parameter in model.parameters()]
         for inputs, loss, gradients, buffers in wanted[sizes]:
             model.zero_grad()
             found = piped(pipe, of, inputs)
             found.backward()
             assert_close(found.detach(), loss)
-            assert_close({key: each.grad for key, each in pipe.named_parameters()}, gradients)
+            assert_close({key: parameter.grad for key, parameter in pipe.named_parameters()}, gradients)
             assert_close(list(model.buffers()), buffers)
 
 
 @pytest.mark.parametrize("make", [Dropping, pytest.param(lambda: gpt2(0.3), marks=needs_transformers)])
-def test_dropout_is_the_same_to_the_bit_however_it_runs(make: Any) -> None:
+def test_dropout_is_bit_equal_under_all_executors(make: Any) -> None:
     torch.manual_seed(0)
     original = make()
     inputs = {"x": torch.randn(7, 8)} if isinstance(original, Dropping) else {"input_ids": torch.randint(0, 50, (7, 9))}
@@ -127,7 +127,7 @@ def test_dropout_is_the_same_to_the_bit_however_it_runs(make: Any) -> None:
         output = pipe(**inputs)
         main = output if isinstance(output, Tensor) else output.logits
         main.square().sum().backward()
-        found.append([main.detach(), *(each.grad for each in model.parameters())])
+        found.append([main.detach(), *(parameter.grad for parameter in model.parameters())])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True) if a is not None and b is not None)
 
@@ -135,7 +135,7 @@ def test_dropout_is_the_same_to_the_bit_however_it_runs(make: Any) -> None:
 @needs_transformers
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_no_cut_makes_right_are_refused(name: str) -> None:
-    """A model whose output or decisions are not those of its rows is an error that names the reason, in any step."""
+    """A model with outputs or decisions that do not follow its rows is an error with the reason, in any step."""
     make, inputs, split, words = REFUSED[name]
     pipe = weft.Pipe(make().train(), chunks=CHUNKS, split=[split], devices=["cpu"] * 2)
     for _ in range(2):

@@ -75,7 +75,7 @@ class UNet(nn.Module):
 
 
 class ShapeDriven(nn.Module):
-    """Python that goes by shapes, a parameter and a counter of the root, in-place glue, a checkpointed block."""
+    """Python that depends on shapes, a parameter and a counter of the root, in-place glue, a checkpointed block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class ShapeDriven(nn.Module):
         if length > 6:
             x = x[:, :7]
         first = x
-        for i, each in enumerate(self.blocks):
-            x = x + (torch.utils.checkpoint.checkpoint(each, x, use_reentrant=False) if i == 1 else each(x))
+        for i, layer in enumerate(self.blocks):
+            x = x + (torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if i == 1 else layer(x))
             x += first / (i + 1)
             if rows % 2 == 0:
                 x = x * 1.5
@@ -102,7 +102,7 @@ class ShapeDriven(nn.Module):
 
 
 class Router(nn.Module):
-    """Goes by its data."""
+    """Branches on its data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,14 +118,14 @@ class DataDependent(nn.Module):
         self.blocks = nn.ModuleList(Router() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        for each in self.blocks:
-            x = x + each(x)
+        for layer in self.blocks:
+            x = x + layer(x)
         return x
 
 
 @dataclass
 class State:
-    """No container that PyTorch knows."""
+    """A container that PyTorch does not know."""
 
     main: Tensor
     early: Tensor
@@ -165,13 +165,13 @@ class Dropping(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        for each in self.blocks:
-            x = x + functional.dropout(each(x), 0.2, self.training)
+        for layer in self.blocks:
+            x = x + functional.dropout(layer(x), 0.2, self.training)
         return x
 
 
 class Annealing(nn.Module):
-    """A counter in a buffer, and a loss whose weight grows with it."""
+    """A counter in a buffer, and a loss with a weight that grows with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def gpt2(drop: float = 0.0, layers: int = 4) -> nn.Module:
 
 
 def wav2vec2(drop: float = 0.0, augment: bool = False) -> nn.Module:
-    """A model whose loss is a sum. By default it would draw from NumPy's random numbers, as `augment` does."""
+    """A model with a summed loss. By default it would draw NumPy random numbers, as `augment` does."""
     drops = [f"{part}_dropout" for part in ("hidden", "attention", "activation", "feat_proj", "final")]
     size = {**_SMALL, "conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
     rest = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": drop}
@@ -321,7 +321,7 @@ def clip() -> nn.Module:
 
 
 def time_series() -> nn.Module:
-    """A model whose loss is a mean over observed values."""
+    """A model with a mean loss over observed values."""
     import transformers  # noqa: PLC0415 - an extra
 
     size = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
