@@ -21,11 +21,11 @@ from torch import Tensor
 
 from benchmarks.experts.helper import ROOT, Helper
 from benchmarks.experts.survive_common import Verdict, until
-from benchmarks.experts.survive_steps import UID, Trainers, counted
+from benchmarks.experts.survive_steps import UID, Trainers, WrappedTransport, counted
 from tests.experts.crashing_disk import Crash, CrashingDisk
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import GrpcTransport, TransportStatistics
+from weft.experts.client import GrpcTransport
 from weft.experts.wire import Call, Received, UnreachableError
 from weft.experts.wire.service import Receipt
 
@@ -34,36 +34,23 @@ _LONGEST = 0.1
 _CONNECTED = 5.0  # seconds until the first answer of a new server is waited for no longer
 
 
-class _Newest:
+class _Newest(WrappedTransport):
     """The transport to the server of now: a client may wait a while before it connects again, a new one not."""
 
     def __init__(self, address: str) -> None:
-        self._inner = GrpcTransport(address)
-
-    @property
-    def address(self) -> str:
-        """See `Transport.address`."""
-        return self._inner.address
+        super().__init__(GrpcTransport(address))
 
     def renew(self) -> None:
         """Connect again. Waiting calls are lost, and sent again under their keys."""
-        old, self._inner = self._inner, GrpcTransport(self.address)
+        old, self.inner = self.inner, GrpcTransport(self.address)
         old.close()
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         """See `Transport.submit`."""
         try:
-            return self._inner.submit(call, timeout)
+            return self.inner.submit(call, timeout)
         except UsageError as error:  # closed just now
             raise UnreachableError(str(error)) from None
-
-    def close(self) -> None:
-        """See `Transport.close`."""
-        self._inner.close()
-
-    def statistics(self) -> TransportStatistics:
-        """See `Transport.statistics`."""
-        return self._inner.statistics()
 
 
 class Killing:

@@ -7,19 +7,16 @@ silent     a connection that swallows everything and never ends: how soon the cl
 
 import threading
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 
 from benchmarks.experts.sleeper import Sleeper
 from benchmarks.experts.survive_common import Verdict, until
-from benchmarks.experts.survive_steps import UID, Applied, counted, marks, step_call
+from benchmarks.experts.survive_steps import UID, Trainers, counted, marks
 from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
 from weft.experts import ExpertBackend
 from weft.experts.client import GrpcTransport, Retry
 from weft.experts.client.retry import FixedResolver, RetryingCaller
 from weft.experts.server import Server
 from weft.experts.wire import Call, DeadlineError, Header, Kind, LostError, UnreachableError
-from weft.experts.wire.service import read_receipt
 
 ROUGH = NetworkFaults(late=0.005, cut=0.01, silent=0.005, silent_seconds=1.0, stall=0.01, stall_seconds=0.3)
 HURRY = NetworkFaults(late=0.05, cut=0.01, silent=0.01, silent_seconds=3.0, stall=0.05, stall_seconds=0.4)
@@ -29,47 +26,6 @@ LATE = 0.1
 _THREADS = 4
 _LONG = 120.0
 _FAULTS = (DeadlineError, LostError, UnreachableError)
-
-
-@dataclass
-class _Trainers:
-    """Threads that send one key after the other, each call within so many seconds; some fail."""
-
-    line: RetryingCaller
-    most: int
-    seconds: float
-    heard: list[Applied] = field(default_factory=list[Applied])
-    faults: Counter[str] = field(default_factory=Counter[str])
-    strange: list[BaseException] = field(default_factory=list[BaseException])
-    latest: float = float("-inf")
-    _next: int = 0
-
-    def run(self) -> None:
-        """Until all is done."""
-        self._lock = threading.Lock()
-        threads = [threading.Thread(target=self._train) for _ in range(_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _train(self) -> None:
-        while True:
-            with self._lock:
-                number = self._next
-                self._next += 1
-            if number >= self.most:
-                return
-            start = time.monotonic()
-            try:
-                answer = self.line.call(step_call(number), self.seconds)
-                self.heard.append(Applied(number, answer.header.step, read_receipt(answer.header.data)))
-            except _FAULTS as error:
-                self.faults[type(error).__name__] += 1
-            except BaseException as error:
-                self.strange.append(error)
-            with self._lock:
-                self.latest = max(self.latest, time.monotonic() - start - self.seconds)
 
 
 def rough(times: int) -> Verdict:
@@ -98,31 +54,31 @@ def in_a_hurry(times: int) -> Verdict:
         f"latest {trainers.latest * 1e3:+.0f} ms, a process that only sleeps {sleeper.latest * 1e3:+.0f} ms; "
         f"{len(trainers.heard)} answered, {count} keys twice, {missing} never; "
         f"{network.cuts} cuts, {network.silences} silences" + _failed(trainers),
-        trainers.latest <= LATE and not (count or missing or trainers.strange) and bool(trainers.heard),
+        trainers.latest <= LATE and not (count or missing or trainers.faults) and bool(trainers.heard),
     )
 
 
-def _trained(network_faults: NetworkFaults, times: int, seconds: float) -> tuple[ExpertBackend, FaultyProxy, _Trainers]:
+def _trained(network_faults: NetworkFaults, times: int, seconds: float) -> tuple[ExpertBackend, FaultyProxy, Trainers]:
     backend = marks(times)
     with (
         Server([backend]) as server,
         FaultyProxy(server.address, network_faults, seed=13) as network,
         GrpcTransport(network.address) as transport,
     ):
-        trainers = _Trainers(RetryingCaller(FixedResolver(transport), RETRY), times, seconds)
-        trainers.run()
+        trainers = Trainers(transport, _THREADS, times, seconds, RETRY, _FAULTS)
+        trainers.join()
     return backend, network, trainers
 
 
-def _counted(backend: ExpertBackend, trainers: _Trainers) -> tuple[int, int]:
+def _counted(backend: ExpertBackend, trainers: Trainers) -> tuple[int, int]:
     """Keys with more than one step, or steps without a key; and keys that were answered but have none."""
     weight = next(iter(backend.module.parameters())).detach()
     count = counted(weight, backend.steps)
-    return count.repeated + abs(count.unexplained), sum(bool(weight[each.number] != -1) for each in trainers.heard)
+    return count.repeated + abs(count.unexplained), trainers.missing(weight)
 
 
-def _failed(trainers: _Trainers) -> str:
-    told = [f"{count} {name}" for name, count in trainers.faults.items()] + [repr(each) for each in trainers.strange]
+def _failed(trainers: Trainers) -> str:
+    told = [f"{count} {name}" for name, count in trainers.failed.items()] + [repr(each) for each in trainers.faults]
     return f"; calls failed: {', '.join(told)}" * bool(told)
 
 

@@ -5,6 +5,9 @@ one task is one batch, so the number of steps is minus the sum of all weights
 """
 
 import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.experts import ExpertBackend, IdempotencyOptions, TensorSpec
+from weft.experts.client import GrpcTransport, TransportStatistics
 from weft.experts.client.retry import FixedResolver, Retry, RetryingCaller
 from weft.experts.client.transport import Transport
-from weft.experts.wire import Call, Header, Kind
+from weft.experts.wire import Call, Header, Kind, Received
 from weft.experts.wire.service import Receipt, read_receipt
 
 UID = "marks"
@@ -48,7 +52,8 @@ class Applied:
 class Trainers:
     """Threads that send one key after the other until `stop`, or until so many are done.
 
-    ``seconds``: of every call, with all its repetitions.
+    ``seconds``: of every call, with all its repetitions. ``allowed``: errors that are counted in ``failed``. Any other
+    error ends its thread. ``latest``: the longest time by which a call ended after its deadline.
     """
 
     transport: Transport
@@ -56,8 +61,11 @@ class Trainers:
     most: int
     seconds: float = 30.0
     retry: Retry = RETRY
+    allowed: tuple[type[Exception], ...] = ()
     heard: list[Applied] = field(default_factory=list[Applied])
+    failed: Counter[str] = field(default_factory=Counter[str])
     faults: list[BaseException] = field(default_factory=list[BaseException])
+    latest: float = float("-inf")
     _next: int = 0
 
     def __post_init__(self) -> None:
@@ -84,12 +92,46 @@ class Trainers:
                 self._next += 1
             if number >= self.most:
                 return
+            start = time.monotonic()
             try:
                 answer = self._line.call(step_call(number), self.seconds)
+                self.heard.append(Applied(number, answer.header.step, read_receipt(answer.header.data)))
+            except self.allowed as error:
+                with self._lock:
+                    self.failed[type(error).__name__] += 1
             except BaseException as error:
                 self.faults.append(error)
                 return
-            self.heard.append(Applied(number, answer.header.step, read_receipt(answer.header.data)))
+            with self._lock:
+                self.latest = max(self.latest, time.monotonic() - start - self.seconds)
+
+    def missing(self, weight: Tensor) -> int:
+        """Keys that were answered but did not step exactly once."""
+        return sum(bool(weight[applied.number] != -1) for applied in self.heard)
+
+
+class WrappedTransport:
+    """A transport around `inner`, for subclasses that change `submit`."""
+
+    def __init__(self, inner: GrpcTransport) -> None:
+        self.inner = inner
+
+    @property
+    def address(self) -> str:
+        """See `Transport.address`."""
+        return self.inner.address
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        """See `Transport.submit`."""
+        return self.inner.submit(call, timeout)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self.inner.close()
+
+    def statistics(self) -> TransportStatistics:
+        """See `Transport.statistics`."""
+        return self.inner.statistics()
 
 
 def step_call(number: int) -> Call:
