@@ -138,12 +138,12 @@ def spoiled_gradient() -> tuple[Tensor, Tensor]:
 def work(backend: ExpertBackend) -> None:
     """Do all that waits at an expert, in this thread, oldest task first."""
     while True:
-        heads = [(pool.urgency(float("inf"))[0], pool) for pool in backend.pools]
+        heads = [(pool.oldest_ready(float("inf"))[0], pool) for pool in backend.pools]
         ready = [(number, pool) for number, pool in heads if number is not None]
         if not ready:
             return
         pool = min(ready, key=lambda each: each[0])[1]
-        pool.work(pool.take())
+        pool.run_batch()
 
 
 def backward(backend: ExpertBackend, seed: int = 0, size: int = 2, **more: Any) -> "Future[Results]":

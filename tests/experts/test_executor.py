@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.experts.expert_cases import TROUBLE, Troubled, X, fussy_backend, rows, task, weights, work
 from weft.core.spec import TensorSpec
 from weft.experts import ExpertBackend, Guards
-from weft.experts.batch_executor import BatchBuffers, TaskFault, _split, isolate_faults
+from weft.experts.batch_executor import BatchBuffers, TaskFault, isolate_faults, split_outputs
 from weft.experts.errors import GradientError, ModuleExitError
 from weft.experts.schema import Column, FlatSchema
 from weft.experts.task import Results, Task, split_rows
@@ -28,7 +28,7 @@ def test_rows_come_out_as_they_went_in_and_buffers_only_grow(history: list[tuple
     seen = 0
     for sizes, width in history:
         tasks = [task(torch.randn(width, n).T, torch.randn(n, dtype=torch.float64)) for n in sizes]
-        joined = buffers.gather(tasks)
+        joined = buffers.join_rows(tasks)
         assert [tensor.dtype for tensor in joined] == [torch.float32] * 2
         dealt = split_rows(joined, sizes)
         for each, (x, g) in zip(tasks, dealt, strict=True):
@@ -36,27 +36,27 @@ def test_rows_come_out_as_they_went_in_and_buffers_only_grow(history: list[tuple
         assert buffers.nbytes >= max(seen, sum(tensor.nbytes for tensor in joined))
         seen = buffers.nbytes
         addresses = [tensor.data_ptr() for tensor in joined if tensor.numel()]
-        again = [tensor.data_ptr() for tensor in buffers.gather(tasks) if tensor.numel()]
+        again = [tensor.data_ptr() for tensor in buffers.join_rows(tasks) if tensor.numel()]
         assert addresses == again and buffers.nbytes == seen
 
 
 def test_what_looks_into_a_buffer_is_copied_out_and_nothing_else() -> None:
     buffers = BatchBuffers(COLUMNS, torch.device("cpu"))
     one = task(torch.ones(2, 3), torch.ones(2))
-    x, _ = buffers.gather([one])
+    x, _ = buffers.join_rows([one])
     other = torch.ones(2)
-    [[copied, same]] = _split([x.T, other], [one], buffers.owners())
+    [[copied, same]] = split_outputs([x.T, other], [one], buffers.storage_addresses())
     assert copied.data_ptr() != x.data_ptr() and torch.equal(copied, x.T)
     assert same.data_ptr() == other.data_ptr()
-    fresh, _ = buffers.gather([one], fresh=True)
-    assert fresh.untyped_storage().data_ptr() not in buffers.owners()
+    fresh, _ = buffers.join_rows([one], fresh=True)
+    assert fresh.untyped_storage().data_ptr() not in buffers.storage_addresses()
 
 
 def test_what_a_module_does_to_the_shape_of_its_input_does_not_reach_the_next_batch() -> None:
     buffers = BatchBuffers(COLUMNS, torch.device("cpu"))
     one = task(torch.arange(4.0).view(2, 2), torch.ones(2))
     for _ in range(3):
-        x, _ = buffers.gather([one])
+        x, _ = buffers.join_rows([one])
         assert torch.equal(x, one.tensors[0]) and not x.requires_grad
         x.t_()
         x.requires_grad_()
@@ -67,11 +67,11 @@ def test_on_a_gpu_buffers_are_pinned_and_results_come_back_to_the_cpu() -> None:
     buffers = BatchBuffers(COLUMNS, torch.device("cuda", 0))
     for size in (1000, 10, 2000):
         tasks = [task(torch.randn(size, 7), torch.randn(size, dtype=torch.float64)) for _ in range(3)]
-        joined = buffers.gather(tasks)
+        joined = buffers.join_rows(tasks)
         assert all(tensor.is_cuda for tensor in joined)
-        back = _split(joined, tasks, buffers.owners())
+        back = split_outputs(joined, tasks, buffers.storage_addresses())
         assert all(torch.equal(got[0], each.tensors[0]) for got, each in zip(back, tasks, strict=True))
-    assert all(flat.is_pinned() for flat in buffers._flat)
+    assert all(flat.is_pinned() for flat in buffers._buffers)
 
 
 FAULTS = ("none", "forward", "backward", "nan input", "nan gradient", "inf gradient", "huge gradient")

@@ -213,7 +213,7 @@ def test_a_state_of_another_kind_of_expert_is_refused_with_all_reasons() -> None
     with pytest.raises(UsageError) as caught:
         fussy_backend().load_state_dict({**state, "more": 1})
     assert str(caught.value).splitlines() == [
-        "this is no state of expert 'fussy':",
+        "this is not a state of expert 'fussy':",
         "  - 'seed' is missing",
         "  - 'more' is not known",
         "  - there is no state of the optimizer, but this expert has one",
@@ -259,7 +259,7 @@ class Sums(nn.Module):
         ({"args_schema": X}, "args_schema is of type TensorSpec, wanted a tuple"),
         ({"args_schema": (TensorSpec((3, WIDTH), torch.float64),)}, r"args\[0\] has shape \(3, 4\), wanted None"),
         ({"kwargs_schema": {"x": 3}}, "no tensor"),
-        ({"args_schema": (X,), "outputs_schema": (X,)}, "outputs_schema of expert 'e' is not what its module returns"),
+        ({"args_schema": (X,), "outputs_schema": (X,)}, "outputs_schema of expert 'e' does not match its module"),
         ({"args_schema": (X,), "module": Sums()}, "axis 0 of all outputs of expert 'e' must be the batch"),
     ],
 )
@@ -340,9 +340,9 @@ def test_what_is_no_norm_to_clip_to_is_refused(clip: Any) -> None:
 
 def test_steps_that_want_what_nobody_gives_are_refused_with_both_reasons() -> None:
     sgd = partial(torch.optim.SGD, lr=0.1)
-    with pytest.raises(UsageError, match=r"optimizer is a LBFGS, whose step wants closure"):
+    with pytest.raises(UsageError, match=r"optimizer is a LBFGS, whose step requires closure"):
         made(torch.optim.LBFGS)
-    with pytest.raises(UsageError, match=r"schedule is a ReduceLROnPlateau, whose step wants metrics"):
+    with pytest.raises(UsageError, match=r"schedule is a ReduceLROnPlateau, whose step requires metrics"):
         made(sgd, ReduceLROnPlateau)
     foreign = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     with pytest.raises(UsageError) as caught:

@@ -33,7 +33,7 @@ def test_the_norm_is_that_of_all_together_and_sparse_ones_count() -> None:
 
 def test_gradients_of_outputs_are_judged_by_task() -> None:
     guards = Guards(max_output_norm=1.0)
-    assert guards.sound_outputs([torch.zeros(3)]) and not guards.sound_outputs([torch.ones(3)])
+    assert guards.accept_outputs([torch.zeros(3)]) and not guards.accept_outputs([torch.ones(3)])
     assert guards.output_fault([torch.full((3,), 0.1)]) is None
     assert "norm 1.73" in str(guards.output_fault([torch.ones(3)]))
     assert "NaN or infinity" in str(guards.output_fault([torch.tensor(math.nan)]))

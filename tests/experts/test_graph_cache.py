@@ -197,7 +197,7 @@ def test_a_graph_that_nobody_walks_back_frees_all_that_it_saved() -> None:
     (each,) = kept(backend)._all
     saved = each.saved.packed
     assert saved and all(ref() is not None for ref in saved)
-    kept(backend).void()
+    kept(backend).void_graphs()
     assert all(ref() is None for ref in saved)
 
 
@@ -326,13 +326,13 @@ def test_whatever_comes_the_budget_holds_and_nothing_is_left_behind(steps: list[
         if what in ("forward", "backward"):
             (forward if what == "forward" else backward)(backend, *keys)
         elif what == "void":
-            held.void()
+            held.void_graphs()
         else:
             now[0] += 2.0
         sizes = [each.input_bytes for each in held._all] + [each.graph_bytes for each in held._graphs]
         assert held.nbytes == sum(sizes) <= most
         assert all(each in held._all and each.graph is not None for each in held._graphs)
-        assert held._found == {name: each for each in held._all for name in each.inputs}
+        assert held._by_name == {name: each for each in held._all for name in each.inputs}
     now[0] += 6.0
-    held.forget_old()
-    assert held.nbytes == 0 and not (held._all or held._found or held._graphs)
+    held.drop_expired()
+    assert held.nbytes == 0 and not (held._all or held._by_name or held._graphs)

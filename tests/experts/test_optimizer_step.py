@@ -17,7 +17,7 @@ from tests.experts.expert_cases import fussy_backend, rows, seeded, work
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, Runtime, TensorSpec
 from weft.experts.errors import StepError
-from weft.experts.optimizer_step import make_optimizer, make_schedule, nbytes, private_gradients
+from weft.experts.optimizer_step import make_optimizer, make_schedule, memory_bytes, private_gradients
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -351,7 +351,7 @@ def test_a_sparse_gradient_is_copied() -> None:
     values = torch.ones(2, 4, dtype=D)
     gradient = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (3, 4), check_invariants=True)
     parameter = nn.Parameter(torch.zeros(3, 4, dtype=D))
-    assert nbytes(gradient) >= 2 * 4 * 8 and nbytes(torch.eye(4, dtype=D)) == 16 * 8
+    assert memory_bytes(gradient) >= 2 * 4 * 8 and memory_bytes(torch.eye(4, dtype=D)) == 16 * 8
     one, other = private_gradients([parameter] * 2, [gradient] * 2, set())
     assert one is not None and other is not None and one is not gradient and other is not gradient
     other._values().zero_()

@@ -18,7 +18,7 @@ from weft.core.spec import TensorSpec
 from weft.experts.errors import ClosedError, ExpertError, RefusedError
 from weft.experts.runtime import Runtime
 from weft.experts.schema import Column, FlatSchema
-from weft.experts.task import Answer, Task, answer
+from weft.experts.task import Answer, Task, answer_waiters
 from weft.experts.task_pool import PoolOptions, TaskPool, validate_metadata
 
 X = FlatSchema([Column("x", TensorSpec((None,), torch.float32))])
@@ -233,12 +233,12 @@ def test_a_future_that_is_set_a_moment_before_its_answer_keeps_what_it_has() -> 
     late, other = Future[Any](), Future[Any]()
     late.set_result([])
     late.running = lambda: True  # type: ignore[method-assign]  # as it was that moment before
-    answer([late, other], [ROW])
+    answer_waiters([late, other], [ROW])
     assert late.result(0) == [] and other.result(0) == [ROW]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("step", ["urgency", "take", "work"])
+@pytest.mark.parametrize("step", ["oldest_ready", "next_batch", "process_batch"])
 def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_again(step: str) -> None:
     gate = BlockingProcess()
     pool = TaskPool("p", gate, X, PoolOptions(max_client_tasks=9))
@@ -246,7 +246,7 @@ def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_
     original = getattr(pool, step)
 
     def fails(*arguments: Any) -> Any:
-        if step == "take":
+        if step == "next_batch":
             original()
         raise MemoryError("none left")
 
@@ -262,18 +262,18 @@ def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_
     for future in waits:
         error = future.exception(30)
         assert isinstance(error, ExpertError) and "MemoryError: none left" in str(error)
-        assert isinstance(error, RefusedError) == (future is waits[0] or step == "urgency"), "else it may have run"
+        assert isinstance(error, RefusedError) == (future is waits[0] or step == "oldest_ready"), "else it may have run"
     for each in (pool, other):
         with pytest.raises(ClosedError, match="the thread of runtime 'cpu' ended with MemoryError"):
             each.submit_task(ROW)
-        assert each.drained(30.0)
+        assert each.wait_until_idle(30.0)
     with pytest.raises(UsageError, match="shut it down and start it again"):
         runtime.add(TaskPool("new", echo, X))
     setattr(pool, step, original)
     assert runtime.shutdown() and not runtime.statistics().alive
     with runtime:
         assert pool.submit_task(ROW, client="ann").result(30)
-    assert pool.statistics().running_tasks == 0 and not pool._held
+    assert pool.statistics().running_tasks == 0 and not pool._pending._shares
 
 
 def test_a_pool_is_worked_on_by_one_runtime_which_no_other_disturbs() -> None:
@@ -317,9 +317,9 @@ def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
 
 def test_a_deadline_may_be_any_number_and_all_wrong_words_are_told_at_once() -> None:
     for deadline in (None, 1, 1.5, float("inf"), 10**400):
-        validate_metadata("p", "ann", "k", None, deadline, splits=False)
+        validate_metadata("p", "ann", "k", None, deadline, by_mini_batch=False)
     for wrong in ("soon", True, float("nan"), [1.0], torch.tensor(1e18)):
         with pytest.raises(
             UsageError, match=r"(?s)client is '', .*- key is 5, .*- deadline is .*, wanted None or a time"
         ):
-            validate_metadata("p", "", 5, None, wrong, splits=False)  # type: ignore[arg-type]
+            validate_metadata("p", "", 5, None, wrong, by_mini_batch=False)  # type: ignore[arg-type]

@@ -209,7 +209,7 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     with Runtime([backend]), pytest.raises(SpecError) as caught:
         backend.forward_pool.submit_task(torch.full((2, WIDTH), TROUBLE, dtype=torch.float64)).result(30)
     head, *faults = str(caught.value).splitlines()
-    assert "did not return what its outputs_schema says" in head
+    assert "do not match its outputs_schema" in head
     assert [fault.split(" is ")[0] for fault in faults] == ["  - output[1]['says'][0]", "  - output[1]['says'][2]"]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weft.core.spec import TensorSpec
 from weft.experts.errors import ExpiredError, OverloadError, reason_of
 from weft.experts.schema import Column, FlatSchema
-from weft.experts.task import Answer, BatchQueue, Task, answer
+from weft.experts.task import Answer, BatchQueue, Task, answer_waiters
 from weft.experts.task_pool import BatchDelay, CallerGroup, PoolOptions, TaskPool
 
 
@@ -23,36 +23,36 @@ def ignore(task: Task) -> None:
 
 def test_a_task_lasts_as_long_as_its_most_patient_waiter() -> None:
     task = Task((), 1, deadline=5.0)
-    task.join(5.0, ignore)
-    task.join(3.0, ignore)
+    task.add_waiter(5.0, ignore)
+    task.add_waiter(3.0, ignore)
     assert task.deadline == 5.0
-    task.join(9.0, ignore)
-    assert task.expired(9.0) and not task.expired(8.0)
-    task.join(None, ignore)
-    assert task.deadline is None and not task.expired(1e9)
+    task.add_waiter(9.0, ignore)
+    assert task.is_expired(9.0) and not task.is_expired(8.0)
+    task.add_waiter(None, ignore)
+    assert task.deadline is None and not task.is_expired(1e9)
 
 
 def test_who_gave_up_is_forgotten_and_the_others_are_answered() -> None:
     told: list[Task] = []
     task = Task((), 1)
-    first, second, third = (task.join(None, told.append) for _ in range(3))
+    first, second, third = (task.add_waiter(None, told.append) for _ in range(3))
     first.cancel()
-    assert told == [task] and task.wanted() and len(task.waiters) == 2
+    assert told == [task] and task.has_waiters() and len(task.waiters) == 2
     second.cancel()
-    assert task.take() and not third.cancel()
-    joined = task.join(None, told.append)
+    assert task.start() and not third.cancel()
+    joined = task.add_waiter(None, told.append)
     assert not joined.cancel()
     result = [torch.ones(1)]
-    answer(task.release(), result)
+    answer_waiters(task.release_waiters(), result)
     assert third.result(0) is result and joined.result(0) is result and not task.waiters
 
 
 def test_who_waits_for_a_cancelled_future_among_others_is_woken() -> None:
     for taken in (False, True):
         task = Task((), 1)
-        future = task.join(None, ignore)
+        future = task.add_waiter(None, ignore)
         future.cancel()
-        assert not (task.take() if taken else task.wanted())
+        assert not (task.start() if taken else task.has_waiters())
         assert wait([future], timeout=5.0).not_done == set()
 
 
@@ -60,7 +60,7 @@ def test_an_answer_reaches_those_who_were_never_taken_and_skips_those_who_left()
     gone: Future[list[torch.Tensor]] = Future()
     gone.cancel()
     waits: Future[list[torch.Tensor]] = Future()
-    answer([gone, waits], ExpiredError("late"))
+    answer_waiters([gone, waits], ExpiredError("late"))
     with pytest.raises(TimeoutError, match="late"):
         waits.result(0)
     assert [*map(reason_of, (OverloadError(), ValueError(), ExpiredError()))] == ["overload", "module", "expired"]
@@ -94,7 +94,7 @@ class Model:
     def drop_expired_heads(self, now: float) -> list[Task]:
         dropped: list[Task] = []
         for name in GROUPS:
-            while (group := self.group(name)) and group[0].expired(now):
+            while (group := self.group(name)) and group[0].is_expired(now):
                 dropped.append(group[0])
                 self.forget(group[0])
         return dropped
@@ -107,7 +107,7 @@ class Model:
         ready = [self.group(name) for name in GROUPS if self.ready(name, now)]
         batch: list[Task] = []
         for task in min(ready, key=lambda group: group[0].number) if ready else []:
-            if task.expired(now):
+            if task.is_expired(now):
                 expired.append(task)
             elif sum(each.rows for each in batch) + task.rows <= MAX:
                 batch.append(task)
@@ -142,17 +142,17 @@ def test_a_queue_does_what_a_plain_list_would(history: list[tuple]) -> None:  # 
             ready = [
                 name
                 for name in GROUPS
-                if model.ready(name, now) or any(h.batch_key == (name,) and h.expired(now) for h in heads)
+                if model.ready(name, now) or any(h.batch_key == (name,) and h.is_expired(now) for h in heads)
             ]
-            number, later = queue.urgency(now)
+            number, later = queue.oldest_ready(now)
             assert number == min((model.group(name)[0].number for name in ready), default=None)
             assert (later is None) == (number is not None or not model.tasks) and (later is None or later > now)
-            batch, expired = queue.take(now)
+            batch, expired = queue.next_batch(now)
             wanted, dropped = model.take(now)
             assert batch == wanted and set(expired) == set(dropped)
         assert queue.count == len(model.tasks) and queue.rows == sum(task.rows for task in model.tasks)
         assert set(queue) == set(model.tasks)
-        assert queue.oldest() == (model.tasks[0].arrival if model.tasks else None)
+        assert queue.oldest_arrival() == (model.tasks[0].arrival if model.tasks else None)
 
 
 SCHEMA = FlatSchema([Column("x", TensorSpec((None, 1), torch.float32))])
@@ -195,22 +195,22 @@ def simulated(
         for caller in sorted([each for each, (when, _) in comes.items() if when <= until], key=lambda c: comes[c][0]):
             when, pool = comes.pop(caller)
             waiting[pool].append((when, caller))
-            delays[pool].arrived(len(waiting[pool]))
+            delays[pool].task_arrived(len(waiting[pool]))
 
     while answers < wanted:
         admit(now)
-        begins = {i: delays[i].begin(now, len(some), lambda _: True) for i, some in enumerate(waiting) if some}
+        begins = {i: delays[i].start_time(now, len(some), lambda _: True) for i, some in enumerate(waiting) if some}
         ready = [i for i, begin in begins.items() if begin <= now]
         if not ready:
             now = min([*begins.values(), *[when for when, _ in comes.values()]])
             continue
         pool = min(ready, key=lambda i: waiting[i][0])
         batch, waiting[pool] = waiting[pool], []
-        delays[pool].began(now, len(batch), 0)
+        delays[pool].batch_started(now, len(batch), 0)
         seconds = stages[pool][0] + stages[pool][1] * len(batch)
         now += seconds
         admit(now)
-        delays[pool].ended(seconds)
+        delays[pool].batch_ended(seconds)
         comes |= {caller: (now + pauses[caller], (pool + 1) % len(stages)) for _, caller in batch}
         answers, batches = answers + len(batch), batches + 1
         if answers < wanted / 2:
@@ -246,27 +246,27 @@ def test_nobody_waits_for_callers_who_wait_in_another_pool() -> None:
     """They cannot come before they were served there; each would wait for the other, and the device for both."""
     callers = CallerGroup()
     here, there = (BatchDelay(60.0, callers) for _ in range(2))
-    here.arrived(2)
-    here.began(0.0, 2, 0)
-    here.ended(6.0)
-    here.arrived(1)
-    assert here.begin(0.0, 1, lambda _: True) == 3.0, "the other one is out"
-    there.arrived(1)
-    assert here.begin(0.0, 1, lambda _: True) == 0.0 and there.begin(0.0, 1, lambda _: True) == 0.0
+    here.task_arrived(2)
+    here.batch_started(0.0, 2, 0)
+    here.batch_ended(6.0)
+    here.task_arrived(1)
+    assert here.start_time(0.0, 1, lambda _: True) == 3.0, "the other one is out"
+    there.task_arrived(1)
+    assert here.start_time(0.0, 1, lambda _: True) == 0.0 and there.start_time(0.0, 1, lambda _: True) == 0.0
 
 
 @given(st.integers(1, 9))
 def test_after_each_wait_in_vain_twice_as_many_batches_do_not_wait(waits: int) -> None:
     delay = BatchDelay(1.0)
     delay._group._peaks.extend([2] * 4)
-    delay.ended(8.0)
+    delay.batch_ended(8.0)
     seen: list[bool] = []
     while sum(seen) < waits:
         delay._group._peaks.append(2)
-        delay.arrived(1)
-        seen.append(delay.begin(0.0, 1, lambda _: True) > 0.0)
-        delay.began(1.0, 1, 0)
-        delay.ended(8.0)
+        delay.task_arrived(1)
+        seen.append(delay.start_time(0.0, 1, lambda _: True) > 0.0)
+        delay.batch_started(1.0, 1, 0)
+        delay.batch_ended(8.0)
     gaps = [len(gap) for gap in "".join("w" if each else "." for each in seen).split("w")[1:-1]]
     assert gaps == [min(1 << place, 64) for place in range(waits - 1)] and delay.waited == waits
 
@@ -283,10 +283,20 @@ def test_waiting_costs_little_where_it_does_not_pay(pauses: list[float], stages:
 
 def test_a_batch_that_failed_tells_nothing_and_leaves_nobody_under_way() -> None:
     delay = BatchDelay(1.0)
-    delay.arrived(1)
-    delay.began(0.0, 1, 0)
-    delay.ended(None)
+    delay.task_arrived(1)
+    delay.batch_started(0.0, 1, 0)
+    delay.batch_ended(None)
     assert (list(delay.seconds), delay.running, delay.waiting) == ([], 0, 0)
+
+
+class Waking:
+    name = "r"
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+    def wake_for(self, pool: TaskPool) -> None:
+        self.words.append(pool.name)
 
 
 def told(**options: float | int) -> tuple[TaskPool, list[str]]:
@@ -297,15 +307,16 @@ def told(**options: float | int) -> tuple[TaskPool, list[str]]:
         return [[each.tensors[0]] for each in tasks]
 
     one = TaskPool("p", answers, SCHEMA, PoolOptions(**{"max_batch_delay": 60.0, **options}))  # type: ignore[arg-type]
-    one.open(lambda pool: words.append(pool.name))
-    one._delay.seconds.append(20.0)
-    one._delay._group._peaks.append(4)
+    one.claim_for(Waking(words))
+    one.open_pool()
+    one._pending.delay.seconds.append(20.0)
+    one._pending.delay._group._peaks.append(4)
     words.clear()
     return one, words
 
 
 def ready(one: TaskPool, now: float | None = None) -> bool:
-    return one.urgency(time.monotonic() if now is None else now)[0] is not None
+    return one.oldest_ready(time.monotonic() if now is None else now)[0] is not None
 
 
 def test_a_pool_that_waits_is_woken_by_the_last_one_alone() -> None:
@@ -313,14 +324,14 @@ def test_a_pool_that_waits_is_woken_by_the_last_one_alone() -> None:
     start = time.monotonic()
     one.submit_task(ROW)
     assert words == ["p"] and not ready(one)
-    later = one.urgency(time.monotonic())[1]
+    later = one.oldest_ready(time.monotonic())[1]
     assert later is not None and start + 8.0 < later < time.monotonic() + 10.1
     for _ in range(2):
         one.submit_task(ROW)
     assert words == ["p"] and not ready(one)
     one.submit_task(ROW)
     assert words == ["p", "p"] and ready(one)
-    assert len(one.take()) == 4
+    assert len(one.next_batch()) == 4
 
 
 def test_a_wait_in_vain_ends_after_half_a_batch_and_the_next_batch_does_not_wait() -> None:
@@ -328,7 +339,7 @@ def test_a_wait_in_vain_ends_after_half_a_batch_and_the_next_batch_does_not_wait
     one.submit_task(ROW)
     now = time.monotonic()
     assert not ready(one) and not ready(one, now + 9.9) and ready(one, now + 10.1)
-    one.work(one.take(now + 10.1))
+    one.process_batch(one.next_batch(now + 10.1))
     one.submit_task(ROW)
     assert ready(one)
 
@@ -336,7 +347,7 @@ def test_a_wait_in_vain_ends_after_half_a_batch_and_the_next_batch_does_not_wait
 HURRIES: list[Callable[[TaskPool], object]] = [
     lambda one: one.submit_task(ROW, deadline=time.monotonic() + 60.0),  # less than ten delays away
     lambda one: one.submit_task(torch.zeros(2, 1)),
-    lambda one: (one.submit_task(ROW), one.close("the test ends")),
+    lambda one: (one.submit_task(ROW), one.close_pool("the test ends")),
 ]
 
 
@@ -353,7 +364,7 @@ def test_after_all_who_waited_gave_up_the_next_one_is_told_of_again() -> None:
     future = one.submit_task(ROW)
     assert not ready(one)
     future.cancel()
-    assert one.take() == [] and not ready(one)
+    assert one.next_batch() == [] and not ready(one)
     words.clear()
     one.submit_task(ROW)
     assert words == ["p"]

@@ -39,9 +39,9 @@ def pair(rows: int, length: int = 1, value: float = 1.0) -> tuple[Tensor, Tensor
 
 def drain(one: TaskPool) -> list[list[int]]:
     batches: list[list[int]] = []
-    while tasks := one.take():
+    while tasks := one.next_batch():
         batches.append([each.rows for each in tasks])
-        one.work(tasks)
+        one.process_batch(tasks)
     return batches
 
 
@@ -130,7 +130,7 @@ def test_a_client_has_its_own_share_and_gets_it_back_with_its_answers() -> None:
     one.submit_task(*pair(5), client="ann").cancel()
     one.submit_task(*pair(5), client="ann")
     drain(one)
-    assert not one._held
+    assert not one._pending._shares
 
 
 def test_an_expired_task_never_runs() -> None:
@@ -138,7 +138,7 @@ def test_an_expired_task_never_runs() -> None:
     with pytest.raises(ExpiredError, match="had passed"):
         one.submit_task(*pair(1), deadline=now - 1)
     future, late = one.submit_task(*pair(1), deadline=now + 600.0), one.submit_task(*pair(2))
-    one.work(one.take(now + 601.0))
+    one.process_batch(one.next_batch(now + 601.0))
     assert isinstance(future.exception(0), ExpiredError) and late.result(0)
     assert one.statistics().expired == 1
 
@@ -147,9 +147,9 @@ def test_a_cancelled_task_leaves_at_once_and_one_that_runs_cannot_be_cancelled()
     one = pool()
     first, second = one.submit_task(*pair(1)), one.submit_task(*pair(2))
     assert first.cancel() and one.statistics().waiting_rows == 2
-    [taken] = one.take()
+    [taken] = one.next_batch()
     assert not second.cancel()
-    one.work([taken])
+    one.process_batch([taken])
     assert second.result(0)
     with pytest.raises(CancelledError):
         first.result(0)
@@ -178,7 +178,7 @@ flood(10_000)
 objects, blocks = len(gc.get_objects()) - before, sys.getallocatedblocks() - blocks
 stats = pool.statistics()
 assert stats.waiting_tasks == stats.waiting_rows == 0 and stats.cancelled == 30_300, stats
-assert not pool._held
+assert not pool._pending._shares
 assert objects < 100 and blocks < 2000, (objects, blocks)
 """
 
@@ -193,13 +193,13 @@ def test_fewer_rows_than_wanted_wait_for_more_but_not_for_ever() -> None:
     one = pool(min_batch_size=4, timeout=600.0)
     one.submit_task(*pair(2))
     now = time.monotonic()
-    number, later = one.urgency(now)
+    number, later = one.oldest_ready(now)
     assert number is None and later is not None and now < later <= now + 600.0
-    assert one.take() == []
+    assert one.next_batch() == []
     one.submit_task(*pair(2))
     assert drain(one) == [[2, 2]]
     one.submit_task(*pair(1))
-    assert [each.rows for each in one.take(time.monotonic() + 601.0)] == [1]
+    assert [each.rows for each in one.next_batch(time.monotonic() + 601.0)] == [1]
 
 
 def test_a_process_that_raises_fails_its_batch_and_nothing_else() -> None:
@@ -208,22 +208,22 @@ def test_a_process_that_raises_fails_its_batch_and_nothing_else() -> None:
 
     one = TaskPool("p", fails, COLUMNS)
     future = one.submit_task(*pair(1))
-    one.work(one.take())
+    one.process_batch(one.next_batch())
     assert isinstance(future.exception(0), ZeroDivisionError)
-    assert one.drained(0.0) and one.statistics().failed == {"module": 1}
+    assert one.wait_until_idle(0.0) and one.statistics().failed == {"module": 1}
 
 
 def test_a_closed_pool_refuses_but_what_waits_may_be_done() -> None:
     one = pool(min_batch_size=10, timeout=60.0)
     done, left = one.submit_task(*pair(1)), one.submit_task(*pair(1, length=2))
-    one.close("the server drains")
-    with pytest.raises(ClosedError, match="takes no more tasks: the server drains"):
+    one.close_pool("the server drains")
+    with pytest.raises(ClosedError, match="accepts no more tasks: the server drains"):
         one.submit_task(*pair(1))
-    one.work(one.take())
-    assert done.result(0) and not one.drained(0.0)
-    one.abandon()
-    assert isinstance(left.exception(0), ClosedError) and one.drained(0.0)
-    one.open()
+    one.process_batch(one.next_batch())
+    assert done.result(0) and not one.wait_until_idle(0.0)
+    one.fail_waiting()
+    assert isinstance(left.exception(0), ClosedError) and one.wait_until_idle(0.0)
+    one.open_pool()
     one.submit_task(*pair(1)).cancel()
 
 
@@ -248,4 +248,4 @@ def test_many_threads_may_submit_and_cancel_while_another_works() -> None:
         stop.set()
         working.join(10)
     stats = one.statistics()
-    assert stats.answered + stats.cancelled == 800 and one.drained(0.0)
+    assert stats.answered + stats.cancelled == 800 and one.wait_until_idle(0.0)

@@ -132,7 +132,9 @@ def test_one_trainer_leaves_slots_of_mini_batches_to_others_and_an_error_names_w
     ):
         for number in range(3):
             ask(greedy, Kind.BACKWARD, "me", str(number))
-        with pytest.raises(QuotaError, match="client 'other' has 3 mini-batches open, and one client may have 3"):
+        with pytest.raises(
+            QuotaError, match="client 'other' has 3 mini-batches open, and the limit for one client is 3"
+        ):
             ask(greedy, Kind.BACKWARD, "me too", "3")
         ask(trainer, Kind.BACKWARD, "me", "m")
         with pytest.raises(OverloadError, match=r"'other' has 3 \(the oldest idle for \d+ s\), client 'trainer'"):
@@ -154,7 +156,7 @@ def test_one_client_leaves_connections_and_places_in_queues_to_others(monkeypatc
     pool = TaskPool("p", gate, backend.forward_pool.columns, PoolOptions(max_tasks=4))
     for _ in range(2):
         pool.submit_task(x, client="eve")
-    with pytest.raises(QuotaError, match="it may have 2 tasks"):
+    with pytest.raises(QuotaError, match="its limit is 2 tasks"):
         pool.submit_task(x, client="eve")
     pool.submit_task(x, client="ann")
 
