@@ -1,4 +1,4 @@
-"""Executor of one expert: gathers tasks into a batch, runs the module, isolates faults, and applies what is left.
+"""Executor of one expert: gathers tasks into a batch, runs the module, isolates faults, and applies the rest.
 
     task a [2 rows] ──┐
     task b [1 row ] ──┼─ buffers ─ guards ─ module ─ guards ──> apply ──> step or sum, keys, journal
@@ -21,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,19 +31,12 @@ from weft.core.context import on_device
 from weft.core.errors import WeftError
 from weft.experts.errors import DeviceLostError, GradientError, ModuleExitError
 from weft.experts.flat_module import FlatModule
-from weft.experts.gradients import GradientAccumulators, Guards
-from weft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
+from weft.experts.gradients import Guards
+from weft.experts.graph_cache import ForwardGraph, SavedTensors
 from weft.experts.idempotency import RequestKind
-from weft.experts.optimizer_step import OptimizerStep
 from weft.experts.schema import FlatSchema
 from weft.experts.task import Answer, Results, Task, split_rows
-from weft.experts.weight_updates import (
-    BackwardUpdate,
-    CommitUpdate,
-    WeightUpdates,
-    commit_results,
-    copy_keyed_results,
-)
+from weft.experts.weight_updates import BackwardUpdate, WeightUpdates, copy_keyed_results
 
 
 def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
@@ -175,7 +169,7 @@ def _run_attempt(batch: Sequence[Task], attempt: Attempt) -> Apply | dict[Task, 
 
 
 def _annotate_error(result: Answer, task: Task, name: str) -> Answer:
-    """The answer; an error with notes of its task and its origin, and without its frames."""
+    """The answer. An error gets notes of its task and its origin, and loses its frames."""
     if not isinstance(result, BaseException):
         return result
     frames = "" if isinstance(result, WeftError) else "".join(traceback.format_tb(result.__traceback__)[-_DEEPEST:])
@@ -195,15 +189,15 @@ def _annotate_error(result: Answer, task: Task, name: str) -> Answer:
 
 
 class BatchExecutor:
-    """Forward, backward and commit of one expert, under its lock.
-
-    The lock is reentrant and comes before the locks of pools, idempotency table and journal.
-    """
+    """Forward, backward and commit of one expert, under its lock."""
 
     def __init__(self, name: str, module: FlatModule, guards: Guards, updates: WeightUpdates) -> None:
         self.name = name
         self.module = module
         self.updates = updates
+        self.stepper, self.graphs, self.mini_batches = updates.stepper, updates.graphs, updates.mini_batches
+        # Held for a whole batch, and before the locks of idempotency table and journal. Reentrant, because `backward`
+        # holds it around `_answer_tasks`, and an overridden ``apply_gradients`` can ask for the expert's state.
         self.lock = threading.RLock()
         self.forward_batches = self.retried_batches = 0
         self.refused: Counter[str] = Counter()
@@ -211,37 +205,12 @@ class BatchExecutor:
         self._replay_seed: int | None = None
         inputs, device = module.call.columns(), module.effects.device
         gradients = module.outputs.columns(casts=True, prefix="gradient of ")
-        self._inputs = len(inputs)
-        self._forward_buffers = BatchBuffers(FlatSchema(inputs), device)
-        self._backward_buffers = BatchBuffers(FlatSchema([*inputs, *gradients]), device)
-
-    @property
-    def columns(self) -> FlatSchema:
-        return self._forward_buffers.columns
-
-    @property
-    def backward_columns(self) -> FlatSchema:
-        return self._backward_buffers.columns
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._forward_buffers.nbytes + self._backward_buffers.nbytes
-
-    @property
-    def stepper(self) -> OptimizerStep:
-        return self.updates.stepper
+        self.forward_buffers = BatchBuffers(FlatSchema(inputs), device)
+        self.backward_buffers = BatchBuffers(FlatSchema([*inputs, *gradients]), device)
 
     @property
     def backward_batches(self) -> int:
-        return self.updates.stepper.backward_batches
-
-    @property
-    def graphs(self) -> GraphCache:
-        return self.updates.graphs
-
-    @property
-    def mini_batches(self) -> GradientAccumulators:
-        return self.updates.mini_batches
+        return self.stepper.backward_batches
 
     def forward(self, tasks: Sequence[Task]) -> list[Answer]:
         """One answer per task: the flat outputs."""
@@ -256,7 +225,7 @@ class BatchExecutor:
             return answers
 
     def commit(self, tasks: Sequence[Task]) -> list[Answer]:
-        """One optimizer step with the sum of a mini-batch; the answer is the number of steps, int64 of shape (1,)."""
+        """One optimizer step with the sum of a mini-batch. The answer is the number of steps, int64 of shape (1,)."""
         with self.lock:
             self.updates.drop_expired_sums()
             answers = self._answer_tasks(tasks, self._try_commit)
@@ -279,10 +248,6 @@ class BatchExecutor:
                 raise next(iter(fault.errors.values())) from fault
             finally:
                 self._replay_seed = None
-
-    def require_permit(self, check: Callable[[], None]) -> None:
-        """Call ``check`` before every update. It raises if this process must not change the expert now."""
-        self.updates.require_permit(check)
 
     def saved_counts(self) -> dict[str, int | str]:
         """The part of a state that is neither module, optimizer nor schedule. Under the lock."""
@@ -324,8 +289,9 @@ class BatchExecutor:
     def _try_forward(self, tasks: Sequence[Task]) -> Apply:
         effects, graphs = self.module.effects, self.graphs
         keeps_graph = graphs.enabled and graphs.is_wanted(tasks) and not effects.stateful
-        inputs = self._forward_buffers.join_rows(tasks, fresh=keeps_graph)
+        inputs = self.forward_buffers.join_rows(tasks, fresh=keeps_graph)
         seed = effects.batch_seed(0, self.forward_batches, tasks)
+        # The snapshot is of the module's own tensors, and the versions show whether the module wrote into its inputs.
         before, versions = effects.take_snapshot(), [x._version for x in inputs]
         graph: ForwardGraph | None = None
         saved: SavedTensors | None = None
@@ -341,7 +307,7 @@ class BatchExecutor:
         finally:
             if before is not None:
                 before.restore()
-        reused = self._forward_buffers.storage_addresses() | effects.storage_addresses()
+        reused = self.forward_buffers.storage_addresses() | effects.storage_addresses()
         results = split_outputs(outputs, tasks, reused)
         # A module that wrote into its inputs leaves a graph that does not match the inputs of the backward.
         untouched = versions == [x._version for x in inputs]
@@ -369,9 +335,10 @@ class BatchExecutor:
                 seed = effects.batch_seed(1, batches, tasks) if self._replay_seed is None else self._replay_seed
                 graph = self.module.make_graph(inputs, seed, parameters)[0]
             input_gradients, totals = self.module.walk_back(graph, gradients)
+            # Everything below can fail, and so belongs to the attempt: guards, results, their copies.
             self._guards.check_parameters([total for total in totals if total is not None])
             own = effects.storage_addresses()
-            reused = self._backward_buffers.storage_addresses() | own
+            reused = self.backward_buffers.storage_addresses() | own
             results = split_outputs(input_gradients, tasks, reused)
             shared = own | storage_addresses([*input_gradients, *graph.leaves, *gradients]) if totals else own
             copies = copy_keyed_results(tasks, results)
@@ -379,7 +346,7 @@ class BatchExecutor:
             after = effects.take_snapshot() if before is not None and self.stepper.trains else None
             if before is not None and after is not None:
                 self._guards.check_buffers(before, after)
-        finally:
+        finally:  # also after success: `BackwardUpdate` puts the new values in place if the batch counts
             if before is not None:
                 before.restore()
         trained = [p for p in graph.tape.segment.parameters if isinstance(p, nn.Parameter)]
@@ -388,12 +355,13 @@ class BatchExecutor:
     def _try_commit(self, tasks: Sequence[Task]) -> Apply:
         accumulator = self.mini_batches[tasks[0].owner]
         self._guards.check_parameters([total for total in accumulator.total.totals if total is not None])
-        results = commit_results(self.stepper.steps + 1, tasks)
-        return CommitUpdate(self.updates, tasks, accumulator, results, copy_keyed_results(tasks, results)).apply
+        results = [[torch.tensor([self.stepper.steps + 1], device="cpu")] for _ in tasks]
+        return partial(self.updates.commit, tasks, accumulator, results, copy_keyed_results(tasks, results))
 
     def _raise_output_faults(self, tasks: Sequence[Task]) -> None:
-        """Raise `TaskFault` for the tasks whose own gradients fail the guards. A sum can overflow without any."""
-        faults = {task: self._guards.output_fault(task.tensors[self._inputs :]) for task in tasks}
+        """Raise `TaskFault` for tasks with output gradients that fail the guards, if any. A sum can overflow alone."""
+        first = len(self.module.call.specs)
+        faults = {task: self._guards.output_fault(task.tensors[first:]) for task in tasks}
         text = "a task for expert {!r} was rejected: {}; nothing was changed"
         errors = {t: GradientError(text.format(self.name, fault)) for t, fault in faults.items() if fault}
         if errors:
@@ -402,16 +370,16 @@ class BatchExecutor:
     def _backward_inputs(
         self, tasks: Sequence[Task], trained: list[nn.Parameter]
     ) -> tuple[ForwardGraph | None, Results, Results]:
-        """The kept graph of these tasks if it has the same inputs; the inputs; the gradients of the outputs."""
-        graphs, buffers = self.graphs, self._backward_buffers
+        """The kept graph of these tasks if it has the same inputs, the inputs, and the gradients of the outputs."""
+        graphs, buffers, first = self.graphs, self.backward_buffers, len(self.module.call.specs)
         graph, same_inputs = graphs.pop_graph(tasks, trained) if graphs.enabled else (None, False)
         if graph is not None and same_inputs:
             graphs.count_use()
-            return graph, graph.leaves, buffers.join_rows(tasks, first=self._inputs)
+            return graph, graph.leaves, buffers.join_rows(tasks, first=first)
         joined = buffers.join_rows(tasks)
-        inputs = joined[: self._inputs]
+        inputs = joined[:first]
         if graph is not None and all(map(torch.equal, graph.leaves, inputs)):
             graphs.count_use()
         else:
             graph = None
-        return graph, inputs, joined[self._inputs :]
+        return graph, inputs, joined[first:]

@@ -8,7 +8,7 @@
 Integers, bools and complex numbers are sent unchanged. So is a tensor with a NaN, an Inf, or a number too large for the
 narrow type: capping such a number would hide it from the receiver's guards. So is a tensor that would not get smaller.
 The header of every tensor names its compression. One scale for a whole tensor would let a single large row round all
-others to zero; rows with their own absmax are from LLM.int8() (Dettmers et al., 2022) and ZeroQuant (Yao et al., 2022).
+others to zero. Scales per row are from LLM.int8() (Dettmers et al., 2022) and ZeroQuant (Yao et al., 2022).
 """
 
 import math
@@ -75,7 +75,7 @@ def packed_bytes(how: Compression, dtype: torch.dtype, shape: Sequence[int]) -> 
 
 
 def compress(tensor: Tensor, how: Compression) -> tuple[Compression, list[Tensor]]:
-    """The compression that was used, and contiguous tensors whose concatenated bytes are sent.
+    """The compression that was used, and contiguous tensors, to be sent as their concatenated bytes.
 
     It is ``how``, or NONE if that saves nothing or the error of a number x could exceed
 
@@ -95,7 +95,7 @@ def compress(tensor: Tensor, how: Compression) -> tuple[Compression, list[Tensor
 
 
 def expand(packed: Tensor, how: Compression, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The tensor of its bytes, a flat uint8 tensor at an aligned address; for NONE a view of it."""
+    """The tensor of its bytes, a flat uint8 tensor at an aligned address. For NONE it is a view of that."""
     if how is Compression.NONE:
         return packed.view(dtype).view(tuple(shape)) if packed.numel() else packed.new_empty(tuple(shape), dtype=dtype)
     if how is Compression.INT8:
@@ -113,7 +113,7 @@ def _scale_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def _quantize_rows(reals: Tensor) -> list[Tensor] | None:
-    """One scale per row, and the codes; ``None`` if the absmax of a row is not finite."""
+    """One scale per row, and the codes. ``None`` if the absmax of a row is not finite."""
     kind = _scale_type(reals.dtype)
     table = reals.to(kind).reshape(math.prod(reals.shape[:-1]), -1)
     absmax = table.abs().amax(dim=1, keepdim=True)  # a NaN or Inf anywhere makes it NaN or Inf

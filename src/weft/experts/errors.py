@@ -69,11 +69,11 @@ class InputsGoneError(RefusedError, reason="inputs"):
 
 
 class GradientError(ExpertError, reason="gradient"):
-    """A gradient is not finite or too large; weights, buffers and optimizer are as before."""
+    """A gradient is not finite or too large. Weights, buffers and optimizer are as before."""
 
 
 class StepError(ExpertError, reason="step"):
-    """The optimizer, its schedule or an overridden ``apply_gradients`` raised; the weights may have changed."""
+    """The optimizer, its schedule or an overridden ``apply_gradients`` raised. The weights can have changed."""
 
 
 class ModuleExitError(ExpertError, reason="exit"):
@@ -105,7 +105,7 @@ class ForbiddenError(RemoteError, PermissionError, reason="forbidden"):
 
 
 class ExpertFailedError(RemoteError, reason="module"):
-    """The expert's own module raised an exception, whose class is ``details["type"]``."""
+    """The expert's own module raised an exception, of the class ``details["type"]``."""
 
 
 class DeadlineError(RemoteError, TimeoutError, reason="deadline"):

@@ -46,7 +46,7 @@ from weft.experts.weight_updates import WeightUpdates
 
 
 class ExpertBackend:
-    """Any ``nn.Module`` with its optimizer, behind task pools.
+    """Any ``nn.Module`` with its optimizer and its task pools.
 
     Args:
         name: its name for clients, in errors and in statistics.
@@ -131,8 +131,8 @@ class ExpertBackend:
         runs_alone = effects.draws.__getitem__ if options.min_batch_size == 1 else None
         shared: dict[str, Any] = {"options": options, "callers": CallerGroup(), "runs_alone": runs_alone}
         known: dict[str, Any] = {"records": self.records, "by_mini_batch": self.optimizer is not None}
-        self.forward_pool = TaskPool(f"{name}.forward", executor.forward, executor.columns, **shared)
-        columns, single = executor.backward_columns, replace(options, min_batch_size=1)
+        self.forward_pool = TaskPool(f"{name}.forward", executor.forward, executor.forward_buffers.columns, **shared)
+        columns, single = executor.backward_buffers.columns, replace(options, min_batch_size=1)
         self.backward_pool = TaskPool(f"{name}.backward", executor.backward, columns, **shared, **known)
         self.commit_pool = TaskPool(f"{name}.commit", executor.commit, FlatSchema([]), single, kind="commit", **known)
 
@@ -165,12 +165,7 @@ class ExpertBackend:
         return self.executor.graphs.find_inputs(client, key)
 
     def commit(
-        self,
-        mini_batch: str,
-        *,
-        client: str | None = None,
-        deadline: float | None = None,
-        principal: str | None = None,
+        self, mini_batch: str, *, client: str | None = None, deadline: float | None = None, principal: str | None = None
     ) -> "Future[Results]":
         """One optimizer step with the sum of all answered backward tasks of this client and mini-batch.
 
@@ -240,6 +235,7 @@ class ExpertBackend:
     def statistics(self, *, wait: bool = True) -> BackendStatistics:
         """Counters, and memory held now. Without ``wait``, numbers can be of different moments while a batch runs."""
         executor = self.executor
+        # A status page must not wait for a batch, which can take seconds.
         held = executor.lock.acquire(blocking=wait)
         try:
             if held:
@@ -258,7 +254,7 @@ class ExpertBackend:
                 kept_graph_bytes=executor.graphs.nbytes,
                 used_graphs=executor.graphs.used,
                 journal_failures=self._stepper.journal_failures,
-                buffer_bytes=executor.buffer_bytes,
+                buffer_bytes=executor.forward_buffers.nbytes + executor.backward_buffers.nbytes,
                 records=self.records.statistics(),
                 pools={pool.name: pool.statistics() for pool in self.pools},
             )

@@ -1,7 +1,7 @@
 """Check for the packages of the extra ``experts``, which the parts of `weft.experts` beyond one process need.
 
 Those parts import this module first, so that a missing package produces an error that says what to install. Python's
-own error names the module, which is not the name for pip: ``grpc`` comes with ``grpcio``; pip's ``grpc`` is another.
+own error names the module, but pip has other names: ``grpc`` comes with ``grpcio``, and pip's ``grpc`` is another.
 """
 
 from importlib.util import find_spec

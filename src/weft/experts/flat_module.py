@@ -5,8 +5,8 @@
     their gradients, and those of the parameters <── Tape.backward <── gradients of the outputs
 
 ``outputs.backward()`` would be shorter, but accumulates into ``.grad`` while the batch can still fail. A segment
-returns all gradients as values, so a failed batch is dropped by dropping them. The module can call other experts, whose
-errors must not look like errors of this expert, because clients retry some of those: they become a ``RuntimeError``.
+returns all gradients as values, so a failed batch is dropped by dropping them. The module can call other experts. Their
+errors become a ``RuntimeError``, because clients retry some errors of an expert, and must not retry these.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class FlatModule:
 
     def run_forward(self, inputs: Sequence[Tensor], seed: int) -> Sequence[Tensor]:
         """The flat outputs, without a graph."""
-        return self._guarded(self._segment.forward, self._context(seed, inputs), inputs, "nothing")[0]
+        return self._call_guarded(self._segment.forward, self._context(seed, inputs), inputs, "nothing")[0]
 
     def make_graph(
         self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]
@@ -51,7 +51,7 @@ class FlatModule:
         pairs = zip(inputs, self.call.specs, strict=True)
         leaves = [tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in pairs]
         segment = Segment(self._flat_outputs, parameters)
-        outputs, tape = self._guarded(segment.forward, self._context(seed, leaves), leaves, "graph")
+        outputs, tape = self._call_guarded(segment.forward, self._context(seed, leaves), leaves, "graph")
         flat = [output.detach() for output in outputs]
         return ForwardGraph(tape, leaves, [output.shape for output in flat], seed), flat
 
@@ -65,7 +65,7 @@ class FlatModule:
         if faults:
             raise SpecError(listed("the gradients do not fit the outputs:", faults))
         seeds = [[gradient] for gradient in gradients]
-        of_inputs, of_parameters = self._guarded(self.effects.run_backward, graph.seed, graph.tape.backward, seeds)
+        of_inputs, of_parameters = self._call_guarded(self.effects.run_backward, graph.seed, graph.tape.backward, seeds)
         if self.effects.device.type == "cpu":
             # Hold large gradients until the next batch has its own. Otherwise the allocator returns their pages to the
             # system between two batches, and every batch pays the page faults again.
@@ -75,7 +75,7 @@ class FlatModule:
         filled = [torch.zeros_like(leaf) if gradient is None else gradient for (gradient,), leaf in pairs]
         return filled, of_parameters
 
-    def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _call_guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
         except (ExpertError, WireError) as error:

@@ -82,7 +82,7 @@ class GrpcThreads:
                 self._threads = {thread for thread in self._threads if thread.is_alive()} | new
 
     def wait(self, seconds: float = SECONDS) -> bool:
-        """Wait until all have ended; whether they have. Call this after the channel is closed."""
+        """Wait until all have ended, and return whether they have. For after the channel is closed."""
         end = time.monotonic() + seconds
         with self._beginning:
             threads = self._threads - {threading.current_thread()}

@@ -33,7 +33,7 @@ from weft.experts.task import CallerStream, Task
 
 @dataclass(frozen=True)
 class Guards:
-    """Limits for gradients. Tasks beyond them are rejected; they are not clipped, which `ExpertBackend` does as well.
+    """Limits for gradients. Tasks beyond them are rejected and not clipped, which `ExpertBackend` can do as well.
 
     Args:
         finite: reject gradients that hold NaN or infinity, and batches that would put them into running statistics.

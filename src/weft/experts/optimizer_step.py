@@ -98,7 +98,7 @@ def make_stepping(
 ) -> tuple[Optimizer | None, LRScheduler | None]:
     """An optimizer of these parameters and its schedule. Raises ``UsageError`` that lists why they can never step.
 
-    ``without_arguments``: both are stepped without any; only an overridden ``apply_gradients`` can pass some.
+    ``without_arguments``: both are stepped without any. Only an overridden ``apply_gradients`` can pass some.
     """
     trainable = [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
     made = None if optimizer is None else make_optimizer(optimizer, trainable)
@@ -129,6 +129,7 @@ def make_optimizer(optimizer: OptimizerLike, parameters: Sequence[nn.Parameter])
     # Fused kernels walk raw memory of real numbers, so all parameters must be dense.
     dense = all(not p.is_complex() and has_same_layout(p, p) for p in parameters)
     fused = {"fused": True} if dense and _accepts_fused(optimizer) else {}
+    # Trying it is the only test: support depends on device, dtype, options and the version of PyTorch.
     try:
         made: Any = optimizer(list(parameters), **fused)
     except RuntimeError:  # this device, dtype or option has no fused step
@@ -187,7 +188,7 @@ def _accepts_fused(factory: Callable[..., Optimizer]) -> bool:
 class OptimizerStep:
     """Steps of one expert and their log. Guarded by the expert's lock.
 
-    ``backward_batches`` counts those that were applied; ``branch`` names the history that led to these weights.
+    ``backward_batches`` counts those that were applied. ``branch`` names the history that led to these weights.
     """
 
     def __init__(self, name: str, apply: Callable[[], None] | None, journal: Journal | None) -> None:
@@ -211,8 +212,8 @@ class OptimizerStep:
     ) -> None:
         """One optimizer step. Raises `StepError` if the optimizer or a hook does, and then does not count it.
 
-        ``every``: all parameters of the module; ``parameters``: those with these ``gradients``; ``shared_storages``:
-        addresses of memory that must not be written to, because others continue to use it.
+        ``every`` holds all parameters of the module, ``parameters`` those with these ``gradients``. ``shared_storages``
+        are addresses of memory that must not be written to, because others continue to use it.
         """
         # The optimizer can hold parameters that are frozen now. A gradient that was left on them would be applied.
         for parameter in every:

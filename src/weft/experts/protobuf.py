@@ -18,7 +18,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 def load_messages(package: str, name: str, raw: str = "") -> dict[str, Any]:
     """The message classes of ``name``.binpb in a package, by their names in the ``.proto``.
 
-    ``raw``: a field, such as "Call.tensors", whose messages are left as bytes. Its bytes on the wire are the same.
+    ``raw``: messages of this field, such as "Call.tensors", are left as bytes. They are the same on the wire.
     """
     described = cast("Any", descriptor_pb2.FileDescriptorSet)()
     described.ParseFromString((files(package) / f"{name}.binpb").read_bytes())

@@ -93,7 +93,7 @@ class Runtime:
                     del self._pools[pool]
                     self._active.pop(pool, None)
         for pool in claimed:
-            pool.release_claim()
+            pool.assign_runtime(None)
         return all([pool.wait_until_idle(max(0.0, end - time.monotonic())) for pool in claimed])
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class Runtime:
             self._ending = True
             self._state.notify_all()
         for pool in pools:
-            pool.release_claim()
+            pool.assign_runtime(None)
         if thread is not None:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
@@ -179,7 +179,7 @@ class Runtime:
                     f"runtime {self.name!r} cannot work on pools of another: {listed}; remove them there first"
                 )
             for pool in pools:
-                pool.claim_for(self)
+                pool.assign_runtime(self)
 
     def _run_batches(self) -> None:
         """Thread main loop."""
@@ -204,7 +204,7 @@ class Runtime:
                 raise
 
     def _next_pool(self) -> TaskPool | None:
-        """Wait for a pool with a ready batch, and choose the one with the oldest task; None at the end."""
+        """Wait for a pool with a ready batch, and choose the one with the oldest task. None at the end."""
         with self._state:
             while not self._ending:
                 now = time.monotonic()

@@ -5,7 +5,7 @@
     flat inputs of a forward task             [x, m]
     flat inputs of a backward task            [x, m, gradient of y]
 
-Everything inside works on flat tensors whose axis 0 is the batch. `FlatSchema.check` is the edge: tensors that pass can
+Everything inside works on flat tensors with the batch as axis 0. `FlatSchema.check` is the edge: tensors that pass can
 be concatenated with all others that passed, if the free axes agree (`FlatSchema.batch_key`). Checking later, when the
 batch is joined, would let one malformed task fail all of them. Schemas are hivemind's idea.
 """
@@ -56,7 +56,7 @@ class Column:
         more = len(seen) - len(shape)  # rows in more than one axis, like those of sequences
         if more > 0 and tuple(seen[more + 1 :]) == shape[1:]:
             there, back = f"flatten(0, {more})", f"unflatten(0, {tuple(seen[: more + 1])})"
-            faults.append(f"{self.name} would fit as {there}, and {back} gives the results their form again")
+            faults.append(f"{self.name} would fit as {there}, and the results get their form back by {back}")
         return faults
 
 
@@ -65,12 +65,13 @@ class FlatSchema:
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
-        # Columns and axes, except the batch, whose sizes can differ from task to task.
+        # Columns and axes, except the batch, with sizes that can differ from task to task.
         shapes = [(i, axis, size) for i, c in enumerate(self.columns) for axis, size in enumerate(c.spec.shape)]
         self.free = [(i, axis) for i, axis, size in shapes if axis and size is None]
 
     def check(self, tensors: Sequence[Any], where: str) -> int:
-        """The number of rows of these tensors; 1 without any. Raises a ``SpecError`` that lists every mismatch."""
+        """The number of rows of these tensors, or 1 without any. Raises a ``SpecError`` that lists every mismatch."""
+        # All faults are collected only after a first pass has failed, because nearly all tasks are valid.
         if len(tensors) == len(self.columns):
             rows = [0 if c.faults(x) else x.shape[0] for c, x in zip(self.columns, tensors, strict=True)] or [1]
             if rows[0] and rows.count(rows[0]) == len(rows):
@@ -97,7 +98,7 @@ class FlatSchema:
 
 
 class NestedSchema:
-    """A nested value whose tensors are described by specs. Other leaves are constants, which are never sent.
+    """A nested value with specs in place of tensors. Other leaves are constants, which are never sent.
 
     ``sample_rows``: the rows of the sample tensors that it was made of, if all had the same number.
     """
@@ -128,7 +129,7 @@ class NestedSchema:
         return unflatten(self.structure, leaves)
 
     def columns(self, *, casts: bool = False, prefix: str = "") -> list[Column]:
-        """One column per tensor; with ``casts``, for its gradient. That of an integer is never read, nor cast."""
+        """One column per tensor. With ``casts``: for its gradient, which for an integer is never read, nor cast."""
         return [Column(f"{prefix}{c.name}", c.spec, casts and _can_have_gradient(c.spec)) for c in self._columns]
 
     def constant_faults(self, leaves: Sequence[Any]) -> list[str]:
@@ -147,6 +148,7 @@ class NestedSchema:
 
     def flatten_outputs(self, value: Any, rows: int) -> list[Tensor]:
         """The flat tensors of a value that the module returned. Raises ``SpecError`` that lists every mismatch."""
+        # The common case, without flattening.
         if self._single and not self._columns[0].faults(value) and len(value) == rows:
             return [value]
         leaves, structure = flatten(value)
@@ -165,7 +167,7 @@ class NestedSchema:
 def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
     """The schemas of a call as one nest ``(args, kwargs)``. Raises ``UsageError`` that lists every fault.
 
-    If no spec has ``requires_grad``, all tensors get a gradient whose dtype can have one. Otherwise only those with it.
+    If no spec has ``requires_grad``, all tensors of a floating or complex dtype get a gradient. Otherwise only those.
     """
     if args is None and kwargs is None:
         raise UsageError(
@@ -270,7 +272,7 @@ def infer_outputs(
     freed: list[TensorSpec] = []
     for spec, larger in zip(first.specs, other.specs, strict=True):
         sizes = enumerate(zip(spec.shape, larger.shape, strict=True))
-        # Free are the batch, and all axes whose size differs between the two dummy runs.
+        # Free are the batch, and all axes that differ between the two dummy runs.
         shape = [size if axis and size == more else None for axis, (size, more) in sizes]
         freed.append(TensorSpec(tuple(shape), spec.dtype))
     inferred = output_schema(name, first.pack(freed))
@@ -302,6 +304,7 @@ def _dummy_outputs(
     for rows, size in sizes:
         try:
             first = run_with(rows, size)
+            # The second run shows which axes and constants depend on sizes. Even sizes stay even.
             more = (rows + 2, size + 2) if size == _ROWS else (2 * rows, 2 * size)
             return rows, first, run_with(*more) if first.constants or free else first
         except Exception as error:

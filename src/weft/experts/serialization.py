@@ -113,6 +113,7 @@ class _Encoder:
         """``value`` as JSON, in which tensors are names."""
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path.removeprefix("/") or "tensor")
+        # The exact type: an instance of a subclass would come back as its base class, without any error.
         kind = cast("type[Any]", type(value))
         if value is None or kind in (bool, int, str):
             return value
@@ -138,6 +139,7 @@ class _Encoder:
         if plain.layout != torch.strided or plain.device.type == "meta" or plain.dtype not in CODES:
             self.faults.append(f"{path}, which is a tensor of {plain.dtype}, layout {plain.layout}, on {plain.device}")
             return None
+        # Tied weights are the same memory read in the same way. Views of other parts are stored separately.
         memory = (plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride())
         key = (*memory, plain.is_conj(), plain.is_neg())
         name = self._names.get(key) if plain.numel() else None

@@ -53,7 +53,7 @@ class TensorSnapshot:
         return {(slot, name): copy for slot, _, name, _, copy in self._held}
 
     def changed_slots(self) -> list[int]:
-        """Slots whose tensor is another one or has other values."""
+        """Slots with another tensor or other values."""
         # Compared by value, because batch norm writes its statistics without incrementing their versions.
         held = self._held
         return [slot for slot, table, name, x, copy in held if table.get(name) is not x or not torch.equal(x, copy)]
@@ -124,7 +124,7 @@ class SideEffects:
         return outputs
 
     def parameters(self) -> list[nn.Parameter]:
-        """All of the module's, each once, in its order; ten times as fast as ``module.parameters()``."""
+        """All of the module's, each once, in its order. Ten times as fast as ``module.parameters()``."""
         tensors = [table.get(name) for table, name in self._parameter_slots]
         return list(dict.fromkeys([tensor for tensor in tensors if tensor is not None]))
 
@@ -133,12 +133,12 @@ class SideEffects:
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
 
     def take_snapshot(self) -> TensorSnapshot | None:
-        """A snapshot that undoes a forward; None for a module that changes nothing, like most."""
+        """A snapshot that undoes a forward, or None for a module that changes nothing, like most."""
         slots = self._changing_slots()
         return TensorSnapshot([(slot, self._slots[slot]) for slot in sorted(slots)]) if slots else None
 
     def batch_seed(self, direction: int, count: int, tasks: Sequence[Task]) -> int:
-        """The seed of one batch: of its keys, if it can draw and all its tasks have one; else of its number."""
+        """The seed of one batch: of its keys if it can draw and all its tasks have one, else of its number."""
         seen = self._configuration()
         draws = self._forward_use.draws.get(seen) is not False or self._backward_use.draws.get(seen) is not False
         if not draws or any([task.key is None for task in tasks]):

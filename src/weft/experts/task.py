@@ -1,4 +1,4 @@
-"""Task: the request of one client, flat tensors, and the futures that wait for the answer; and the queue of tasks.
+"""Task: the request of one client with its flat tensors, and the futures that wait for its answer. Queue of tasks.
 
     submit ──> waiting ──> started ──> answered       every waiter gets the results, or the error
                   |
@@ -44,7 +44,7 @@ class CallerStream:
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """``tensors`` have ``rows`` rows each; ``number`` is unique here; for the others see `TaskPool.submit_task`."""
+    """``tensors`` have ``rows`` rows each. ``number`` is unique here. For the others see `TaskPool.submit_task`."""
 
     tensors: tuple[Tensor, ...]
     rows: int
@@ -69,7 +69,7 @@ class Task:
         return (self.client, self.mini_batch or "")
 
     def add_waiter(self, deadline: float | None, on_cancel: Callable[["Task"], None]) -> "Future[Results]":
-        """One more future. The task expires when the last waiter does; ``on_cancel`` runs in the cancelling thread."""
+        """One more future. The task expires when the last waiter does. ``on_cancel`` runs in the cancelling thread."""
         future = Waiter(self, on_cancel)
         if self.waiters:
             self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
@@ -199,7 +199,7 @@ class BatchQueue:
         self.count += 1
 
     def remove(self, task: Task) -> bool:
-        """Remove a task at any position; whether it was there."""
+        """Remove a task at any position. Returns whether it was there."""
         group = self._groups.get(task.batch_key)
         if group is None or not group.remove(task):
             return False
@@ -214,7 +214,7 @@ class BatchQueue:
         return min((group.first_task().arrival for group in self._groups.values()), default=None)
 
     def oldest_ready(self, now: float) -> tuple[int | None, float | None]:
-        """The number of the oldest ready head, which orders the pools; and when to look again if there is none."""
+        """The number of the oldest ready head, which orders the pools, or None and when to look again."""
         ready = [group.first_task().number for group in self._groups.values() if self._is_ready(group, now)]
         if ready:
             return min(ready), None

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import isnan
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -110,7 +110,9 @@ class CallerGroup:
         self._delays.append(delay)
 
     def count_missing(self, *, begun: bool = False) -> int:
-        """How many tasks fewer are under way than recently: their callers are about to return. ``begun``: a batch."""
+        """Number of callers about to return: fewer tasks are under way than recently. ``begun``: a batch has begun."""
+        # The peak of each of the last batches, not only of the last one: callers that take turns in two groups would
+        # otherwise look complete after every batch of one group.
         if begun:
             self._peaks.append(self._peak)
             self._peak = 0
@@ -119,12 +121,12 @@ class CallerGroup:
         return max(self._peaks) - now
 
     def longest_delay(self) -> float:
-        """Half the time that callers lose who run separately: the shortest recent batch of each pool."""
+        """Half the time that a separate batch costs: the shortest recent one of each pool."""
         return sum([min(delay.seconds, default=0.0) for delay in self._delays]) / 2
 
 
 class BatchDelay:
-    """How long batches of one pool wait for callers that are about to return. Times are seconds of one clock."""
+    """Delay of one pool's batches, for callers that are about to return. Times are seconds of one clock."""
 
     def __init__(self, max_delay: float, group: CallerGroup | None = None) -> None:
         self._max_delay = max_delay
@@ -155,13 +157,14 @@ class BatchDelay:
         return max(now, self._since + longest)
 
     def stop_waiting(self, tasks: int) -> None:
-        """No batch is ready; so many tasks wait for something else."""
+        """No batch is ready, but so many tasks wait for something else."""
         self.waiting, self._since = tasks, None
 
     def batch_started(self, now: float, tasks: int, left: int) -> None:
         """A batch of so many tasks has started, and others are left."""
         if self._since is not None:
             self.waited += max(0.0, now - self._since)
+            # Exponential back-off: callers that left for good must not delay the others for long.
             in_vain = self._group.count_missing() > 0
             self._skip = self._skipped = min(max(1, 2 * self._skipped), _MOST_SKIPPED) if in_vain else 0
         else:
@@ -171,7 +174,7 @@ class BatchDelay:
         self._group.count_missing(begun=True)
 
     def batch_ended(self, seconds: float | None) -> None:
-        """The batch took so long; None: it failed, so its duration means nothing."""
+        """The batch took so long. None: it failed, so its duration means nothing."""
         self.running = 0
         if seconds is not None:
             self.seconds.append(seconds)
@@ -194,6 +197,7 @@ class PendingTasks:
 
     def admit(self, client: str | None, rows: int) -> None:
         """Count one more task, or raise `TooManyRowsError`, `OverloadError` or `QuotaError`."""
+        # Checked from the task's own fault to the server's: a client must not retry a task that can never fit.
         limit, name, queue = self._options, self._pool, self.queue
         if rows > limit.max_batch_size:
             raise TooManyRowsError(
@@ -216,7 +220,7 @@ class PendingTasks:
         self._shares[client] = (tasks + 1, held + rows)
 
     def add(self, task: Task) -> bool:
-        """Queue an admitted task; whether to wake the runtime."""
+        """Queue an admitted task. Returns whether to wake the runtime."""
         self.queue.add(task)
         return self.delay.task_arrived(self.queue.count)
 
@@ -260,10 +264,6 @@ class PendingTasks:
         """So many tasks were answered."""
         self.running -= tasks
 
-    def has_mini_batch(self, client: str | None, mini_batch: str) -> bool:
-        known = [*self.batch, *self.queue] if self.running else self.queue
-        return any(task.client == client and task.mini_batch == mini_batch for task in known)
-
 
 class PoolCounters:
     """Numbers of tasks by their fate since the pool was made. Guarded by the pool's lock."""
@@ -281,6 +281,7 @@ class PoolCounters:
     def count_batch(self, tasks: Sequence[Task]) -> None:
         self._tasks["batches"] += 1
         self._tasks["rows"] += sum([task.rows for task in tasks])
+        # Rounded up to a power of two, as a histogram with few buckets.
         self._merged[1 << (len(tasks) - 1).bit_length()] += 1
 
     def count_answers(self, answers: Sequence[Answer]) -> bool:
@@ -313,15 +314,6 @@ class PoolCounters:
 
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
 """Works on a batch: one answer per task, in order. An exception fails every task of the batch."""
-
-
-@runtime_checkable
-class PoolRuntime(Protocol):
-    """The runtime of a pool. ``wake_for`` is called when a task has arrived, by any thread without the pool's lock."""
-
-    name: str
-
-    def wake_for(self, pool: "TaskPool") -> None: ...
 
 
 class TaskPool:
@@ -362,7 +354,7 @@ class TaskPool:
         self.options = options or PoolOptions()
         self.columns = columns
         self.process = process  # a server's observer replaces it by a wrapper
-        self.runtime: PoolRuntime | None = None
+        self.runtime: Any = None  # the `Runtime` that works on it
         self._records = records
         self._kind: RequestKind = kind
         self._by_mini_batch = by_mini_batch
@@ -385,7 +377,7 @@ class TaskPool:
         principal: str | None = None,
         stream: CallerStream | None = None,
     ) -> "Future[Results]":
-        """Queue one task. The future gets its flat results, whose rows are views of the batch's, or its error.
+        """Queue one task. The future gets its flat results, which are views of the batch's rows, or its error.
 
         Args:
             tensors: flat, rows x ..., as the pool's columns say; never written to.
@@ -467,10 +459,12 @@ class TaskPool:
     def has_mini_batch(self, client: str | None, mini_batch: str) -> bool:
         """Whether a task of this mini-batch waits or runs."""
         with self._lock:
-            return self._pending.has_mini_batch(client, mini_batch)
+            pending = self._pending
+            tasks = [*pending.batch, *pending.queue] if pending.running else pending.queue
+            return any(task.client == client and task.mini_batch == mini_batch for task in tasks)
 
     def next_batch(self, now: float | None = None) -> list[Task]:
-        """Remove the next batch from the queue, for `process_batch`; empty if none is ready."""
+        """Remove the next batch from the queue, for `process_batch`. Empty if none is ready."""
         with self._lock:
             start = time.monotonic() if now is None else now
             batch, cancelled, expired = self._pending.next_batch(start)
@@ -497,32 +491,28 @@ class TaskPool:
             raise answers[0]
 
     def run_batch(self) -> bool:
-        """Take the next batch and process it; whether there was one. Holds no task afterwards."""
+        """Take the next batch and process it. Returns whether there was one, and holds no task afterwards."""
         tasks = self.next_batch()
         if tasks:
             self.process_batch(tasks)
         return bool(tasks)
 
-    def claim_for(self, runtime: PoolRuntime) -> None:
-        """Let ``runtime`` work on this pool. The runtimes' own lock ensures that only one does."""
+    def assign_runtime(self, runtime: Any) -> None:
+        """Let ``runtime``, or none, work on this pool. The runtimes' own lock ensures that only one does."""
         self.runtime = runtime
-
-    def release_claim(self) -> None:
-        self.runtime = None
 
     def open_pool(self) -> None:
         """Accept tasks (again), and wake the runtime for those that wait already."""
-        with self._lock:
-            self._closed = None
-            self._pending.queue.set_timeout(self.options.timeout)
-        if (runtime := self.runtime) is not None:
-            runtime.wake_for(self)
+        self._set_closed(None, self.options.timeout)
 
     def close_pool(self, reason: str) -> None:
         """Reject new tasks with a `ClosedError`. Tasks that wait can still run, without delay."""
+        self._set_closed(reason, 0.0)
+
+    def _set_closed(self, reason: str | None, timeout: float) -> None:
         with self._lock:
             self._closed = reason
-            self._pending.queue.set_timeout(0.0)
+            self._pending.queue.set_timeout(timeout)
         if (runtime := self.runtime) is not None:
             runtime.wake_for(self)
 
@@ -546,7 +536,7 @@ class TaskPool:
         self.fail_waiting()
 
     def wait_until_idle(self, timeout: float | None) -> bool:
-        """Wait until no task waits or runs, for at most so many seconds; whether that happened."""
+        """Wait until no task waits or runs, for at most so many seconds. Returns whether that happened."""
         pending = self._pending
         with self._lock:
             return self._idle.wait_for(lambda: not pending.running and not pending.queue.count, timeout)

@@ -11,7 +11,6 @@ unknown then, the journal says so, and no key is recorded.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from weft.experts.errors import CommitError
@@ -89,6 +88,29 @@ class WeightUpdates:
             if self.graphs.enabled:
                 self.graphs.void_graphs()
 
+    def commit(
+        self,
+        tasks: Sequence[Task],
+        accumulator: GradientAccumulator,
+        results: list[Results],
+        copies: list[tuple[Task, Results]],
+    ) -> list[Results]:
+        """One optimizer step with the sum of a mini-batch, which passed the guards."""
+        owner = tasks[0].owner
+        self.check_permit()
+        # Closed before the step: a sum must not be applied twice, even if the optimizer raises.
+        self.mini_batches.pop(owner, None)
+        try:
+            self.step(accumulator.parameters, accumulator.total.totals, set())
+        except BaseException:
+            self.records.forget_mini_batch(*owner)
+            self.stepper.log("commit", tasks, failed=True)
+            raise
+        self.records.commit_mini_batch(*owner, self.stepper.steps)
+        self.store_results("commit", copies)
+        self.stepper.log("commit", tasks, terms=accumulator.terms)
+        return results
+
     def store_results(self, kind: RequestKind, copies: Sequence[tuple[Task, Results]]) -> None:
         for task, results in copies:
             self.records.record(kind, task, results, self.stepper.steps)
@@ -102,11 +124,7 @@ def copy_keyed_results(tasks: Sequence[Task], results: Sequence[Results]) -> lis
 
 @dataclass(eq=False, slots=True)
 class BackwardUpdate:
-    """Gradients of one batch, which passed all guards. Tasks of a mini-batch share the batch with no others.
-
-    ``shared_storages``: addresses of memory that the gradients can share with the results or the module.
-    ``buffers``: the module's own tensors after the batch; None if they are in place already.
-    """
+    """The backward of one batch, which passed all guards and is to be applied."""
 
     updates: WeightUpdates
     tasks: Sequence[Task]
@@ -114,8 +132,8 @@ class BackwardUpdate:
     seed: int
     parameters: list[nn.Parameter]
     gradients: list[Tensor | None]
-    shared_storages: set[int]
-    buffers: TensorSnapshot | None
+    shared_storages: set[int]  # addresses of memory that the gradients can share with the results or the module
+    buffers: TensorSnapshot | None  # the module's own tensors after the batch; None if they are in place already
     copies: list[tuple[Task, Results]]
 
     def apply(self) -> list[Results]:
@@ -138,35 +156,3 @@ class BackwardUpdate:
         stepper.log("backward", self.tasks, self.seed)
         updates.store_results("backward", self.copies)
         return self.results
-
-
-@dataclass(eq=False, slots=True)
-class CommitUpdate:
-    """One optimizer step with the sum of a mini-batch, which passed the guards."""
-
-    updates: WeightUpdates
-    tasks: Sequence[Task]
-    accumulator: GradientAccumulator
-    results: list[Results]
-    copies: list[tuple[Task, Results]]
-
-    def apply(self) -> list[Results]:
-        updates, owner = self.updates, self.tasks[0].owner
-        updates.check_permit()
-        # Closed before the step: a sum must not be applied twice, even if the optimizer raises.
-        updates.mini_batches.pop(owner, None)
-        try:
-            updates.step(self.accumulator.parameters, self.accumulator.total.totals, set())
-        except BaseException:
-            updates.records.forget_mini_batch(*owner)
-            updates.stepper.log("commit", self.tasks, failed=True)
-            raise
-        updates.records.commit_mini_batch(*owner, updates.stepper.steps)
-        updates.store_results("commit", self.copies)
-        updates.stepper.log("commit", self.tasks, terms=self.accumulator.terms)
-        return self.results
-
-
-def commit_results(step: int, tasks: Sequence[Task]) -> list[Results]:
-    """The answer to a commit, once per task: the number of steps, int64 of shape (1,)."""
-    return [[torch.tensor([step], device="cpu")] for _ in tasks]

@@ -217,7 +217,7 @@ def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypa
     clock.now += 1.0
     assert add("eve", back) is None
     lost, done = answered(backend, *[backend.commit("m", client=client) for client in ("ann", "bob")])
-    assert isinstance(lost, CommitError) and "connection had ended" in str(lost)
+    assert isinstance(lost, CommitError) and "connection ended" in str(lost)
     assert isinstance(done, list) and backend.steps == 1
 
 

@@ -217,7 +217,7 @@ class Replica:
         self._anew = float("-inf")  # when the directory was last seen to have begun anew
         self._store = store
         self._loaded = loaded
-        backend.executor.require_permit(partial(self.leadership.check, steps=True))
+        backend.executor.updates.require_permit(partial(self.leadership.check, steps=True))
 
     @property
     def version(self) -> StateVersion:
