@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.experts.expert_cases import fussy_backend, rows, work
+from tests.experts.expert_cases import answered, fussy_backend, rows
 from tests.experts.mixture.commit_cases import WIDTH, Experts, X, sgd
 from tests.experts.mixture.mixture_cases import numbers, two_layers
 from weft.experts import ExpertBackend
@@ -53,11 +53,9 @@ def run_expert() -> list[Any]:
     with torch.device("cpu"):
         # PyTorch 2.11 makes Adam's counts on the default device of the thread that steps, which is this one here
         backend, x, gradient = fussy_backend(optimizer=sgd), rows(2, 0), rows(2, 1)
-    sent = [backend.backward_pool.submit_task(x, gradient, client="ann", mini_batch="m")]
-    work(backend)
-    sent.append(backend.commit("m", client="ann"))
-    work(backend)
-    return [tensor for future in sent for tensor in future.result(0)]
+    sent = backend.backward_pool.submit_task(x, gradient, client="ann", mini_batch="m")
+    answers = answered(backend, sent) + answered(backend, backend.commit("m", client="ann"))
+    return [tensor for result in answers for tensor in result]
 
 
 def run_mixture(**options: Any) -> list[Any]:

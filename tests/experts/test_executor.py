@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.experts.expert_cases import TROUBLE, Formula, Troubled, X, fussy_backend, rows, task, weights, work
+from tests.experts.expert_cases import TROUBLE, Troubled, fussy_backend, rows, task, weights, work
 from weft.core.spec import TensorSpec
 from weft.experts import ExpertBackend, Guards
 from weft.experts.batch_executor import BatchBuffers, TaskFault, isolate_faults, split_outputs
@@ -161,15 +161,11 @@ def test_failures_leave_no_reference_cycles(backend: ExpertBackend) -> None:
         gc.enable()
 
 
-def exit_for_two_rows(module: nn.Module, x: Tensor) -> Tensor:
-    if x.shape[0] == 2:
-        raise SystemExit(3)
-    return x * 1
-
-
 def test_module_cannot_end_the_process() -> None:
-    backend = ExpertBackend("exits", Formula(exit_for_two_rows), args_schema=(X,))
-    [answer] = backend.executor.forward([task(rows(2, 0))])
+    def attempt(tasks: Any) -> Any:
+        raise SystemExit(3)
+
+    [answer], _ = isolate_faults([Task((), 1)], attempt, "exits")
     assert isinstance(answer, ModuleExitError) and "SystemExit(3)" in str(answer)
 
 

@@ -190,33 +190,6 @@ def test_raising_callback_withholds_no_answer(kind: type[BaseException], fails: 
     assert stats.waiting_tasks == stats.running_tasks == 0
 
 
-WRONG_COUNTS: dict[str, Callable[[Sequence[Task]], Any]] = {
-    "none": lambda tasks: [],
-    "too few": lambda tasks: echo(tasks)[1:],
-    "too many": lambda tasks: [*echo(tasks), [ROW]],
-}
-
-
-@pytest.mark.parametrize("count", WRONG_COUNTS)
-def test_wrong_number_of_answers_fails_only_its_batch(count: str) -> None:
-    other = TaskPool("other", echo, X)
-    with busy_runtime() as (gate, pool, runtime, running):
-        runtime.add(other)
-        waiting = [pool.submit_task(ROW) for _ in range(2)]
-        gate.go.release()
-        assert running.result(30)
-        gate.answers = WRONG_COUNTS[count]
-        gate.go.release()
-        for future in waiting:
-            with pytest.raises(ExpertError, match=r"pool 'gate': its process gave \d answers for 2 tasks"):
-                future.result(30)
-        gate.answers = echo
-        gate.go.release()
-        assert pool.submit_task(ROW).result(30) and other.submit_task(ROW).result(30)
-        assert runtime.statistics().alive
-    assert pool.statistics().failed == {"expert": 2}
-
-
 def test_client_that_sets_its_own_future_disturbs_no_other() -> None:
     with busy_runtime() as (gate, pool, _, running):
         waiting, other = pool.submit_task(ROW), pool.submit_task(ROW)

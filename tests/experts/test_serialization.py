@@ -3,6 +3,8 @@
 import contextlib
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 from torch import nn
+from torch.optim import lr_scheduler
 
 from tests.experts.wire_cases import formed, random_tensor, same_bytes
 from weft.core.errors import UsageError
@@ -78,19 +81,25 @@ def test_tensors_have_readable_and_distinct_names() -> None:
     assert deserialize(serialize(saved))._metadata == saved._metadata  # the versions of modules
 
 
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TRAINING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "adam": (
+        partial(torch.optim.AdamW, lr=1e-2, amsgrad=True, fused=True),
+        partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40),
+    ),
+    "steps": (SGD, partial(lr_scheduler.MultiStepLR, milestones=[3, 5, 5])),  # holds a Counter
+    "plateau": (SGD, partial(lr_scheduler.ReduceLROnPlateau, patience=1)),
+}
+
+
 def train(steps: int, resume_at: int | None, kind: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     data = torch.randn(20, 4, 6)
 
     def make_parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-        if kind == "adam":
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True, fused=True)
-            return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if kind == "plateau":
-            return model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5])  # holds a Counter
+        optimizer = TRAINING[kind][0](model.parameters())
+        return model, optimizer, TRAINING[kind][1](optimizer)
 
     model, optimizer, schedule = make_parts()
     for step in range(steps):
@@ -109,7 +118,7 @@ def train(steps: int, resume_at: int | None, kind: str) -> list[torch.Tensor]:
     return [*model.state_dict().values()]
 
 
-@pytest.mark.parametrize("kind", ["adam", "steps", "plateau"])
+@pytest.mark.parametrize("kind", TRAINING)
 def test_training_continues_to_the_same_bits(kind: str) -> None:
     assert all(map(same_bytes, train(12, None, kind), train(12, 5, kind)))
 

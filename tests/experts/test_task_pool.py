@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 
 import pytest
@@ -15,7 +15,14 @@ from tests.experts.concurrency import in_threads
 from tests.processes import python
 from weft.core.errors import SpecError, UsageError
 from weft.core.spec import TensorSpec
-from weft.experts.errors import ClosedError, ExpiredError, OverloadError, QuotaError, TooManyRowsError
+from weft.experts.errors import (
+    ClosedError,
+    ExpertError,
+    ExpiredError,
+    OverloadError,
+    QuotaError,
+    TooManyRowsError,
+)
 from weft.experts.schema import Column, FlatSchema
 from weft.experts.task import Answer, Task
 from weft.experts.task_pool import PoolOptions, TaskPool, validate_metadata
@@ -205,15 +212,28 @@ def test_small_batch_waits_for_more_rows_until_timeout() -> None:
     assert [task.rows for task in pool.next_batch(time.monotonic() + 601.0)] == [1]
 
 
-def test_process_that_raises_fails_only_its_batch() -> None:
-    def fail(tasks: Sequence[Task]) -> list[Answer]:
-        raise ZeroDivisionError("of the process")
+def fail(tasks: Sequence[Task]) -> list[Answer]:
+    raise ZeroDivisionError("of the process")
 
-    pool = TaskPool("p", fail, COLUMNS)
-    future = pool.submit_task(*pair(1))
+
+FAULTY: dict[str, Callable[[Sequence[Task]], list[Answer]]] = {
+    "raises": fail,
+    "no answers": lambda tasks: [],
+    "too few": lambda tasks: double(tasks)[1:],
+    "too many": lambda tasks: [*double(tasks), []],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_faulty_process_fails_only_its_batch(fault: str) -> None:
+    pool = TaskPool("p", FAULTY[fault], COLUMNS)
+    futures = [pool.submit_task(*pair(1)) for _ in range(2)]
     pool.run_batch()
-    assert isinstance(future.exception(0), ZeroDivisionError)
-    assert pool.wait_until_idle(0.0) and pool.statistics().failed == {"module": 1}
+    kind, words = (ZeroDivisionError, "of the") if fault == "raises" else (ExpertError, "answers for 2 tasks")
+    for future in futures:
+        with pytest.raises(kind, match=words):
+            future.result(0)
+    assert pool.wait_until_idle(0.0) and sum(pool.statistics().failed.values()) == 2
 
 
 def test_closed_pool_rejects_but_finishes_accepted_tasks() -> None:

@@ -152,7 +152,6 @@ class AccumulationOptions:
 
     @property
     def client_share(self) -> int:
-        """The number of mini-batches that one principal can have open."""
         return self.max_client_mini_batches or max(1, self.mini_batches * 3 // 4)
 
 
@@ -188,7 +187,6 @@ class GradientAccumulators(dict[Owner, GradientAccumulator]):
 
     @property
     def nbytes(self) -> int:
-        """The memory of all sums."""
         # Copies of the lists, because statistics are read without the lock while a batch runs.
         totals = [total for accumulator in list(self.values()) for total in list(accumulator.total.totals)]
         return sum(memory_bytes(total) for total in totals if total is not None)

@@ -206,7 +206,6 @@ class GraphCache:
         return graph, all(same)
 
     def count_use(self) -> None:
-        """A backward used a graph instead of running the forward again."""
         self.used += 1
 
     def find_inputs(self, client: str | None, key: str) -> list[Tensor] | None:
@@ -216,7 +215,6 @@ class GraphCache:
         return None if entry is None else entry.inputs.get((client, key))
 
     def void_graphs(self) -> None:
-        """Drop all graphs, because the weights have changed."""
         for entry in list(self._graphs):
             self._void_graph(entry)
 

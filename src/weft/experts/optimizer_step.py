@@ -241,7 +241,6 @@ class OptimizerStep:
         self.steps += 1
 
     def count_batch(self) -> None:
-        """One more backward batch is about to be applied."""
         self.backward_batches += 1
 
     def resume_from(self, steps: int, batches: int, branch: str) -> None:

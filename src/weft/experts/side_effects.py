@@ -49,7 +49,6 @@ class TensorSnapshot:
 
     @property
     def copies(self) -> dict[tuple[int, str], Tensor]:
-        """The copies by slot number and name."""
         return {(slot, name): copy for slot, _, name, _, copy in self._held}
 
     def changed_slots(self) -> list[int]:
@@ -203,6 +202,5 @@ class SideEffects:
         return tuple([table.get(name) for table, name in self._attributes])
 
     def _slot_versions(self) -> list[tuple[int, int]]:
-        """Identity and version of the tensor in every slot."""
         tensors = [table.get(name) for table, name in self._slots]
         return [(0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors]

@@ -119,7 +119,6 @@ class Waiter(Future[Results]):
         return done
 
     def detach(self) -> None:
-        """Drop the reference to the task."""
         self._waits_for = None
 
 
@@ -210,7 +209,6 @@ class BatchQueue:
         return True
 
     def oldest_arrival(self) -> float | None:
-        """Arrival of the oldest task, in seconds of `time.monotonic`."""
         return min((group.first_task().arrival for group in self._groups.values()), default=None)
 
     def oldest_ready(self, now: float) -> tuple[int | None, float | None]:

@@ -86,7 +86,6 @@ class PoolOptions:
 
     @property
     def client_share(self) -> tuple[int, int]:
-        """The tasks and rows that one client can have waiting or running."""
         rows = max(self.max_batch_size, self.max_rows // 2)
         return self.max_client_tasks or max(1, self.max_tasks // 2), self.max_client_rows or rows
 
@@ -174,7 +173,7 @@ class BatchDelay:
         self._group.count_missing(begun=True)
 
     def batch_ended(self, seconds: float | None) -> None:
-        """The batch took so long. None: it failed, so its duration means nothing."""
+        """``seconds``: the duration, or None if it failed and the duration means nothing."""
         self.running = 0
         if seconds is not None:
             self.seconds.append(seconds)
@@ -261,7 +260,6 @@ class PendingTasks:
         self.delay.batch_ended(seconds)
 
     def forget_running(self, tasks: int) -> None:
-        """So many tasks were answered."""
         self.running -= tasks
 
 
