@@ -5,8 +5,7 @@ schema.py            nested and flat schemas of a call, and the dummy run
 task.py              one request and its futures; the queue of requests
 task_pool.py         options, quotas, delay of batches; tasks of one kind wait here
 runtime.py           one thread per device
-batch_executor.py    one batch: gathered, run, isolated from faults; flat_module.py  the module on flat tensors
-weight_updates.py    applies a batch: weights, sums, keys, journal
+batch_executor.py    one batch: gathered, run, isolated from faults, applied to weights, sums, keys and journal
 side_effects.py      changes that a module makes when it runs, and undoing them
 gradients.py         guards, and the sums of open mini-batches
 optimizer_step.py    the optimizer: made, stepped, saved, loaded; idempotency.py  keys of applied requests

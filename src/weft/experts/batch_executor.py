@@ -11,8 +11,12 @@ expert. A failed batch can therefore be split, and only the tasks that cause the
     a | b | X | c           each alone: X fails again, and gets that error
     a b c    ── attempt ──> apply ──> results, bit for bit as if X had never been submitted
 
-Running every task alone would also isolate faults, but an optimizer step costs more than most batches. Everything runs
-under the expert's lock.
+Running every task alone would also isolate faults, but a step costs more than most batches. The order of an update:
+
+    backward    permit ── buffers ── optimizer step, or term of a mini-batch's sum ── journal ── idempotency keys
+    commit      permit ── sum closed ── optimizer step ── keys of its terms ── own key ── journal
+
+Everything runs under the expert's lock.
 """
 
 import math
@@ -21,22 +25,27 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.core.context import on_device
-from weft.core.errors import WeftError
-from weft.experts.errors import DeviceLostError, GradientError, ModuleExitError
-from weft.experts.flat_module import FlatModule
-from weft.experts.gradients import Guards
-from weft.experts.graph_cache import ForwardGraph, SavedTensors
-from weft.experts.idempotency import RequestKind
-from weft.experts.schema import FlatSchema
+from weft.core.context import ExecutionContext, on_device
+from weft.core.errors import SpecError, WeftError, listed
+from weft.core.segment import MicroBatchContext, Segment
+from weft.experts.errors import CommitError, DeviceLostError, ExpertError, GradientError, ModuleExitError, WireError
+from weft.experts.gradients import GradientAccumulator, GradientAccumulators, Guards, Owner
+from weft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
+from weft.experts.idempotency import IdempotencyTable, RequestKind
+from weft.experts.optimizer_step import OptimizerStep
+from weft.experts.schema import FlatSchema, NestedSchema, infer_outputs
+from weft.experts.side_effects import SideEffects, TensorSnapshot
 from weft.experts.task import Answer, Results, Task, split_rows
-from weft.experts.weight_updates import BackwardUpdate, WeightUpdates, copy_keyed_results
+
+_LARGE = 1 << 20  # bytes: the allocator keeps smaller blocks by itself
+_DEEPEST = 8  # frames of an error in its note
 
 
 def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
@@ -102,7 +111,6 @@ def split_outputs(batch: Iterable[Tensor], tasks: Sequence[Task], reused: set[in
 
 
 def _is_device_lost(error: BaseException, device: torch.device) -> bool:
-    """Whether an error left the CUDA context unusable, so that every later use fails."""
     if "CUDA error" not in str(error) or not torch.cuda.is_initialized():
         return False
     try:
@@ -112,9 +120,7 @@ def _is_device_lost(error: BaseException, device: torch.device) -> bool:
     return False
 
 
-_DEEPEST = 8  # frames of an error in its note
-
-
+KeyedResults = list[tuple[Task, Results]]
 Apply = Callable[[], list[Results]]
 """Applies a batch and returns its results. Its exceptions are final: nothing is tried again."""
 Attempt = Callable[[Sequence[Task]], Apply]
@@ -186,6 +192,215 @@ def _annotate_error(result: Answer, task: Task, name: str) -> Answer:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
     return result
+
+
+class FlatModule:
+    """The user's module as a function of flat tensors. Its gradients are values, and not in ``.grad``."""
+
+    def __init__(
+        self, name: str, module: nn.Module, effects: SideEffects, call: NestedSchema, outputs_schema: Any
+    ) -> None:
+        self.effects = effects
+        self.call = call
+        self._module = module
+        self._ambient = ExecutionContext.capture([effects.device.type])
+        self._segment = Segment(self._flat_outputs)
+        self._large_gradients: list[Tensor] = []
+        self.outputs = infer_outputs(name, call, outputs_schema, effects.device, self._rehearse)
+
+    def run_forward(self, inputs: Sequence[Tensor], seed: int) -> Sequence[Tensor]:
+        """The flat outputs, without a graph."""
+        return self._call_guarded(self._segment.forward, self._context(seed, inputs), inputs, "nothing")[0]
+
+    def make_graph(
+        self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]
+    ) -> tuple[ForwardGraph, list[Tensor]]:
+        """The graph that leads back to inputs and parameters, and the flat outputs without it."""
+        pairs = zip(inputs, self.call.specs, strict=True)
+        leaves = [tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in pairs]
+        segment = Segment(self._flat_outputs, parameters)
+        outputs, tape = self._call_guarded(segment.forward, self._context(seed, leaves), leaves, "graph")
+        flat = [output.detach() for output in outputs]
+        return ForwardGraph(tape, leaves, [output.shape for output in flat], seed), flat
+
+    def walk_back(self, graph: ForwardGraph, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The gradients of inputs and parameters. Those of the parameters can share memory with other tensors."""
+        faults = [  # of the free axes only: the pool has checked the fixed ones
+            f"the gradient of {name} has shape {tuple(gradient.shape)}, wanted {tuple(shape)}"
+            for name, shape, gradient in zip(self.outputs.names, graph.shapes, gradients, strict=True)
+            if shape != gradient.shape
+        ]
+        if faults:
+            raise SpecError(listed("the gradients do not fit the outputs:", faults))
+        seeds = [[gradient] for gradient in gradients]
+        of_inputs, of_parameters = self._call_guarded(self.effects.run_backward, graph.seed, graph.tape.backward, seeds)
+        if self.effects.device.type == "cpu":
+            # Hold large gradients until the next batch has its own. Otherwise the allocator returns their pages to the
+            # system between two batches, and every batch pays the page faults again.
+            dense = [g for g in of_parameters if g is not None and g.layout is torch.strided]
+            self._large_gradients = [gradient for gradient in dense if gradient.nbytes >= _LARGE]
+        pairs = zip(of_inputs, graph.leaves, strict=True)
+        filled = [torch.zeros_like(leaf) if gradient is None else gradient for (gradient,), leaf in pairs]
+        return filled, of_parameters
+
+    def _call_guarded(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except (ExpertError, WireError) as error:
+            # Of other experts that the module calls. Clients retry some errors of an expert, and must not retry these.
+            raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
+
+    def _context(self, seed: int, inputs: Sequence[Tensor]) -> MicroBatchContext:
+        return MicroBatchContext(0, self._ambient, (seed, inputs[0].shape[0]))
+
+    def _flat_outputs(self, context: MicroBatchContext, *inputs: Tensor) -> tuple[Tensor, ...]:
+        seed, rows = context.random
+        return tuple(self.outputs.flatten_outputs(self.effects.run_forward(seed, self._call_module, inputs), rows))
+
+    def _call_module(self, inputs: Sequence[Tensor]) -> Any:
+        if torch.is_grad_enabled() and self.effects.writes:
+            # Autograd forbids in-place writes to a leaf that requires a gradient, so the module gets copies.
+            inputs = [x.clone() if i in self.effects.writes else x for i, x in enumerate(inputs)]
+        args, kwargs = self.call.pack(inputs)
+        return self._module(*args, **kwargs)
+
+    def _rehearse(self, inputs: list[Tensor]) -> Any:
+        """Outputs of the dummy run, which changes nothing but the recorded knowledge of side effects."""
+
+        def forward() -> Any:
+            with torch.no_grad(), on_device(self.effects.device), self._ambient.casting():
+                return self._call_module(inputs)
+
+        return self.effects.rehearse(inputs, forward)
+
+
+class WeightUpdates:
+    """Owner of all state that changes when a batch counts. Only the optimizer can fail here, and that is final."""
+
+    def __init__(
+        self,
+        effects: SideEffects,
+        stepper: OptimizerStep,
+        records: IdempotencyTable,
+        mini_batches: GradientAccumulators,
+        graphs: GraphCache,
+    ) -> None:
+        self.stepper = stepper
+        self.records = records
+        self.mini_batches = mini_batches
+        self.graphs = graphs
+        self.check_permit: Callable[[], None] = lambda: None
+        self._effects = effects
+
+    def require_permit(self, check: Callable[[], None]) -> None:
+        """Call ``check`` before every update. It raises if this process must not change the expert now."""
+        self.check_permit = check
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The parameters that require a gradient now, because layers can be frozen at any time."""
+        return [p for p in self._effects.parameters() if p.requires_grad] if self.stepper.trains else []
+
+    def check_mini_batch(self, task: Task, parameters: Sequence[nn.Parameter], *, replaying: bool) -> None:
+        """Raise `ExpertError` if the mini-batch of a task accepts no more gradients."""
+        client, mini_batch = owner = task.owner
+        # A replay repeats requests that the table can already know as committed.
+        if not replaying and self.records.step_of("commit", *owner) is not None:
+            raise CommitError(f"mini-batch {mini_batch!r} of client {client!r} was committed; start a new one")
+        if self.records.step_of("dropped", *owner) is not None:
+            raise CommitError(
+                f"mini-batch {mini_batch!r} of client {client!r} was dropped: it was discarded, nothing was added to "
+                "it for too long, its connection ended, or the weights were replaced. Start a new one"
+            )
+        self.mini_batches.check_room(owner, task.principal, parameters)
+
+    def drop_expired_sums(self) -> None:
+        """Drop mini-batches that were discarded or are too old. Their names are rejected from then on."""
+        if self.mini_batches or self.mini_batches.discarded:
+            for owner, principal in self.mini_batches.expired_owners().items():
+                self.drop_sum(owner)
+                self.records.drop_mini_batch(*owner, principal)
+
+    def drop_sum(self, owner: Owner) -> None:
+        if self.mini_batches.pop(owner, None) is not None:
+            self.stepper.log("dropped", [Task((), 1, client=owner[0], mini_batch=owner[1])])
+
+    def forget_pending(self) -> None:
+        """Drop everything that was computed for the old weights, after others were loaded. The journal knows of it."""
+        for owner, accumulator in self.mini_batches.items():
+            self.records.drop_mini_batch(*owner, accumulator.principal)
+        self.mini_batches.clear()
+        self.graphs.void_graphs()
+
+    def step(self, parameters: list[nn.Parameter], gradients: list[Tensor | None], shared_storages: set[int]) -> None:
+        try:
+            self.stepper.step(self._effects.parameters(), parameters, gradients, shared_storages)
+        finally:  # the graphs belong to the weights before the step, and a failed step can have changed some
+            if self.graphs.enabled:
+                self.graphs.void_graphs()
+
+    def commit(
+        self, tasks: Sequence[Task], accumulator: GradientAccumulator, results: list[Results], copies: KeyedResults
+    ) -> list[Results]:
+        """One optimizer step with the sum of a mini-batch, which passed the guards."""
+        owner = tasks[0].owner
+        self.check_permit()
+        # Closed before the step: a sum must not be applied twice, even if the optimizer raises.
+        self.mini_batches.pop(owner, None)
+        try:
+            self.step(accumulator.parameters, accumulator.total.totals, set())
+        except BaseException:
+            self.records.forget_mini_batch(*owner)
+            self.stepper.log("commit", tasks, failed=True)
+            raise
+        self.records.commit_mini_batch(*owner, self.stepper.steps)
+        self.store_results("commit", copies)
+        self.stepper.log("commit", tasks, terms=accumulator.terms)
+        return results
+
+    def store_results(self, kind: RequestKind, copies: KeyedResults) -> None:
+        for task, results in copies:
+            self.records.record(kind, task, results, self.stepper.steps)
+
+
+def copy_keyed_results(tasks: Sequence[Task], results: Sequence[Results]) -> KeyedResults:
+    """Copies of the results of all tasks with a key, made early, so that storing them cannot fail after the step."""
+    pairs = zip(tasks, results, strict=True)
+    return [(task, [tensor.clone() for tensor in tensors]) for task, tensors in pairs if task.key is not None]
+
+
+@dataclass(eq=False, slots=True)
+class BackwardUpdate:
+    """The backward of one batch, which passed all guards and is to be applied."""
+
+    updates: WeightUpdates
+    tasks: Sequence[Task]
+    results: list[Results]
+    seed: int
+    parameters: list[nn.Parameter]
+    gradients: list[Tensor | None]
+    shared_storages: set[int]  # addresses of memory that the gradients can share with the results or the module
+    buffers: TensorSnapshot | None  # the module's own tensors after the batch; None if they are in place already
+    copies: KeyedResults
+
+    def apply(self) -> list[Results]:
+        updates, stepper = self.updates, self.updates.stepper
+        updates.check_permit()
+        if self.buffers is not None:
+            self.buffers.restore()
+        if self.tasks[0].mini_batch is not None:
+            # Autograd's gradients can share memory with the results, which their receiver can overwrite.
+            private = [None if gradient is None else gradient.clone() for gradient in self.gradients]
+            updates.mini_batches.add(self.tasks[0], self.parameters, private)
+        elif stepper.trains:
+            try:
+                updates.step(self.parameters, self.gradients, self.shared_storages)
+            except BaseException:
+                stepper.log("backward", self.tasks, self.seed, failed=True)
+                raise
+        # Neither of these raises: the journal counts its own failures, and the results are copies already.
+        stepper.log("backward", self.tasks, self.seed)
+        updates.store_results("backward", self.copies)
+        return self.results
 
 
 class BatchExecutor:
@@ -291,7 +506,6 @@ class BatchExecutor:
         keeps_graph = graphs.enabled and graphs.is_wanted(tasks) and not effects.stateful
         inputs = self.forward_buffers.join_rows(tasks, fresh=keeps_graph)
         seed = effects.batch_seed(0, self.forward_batches, tasks)
-        # The snapshot is of the module's own tensors, and the versions show whether the module wrote into its inputs.
         before, versions = effects.take_snapshot(), [x._version for x in inputs]
         graph: ForwardGraph | None = None
         saved: SavedTensors | None = None

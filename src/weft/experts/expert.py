@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, is_number
-from weft.experts.batch_executor import BatchExecutor
-from weft.experts.flat_module import FlatModule
+from weft.experts.batch_executor import BatchExecutor, FlatModule, WeightUpdates
 from weft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards
 from weft.experts.graph_cache import GraphBudget, GraphCache
 from weft.experts.idempotency import IdempotencyOptions, IdempotencyTable
@@ -42,7 +41,6 @@ from weft.experts.side_effects import SideEffects
 from weft.experts.task import Results
 from weft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
 from weft.experts.telemetry import BackendStatistics
-from weft.experts.weight_updates import WeightUpdates
 
 
 class ExpertBackend:

@@ -240,9 +240,6 @@ class OptimizerStep:
                 parameter.grad = None
         self.steps += 1
 
-    def count_batch(self) -> None:
-        self.backward_batches += 1
-
     def resume_from(self, steps: int, batches: int, branch: str) -> None:
         """Continue after so many steps and backward batches, the last of ``branch``, on a new branch."""
         self.steps, self.backward_batches = steps, batches
@@ -268,10 +265,11 @@ class OptimizerStep:
         failed: bool = False,
         terms: int = 0,
     ) -> None:
-        """Write a batch, or a dropped mini-batch, into the journal. ``terms``: of the sum that a commit applied.
+        """Count a batch, and write it, or a dropped mini-batch, into the journal. ``terms``: of the sum of a commit.
 
         Failures are counted and not raised, because a full disk must not make a step look as if it had failed.
         """
+        self.backward_batches += kind == "backward"
         if failed:
             # A failed commit can change the weights, but changes no count. Only the branch tells the states apart.
             self._next_branch = token_hex(8)

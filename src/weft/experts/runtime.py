@@ -188,7 +188,8 @@ class Runtime:
                 start = time.monotonic()
                 worked = pool.run_batch()
                 with self._state:
-                    if pool.has_waiting() and pool in self._pools:  # a task that arrives later wakes the runtime itself
+                    # Read without the pool's lock: a task that arrives later wakes the runtime itself.
+                    if pool.pending.queue.count and pool in self._pools:
                         self._active[pool] = None
                     self._working_on = None
                     self._batches += worked

@@ -357,7 +357,7 @@ class TaskPool:
         self._kind: RequestKind = kind
         self._by_mini_batch = by_mini_batch
         self._runs_alone = runs_alone
-        self._pending = PendingTasks(name, self.options, callers)
+        self.pending = PendingTasks(name, self.options, callers)
         self._counters = PoolCounters()
         self._closed: str | None = None
         self._lock = threading.Lock()
@@ -419,7 +419,7 @@ class TaskPool:
 
     def _enqueue(self, task: Task) -> "tuple[Future[Results], bool]":
         """The task's future, and whether to wake the runtime."""
-        pending, records = self._pending, None if task.key is None else self._records
+        pending, records = self.pending, None if task.key is None else self._records
         with self._lock:
             if self._closed is not None:
                 raise ClosedError(f"pool {self.name!r} accepts no more tasks: {self._closed}; use another server")
@@ -448,16 +448,12 @@ class TaskPool:
     def oldest_ready(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest task that can run now, or None and when to look again (None: nothing waits)."""
         with self._lock:
-            return self._pending.oldest_ready(now, at_once=self._closed is not None)
-
-    def has_waiting(self) -> bool:
-        """Whether tasks wait now. Without the lock: the answer can be stale."""
-        return self._pending.queue.count > 0
+            return self.pending.oldest_ready(now, at_once=self._closed is not None)
 
     def has_mini_batch(self, client: str | None, mini_batch: str) -> bool:
         """Whether a task of this mini-batch waits or runs."""
         with self._lock:
-            pending = self._pending
+            pending = self.pending
             tasks = [*pending.batch, *pending.queue] if pending.running else pending.queue
             return any(task.client == client and task.mini_batch == mini_batch for task in tasks)
 
@@ -465,7 +461,7 @@ class TaskPool:
         """Remove the next batch from the queue, for `process_batch`. Empty if none is ready."""
         with self._lock:
             start = time.monotonic() if now is None else now
-            batch, cancelled, expired = self._pending.next_batch(start)
+            batch, cancelled, expired = self.pending.next_batch(start)
             for task in cancelled:
                 self._drop_cancelled(task)
             if batch:
@@ -510,16 +506,16 @@ class TaskPool:
     def _set_closed(self, reason: str | None, timeout: float) -> None:
         with self._lock:
             self._closed = reason
-            self._pending.queue.set_timeout(timeout)
+            self.pending.queue.set_timeout(timeout)
         if (runtime := self.runtime) is not None:
             runtime.wake_for(self)
 
     def fail_waiting(self) -> None:
         """Fail all waiting tasks with a `ClosedError`. Running tasks are not affected."""
         with self._lock:
-            waiting = list(self._pending.queue)
+            waiting = list(self.pending.queue)
             for task in waiting:
-                self._pending.queue.remove(task)
+                self.pending.queue.remove(task)
             self._idle.notify_all()
         text = f"pool {self.name!r} did not start this task: {self._closed or 'it was dropped'}; use another server"
         self._finish_tasks(waiting, [ClosedError(text) for _ in waiting])
@@ -528,24 +524,24 @@ class TaskPool:
         """Fail all tasks and accept no more, because the runtime died, possibly during a batch."""
         with self._lock:
             self._closed = reason
-            running, ran = [task for task in self._pending.batch if task.waiters], self._pending.running
+            running, ran = [task for task in self.pending.batch if task.waiters], self.pending.running
         text = f"pool {self.name!r} was processing this task when {reason}; whether it was applied is unknown"
         self._finish_tasks(running, [ExpertError(text) for _ in running], ran=ran)
         self.fail_waiting()
 
     def wait_until_idle(self, timeout: float | None) -> bool:
         """Wait until no task waits or runs, for at most so many seconds. Returns whether that happened."""
-        pending = self._pending
+        pending = self.pending
         with self._lock:
             return self._idle.wait_for(lambda: not pending.running and not pending.queue.count, timeout)
 
     def statistics(self) -> PoolStatistics:
         with self._lock:
-            return self._counters.pool_statistics(self.name, self._pending)
+            return self._counters.pool_statistics(self.name, self.pending)
 
     def _on_cancel(self, task: Task) -> None:
         with self._lock:
-            if not task.has_waiters() and self._pending.queue.remove(task):
+            if not task.has_waiters() and self.pending.queue.remove(task):
                 self._drop_cancelled(task)
 
     def _drop_cancelled(self, task: Task) -> None:
@@ -555,7 +551,7 @@ class TaskPool:
         self._idle.notify_all()
 
     def _release_task(self, task: Task) -> Sequence["Future[Results]"]:
-        self._pending.leave(task)
+        self.pending.leave(task)
         if self._records is not None and task.key is not None:
             self._records.abandon(self._kind, task)
         return task.release_waiters()
@@ -570,12 +566,12 @@ class TaskPool:
             waiting = [self._release_task(task) for task in tasks]
             succeeded = self._counters.count_answers(answers)
             if ran:
-                self._pending.end_batch(seconds if succeeded else None)
+                self.pending.end_batch(seconds if succeeded else None)
         for waiters, answer in zip(waiting, answers, strict=True):
             answer_waiters(waiters, answer)
         # The pool is idle only after all are answered: `Runtime.remove` returns then.
         with self._lock:
-            self._pending.forget_running(ran)
+            self.pending.forget_running(ran)
             self._idle.notify_all()
 
 
