@@ -113,6 +113,7 @@ class ExpertBackend:
         self.optimizer, self.schedule = make_stepping(
             name, parameters, optimizer, schedule, without_arguments=not overridden
         )
+        # Inputs go to the device of the first parameter. A module without parameters runs on the CPU.
         self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         check_ranges(name, call, self.module, self.device)
         self.records = IdempotencyTable(records)

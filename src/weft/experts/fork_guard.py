@@ -39,6 +39,7 @@ _grpc_process: list[ForkGuard] = []  # the first process to use gRPC, among this
 
 def finalizer(owner: object, end: Callable[..., object], *held: object) -> "weakref.finalize[..., object]":
     """`weakref.finalize` for this process only: ``end(*held)`` once, when it is called or the owner is gone."""
+    # The guard is made with the owner, so a fork of this process inherits it and sees that it is another one.
     guard = ForkGuard()
     return weakref.finalize(owner, lambda: end(*held) if guard.here else _inherited.append(held))
 

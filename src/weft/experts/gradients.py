@@ -194,6 +194,7 @@ class GradientAccumulators(dict[Owner, GradientAccumulator]):
     def check_room(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `OverloadError`, `QuotaError` or `CommitError` if gradients of these parameters cannot be added."""
         if owner in self:
+            # By identity: parameters compare element by element.
             if [*map(id, self[owner].parameters)] != [*map(id, parameters)]:
                 raise CommitError(
                     f"layers were frozen or unfrozen while mini-batch {owner[1]!r} was open; start a new one"

@@ -175,6 +175,7 @@ class GraphCache:
         # Two tasks of one name in a batch leave fewer inputs than tasks. Neither could be told from the other later.
         if self._budget is None or total > self._budget.nbytes or len(entry.inputs) < len(names):
             return
+        # The oldest entry of the whole cache would let one client push out the graphs of all others.
         while self.nbytes + total > self._budget.nbytes:
             largest = max(self._shares, key=self._held_bytes.__getitem__)
             self._drop(next(iter(self._shares[largest])))

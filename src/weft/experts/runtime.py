@@ -65,6 +65,7 @@ class Runtime:
             twice = [pool.name for place, pool in enumerate(pools) if pool in self._pools or pool in pools[:place]]
             if twice:
                 raise UsageError(f"pool {', '.join(map(repr, twice))} is in runtime {self.name!r} already")
+            # A stopped runtime claims its pools when it starts, so several can be prepared for the same pools.
             runs = self._thread is not None
             if runs:
                 self._claim_pools(pools)
@@ -92,6 +93,7 @@ class Runtime:
                 for pool in pools:
                     del self._pools[pool]
                     self._active.pop(pool, None)
+        # Released last: as long as they were in `_pools`, this thread could have taken one more batch.
         for pool in claimed:
             pool.assign_runtime(None)
         return all([pool.wait_until_idle(max(0.0, end - time.monotonic())) for pool in claimed])

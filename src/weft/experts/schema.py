@@ -123,6 +123,7 @@ class NestedSchema:
             return (tuple(tensors), {})
         if self._single:
             return tensors[0]
+        # A copy of the leaves: the constants stay, and the tensors take the places of their specs.
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
@@ -300,6 +301,7 @@ def _dummy_outputs(
     if call.sample_rows is not None:
         sizes.insert(1, (call.sample_rows, 16))
     free = any(None in spec.shape[1:] for spec in call.specs)
+    # The error of the smallest sizes is reported, because the schemas allow them.
     errors: list[Exception] = []
     for rows, size in sizes:
         try:

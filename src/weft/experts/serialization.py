@@ -71,6 +71,7 @@ def serialize(value: Any) -> memoryview:
             "shape": list(tensor.shape) if named else [tensor.nbytes],
             "data_offsets": [start, end],
         }
+    # Padded with spaces, which JSON ignores, so that the tensors start at an aligned offset.
     header = json.dumps(entries).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     head = len(header).to_bytes(8, "little") + header

@@ -74,6 +74,7 @@ class Task:
         if self.waiters:
             self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
         self.waiters.append(future)
+        # A retry of a running request must not be able to cancel it either.
         if self.started:
             future.set_running_or_notify_cancel()
         return future

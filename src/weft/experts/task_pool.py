@@ -413,6 +413,7 @@ class TaskPool:
             with self._lock:
                 self._counters.count_refusal(error)
             raise
+        # Without the lock: the runtime holds its own lock when it takes this one.
         if wake and (runtime := self.runtime) is not None:
             runtime.wake_for(self)
         return future
@@ -435,6 +436,7 @@ class TaskPool:
                 answered: Future[Results] = Future()
                 answered.set_result(known)
                 return answered, False
+            # The key is registered by now. A rejected task must release it, or a retry would join a task that never runs.
             try:
                 pending.admit(task.principal, task.rows)
             except BaseException:
@@ -540,6 +542,7 @@ class TaskPool:
             return self._counters.pool_statistics(self.name, self.pending)
 
     def _on_cancel(self, task: Task) -> None:
+        # `remove` is False if the task has left the queue already, for example into a batch.
         with self._lock:
             if not task.has_waiters() and self.pending.queue.remove(task):
                 self._drop_cancelled(task)
