@@ -436,7 +436,7 @@ class TaskPool:
                 answered: Future[Results] = Future()
                 answered.set_result(known)
                 return answered, False
-            # The key is registered by now. A rejected task must release it, or a retry would join a task that never runs.
+            # The key is registered by now. Without releasing it, a retry would join a task that never runs.
             try:
                 pending.admit(task.principal, task.rows)
             except BaseException:
