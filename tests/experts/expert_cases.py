@@ -1,4 +1,4 @@
-"""Modules with awkward habits, and what several tests of experts need."""
+"""Modules with awkward habits, and helpers of several tests of experts."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,7 +17,7 @@ TROUBLE = 1e6
 
 
 class Troubled(Exception):
-    """What a `Fussy` module raises."""
+    """Raised by a `Fussy` module."""
 
 
 class RaisesInBackward(torch.autograd.Function):
@@ -53,12 +53,29 @@ class Fussy(nn.Module):
         return self.last(hidden) + side  # backward walks `last` before it comes to the side
 
 
+class Formula(nn.Module):
+    """``formula(self, *inputs)``. Members are submodules and parameters; tensors become buffers."""
+
+    def __init__(self, formula: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self.formula = formula
+        for name, member in members.items():
+            (self.register_buffer if type(member) is Tensor else self.__setattr__)(name, member)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.formula(self, *inputs)
+
+
+def double_layer(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Linear:
+    return nn.Linear(inputs, outputs, dtype=torch.float64)
+
+
 class Nested(nn.Module):
     """Takes and returns nested values; one input is never used, one output is of integers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.layer = double_layer()
         self.table = nn.Embedding(5, WIDTH, dtype=torch.float64)
 
     def forward(self, x: Tensor, pair: Sequence[Tensor], *, options: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +109,7 @@ def fussy_backend(name: str = "fussy", **options: Any) -> ExpertBackend:
 
 
 def task(*tensors: Tensor, **more: Any) -> Task:
-    """A task that nobody waits for, for an engine that is called directly."""
+    """A task without waiters, for an executor that is called directly."""
     return Task(tensors, tensors[0].shape[0], **more)
 
 
@@ -122,7 +139,7 @@ def weights(backend: ExpertBackend) -> list[Any]:
 
 
 def good(answers: Sequence[Answer]) -> list[list[Tensor]]:
-    """The results of answers of which none is an error."""
+    """The results of answers. Raises an error among them."""
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
@@ -136,14 +153,14 @@ def spoiled_gradient() -> tuple[Tensor, Tensor]:
 
 
 def work(backend: ExpertBackend) -> None:
-    """Do all that waits at an expert, in this thread, oldest task first."""
+    """Run all waiting tasks of an expert in this thread, oldest first."""
     while True:
-        heads = [(pool.urgency(float("inf"))[0], pool) for pool in backend.pools]
+        heads = [(pool.oldest_ready(float("inf"))[0], pool) for pool in backend.pools]
         ready = [(number, pool) for number, pool in heads if number is not None]
         if not ready:
             return
         pool = min(ready, key=lambda each: each[0])[1]
-        pool.work(pool.take())
+        pool.run_batch()
 
 
 def backward(backend: ExpertBackend, seed: int = 0, size: int = 2, **more: Any) -> "Future[Results]":
@@ -151,6 +168,20 @@ def backward(backend: ExpertBackend, seed: int = 0, size: int = 2, **more: Any) 
 
 
 def answered(backend: ExpertBackend, *futures: "Future[Results]") -> list[Any]:
-    """The results or errors of these, once all that waits is done."""
+    """The results or errors of these, after all waiting tasks have run."""
     work(backend)
     return [future.exception(0) or future.result(0) for future in futures]
+
+
+def send_step(backend: ExpertBackend, seed: int = 0, mini_batch: bool = False) -> list[Any]:
+    """The results or errors of one step: of a backward, or of two with further seeds and their commit."""
+    name = f"m{seed}" if mini_batch else None
+    sent = [backward(backend, seed + part, client="ann", mini_batch=name) for part in range(1 + mini_batch)]
+    answers = answered(backend, *sent)
+    return answers + (answered(backend, backend.commit(name, client="ann")) if name else [])
+
+
+def assert_same_state(one: nn.Module, other: nn.Module) -> None:
+    """Parameters and buffers differ by rounding alone."""
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(one.state_dict()[name], value, rtol=0, atol=1e-12, msg=lambda s, n=name: n + s)

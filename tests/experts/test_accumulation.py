@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.experts.expert_cases import answered, backward, fussy_backend, rows, spoiled_gradient, weights, work
+from tests.experts.expert_cases import adam, answered, backward, fussy_backend, rows, spoiled_gradient, weights, work
 from weft.experts import AccumulationOptions, ExpertBackend, Guards, Runtime, TensorSpec
 from weft.experts.errors import CommitError, GradientError, OverloadError, StepError
 
@@ -22,7 +22,7 @@ def is_commit_error(answer: object, words: str = "") -> bool:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 3), st.booleans()), min_size=1, max_size=8))
-def test_one_step_per_mini_batch_with_the_gradients_of_all_its_tasks(tasks: list[tuple[str, int, bool]]) -> None:
+def test_mini_batch_is_one_step_with_all_its_gradients(tasks: list[tuple[str, int, bool]]) -> None:
     backend = fussy_backend(optimizer=lambda p: torch.optim.SGD(p, 0.1))
     plain = copy.deepcopy(backend.module)
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
@@ -32,12 +32,10 @@ def test_one_step_per_mini_batch_with_the_gradients_of_all_its_tasks(tasks: list
             work(backend)
     work(backend)
     assert backend.steps == 0
+    first = copy.deepcopy(plain)  # the sums are of gradients at the first weights, whatever is committed in between
     for steps, name in enumerate(dict.fromkeys(name for name, _, _ in tasks)):
-        # The sums are of gradients at the first weights, whatever was committed meanwhile.
-        first = copy.deepcopy(plain) if steps == 0 else first  # noqa: F821
-        future = backend.commit(name, client="ann")
-        work(backend)
-        assert future.result(0)[0].tolist() == [steps + 1]
+        [[count]] = answered(backend, backend.commit(name, client="ann"))
+        assert count.tolist() == [steps + 1]
         first.zero_grad()
         for seed, (other, size, _) in enumerate(tasks):
             if other == name:
@@ -50,54 +48,66 @@ def test_one_step_per_mini_batch_with_the_gradients_of_all_its_tasks(tasks: list
     assert backend.statistics().open_mini_batches == 0
 
 
-def test_a_commit_is_applied_once_and_closes_its_mini_batch(backend: ExpertBackend) -> None:
+def test_commit_steps_once_and_closes_its_mini_batch(backend: ExpertBackend) -> None:
     answered(backend, added := add(backend, "m", 0, key="k"))
     assert backend.idempotency.step_of("backward", "ann", "k") == 0
     first, joined = backend.commit("m", client="ann"), backend.commit("m", client="ann")
     work(backend)
-    again = backend.commit("m", client="ann")
-    assert [each.result(0)[0].item() for each in (first, joined, again)] == [1, 1, 1]
+    repeated = backend.commit("m", client="ann")
+    assert [commit.result(0)[0].item() for commit in (first, joined, repeated)] == [1, 1, 1]
     assert backend.steps == 1 and backend.idempotency.step_of("backward", "ann", "k") == 1
     assert is_commit_error(*answered(backend, add(backend, "m", 1)), "was committed")
     assert torch.equal(add(backend, "m", 0, key="k").result(0)[0], added.result(0)[0])
 
 
-def test_a_mini_batch_belongs_to_its_client(backend: ExpertBackend) -> None:
+def test_mini_batch_belongs_to_its_client(backend: ExpertBackend) -> None:
     for seed, client in enumerate(("ann", "bob")):
         add(backend, "m", seed, client=client)
     assert is_commit_error(*answered(backend, backend.commit("m", client="eve")))
     assert backend.statistics().open_mini_batches == 2
-    assert backend.statistics().backward_batches == 2  # gradients of two sums do not share a batch
+    assert backend.statistics().backward_batches == 2, "gradients of two sums share no batch"
 
 
-def test_a_commit_does_not_overtake_what_was_sent_before_it() -> None:
+def test_commit_does_not_overtake_earlier_gradients() -> None:
     backend = fussy_backend(min_batch_size=100, timeout=60.0)
     with Runtime([backend]):
         added = add(backend, "m", 0)
         assert backend.commit("m", client="ann").result(30)[0].item() == 1 and added.done()
 
 
-def test_a_sum_that_the_guards_refuse_is_dropped_and_may_be_built_again() -> None:
-    backend = fussy_backend(guards=Guards(max_norm=1e6))
+@pytest.mark.parametrize("fault", [GradientError, StepError])
+def test_failed_commit_loses_its_sum_and_frees_the_name(monkeypatch: pytest.MonkeyPatch, fault: type) -> None:
+    """Also the keys of its gradients, so that the mini-batch can be sent again."""
+
+    def fail() -> None:
+        raise ZeroDivisionError("mine")
+
+    backend = fussy_backend(guards=Guards(max_norm=1e6), optimizer=adam)
     before = weights(backend)
     bad = backend.backward_pool.submit_task(*spoiled_gradient(), client="ann", key="b", mini_batch="m")
-    refused, fine = answered(backend, bad, add(backend, "m", 0, key="g"))
-    assert isinstance(refused, GradientError) and isinstance(fine, list)
-    backend.executor.mini_batches[("ann", "m")].total.totals[0] = torch.full((8, 4), 1e9, dtype=torch.float64)
-    assert isinstance(*answered(backend, backend.commit("m", client="ann")), GradientError)
+    rejected, added = answered(backend, bad, add(backend, "m", 0, key="g"))
+    assert isinstance(rejected, GradientError) and isinstance(added, list)
+    if fault is StepError:
+        monkeypatch.setattr(backend, "apply_gradients", fail)
+    else:
+        for _ in range(3):  # each passes alone, and their sum does not
+            huge = rows(2, 3) * 2e5
+            answered(backend, backend.backward_pool.submit_task(rows(2, 2), huge, client="ann", mini_batch="m"))
+    assert isinstance(*answered(backend, backend.commit("m", client="ann")), fault)
     assert weights(backend) == before and backend.statistics().open_mini_batches == 0
     assert backend.idempotency.step_of("backward", "ann", "g") is None
+    monkeypatch.undo()
     add(backend, "m", 0, key="g")
     assert answered(backend, backend.commit("m", client="ann")) and backend.steps == 1
 
 
 @pytest.mark.parametrize("how", ["grows old", "is discarded"])
-def test_open_mini_batches_are_few_and_what_is_given_up_makes_room_and_takes_nothing_that_comes_late(how: str) -> None:
+def test_abandoned_mini_batch_makes_room_and_accepts_no_more(how: str) -> None:
     backend = fussy_backend(mini_batches=AccumulationOptions(mini_batches=1, seconds=60.0))
     answered(backend, add(backend, "a", 0, key="k"))
     assert isinstance(*answered(backend, add(backend, "b", 0)), OverloadError)
     if how == "grows old":
-        backend.executor.mini_batches[("ann", "a")].touched -= 61.0
+        backend.executor.mini_batches["ann", "a"].touched -= 61.0
         assert backend.statistics().open_mini_batch_bytes == 0
     else:
         backend.discard("a", client="ann")
@@ -108,7 +118,7 @@ def test_open_mini_batches_are_few_and_what_is_given_up_makes_room_and_takes_not
     assert backend.idempotency.step_of("backward", "ann", "k") is None
 
 
-def test_a_sum_does_not_go_on_after_other_weights_were_loaded_or_layers_frozen(backend: ExpertBackend) -> None:
+def test_sum_ends_when_a_state_is_loaded_or_layers_frozen(backend: ExpertBackend) -> None:
     answered(backend, add(backend, "m", 0))
     backend.load_state_dict(backend.state_dict())
     assert is_commit_error(*answered(backend, add(backend, "m", 1)))
@@ -117,27 +127,14 @@ def test_a_sum_does_not_go_on_after_other_weights_were_loaded_or_layers_frozen(b
     assert is_commit_error(*answered(backend, add(backend, "n", 1)), "frozen")
 
 
-def test_an_optimizer_that_raises_on_a_commit_is_told_and_the_sum_is_gone() -> None:
-    def fails() -> None:
-        raise ZeroDivisionError("mine")
-
-    backend = fussy_backend()
-    add(backend, "m", 0, key="k")
-    backend.apply_gradients = fails  # type: ignore[method-assign]
-    assert isinstance(*answered(backend, backend.commit("m", client="ann")), StepError)
-    assert backend.steps == 0 and backend.statistics().open_mini_batches == 0
-    assert backend.idempotency.step_of("backward", "ann", "k") is None
-
-
-def test_sums_of_sparse_gradients_are_counted_and_committed() -> None:
+def test_sparse_gradients_are_summed_and_counted() -> None:
     module = torch.nn.Embedding(10, 4, sparse=True, dtype=torch.float64)
     before = module.weight.detach().clone()
-    sgd = partial(torch.optim.SGD, lr=0.5)
-    backend = ExpertBackend("e", module, sgd, args_schema=(TensorSpec((None,), torch.int64),))
+    schema = (TensorSpec((None,), torch.int64),)
+    backend = ExpertBackend("e", module, partial(torch.optim.SGD, lr=0.5), args_schema=schema)
     words, gradient = torch.tensor([3, 1, 3]), torch.ones(3, 4, dtype=torch.float64)
     for parts in (1, 2):
-        backend.backward_pool.submit_task(words, gradient, client="ann", mini_batch="m")
-        work(backend)
+        answered(backend, backend.backward_pool.submit_task(words, gradient, client="ann", mini_batch="m"))
         held, row = backend.statistics().open_mini_batch_bytes, 4 * 8 + 8
         assert held in range(2 * row, 3 * parts * row + 1, row), "values and indices, coalesced or not"
     assert answered(backend, backend.commit("m", client="ann")) and backend.statistics().open_mini_batch_bytes == 0

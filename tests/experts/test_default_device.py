@@ -1,4 +1,4 @@
-"""What experts make for themselves lies where it always does, whatever the default device; meta stands for any."""
+"""Internal tensors of experts do not depend on the default device, for which meta stands here."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.experts.expert_cases import fussy_backend, rows, work
+from tests.experts.expert_cases import answered, fussy_backend, rows
 from tests.experts.mixture.commit_cases import WIDTH, Experts, X, sgd
 from tests.experts.mixture.mixture_cases import numbers, two_layers
 from weft.experts import ExpertBackend
@@ -17,27 +17,27 @@ from weft.experts.serialization import deserialize, serialize
 from weft.experts.server import Server
 from weft.experts.wire.frame import aligned_body
 
-Life = Callable[[], list[Any]]
+Run = Callable[[], list[Any]]
 
 
-def given(seed: int = 0) -> Tensor:
+def make_inputs(seed: int = 0) -> Tensor:
     with torch.device("cpu"):
         return numbers(16, WIDTH, seed=seed)
 
 
-def trained(remote: nn.Module) -> list[Any]:
+def train_twice(remote: nn.Module) -> list[Any]:
     """Forward, backward and commit, twice: the outputs, the gradients, and who stepped."""
-    found: list[Any] = []
+    results: list[Any] = []
     for seed in range(2):
-        x = given(seed).requires_grad_()
+        x = make_inputs(seed).requires_grad_()
         y = remote(x)
         tensors: list[Tensor] = [y] if isinstance(y, Tensor) else list(y)
-        torch.stack([each.square().sum() for each in tensors]).sum().backward()
-        found += [*tensors, x.grad, commit(remote)]
-    return [*found, *(each.grad for name, each in remote.named_parameters() if name != "anchor")]
+        torch.stack([tensor.square().sum() for tensor in tensors]).sum().backward()
+        results += [*tensors, x.grad, commit(remote)]
+    return [*results, *(parameter.grad for name, parameter in remote.named_parameters() if name != "anchor")]
 
 
-def one() -> list[Any]:
+def run_remote_expert() -> list[Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with torch.device("cpu"):
@@ -45,63 +45,61 @@ def one() -> list[Any]:
     with Server([ExpertBackend("one", module, sgd, args_schema=(X,))]) as server:
         transport = LocalTransport(server.handler(), name="one")
         remote = RemoteExpert("one", transport, accumulate=True)
-        return trained(remote)
+        return train_twice(remote)
 
 
-def alone() -> list[Any]:
+def run_expert() -> list[Any]:
     """Without a server, so that all is done in this thread: the answers of a backward and of a commit."""
     with torch.device("cpu"):
         # PyTorch 2.11 makes Adam's counts on the default device of the thread that steps, which is this one here
         backend, x, gradient = fussy_backend(optimizer=sgd), rows(2, 0), rows(2, 1)
-    sent = [backend.backward_pool.submit_task(x, gradient, client="ann", mini_batch="m")]
-    work(backend)
-    sent.append(backend.commit("m", client="ann"))
-    work(backend)
-    return [tensor for future in sent for tensor in future.result(0)]
+    sent = backend.backward_pool.submit_task(x, gradient, client="ann", mini_batch="m")
+    answers = answered(backend, sent) + answered(backend, backend.commit("m", client="ann"))
+    return [tensor for result in answers for tensor in result]
 
 
-def mixture(**options: Any) -> list[Any]:
+def run_mixture(**options: Any) -> list[Any]:
     with torch.device("cpu"):
         experts = Experts(keep_graphs=None)
     with experts:
-        return trained(experts.mixture(device="cpu", **options))
+        return train_twice(experts.mixture(device="cpu", **options))
 
 
-LIVES: dict[str, Life] = {
-    "an expert": alone,
-    "a remote expert": one,
-    "a mixture": mixture,
-    "a mixture of few answers": lambda: mixture(allow_zero_outputs=True, detect_anomalies=True),
-    "a switch": lambda: mixture(switch=True),
-    "a switch with a capacity": lambda: mixture(switch=True, capacity_factor=0.5),
+RUNS: dict[str, Run] = {
+    "an expert": run_expert,
+    "a remote expert": run_remote_expert,
+    "a mixture": run_mixture,
+    "a mixture of few answers": lambda: run_mixture(allow_zero_outputs=True, detect_anomalies=True),
+    "a switch": lambda: run_mixture(switch=True),
+    "a switch with a capacity": lambda: run_mixture(switch=True, capacity_factor=0.5),
 }
 
 
-@pytest.mark.parametrize("life", LIVES)
-def test_experts_are_called_and_served_the_same_under_any_default_device(life: str) -> None:
-    wanted = LIVES[life]()
+@pytest.mark.parametrize("kind", RUNS)
+def test_experts_work_under_any_default_device(kind: str) -> None:
+    wanted = RUNS[kind]()
     with torch.device("meta"):
-        seen = LIVES[life]()
+        seen = RUNS[kind]()
     for one, other in zip(seen, wanted, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-def test_what_was_found_under_a_default_device_serves_without_it() -> None:
+def test_caches_made_under_a_default_device_work_without_it() -> None:
     with Experts() as experts:
         mixture, other = experts.mixture(allow_zero_outputs=True, k_min=1), experts.mixture()
         for first in (True, False):
             with torch.device("meta"), torch.no_grad():
-                y = mixture(given())
-            assert first or torch.equal(y, other(given()))
-            assert torch.equal(mixture(given()), other(given()))
+                y = mixture(make_inputs())
+            assert first or torch.equal(y, other(make_inputs()))
+            assert torch.equal(mixture(make_inputs()), other(make_inputs()))
         for lease in experts.leases.values():
             experts.directory.withdraw(lease)
         with torch.device("meta"):
-            y = mixture(given())  # zeros for nobody are where answers would be
+            y = mixture(make_inputs())  # zeros for nobody are where answers would be
         assert not y.any() and y.shape == (16, WIDTH)
 
 
-def test_checkpoints_and_messages_are_read_and_written_under_any_default_device() -> None:
+def test_files_and_messages_work_under_any_default_device() -> None:
     state = {"some": numbers(3, 2), "none": torch.empty(0, 2), "narrow": torch.ones(2, dtype=torch.complex128)}
     with torch.device("meta"):
         read = deserialize(serialize(state))

@@ -1,4 +1,4 @@
-"""Whoever has torch alone hears what to install, under the names that pip knows."""
+"""An installation with torch only reports which packages to install, under their names for pip."""
 
 import pytest
 
@@ -11,7 +11,7 @@ HIDE = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN!r})); "
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
-def test_what_is_not_installed_is_named_with_what_to_do(part: str) -> None:
+def test_missing_packages_are_named_for_pip(part: str) -> None:
     seen = python(f"{HIDE}import weft.experts.{part}")
     *_, last = seen.stderr.splitlines()
     assert last.startswith("ModuleNotFoundError") and last.endswith(
@@ -20,13 +20,13 @@ def test_what_is_not_installed_is_named_with_what_to_do(part: str) -> None:
     )
 
 
-def test_a_command_says_so_in_one_line() -> None:
+def test_command_reports_them_in_one_line() -> None:
     seen = python(f"{HIDE}from weft.cli import main; main(['serve', '--expert', 'f=ffn'])")
     assert seen.returncode == 2 and "pip install 'weft[experts]'" in seen.stderr
     assert len([line for line in seen.stderr.splitlines() if line.startswith("weft: ")]) == 1
 
 
 @pytest.mark.long
-def test_the_rest_needs_torch_alone() -> None:
+def test_other_parts_need_only_torch() -> None:
     seen = python(f"{HIDE}import weft.experts, weft.recurrent, weft.experts.status_page, weft.experts.discovery")
     assert seen.returncode == 0, seen.stderr

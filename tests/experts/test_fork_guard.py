@@ -1,4 +1,4 @@
-"""What a process has started is ended by that process, and by none that was forked from it."""
+"""Only the process that made an object ends it, and no process that was forked from it."""
 
 import gc
 
@@ -12,7 +12,7 @@ class Owner:
     """Something that can be waited for to go."""
 
 
-def test_it_is_ended_once_when_it_is_called_or_the_owner_is_gone() -> None:
+def test_finalizer_runs_once() -> None:
     ended: list[int] = []
     owner = Owner()
     finalizer(owner, ended.append, 1)
@@ -25,7 +25,7 @@ def test_it_is_ended_once_when_it_is_called_or_the_owner_is_gone() -> None:
     assert ended == [2, 1]
 
 
-def test_a_child_neither_ends_nor_frees_what_it_inherited() -> None:
+def test_child_neither_ends_nor_frees_inherited_objects() -> None:
     ended: list[str] = []
 
     class Held:

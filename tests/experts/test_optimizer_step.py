@@ -1,4 +1,4 @@
-"""Between gradients and weights: fused optimizers, gradients in memory of their own, hooks, and what is held."""
+"""Between gradients and weights: fused optimizers, gradients in memory of their own, hooks, and held memory."""
 
 import copy
 import weakref
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.optim.lr_scheduler import StepLR
 
-from tests.experts.expert_cases import fussy_backend, rows, seeded, work
+from tests.experts.expert_cases import Formula, assert_same_state, fussy_backend, rows, seeded, send_step, work
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, Runtime, TensorSpec
 from weft.experts.errors import StepError
@@ -25,33 +25,21 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1)
 
 
-def sent(backend: ExpertBackend, mini_batch: bool) -> list[Any]:
-    name = "m" if mini_batch else None
-    futures = [
-        backend.backward_pool.submit_task(rows(2, seed), rows(2, seed + 9), client="ann", mini_batch=name)
-        for seed in range(2 if mini_batch else 1)
-    ]
-    work(backend)
-    futures += [backend.commit("m", client="ann")] if mini_batch else []
-    work(backend)
-    return futures
-
-
-def steps_itself(parameter: Tensor) -> None:
-    """An optimizer step within backward, as is done to save memory."""
+def step_in_backward(parameter: Tensor) -> None:
+    """An optimizer step within backward, which saves the memory of gradients."""
     assert parameter.grad is not None and not torch.is_grad_enabled()
     parameter.sub_(parameter.grad, alpha=0.3)
     parameter.grad = None
 
 
-def scales(parameter: Tensor) -> None:
+def halve(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
 
 
 @pytest.mark.parametrize("mini_batch", [False, True])
-@pytest.mark.parametrize("hooks", [[steps_itself], [scales, scales], [scales, steps_itself]])
-def test_hooks_of_parameters_are_called_once_a_step_with_the_whole_gradient(hooks: list[Any], mini_batch: bool) -> None:
+@pytest.mark.parametrize("hooks", [[step_in_backward], [halve, halve], [halve, step_in_backward]])
+def test_gradient_hooks_run_once_a_step_with_the_sum(hooks: list[Any], mini_batch: bool) -> None:
     backend = fussy_backend(optimizer=sgd)
     plain = copy.deepcopy(backend.module)
     for module in (backend.module, plain):
@@ -60,27 +48,25 @@ def test_hooks_of_parameters_are_called_once_a_step_with_the_whole_gradient(hook
         for parameter in module.parameters():
             for hook in hooks if parameter.requires_grad else []:
                 parameter.register_post_accumulate_grad_hook(hook)
-    assert all(future.result(0) for future in sent(backend, mini_batch))
-    joined = [torch.cat([rows(2, seed + more) for seed in range(2 if mini_batch else 1)]) for more in (0, 9)]
-    plain(joined[0]).backward(joined[1])
+    assert all(isinstance(answer, list) for answer in send_step(backend, mini_batch=mini_batch))
+    x, gradient = (torch.cat([rows(2, seed + more) for seed in range(1 + mini_batch)]) for more in (0, 50))
+    plain(x).backward(gradient)
     sgd(plain.parameters()).step()
-    for one, other in zip(backend.module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert_same_state(backend.module, plain)
 
 
 @pytest.mark.parametrize("mini_batch", [False, True])
-def test_a_hook_that_raises_is_told_as_a_step_that_failed(mini_batch: bool) -> None:
-    def fails(parameter: Tensor) -> None:
+def test_hook_that_raises_is_a_failed_step(mini_batch: bool) -> None:
+    def fail(parameter: Tensor) -> None:
         raise ZeroDivisionError("mine")
 
     backend = fussy_backend(optimizer=sgd)
-    parameters: list[nn.Parameter] = list(backend.module.parameters())
-    before = [parameter.detach().clone() for parameter in parameters]
-    parameters[0].register_post_accumulate_grad_hook(fails)
-    failed = sent(backend, mini_batch)[-1].exception(0)
-    assert isinstance(failed, StepError) and "ZeroDivisionError: mine" in str(failed)
-    assert backend.steps == 0 and all(parameter.grad is None for parameter in parameters)
-    assert all(torch.equal(one, other) for one, other in zip(parameters, before, strict=True))
+    before = copy.deepcopy(backend.module)
+    next(backend.module.parameters()).register_post_accumulate_grad_hook(fail)
+    error = send_step(backend, mini_batch=mini_batch)[-1]
+    assert isinstance(error, StepError) and "ZeroDivisionError: mine" in str(error)
+    assert backend.steps == 0 and all(parameter.grad is None for parameter in backend.module.parameters())
+    assert all(map(torch.equal, backend.module.parameters(), before.parameters()))
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -99,7 +85,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
         (torch.optim.Adam(parameters()), False),
     ],
 )
-def test_a_factory_is_fused_where_it_can_be(factory: Any, fused: bool) -> None:
+def test_factory_is_fused_where_possible(factory: Any, fused: bool) -> None:
     made = make_optimizer(factory, parameters())
     assert bool(made.defaults.get("fused")) == fused and (made is factory or not isinstance(factory, torch.optim.Adam))
 
@@ -107,7 +93,7 @@ def test_a_factory_is_fused_where_it_can_be(factory: Any, fused: bool) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((3,), torch.complex64), ((), torch.complex64), ((3, 4), torch.float32), ((3,), torch.int64)]
 )
-def test_what_no_fused_step_can_walk_is_not_fused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_complex_and_strided_parameters_are_not_fused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     plain = nn.Parameter(torch.ones(2))
     strange = torch.ones(*shape, 4, dtype=dtype)[..., ::2] if dtype is torch.float32 else torch.ones(shape, dtype=dtype)
     made = make_optimizer(torch.optim.Adam, [plain, nn.Parameter(strange, requires_grad=False)])
@@ -126,42 +112,23 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_
         (MOMENTUM, ["none", "dense", "dense"]),
     ],
 )
-def test_where_gradients_are_sparse_or_come_later_the_step_is_right_and_not_fused(
-    factory: Any, steps: list[str]
-) -> None:
+def test_sparse_or_late_gradients_switch_to_the_unfused_step(factory: Any, steps: list[str]) -> None:
     dense = torch.tensor([[0.0, 3.0], [0.0, -1.0]], dtype=torch.float64)
-    stepped: list[list[nn.Parameter]] = []
-    for make in (make_optimizer, lambda made, given: made(given)):
-        given = [nn.Parameter(torch.ones(2, 2, dtype=torch.float64)) for _ in range(2)]
-        optimizer = make(factory, given)
+    stepped: list[nn.ParameterList] = []
+    for make in (make_optimizer, lambda factory, parameters: factory(parameters)):
+        tensors = nn.ParameterList([torch.ones(2, 2, dtype=torch.float64) for _ in range(2)])
+        optimizer = make(factory, list(tensors))
         for kind in steps:
-            given[0].grad = dense.clone()
-            given[1].grad = {"none": None, "dense": dense.clone(), "sparse": dense.to_sparse(1)}[kind]
+            tensors[0].grad = dense.clone()
+            tensors[1].grad = {"none": None, "dense": dense.clone(), "sparse": dense.to_sparse(1)}[kind]
             optimizer.step()
         assert not optimizer.param_groups[0]["fused"]
-        stepped.append(given)
-    for one, other in zip(*stepped, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        stepped.append(tensors)
+    assert_same_state(*stepped)
 
 
-@pytest.mark.parametrize("factory", [torch.optim.Adam, partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad])
-def test_an_expert_with_complex_parameters_steps(factory: Any) -> None:
-    module = nn.Linear(4, 4, dtype=torch.complex128)
-    spec = TensorSpec((None, 4), torch.complex128)
-    plain = copy.deepcopy(module)
-    backend = ExpertBackend("complex", module, factory, args_schema=(spec,))
-    x, gradient = torch.randn(3, 4, dtype=torch.complex128), torch.randn(3, 4, dtype=torch.complex128)
-    answered = backend.backward_pool.submit_task(x, gradient)
-    work(backend)
-    assert answered.result(0)
-    plain(x).backward(gradient)
-    factory(plain.parameters()).step()
-    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
-def test_what_makes_no_optimizer_or_no_schedule_is_told() -> None:
-    wrong: Any = lambda given: 3  # noqa: E731
+def test_wrong_optimizer_and_schedule_factories_are_rejected() -> None:
+    wrong: Any = lambda _: 3  # noqa: E731
     with pytest.raises(UsageError, match="optimizer made a int"):
         make_optimizer(wrong, parameters())
     optimizer = torch.optim.Adam(parameters())
@@ -178,80 +145,60 @@ def test_what_makes_no_optimizer_or_no_schedule_is_told() -> None:
 D = torch.float64
 
 
-class Formula(nn.Module):
-    def __init__(self, formula: Callable[..., Tensor], layer: nn.Module | None = None, **shapes: Any) -> None:
-        super().__init__()
-        self.formula = formula
-        self.layer = layer
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape, dtype=D)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.formula(self, x)
-
-
-class Returns(torch.autograd.Function):
-    """``x + p``; the gradient of p is the very tensor ``given``, whosever it is."""
+class ConstantGradient(torch.autograd.Function):
+    """``x + p``; the gradient of p is the very tensor ``constant``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: Tensor, given: Tensor) -> Tensor:
-        ctx.given = given
+    def forward(ctx: Any, x: Tensor, p: Tensor, constant: Tensor) -> Tensor:
+        ctx.constant = constant
         return x + p
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], ctx.given, None
+        return gradients[0], ctx.constant, None
 
 
-class Constant(nn.Module):
-    """Its parameter's gradient is its buffer, which has to stay as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.randn(4, dtype=D))
-        self.register_buffer("given", torch.randn(4, dtype=D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Returns.apply(x, self.p, self.given)
-
-
-def transposed() -> nn.Module:
-    module = Formula(lambda s, x: x @ s.w.exp() + s.w.sum(), w=())
-    module.w = nn.Parameter(torch.randn(5, 4, dtype=D).t())
-    return module
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, dtype=D))
 
 
 def channels_last(parameters: bool) -> nn.Module:
     conv = nn.Conv2d(3, 5, 3, dtype=D)
-    module = Formula(lambda s, x: s.layer(x.to(memory_format=torch.channels_last)), conv)
+    module = Formula(lambda s, x: s.layer(x.to(memory_format=torch.channels_last)), layer=conv)
     return module.to(memory_format=torch.channels_last) if parameters else module
 
 
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, bias=False, dtype=D)
-    return Formula(lambda s, x: s.layer(x.unsqueeze(1) + s.p).flatten(1), layer, p=(3, 4))
+    return Formula(lambda s, x: s.layer(x.unsqueeze(1) + s.p).flatten(1), layer=layer, p=parameter(3, 4))
 
 
 def sparse() -> nn.Module:
-    """A sparse gradient that looks into the answer's memory, and a parameter without any."""
+    """A sparse gradient that shares memory with the answer, and a parameter without any."""
     table = nn.Embedding(9, 4, sparse=True, dtype=D)
-    return Formula(lambda s, x: (x + s.layer((x[:, 0] > 0).long())) * 2, table, unused=(2,))
+    return Formula(lambda s, x: (x + s.layer((x[:, 0] > 0).long())) * 2, layer=table, unused=parameter(2))
 
 
 WIDE: dict[str, Callable[[], nn.Module]] = {
-    "sum of two": lambda: Formula(lambda s, x: x @ (s.a + s.b), a=(4, 4), b=(4, 4)),
-    "sum of two and its sum": lambda: Formula(lambda s, x: x @ (s.a + s.b) + s.a.sum(), a=(4, 4), b=(4, 4)),
-    "bias of one row": lambda: Formula(lambda s, x: (x + s.p) * 2, p=(1, 4)),
-    "expanded by one axis": lambda: Formula(lambda s, x: x @ s.w.sum(0), w=(3, 4, 4)),
-    "scalar": lambda: Formula(lambda s, x: (x * s.t.exp()).log_softmax(1), t=()),
-    "cat": lambda: Formula(lambda s, x: x @ torch.cat([s.u, s.v], 1), u=(4, 2), v=(4, 2)),
-    "stack": lambda: Formula(lambda s, x: x @ torch.stack([s.u, s.v], 1), u=(4,), v=(4,)),
-    "einsum": lambda: Formula(lambda s, x: torch.einsum("bi,hio->bho", x, s.w).flatten(1), w=(2, 4, 3)),
-    "transposed": lambda: Formula(lambda s, x: (x.unsqueeze(1) * s.w.t().tanh()).sum(-1), w=(4, 5)),
-    "transposed parameter": transposed,
+    "sum of two": lambda: Formula(lambda s, x: x @ (s.a + s.b), a=parameter(4, 4), b=parameter(4, 4)),
+    "sum of two and its sum": lambda: Formula(
+        lambda s, x: x @ (s.a + s.b) + s.a.sum(), a=parameter(4, 4), b=parameter(4, 4)
+    ),
+    "bias of one row": lambda: Formula(lambda s, x: (x + s.p) * 2, p=parameter(1, 4)),
+    "expanded by one axis": lambda: Formula(lambda s, x: x @ s.w.sum(0), w=parameter(3, 4, 4)),
+    "scalar": lambda: Formula(lambda s, x: (x * s.t.exp()).log_softmax(1), t=parameter()),
+    "cat": lambda: Formula(lambda s, x: x @ torch.cat([s.u, s.v], 1), u=parameter(4, 2), v=parameter(4, 2)),
+    "stack": lambda: Formula(lambda s, x: x @ torch.stack([s.u, s.v], 1), u=parameter(4), v=parameter(4)),
+    "einsum": lambda: Formula(lambda s, x: torch.einsum("bi,hio->bho", x, s.w).flatten(1), w=parameter(2, 4, 3)),
+    "transposed": lambda: Formula(lambda s, x: (x.unsqueeze(1) * s.w.t().tanh()).sum(-1), w=parameter(4, 5)),
+    "transposed parameter": lambda: Formula(
+        lambda s, x: x @ s.w.exp() + s.w.sum(), w=nn.Parameter(torch.randn(5, 4, dtype=D).t())
+    ),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 3, dtype=D)),
     "encoder": encoder,
-    "gradient is a buffer": Constant,
+    "gradient is a buffer": lambda: Formula(  # which must not change
+        lambda s, x: ConstantGradient.apply(x, s.p, s.constant), p=parameter(4), constant=torch.randn(4, dtype=D)
+    ),
 }
 IMAGES: dict[str, Callable[[], nn.Module]] = {
     "channels last": lambda: channels_last(False),
@@ -267,50 +214,45 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def plain(make: Callable[..., torch.optim.Optimizer], module: nn.Module) -> torch.optim.Optimizer:
-    optimizer = make(module.parameters())
-    for group in optimizer.param_groups:
-        assert not group.get("fused")
-    return optimizer
-
-
 def assert_steps_as_in_plain_pytorch(
     make: Callable[[], nn.Module],
     optimizer: Callable[..., torch.optim.Optimizer],
     shape: tuple[int, ...],
-    clip: float | None,
-    mini_batch: bool,
+    clip: float | None = None,
+    mini_batch: bool = False,
+    dtype: torch.dtype = D,
 ) -> None:
-    """Two steps here and in plain PyTorch: weights and answers are the same, and answers stay."""
+    """Two steps here and in plain PyTorch give the same weights and answers, and answers do not change later."""
     module = seeded(make)
-    other = copy.deepcopy(module)
-    steps = plain(optimizer, other)
-    backend = ExpertBackend("e", module, optimizer, args_schema=(TensorSpec((None, *shape), D),), clip_grad_norm=clip)
+    plain = copy.deepcopy(module)
+    plain_optimizer = optimizer(plain.parameters())
+    assert not any(group.get("fused") for group in plain_optimizer.param_groups)
+    backend = ExpertBackend(
+        "e", module, optimizer, args_schema=(TensorSpec((None, *shape), dtype),), clip_grad_norm=clip
+    )
     random = torch.Generator().manual_seed(1)
     for step in range(2):
-        steps.zero_grad()
+        plain_optimizer.zero_grad()
         for part in range(2 if mini_batch else 1):
-            x = torch.randn(1 + step, *shape, dtype=D, generator=random).requires_grad_()
-            y = other(x)
-            gradient = torch.randn(y.shape, dtype=D, generator=random)
+            x = torch.randn(1 + step, *shape, dtype=dtype, generator=random).requires_grad_()
+            y = plain(x)
+            gradient = torch.randn(y.shape, dtype=dtype, generator=random)
             y.backward(gradient)
-            name = f"m{step}" if mini_batch else None
-            sent = {"client": "ann", "key": f"{step} {part}", "mini_batch": name}
-            answers = [backend.backward_pool.submit_task(x.detach(), gradient, **sent) for _ in range(2)]
+            words = {"client": "ann", "key": f"{step} {part}", "mini_batch": f"m{step}" if mini_batch else None}
+            answers = [backend.backward_pool.submit_task(x.detach(), gradient, **words) for _ in range(2)]
             work(backend)
-            answers.append(backend.backward_pool.submit_task(x.detach(), gradient, **sent))
+            answers.append(backend.backward_pool.submit_task(x.detach(), gradient, **words))
             for answer in answers:
                 torch.testing.assert_close(answer.result(0)[0], x.grad, rtol=0, atol=1e-12)
         if clip is not None:
-            clip_grad_norm_(other.parameters(), clip)
-        steps.step()
+            clip_grad_norm_(plain.parameters(), clip)
+        plain_optimizer.step()
         if mini_batch:
             committed = backend.commit(f"m{step}", client="ann")
             work(backend)
             assert committed.result(0)
     assert backend.steps == 2
-    for name, value in other.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-12, msg=lambda s, n=name: n + s)
+    assert_same_state(module, plain)
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
@@ -318,37 +260,43 @@ def assert_steps_as_in_plain_pytorch(
     ("module", "optimizer"),
     [(m, o) for i, m in enumerate([*WIDE, *IMAGES]) for j, o in enumerate(OPTIMIZERS) if (i + j) % 3 == 0],
 )
-def test_weights_and_answers_are_those_of_plain_pytorch(module: str, optimizer: str) -> None:
+def test_weights_and_answers_equal_plain_pytorch(module: str, optimizer: str) -> None:
     make, shape = (WIDE[module], (4,)) if module in WIDE else (IMAGES[module], (3, 8, 8))
     for clip, mini_batch in product((None, 0.1), (False, True)):
         assert_steps_as_in_plain_pytorch(make, OPTIMIZERS[optimizer], shape, clip, mini_batch)
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad"])
+def test_complex_parameters_step_as_in_plain_pytorch(optimizer: str) -> None:
+    dtype = torch.complex128
+    assert_steps_as_in_plain_pytorch(lambda: nn.Linear(4, 4, dtype=dtype), OPTIMIZERS[optimizer], (4,), dtype=dtype)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])  # the others take no sparse gradients, nor does clipping
 @pytest.mark.parametrize("mini_batch", [False, True])
-def test_sparse_gradients_step_as_those_of_plain_pytorch(optimizer: str, mini_batch: bool) -> None:
-    assert_steps_as_in_plain_pytorch(sparse, OPTIMIZERS[optimizer], (4,), None, mini_batch)
+def test_sparse_gradients_step_as_in_plain_pytorch(optimizer: str, mini_batch: bool) -> None:
+    assert_steps_as_in_plain_pytorch(sparse, OPTIMIZERS[optimizer], (4,), mini_batch=mini_batch)
 
 
-def test_only_what_has_to_be_is_copied() -> None:
+def test_only_gradients_in_shared_memory_are_copied() -> None:
     matrix = nn.Parameter(torch.zeros(3, 4))
     whole, other, flat = torch.ones(3, 4), torch.ones(3, 4), torch.ones(24)
-    parts = [flat[:12].view(3, 4), flat[12:].view(3, 4)]
-    held = {other.untyped_storage().data_ptr()}
-    gradients = [whole, whole, other, *parts, torch.ones(4, 3).t(), torch.ones(()).expand(3, 4), None]
-    found = private_gradients([matrix] * len(gradients), gradients, held)
-    assert [one is given for one, given in zip(found, gradients, strict=True)] == [
-        *(True, False, False),  # nobody else's; the same again; held
+    halves = [flat[:12].view(3, 4), flat[12:].view(3, 4)]
+    shared = {other.untyped_storage().data_ptr()}
+    gradients = [whole, whole, other, *halves, torch.ones(4, 3).t(), torch.ones(()).expand(3, 4), None]
+    private = private_gradients([matrix] * len(gradients), gradients, shared)
+    assert [one is gradient for one, gradient in zip(private, gradients, strict=True)] == [
+        *(True, False, False),  # unshared; the same again; shared with others
         *(True, False),  # two halves of one memory
         *(False, False, True),  # other layouts; none
     ]
-    assert all(one is None or (one.is_contiguous() and one.equal(torch.ones(3, 4))) for one in found)
-    addresses = [one.untyped_storage().data_ptr() for one in found if one is not None]
-    assert len(set(addresses)) == len(addresses) and not held & set(addresses)
+    assert all(one is None or (one.is_contiguous() and one.equal(torch.ones(3, 4))) for one in private)
+    addresses = [one.untyped_storage().data_ptr() for one in private if one is not None]
+    assert len(set(addresses)) == len(addresses) and not shared & set(addresses)
 
 
-def test_a_sparse_gradient_is_copied() -> None:
+def test_sparse_gradient_is_copied() -> None:
     values = torch.ones(2, 4, dtype=D)
     gradient = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (3, 4), check_invariants=True)
     parameter = nn.Parameter(torch.zeros(3, 4, dtype=D))
@@ -359,19 +307,19 @@ def test_a_sparse_gradient_is_copied() -> None:
     assert values.equal(torch.ones(2, 4, dtype=D)) and one.to_dense().sum() == 8
 
 
-def test_a_gradient_gets_the_layout_of_its_parameter() -> None:
+def test_gradient_gets_the_layout_of_its_parameter() -> None:
     one = torch.randn(2, 3, 4, 5)
     for parameter in (one, one.transpose(0, 2), one.to(memory_format=torch.channels_last), one[:, :, :, ::2]):
         state = torch.zeros_like(parameter)
         for gradient in (torch.randn(parameter.shape), torch.ones(()).expand(parameter.shape)):
-            (found,) = private_gradients([nn.Parameter(parameter)], [gradient], set())
-            assert found is not None and found.equal(gradient) and found.stride() == state.stride()
+            (private,) = private_gradients([nn.Parameter(parameter)], [gradient], set())
+            assert private is not None and private.equal(gradient) and private.stride() == state.stride()
 
 
 LARGE = (2**9, 2**9)  # a weight of 1 MB; its bias is small
 
 
-class Watch(torch.optim.SGD):
+class RecordingSgd(torch.optim.SGD):
     def __init__(self, parameters: Any, seen: list["list[weakref.ref[Tensor]]"]) -> None:
         super().__init__(parameters, lr=0.1)
         self._seen = seen
@@ -381,15 +329,12 @@ class Watch(torch.optim.SGD):
         super().step(closure)
 
 
-def test_large_gradients_are_held_until_the_next_ones_are_there() -> None:
+def test_large_gradients_live_until_the_next_batch() -> None:
     seen: list[list[weakref.ref[Tensor]]] = []
-
-    def living() -> list[list[torch.Size]]:
-        return [[found.shape for ref in each if (found := ref()) is not None] for each in seen]
-
     spec = TensorSpec((None, LARGE[0]), torch.float32)
-    backend = ExpertBackend("e", nn.Linear(*LARGE), lambda given: Watch(given, seen), args_schema=(spec,))
+    backend = ExpertBackend("e", nn.Linear(*LARGE), lambda made: RecordingSgd(made, seen), args_schema=(spec,))
     with Runtime([backend]):
         for _ in range(3):
             backend.backward_pool.submit_task(torch.randn(2, LARGE[0]), torch.randn(2, LARGE[1])).result(30)
-    assert living() == [[], [], [LARGE]]
+    living = [[gradient.shape for ref in refs if (gradient := ref()) is not None] for refs in seen]
+    assert living == [[], [], [LARGE]]

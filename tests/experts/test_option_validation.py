@@ -1,4 +1,4 @@
-"""Seconds and counts that users give: what no thread can wait for is refused where it was given, not where it waits."""
+"""Invalid counts and seconds in options are rejected at once, and not in the thread that would wait."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ WRONG: list[tuple[type, str, list[Any]]] = [
 ]
 
 
-def test_options_of_another_type_are_refused_by_name(subtests: pytest.Subtests) -> None:
+def test_options_of_wrong_types_are_rejected_by_name(subtests: pytest.Subtests) -> None:
     """As where no types are checked: here they would be, before the options are looked at."""
     for kind, name, values in WRONG:
         with subtests.test(kind=kind, name=name, values=values):
@@ -120,7 +120,7 @@ def test_options_of_another_type_are_refused_by_name(subtests: pytest.Subtests) 
                     options.__post_init__()
 
 
-def test_seconds_that_no_thread_can_wait_are_refused_by_name_and_the_longest_taken(subtests: pytest.Subtests) -> None:
+def test_seconds_beyond_the_longest_wait_are_rejected(subtests: pytest.Subtests) -> None:
     for option, wait in SECONDS.items():
         with subtests.test(option=option):
             for seconds in (-1.0, float("inf"), float("nan"), 1e300):
@@ -147,13 +147,13 @@ def test_seconds_that_no_thread_can_wait_are_refused_by_name_and_the_longest_tak
         (lambda: Guards(max_norm=0.0, max_output_norm=-1.0), ["max_norm is 0", "max_output_norm is -1"]),
     ],
 )
-def test_all_faults_of_one_set_of_options_are_told_at_once(made: Callable[[], object], names: list[str]) -> None:
+def test_all_faults_of_options_are_listed(made: Callable[[], object], names: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         made()
     assert [name for name in names if name not in str(caught.value)] == []
 
 
-def test_a_pool_that_waits_for_as_long_as_may_be_leaves_the_other_pools_their_runtime() -> None:
+def test_pool_with_the_longest_timeout_blocks_no_other() -> None:
     columns = FlatSchema([Column("x", TensorSpec((None, 1), torch.float32))])
     slow = TaskPool("slow", answers, columns, PoolOptions(4, timeout=LONGEST))
     quick = TaskPool("quick", answers, columns)

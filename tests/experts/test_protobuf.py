@@ -1,4 +1,4 @@
-"""Descriptor sets are those of the .proto files beside them."""
+"""Descriptor sets match the .proto files next to them."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ PROTOS = sorted(SOURCE.rglob("*.proto"))
 
 
 @pytest.mark.parametrize("proto", PROTOS, ids=lambda proto: proto.name)
-def test_a_descriptor_set_is_what_protoc_makes_of_its_proto(proto: Path, tmp_path: Path) -> None:
+def test_descriptor_set_matches_its_proto(proto: Path, tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="the extra `test` brings protoc")
     made = tmp_path / "made.binpb"
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--include_imports", f"--descriptor_set_out={made}"]
@@ -21,7 +21,7 @@ def test_a_descriptor_set_is_what_protoc_makes_of_its_proto(proto: Path, tmp_pat
     assert made.read_bytes() == proto.with_suffix(".binpb").read_bytes(), f"run the command at the top of {proto.name}"
 
 
-def test_messages_are_found_by_the_names_in_the_proto() -> None:
+def test_messages_are_found_by_their_names() -> None:
     messages = load_messages("weft.experts.discovery", "etcd")
     value = messages["KeyValue"](key=b"a", mod_revision=3)
     assert messages["KeyValue"].FromString(value.SerializeToString()) == value

@@ -1,4 +1,4 @@
-"""One thread works on the oldest task of all pools, and nothing that a process or a callback does ends it."""
+"""One thread works on the oldest task of all pools, and no process or callback can end it."""
 
 import asyncio
 import threading
@@ -18,14 +18,14 @@ from weft.core.spec import TensorSpec
 from weft.experts.errors import ClosedError, ExpertError, RefusedError
 from weft.experts.runtime import Runtime
 from weft.experts.schema import Column, FlatSchema
-from weft.experts.task import Answer, Task, answer
-from weft.experts.task_pool import PoolOptions, TaskPool, validate_metadata
+from weft.experts.task import Answer, Task, answer_waiters
+from weft.experts.task_pool import PoolOptions, TaskPool
 
 X = FlatSchema([Column("x", TensorSpec((None,), torch.float32))])
 ROW = torch.ones(1)
 
 
-def noting(order: list[str], name: str) -> Callable[[Sequence[Task]], list[Answer]]:
+def record_names(order: list[str], name: str) -> Callable[[Sequence[Task]], list[Answer]]:
     def process(tasks: Sequence[Task]) -> list[Answer]:
         order.append(name * len(tasks))
         return echo(tasks)
@@ -34,21 +34,32 @@ def noting(order: list[str], name: str) -> Callable[[Sequence[Task]], list[Answe
 
 
 @contextmanager
-def held() -> Iterator[tuple[BlockingProcess, TaskPool, Runtime]]:
-    gate = BlockingProcess()
+def busy_runtime(
+    answers: Callable[[Sequence[Task]], Any] = echo,
+) -> Iterator[tuple[BlockingProcess, TaskPool, Runtime, "Future[Any]"]]:
+    """A runtime within a batch of its pool "gate", which goes on when the gate is opened, and that batch's future."""
+    gate = BlockingProcess(answers)
     pool = TaskPool("gate", gate, X)
     with Runtime([pool]) as runtime:
-        first = pool.submit_task(ROW)
+        running = pool.submit_task(ROW)
         assert gate.entered.acquire(timeout=30)
-        yield gate, pool, runtime
+        yield gate, pool, runtime, running
         gate.go.release(100)
-        first.result(30)
+        assert pool.wait_until_idle(30.0)
 
 
-def test_the_pool_with_the_oldest_task_goes_first_and_takes_all_that_waits() -> None:
+def is_closed(pool: TaskPool) -> bool:
+    try:
+        pool.submit_task(ROW).cancel()
+    except ClosedError:
+        return True
+    return False
+
+
+def test_pool_with_oldest_task_runs_all_that_waits() -> None:
     order: list[str] = []
-    with held() as (gate, _, runtime):
-        a, b = (TaskPool(name, noting(order, name), X) for name in "ab")
+    with busy_runtime() as (gate, _, runtime, _):
+        a, b = (TaskPool(name, record_names(order, name), X) for name in "ab")
         runtime.add(a, b)
         futures = [pool.submit_task(ROW) for pool in (b, a, a, b, b)]
         gate.go.release(100)
@@ -57,13 +68,13 @@ def test_the_pool_with_the_oldest_task_goes_first_and_takes_all_that_waits() -> 
     assert order == ["bbb", "aa"]
 
 
-def test_shutdown_does_what_was_accepted_and_refuses_the_rest() -> None:
-    with held() as (gate, pool, runtime):
+def test_shutdown_finishes_accepted_tasks_and_rejects_others() -> None:
+    with busy_runtime() as (gate, pool, runtime, _):
         accepted = [pool.submit_task(ROW) for _ in range(3)]
         ended: list[bool] = []
         closing = threading.Thread(target=lambda: ended.append(runtime.shutdown(timeout=30.0)))
         closing.start()
-        wait_until(lambda: pool._closed is not None)
+        wait_until(lambda: is_closed(pool))
         with pytest.raises(ClosedError, match="shuts down"):
             pool.submit_task(ROW)
         gate.go.release(100)
@@ -72,28 +83,28 @@ def test_shutdown_does_what_was_accepted_and_refuses_the_rest() -> None:
         assert all(future.done() and future.result(0) for future in accepted)
 
 
-def test_shutdown_without_drain_fails_what_waits_but_ends_the_batch_that_runs() -> None:
-    with held() as (gate, pool, runtime):
-        waits = pool.submit_task(ROW)
-        assert not runtime.shutdown(drain=False, timeout=0.05)  # the batch hangs; the thread cannot be stopped
-        assert isinstance(waits.exception(0), ClosedError)
+def test_shutdown_without_drain_leaves_only_the_running_batch() -> None:
+    with busy_runtime() as (gate, pool, runtime, _):
+        waiting = pool.submit_task(ROW)
+        assert not runtime.shutdown(drain=False, timeout=0.05), "a batch that hangs cannot be stopped"
+        assert isinstance(waiting.exception(0), ClosedError)
         assert runtime.statistics().working_on == "gate"
         gate.go.release(100)
         assert runtime.shutdown(drain=False)
         assert not runtime.statistics().alive
 
 
-def test_pools_come_and_go_while_it_runs() -> None:
-    held = TaskPool("held", echo, X)
-    with Runtime([held]), Runtime(name="coming") as runtime:
+def test_pools_are_added_and_removed_while_it_runs() -> None:
+    other = TaskPool("other", echo, X)
+    with Runtime([other]), Runtime(name="coming") as runtime:
         pool = TaskPool("a", echo, X)
-        waited = pool.submit_task(ROW)  # before anybody works on it
-        for pools in ((pool, held), (pool, pool)):  # as a whole, or not at all
+        early = pool.submit_task(ROW)
+        for pools in ((pool, other), (pool, pool)):
             with pytest.raises(UsageError):
                 runtime.add(*pools)
-        assert runtime.statistics().pools == 0
+        assert runtime.statistics().pools == 0, "all pools are added, or none"
         runtime.add(pool)
-        assert waited.result(30)
+        assert early.result(30)
         with pytest.raises(UsageError, match="is in runtime 'coming' already"):
             runtime.add(pool)
         last = pool.submit_task(ROW)
@@ -110,35 +121,34 @@ def test_pools_come_and_go_while_it_runs() -> None:
             runtime.start()
 
 
-def test_a_deadline_and_a_short_wait_wake_the_thread_by_themselves() -> None:
-    order: list[str] = []
-    pool = TaskPool("a", noting(order, "a"), X, PoolOptions(min_batch_size=8, timeout=0.05))
+def test_timeout_and_deadline_wake_the_thread() -> None:
+    pool = TaskPool("a", echo, X, PoolOptions(min_batch_size=8, timeout=0.05))
     with Runtime([pool]):
         start = time.monotonic()
         assert pool.submit_task(ROW).result(30)
         assert time.monotonic() - start > 0.04
-        hopeless = pool.submit_task(ROW, deadline=time.monotonic() + 0.01)
-        assert isinstance(hopeless.exception(30), TimeoutError)
+        expired = pool.submit_task(ROW, deadline=time.monotonic() + 0.01)
+        assert isinstance(expired.exception(30), TimeoutError)
 
 
-def test_a_callback_that_shuts_its_own_runtime_down_is_told_that_this_cannot_be() -> None:
+def test_callback_cannot_shut_its_own_runtime_down() -> None:
     caught: list[BaseException] = []
-    with held() as (gate, pool, runtime):
+    with busy_runtime() as (gate, pool, runtime, _):
 
-        def callback(_: object) -> None:
+        def shut_down(_: object) -> None:
             try:
                 runtime.shutdown()
             except UsageError as error:
                 caught.append(error)
 
         future = pool.submit_task(ROW)
-        future.add_done_callback(callback)  # the runtime is in a batch, so this is there in time
+        future.add_done_callback(shut_down)
         gate.go.release(100)
         future.result(30)
     assert len(caught) == 1 and "its own thread" in str(caught[0])
 
 
-def test_two_experts_share_a_runtime_and_many_clients_an_expert() -> None:
+def test_experts_share_a_runtime_and_clients_an_expert() -> None:
     experts = [fussy_backend(), fussy_backend()]
     with Runtime(experts) as runtime:
         futures = [(e, i, e.forward_pool.submit_task(rows(1 + i % 3, i))) for i in range(20) for e in experts]
@@ -149,28 +159,24 @@ def test_two_experts_share_a_runtime_and_many_clients_an_expert() -> None:
         assert stats.pools == 6 and stats.batches <= 40 and 0 < stats.busy <= stats.seconds
 
 
-class Stopped(BaseException):
-    """What some libraries end their threads with."""
+class ThreadKilled(BaseException):
+    """An exception with which some libraries end their threads."""
 
 
-@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, Stopped, ValueError])
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, ThreadKilled, ValueError])
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_callback_raises_ends_nothing_and_keeps_no_answer_back(kind: type[BaseException], fails: bool) -> None:
-    def boom(tasks: Sequence[Task]) -> Any:
+def test_raising_callback_withholds_no_answer(kind: type[BaseException], fails: bool) -> None:
+    def fail(tasks: Sequence[Task]) -> Any:
         raise SystemExit
 
     called: list[object] = []
-    gate = BlockingProcess(boom if fails else echo)
-    pool = TaskPool("p", gate, X)
 
     def callback(future: object) -> None:
         called.append(future)
         raise kind
 
-    with Runtime([pool]) as runtime:
-        futures = [pool.submit_task(ROW)]
-        assert gate.entered.acquire(timeout=30)
-        futures += [pool.submit_task(ROW) for _ in range(3)]
+    with busy_runtime(fail if fails else echo) as (gate, pool, runtime, running):
+        futures = [running, *[pool.submit_task(ROW) for _ in range(3)]]
         for future in futures:
             future.add_done_callback(callback)
             future.add_done_callback(callback)
@@ -180,73 +186,44 @@ def test_what_a_callback_raises_ends_nothing_and_keeps_no_answer_back(kind: type
         assert pool.submit_task(ROW).result(30)
         assert runtime.statistics().alive
     assert {*called} == {*futures}
-    expired = pool.statistics()
-    assert expired.waiting_tasks == expired.running_tasks == 0
+    stats = pool.statistics()
+    assert stats.waiting_tasks == stats.running_tasks == 0
 
 
-SHORT: list[Callable[[Sequence[Task]], Any]] = [
-    lambda tasks: [],
-    lambda tasks: echo(tasks)[1:],
-    lambda tasks: [*echo(tasks), [ROW]],
-]
-
-
-@pytest.mark.parametrize("answers", SHORT, ids=["none", "too few", "too many"])
-def test_a_process_that_does_not_answer_everyone_fails_its_batch_and_nothing_else(answers: Any) -> None:
-    gate = BlockingProcess()
-    pool, other = TaskPool("p", gate, X), TaskPool("other", echo, X)
-    with Runtime([pool, other]) as runtime:
-        first = pool.submit_task(ROW)
-        assert gate.entered.acquire(timeout=30)
-        waiting = [pool.submit_task(ROW) for _ in range(2)]
-        gate.go.release()
-        assert first.result(30)
-        gate.answers = answers
-        gate.go.release()
-        for future in waiting:
-            with pytest.raises(ExpertError, match=r"pool 'p': its process gave \d answers for 2 tasks"):
-                future.result(30)
-        gate.answers = echo
-        gate.go.release()
-        assert pool.submit_task(ROW).result(30) and other.submit_task(ROW).result(30)
-        assert runtime.statistics().alive
-    assert pool.statistics().failed == {"expert": 2}
-
-
-def test_who_sets_his_own_future_gets_nothing_else_and_disturbs_nobody() -> None:
-    gate = BlockingProcess()
-    pool = TaskPool("p", gate, X)
-    mine = [ROW]
-    with Runtime([pool]):
-        running = pool.submit_task(ROW)
-        assert gate.entered.acquire(timeout=30)
+def test_client_that_sets_its_own_future_disturbs_no_other() -> None:
+    with busy_runtime() as (gate, pool, _, running):
         waiting, other = pool.submit_task(ROW), pool.submit_task(ROW)
         for future in (running, waiting):
-            future.set_result(mine)
+            future.set_result([])
         gate.go.release(9)
         assert other.result(30)
         assert pool.submit_task(ROW).result(30)
-    assert running.result(0) is mine and waiting.result(0) is mine
+    assert running.result(0) == [] == waiting.result(0)
 
 
-def test_a_future_that_is_set_a_moment_before_its_answer_keeps_what_it_has() -> None:
-    late, other = Future[Any](), Future[Any]()
+def test_future_set_just_before_its_answer_keeps_its_result() -> None:
+    class LooksRunning(Future[Any]):
+        """Set by its client right after the runtime looked at it."""
+
+        def running(self) -> bool:
+            return True
+
+    late, other = LooksRunning(), Future[Any]()
     late.set_result([])
-    late.running = lambda: True  # type: ignore[method-assign]  # as it was that moment before
-    answer([late, other], [ROW])
+    answer_waiters([late, other], [ROW])
     assert late.result(0) == [] and other.result(0) == [ROW]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("step", ["urgency", "take", "work"])
-def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_again(step: str) -> None:
+@pytest.mark.parametrize("step", ["oldest_ready", "next_batch", "process_batch"])
+def test_dead_thread_fails_all_tasks_and_can_be_restarted(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     gate = BlockingProcess()
-    pool = TaskPool("p", gate, X, PoolOptions(max_client_tasks=9))
+    pool = TaskPool("p", gate, X, PoolOptions(max_client_tasks=2))
     other = TaskPool("other", echo, X, PoolOptions(min_batch_size=9, timeout=1000.0))
     original = getattr(pool, step)
 
-    def fails(*arguments: Any) -> Any:
-        if step == "take":
+    def fail(*arguments: Any) -> Any:
+        if step == "next_batch":
             original()
         raise MemoryError("none left")
 
@@ -255,35 +232,37 @@ def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_
     waits: list[Future[Any]] = [other.submit_task(ROW)]
     done = pool.submit_task(ROW)
     assert gate.entered.acquire(timeout=30)
-    setattr(pool, step, fails)
+    monkeypatch.setattr(pool, step, fail)
     waits += [pool.submit_task(ROW, client="ann") for _ in range(2)]
     gate.go.release(9)
     assert done.result(30)
     for future in waits:
         error = future.exception(30)
         assert isinstance(error, ExpertError) and "MemoryError: none left" in str(error)
-        assert isinstance(error, RefusedError) == (future is waits[0] or step == "urgency"), "else it may have run"
-    for each in (pool, other):
+        never_ran = future is waits[0] or step == "oldest_ready"
+        assert isinstance(error, RefusedError) == never_ran, "others can have been applied"
+    for closed in (pool, other):
         with pytest.raises(ClosedError, match="the thread of runtime 'cpu' ended with MemoryError"):
-            each.submit_task(ROW)
-        assert each.drained(30.0)
+            closed.submit_task(ROW)
+        assert closed.wait_until_idle(30.0)
     with pytest.raises(UsageError, match="shut it down and start it again"):
         runtime.add(TaskPool("new", echo, X))
-    setattr(pool, step, original)
+    monkeypatch.undo()
     assert runtime.shutdown() and not runtime.statistics().alive
     with runtime:
-        assert pool.submit_task(ROW, client="ann").result(30)
-    assert pool.statistics().running_tasks == 0 and not pool._held
+        again = [pool.submit_task(ROW, client="ann") for _ in range(2)]  # the whole share is free
+        assert all(future.result(30) for future in again)
+    assert pool.statistics().running_tasks == 0
 
 
-def test_a_pool_is_worked_on_by_one_runtime_which_no_other_disturbs() -> None:
+def test_pool_belongs_to_one_running_runtime() -> None:
     pool, own = TaskPool("p", echo, X), TaskPool("own", echo, X)
     first, second = Runtime([pool], name="first"), Runtime([pool, own], name="second")
     with first:
         with Runtime() as third:
-            for refused in (second.start, lambda: third.add(own, pool)):
+            for claim in (second.start, lambda: third.add(own, pool)):
                 with pytest.raises(UsageError, match="'p' is in runtime 'first'"):
-                    refused()
+                    claim()
         assert second.shutdown() and pool.submit_task(ROW).result(30)
     with second:
         assert pool.submit_task(ROW).result(30) and own.submit_task(ROW).result(30)
@@ -294,32 +273,17 @@ def test_a_pool_is_worked_on_by_one_runtime_which_no_other_disturbs() -> None:
             assert pool.submit_task(ROW).result(30)
 
 
-def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
-    gate = BlockingProcess()
-    pool = TaskPool("p", gate, X)
-    removed: list[bool] = []
-    with Runtime([pool]) as runtime:
-        future = pool.submit_task(ROW)
-        assert gate.entered.acquire(timeout=30)
+def test_pool_is_removed_by_one_of_two_threads() -> None:
+    with busy_runtime() as (gate, pool, runtime, running):
+        removed: list[bool] = []
         remover = threading.Thread(target=lambda: removed.append(runtime.remove(pool)))
         remover.start()
-        wait_until(lambda: runtime._pools[pool])
-        with pytest.raises(UsageError, match=r"has no pools \['p'\], or they are being removed"):
+        wait_until(lambda: is_closed(pool))
+        with pytest.raises(UsageError, match=r"has no pools \['gate'\], or they are being removed"):
             runtime.remove(pool)
         gate.go.release()
         remover.join(30)
-        assert removed == [True] and future.result(0)
+        assert removed == [True] and running.result(0)
         runtime.add(pool)
         gate.go.release()
         assert pool.submit_task(ROW).result(30)
-        assert runtime.remove(pool)
-
-
-def test_a_deadline_may_be_any_number_and_all_wrong_words_are_told_at_once() -> None:
-    for deadline in (None, 1, 1.5, float("inf"), 10**400):
-        validate_metadata("p", "ann", "k", None, deadline, splits=False)
-    for wrong in ("soon", True, float("nan"), [1.0], torch.tensor(1e18)):
-        with pytest.raises(
-            UsageError, match=r"(?s)client is '', .*- key is 5, .*- deadline is .*, wanted None or a time"
-        ):
-            validate_metadata("p", "", 5, None, wrong, splits=False)  # type: ignore[arg-type]

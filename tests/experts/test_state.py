@@ -1,4 +1,4 @@
-"""A state goes in whole or not at all; layers that were frozen are trained once they are freed, also after a load."""
+"""A state is loaded as a whole or not at all, and unfrozen layers are trained, also after a load."""
 
 import copy
 from functools import partial, reduce
@@ -10,13 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from tests.experts.expert_cases import X, fussy_backend, good, rows, seeded, task, weights, work
+from tests.experts.expert_cases import (
+    X,
+    assert_same_state,
+    double_layer,
+    fussy_backend,
+    good,
+    rows,
+    seeded,
+    send_step,
+    task,
+    weights,
+)
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.serialization import deserialize, serialize
 
 
-class AtOnce(torch.optim.Optimizer):
+class EagerStateSgd(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
         for parameter in self.param_groups[0]["params"]:
@@ -33,12 +44,12 @@ FACTORIES = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     "Adam": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1),
     "Adagrad": partial(torch.optim.Adagrad, lr=0.1, weight_decay=0.1),
-    "state made at once": AtOnce,
+    "state made at once": EagerStateSgd,
 }
 
 
 def layers() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)])
+    return nn.Sequential(double_layer(), double_layer())
 
 
 def half_frozen(factory: Any) -> ExpertBackend:
@@ -47,24 +58,12 @@ def half_frozen(factory: Any) -> ExpertBackend:
     return ExpertBackend("e", module, factory, args_schema=(X,))
 
 
-def stepped(backend: ExpertBackend, seed: int, mini_batch: bool = False) -> None:
-    name = f"m{seed}" if mini_batch else None
-    answers = [backend.backward_pool.submit_task(rows(2, seed), rows(2, seed + 9), client="ann", mini_batch=name)]
-    work(backend)
-    answers += [backend.commit(f"m{seed}", client="ann")] if mini_batch else []
-    work(backend)
-    assert all(answer.result(0) for answer in answers)
-
-
-def plainly(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def step_plain(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int, mini_batch: bool) -> None:
+    """As `send_step`."""
     optimizer.zero_grad()
-    module(rows(2, seed)).backward(rows(2, seed + 9))
+    for part in range(1 + mini_batch):
+        module(rows(2, seed + part)).backward(rows(2, seed + part + 50))
     optimizer.step()
-
-
-def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
-    for name, value in other.state_dict().items():
-        torch.testing.assert_close(one.state_dict()[name], value, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mini_batch", [False, True])
@@ -74,20 +73,20 @@ def test_unfrozen_layer_is_trained(factory: Any, mini_batch: bool) -> None:
     plain = copy.deepcopy(backend.module)
     optimizer = factory(plain.parameters())
     for parameter in backend.module[0].parameters():
-        parameter.grad = torch.ones_like(parameter)  # left there by who had the module before
+        parameter.grad = torch.ones_like(parameter)  # left there by earlier code
     frozen = copy.deepcopy(backend.module[0])
-    stepped(backend, 0, mini_batch)
-    plainly(plain, optimizer, 0)
-    assert_same_weights(backend.module[0], frozen)
+    assert all(isinstance(answer, list) for answer in send_step(backend, 0, mini_batch))
+    step_plain(plain, optimizer, 0, mini_batch)
+    assert_same_state(backend.module[0], frozen)
     for module in (backend.module, plain):
         module[0].requires_grad_(True)
     for seed in (1, 2):
-        stepped(backend, seed, mini_batch)
-        plainly(plain, optimizer, seed)
-    assert_same_weights(backend.module, plain)
+        assert all(isinstance(answer, list) for answer in send_step(backend, seed, mini_batch))
+        step_plain(plain, optimizer, seed, mini_batch)
+    assert_same_state(backend.module, plain)
 
 
-def test_a_state_of_an_optimizer_of_fewer_parameters_is_refused() -> None:
+def test_state_of_fewer_parameters_is_rejected() -> None:
     backend = half_frozen(torch.optim.Adam)
     trained = torch.optim.Adam(backend.module[1].parameters())
     with pytest.raises(UsageError, match=r"groups of \[2\] parameters, but this expert's has \[4\]"):
@@ -107,7 +106,7 @@ CHANGES: list[tuple[tuple[Any, ...], Any]] = [
     ("place", "value", "steps"),
     [*[(*each, 7) for each in CHANGES], *[(*CHANGES[3], steps) for steps in ("many", True, -1, 1.5, None)]],
 )
-def test_a_state_that_is_refused_leaves_nothing_of_itself(place: tuple[Any, ...], value: Any, steps: Any) -> None:
+def test_rejected_state_changes_nothing(place: tuple[Any, ...], value: Any, steps: Any) -> None:
     fused = partial(torch.optim.Adam, lr=0.05)
     backend, twin = [fussy_backend(norm=True, optimizer=fused, schedule=lambda o: StepLR(o, 2)) for _ in range(2)]
     for seed in range(3):
@@ -148,4 +147,4 @@ def test_loaded_state_steps_with_another_memory_layout(factory: Any) -> None:
     for backend in (one, other):
         for seed in (1, 2):
             good(backend.executor.backward([task(*image(seed))]))
-    assert_same_weights(other.module, one.module)
+    assert_same_state(other.module, one.module)

@@ -2,71 +2,58 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from concurrent.futures import wait
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.experts.concurrency import FakeClock
 from weft.core.spec import TensorSpec
-from weft.experts.errors import ExpiredError, OverloadError, reason_of
 from weft.experts.schema import Column, FlatSchema
-from weft.experts.task import Answer, BatchQueue, Task, answer
+from weft.experts.task import Answer, BatchQueue, Task, answer_waiters
 from weft.experts.task_pool import BatchDelay, CallerGroup, PoolOptions, TaskPool
 
 
 def ignore(task: Task) -> None:
-    """Nobody has to be told."""
+    """A callback for cancelled waiters that does nothing."""
 
 
-def test_a_task_lasts_as_long_as_its_most_patient_waiter() -> None:
+def test_task_lasts_as_long_as_its_last_waiter() -> None:
     task = Task((), 1, deadline=5.0)
-    task.join(5.0, ignore)
-    task.join(3.0, ignore)
-    assert task.deadline == 5.0
-    task.join(9.0, ignore)
-    assert task.expired(9.0) and not task.expired(8.0)
-    task.join(None, ignore)
-    assert task.deadline is None and not task.expired(1e9)
+    for deadline, latest in ((5.0, 5.0), (3.0, 5.0), (9.0, 9.0), (None, None)):
+        task.add_waiter(deadline, ignore)
+        assert task.deadline == latest
+        assert task.is_expired(9.0) == (latest is not None) and not task.is_expired(2.0)
 
 
-def test_who_gave_up_is_forgotten_and_the_others_are_answered() -> None:
-    told: list[Task] = []
+def test_cancelled_waiters_are_dropped_and_others_answered() -> None:
+    cancelled: list[Task] = []
     task = Task((), 1)
-    first, second, third = (task.join(None, told.append) for _ in range(3))
+    first, second, third = (task.add_waiter(None, cancelled.append) for _ in range(3))
     first.cancel()
-    assert told == [task] and task.wanted() and len(task.waiters) == 2
+    assert cancelled == [task] and task.has_waiters() and len(task.waiters) == 2
     second.cancel()
-    assert task.take() and not third.cancel()
-    joined = task.join(None, told.append)
+    assert task.start() and not third.cancel()
+    joined = task.add_waiter(None, cancelled.append)
     assert not joined.cancel()
     result = [torch.ones(1)]
-    answer(task.release(), result)
+    answer_waiters(task.release_waiters(), result)
     assert third.result(0) is result and joined.result(0) is result and not task.waiters
 
 
-def test_who_waits_for_a_cancelled_future_among_others_is_woken() -> None:
-    for taken in (False, True):
-        task = Task((), 1)
-        future = task.join(None, ignore)
-        future.cancel()
-        assert not (task.take() if taken else task.wanted())
-        assert wait([future], timeout=5.0).not_done == set()
+@pytest.mark.parametrize("started", [False, True])
+def test_cancelled_future_wakes_concurrent_futures_wait(started: bool) -> None:
+    task = Task((), 1)
+    future = task.add_waiter(None, ignore)
+    future.cancel()
+    assert not (task.start() if started else task.has_waiters())
+    assert wait([future], timeout=5.0).not_done == set()
 
 
-def test_an_answer_reaches_those_who_were_never_taken_and_skips_those_who_left() -> None:
-    gone: Future[list[torch.Tensor]] = Future()
-    gone.cancel()
-    waits: Future[list[torch.Tensor]] = Future()
-    answer([gone, waits], ExpiredError("late"))
-    with pytest.raises(TimeoutError, match="late"):
-        waits.result(0)
-    assert [*map(reason_of, (OverloadError(), ValueError(), ExpiredError()))] == ["overload", "module", "expired"]
-
-
-MIN, MAX, PATIENCE, GROUPS = 4, 6, 10.0, "abm"
+MIN, MAX, TIMEOUT, GROUPS = 4, 6, 10.0, "abm"
 events = st.one_of(
     st.tuples(st.just("add"), st.sampled_from(GROUPS), st.integers(1, MAX), st.none() | st.integers(0, 30)),
     st.tuples(st.just("remove"), st.integers(0, 20)),
@@ -75,8 +62,8 @@ events = st.one_of(
 )
 
 
-class Model:
-    """All waiting tasks in order of arrival; those of "m" are of a mini-batch, which does not wait for more rows."""
+class ListQueue:
+    """All waiting tasks in order of arrival. Those of group "m" are of a mini-batch, which waits for no more rows."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -84,138 +71,121 @@ class Model:
     def group(self, name: str) -> list[Task]:
         return [task for task in self.tasks if task.batch_key == (name,)]
 
-    def ready(self, name: str, now: float) -> bool:
+    def is_ready(self, name: str, now: float, *, expired: bool = False) -> bool:
         group = self.group(name)
         if not group:
             return False
-        waited = now >= group[0].arrival + PATIENCE
+        waited = now >= group[0].arrival + TIMEOUT or (expired and group[0].is_expired(now))
         return waited or name == "m" or sum(task.rows for task in group) >= MIN
 
-    def drop_expired_heads(self, now: float) -> list[Task]:
-        dropped: list[Task] = []
+    def next_batch(self, now: float) -> tuple[list[Task], list[Task]]:
+        expired: list[Task] = []
         for name in GROUPS:
-            while (group := self.group(name)) and group[0].expired(now):
-                dropped.append(group[0])
-                self.forget(group[0])
-        return dropped
-
-    def forget(self, task: Task) -> None:
-        self.tasks.remove(task)
-
-    def take(self, now: float) -> tuple[list[Task], list[Task]]:
-        expired = self.drop_expired_heads(now)
-        ready = [self.group(name) for name in GROUPS if self.ready(name, now)]
+            while (group := self.group(name)) and group[0].is_expired(now):
+                expired.append(group[0])
+                self.tasks.remove(group[0])
+        ready = [self.group(name) for name in GROUPS if self.is_ready(name, now)]
         batch: list[Task] = []
         for task in min(ready, key=lambda group: group[0].number) if ready else []:
-            if task.expired(now):
+            if task.is_expired(now):
                 expired.append(task)
-            elif sum(each.rows for each in batch) + task.rows <= MAX:
+            elif sum(earlier.rows for earlier in batch) + task.rows <= MAX:
                 batch.append(task)
             else:
                 break
-            self.forget(task)
+            self.tasks.remove(task)
         return batch, expired
 
 
 @given(st.lists(events, max_size=40))
-def test_a_queue_does_what_a_plain_list_would(history: list[tuple]) -> None:  # type: ignore[type-arg]
-    queue, model, now = BatchQueue(MIN, MAX, PATIENCE), Model(), 0.0
-    seen: list[Task] = []
+def test_queue_agrees_with_a_plain_list(history: list[tuple]) -> None:  # type: ignore[type-arg]
+    queue, model, now = BatchQueue(MIN, MAX, TIMEOUT), ListQueue(), 0.0
+    added: list[Task] = []
     for event, *details in history:
         if event == "add":
-            name, size, ends = details
-            whole = "whole" if name == "m" else None
-            task = Task((), size, (name,), None if ends is None else now + ends, mini_batch=whole, arrival=now)
+            name, size, lifetime = details
+            mini_batch = "whole" if name == "m" else None
+            deadline = None if lifetime is None else now + lifetime
+            task = Task((), size, (name,), deadline, mini_batch=mini_batch, arrival=now)
             queue.add(task)
             model.tasks.append(task)
-            seen.append(task)
-        elif event == "remove" and details[0] < len(seen):
-            task = seen[details[0]]
+            added.append(task)
+        elif event == "remove" and details[0] < len(added):
+            task = added[details[0]]
             assert queue.remove(task) == (task in model.tasks)
             if task in model.tasks:
-                model.forget(task)
+                model.tasks.remove(task)
         elif event == "wait":
             now += details[0]
         elif event == "take":
-            # With an expired head a group is looked at: that is how it gets dropped.
-            heads = [group[0] for name in GROUPS if (group := model.group(name))]
-            ready = [
-                name
-                for name in GROUPS
-                if model.ready(name, now) or any(h.batch_key == (name,) and h.expired(now) for h in heads)
-            ]
-            number, later = queue.urgency(now)
-            assert number == min((model.group(name)[0].number for name in ready), default=None)
+            # A group with an expired head counts as ready, because only a look at it drops the head.
+            ready = [model.group(name)[0].number for name in GROUPS if model.is_ready(name, now, expired=True)]
+            number, later = queue.oldest_ready(now)
+            assert number == min(ready, default=None)
             assert (later is None) == (number is not None or not model.tasks) and (later is None or later > now)
-            batch, expired = queue.take(now)
-            wanted, dropped = model.take(now)
-            assert batch == wanted and set(expired) == set(dropped)
+            batch, expired = queue.next_batch(now)
+            model_batch, model_expired = model.next_batch(now)
+            assert batch == model_batch and set(expired) == set(model_expired)
         assert queue.count == len(model.tasks) and queue.rows == sum(task.rows for task in model.tasks)
         assert set(queue) == set(model.tasks)
-        assert queue.oldest() == (model.tasks[0].arrival if model.tasks else None)
+        assert queue.oldest_arrival() == (model.tasks[0].arrival if model.tasks else None)
 
 
-SCHEMA = FlatSchema([Column("x", TensorSpec((None, 1), torch.float32))])
-ROW = torch.zeros(1, 1)
-
-
-@dataclass
-class Outcome:
-    """Of the second half of a simulation: seconds of a lap, batches, and the delays."""
+class Outcome(NamedTuple):
+    """The second half of a simulation: seconds of a lap, and batches. Of the whole: seconds of waiting."""
 
     lap: float
     batches: int
-    delays: list[BatchDelay]
-
-    @property
-    def waited(self) -> float:
-        return sum(each.waited for each in self.delays)
+    waited: float
 
 
-def simulated(
+def simulate(
     pauses: Sequence[float],
     stages: Sequence[tuple[float, float]],
-    most: float,
+    max_delay: float,
     starts: Sequence[float] = (),
     laps: int = 100,
 ) -> Outcome:
-    """Callers who go through the pools of an expert in turn, each so long after an answer; and one device.
+    """Callers that go through the pools of an expert in turn, with a pause after each answer, and one device.
 
-    ``stages``: what a batch costs by itself, and for each row. Nothing here is measured: the clock is a number.
+    ``stages``: the seconds of a batch, and those of each row. The clock is a number.
     """
     callers = CallerGroup()
-    delays = [BatchDelay(most, callers) for _ in stages]
-    comes = {caller: (pause, 0) for caller, pause in enumerate(starts or pauses)}  # when, and to which pool
+    delays = [BatchDelay(max_delay, callers) for _ in stages]
+    arrivals = {caller: (pause, 0) for caller, pause in enumerate(starts or pauses)}  # time, and number of the pool
     waiting: list[list[tuple[float, int]]] = [[] for _ in stages]
     now = 0.0
     answers, batches, half = 0, 0, (0.0, 0)
-    wanted = laps * len(pauses) * len(stages)
+    total = laps * len(pauses) * len(stages)
 
     def admit(until: float) -> None:
-        for caller in sorted([each for each, (when, _) in comes.items() if when <= until], key=lambda c: comes[c][0]):
-            when, pool = comes.pop(caller)
-            waiting[pool].append((when, caller))
-            delays[pool].arrived(len(waiting[pool]))
+        due = [caller for caller, (time, _) in arrivals.items() if time <= until]
+        for caller in sorted(due, key=lambda caller: arrivals[caller][0]):
+            time, pool = arrivals.pop(caller)
+            waiting[pool].append((time, caller))
+            delays[pool].task_arrived(len(waiting[pool]))
 
-    while answers < wanted:
+    while answers < total:
         admit(now)
-        begins = {i: delays[i].begin(now, len(some), lambda _: True) for i, some in enumerate(waiting) if some}
-        ready = [i for i, begin in begins.items() if begin <= now]
+        starting = {
+            i: delays[i].start_time(now, len(tasks), lambda _: True) for i, tasks in enumerate(waiting) if tasks
+        }
+        ready = [i for i, start in starting.items() if start <= now]
         if not ready:
-            now = min([*begins.values(), *[when for when, _ in comes.values()]])
+            now = min([*starting.values(), *[time for time, _ in arrivals.values()]])
             continue
         pool = min(ready, key=lambda i: waiting[i][0])
         batch, waiting[pool] = waiting[pool], []
-        delays[pool].began(now, len(batch), 0)
+        delays[pool].batch_started(now, len(batch), 0)
         seconds = stages[pool][0] + stages[pool][1] * len(batch)
         now += seconds
         admit(now)
-        delays[pool].ended(seconds)
-        comes |= {caller: (now + pauses[caller], (pool + 1) % len(stages)) for _, caller in batch}
+        delays[pool].batch_ended(seconds)
+        arrivals |= {caller: (now + pauses[caller], (pool + 1) % len(stages)) for _, caller in batch}
         answers, batches = answers + len(batch), batches + 1
-        if answers < wanted / 2:
+        if answers < total / 2:
             half = (now, batches)
-    return Outcome((now - half[0]) * 2 / laps, batches - half[1], delays)
+    return Outcome((now - half[0]) * 2 / laps, batches - half[1], sum(delay.waited for delay in delays))
 
 
 @pytest.mark.parametrize(
@@ -227,10 +197,10 @@ def simulated(
         pytest.param([0.1, 0.1], [0.0, 0.3], [(0.7, 0.05), (1.5, 0.1)], id="one and one by turns"),
     ],
 )
-def test_callers_who_come_one_after_the_other_share_a_step_when_a_step_costs_much(
+def test_separate_callers_come_to_share_expensive_batches(
     pauses: list[float], starts: list[float], stages: list[tuple[float, float]]
 ) -> None:
-    alone, together = (simulated(pauses, stages, most, starts) for most in (0.0, 10.0))
+    alone, together = (simulate(pauses, stages, max_delay, starts) for max_delay in (0.0, 10.0))
     assert together.batches < 0.8 * alone.batches, "as many batches as without waiting"
     assert together.lap < 0.9 * alone.lap, "waiting has cost more than it saved"
     assert alone.waited == 0.0
@@ -238,37 +208,8 @@ def test_callers_who_come_one_after_the_other_share_a_step_when_a_step_costs_muc
 
 @pytest.mark.parametrize("pauses", [[0.3], [0.0]])
 @pytest.mark.parametrize("stages", [[(1.0, 0.1)], [(0.1, 0.1), (1.0, 0.2)]])
-def test_a_lone_caller_never_waits(pauses: list[float], stages: list[tuple[float, float]]) -> None:
-    assert simulated(pauses, stages, most=10.0).waited == 0.0
-
-
-def test_nobody_waits_for_callers_who_wait_in_another_pool() -> None:
-    """They cannot come before they were served there; each would wait for the other, and the device for both."""
-    callers = CallerGroup()
-    here, there = (BatchDelay(60.0, callers) for _ in range(2))
-    here.arrived(2)
-    here.began(0.0, 2, 0)
-    here.ended(6.0)
-    here.arrived(1)
-    assert here.begin(0.0, 1, lambda _: True) == 3.0, "the other one is out"
-    there.arrived(1)
-    assert here.begin(0.0, 1, lambda _: True) == 0.0 and there.begin(0.0, 1, lambda _: True) == 0.0
-
-
-@given(st.integers(1, 9))
-def test_after_each_wait_in_vain_twice_as_many_batches_do_not_wait(waits: int) -> None:
-    delay = BatchDelay(1.0)
-    delay._group._peaks.extend([2] * 4)
-    delay.ended(8.0)
-    seen: list[bool] = []
-    while sum(seen) < waits:
-        delay._group._peaks.append(2)
-        delay.arrived(1)
-        seen.append(delay.begin(0.0, 1, lambda _: True) > 0.0)
-        delay.began(1.0, 1, 0)
-        delay.ended(8.0)
-    gaps = [len(gap) for gap in "".join("w" if each else "." for each in seen).split("w")[1:-1]]
-    assert gaps == [min(1 << place, 64) for place in range(waits - 1)] and delay.waited == waits
+def test_lone_caller_never_waits(pauses: list[float], stages: list[tuple[float, float]]) -> None:
+    assert simulate(pauses, stages, max_delay=10.0).waited == 0.0
 
 
 @pytest.mark.long
@@ -276,93 +217,134 @@ def test_after_each_wait_in_vain_twice_as_many_batches_do_not_wait(waits: int) -
     st.lists(st.floats(0.0, 3.0), min_size=1, max_size=6),
     st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.01, 0.05, 0.3])), min_size=1, max_size=2),
 )
-def test_waiting_costs_little_where_it_does_not_pay(pauses: list[float], stages: list[tuple[float, float]]) -> None:
-    without, delayed = (simulated(pauses, stages, most, laps=400) for most in (0.0, 10.0))
+def test_useless_waiting_costs_little(pauses: list[float], stages: list[tuple[float, float]]) -> None:
+    without, delayed = (simulate(pauses, stages, max_delay, laps=400) for max_delay in (0.0, 10.0))
     assert delayed.lap <= 1.5 * without.lap  # of 400 at random, 20 took more than 1.08 of it, and none 1.3
 
 
-def test_a_batch_that_failed_tells_nothing_and_leaves_nobody_under_way() -> None:
+def test_pools_of_an_expert_do_not_wait_for_each_other() -> None:
+    """Callers that wait in one pool cannot come to the other: each pool would wait, and the device for both."""
+    callers = CallerGroup()
+    one, other = (BatchDelay(60.0, callers) for _ in range(2))
+    one.task_arrived(2)
+    one.batch_started(0.0, 2, 0)
+    one.batch_ended(6.0)
+    one.task_arrived(1)
+    assert one.start_time(0.0, 1, lambda _: True) == 3.0, "the second caller is in neither pool"
+    other.task_arrived(1)
+    assert one.start_time(0.0, 1, lambda _: True) == 0.0 and other.start_time(0.0, 1, lambda _: True) == 0.0
+
+
+@given(st.integers(1, 9))
+def test_each_wait_in_vain_doubles_the_batches_without(waits: int) -> None:
+    callers = CallerGroup()
+    delay, others = BatchDelay(1.0, callers), BatchDelay(0.0, callers)
+    delay.batch_ended(8.0)
+    waited: list[bool] = []
+    while sum(waited) < waits:
+        others.task_arrived(1)  # a second caller comes to another pool each time, and leaves it without a batch
+        delay.task_arrived(1)
+        others.stop_waiting(0)
+        waited.append(delay.start_time(0.0, 1, lambda _: True) > 0.0)
+        delay.batch_started(1.0, 1, 0)
+        delay.batch_ended(8.0)
+    gaps = [len(gap) for gap in "".join("w" if one else "." for one in waited).split("w")[1:-1]]
+    assert gaps == [min(1 << place, 64) for place in range(waits - 1)] and delay.waited == waits
+
+
+def test_failed_batch_counts_neither_time_nor_callers() -> None:
     delay = BatchDelay(1.0)
-    delay.arrived(1)
-    delay.began(0.0, 1, 0)
-    delay.ended(None)
+    delay.task_arrived(1)
+    delay.batch_started(0.0, 1, 0)
+    delay.batch_ended(None)
     assert (list(delay.seconds), delay.running, delay.waiting) == ([], 0, 0)
 
 
-def told(**options: float | int) -> tuple[TaskPool, list[str]]:
-    """A pool whose batches took 20 s for four callers lately, and the names of woken pools."""
-    words: list[str] = []
-
-    def answers(tasks: Sequence[Task]) -> list[Answer]:
-        return [[each.tensors[0]] for each in tasks]
-
-    one = TaskPool("p", answers, SCHEMA, PoolOptions(**{"max_batch_delay": 60.0, **options}))  # type: ignore[arg-type]
-    one.open(lambda pool: words.append(pool.name))
-    one._delay.seconds.append(20.0)
-    one._delay._group._peaks.append(4)
-    words.clear()
-    return one, words
+SCHEMA = FlatSchema([Column("x", TensorSpec((None, 1), torch.float32))])
+ROW = torch.zeros(1, 1)
 
 
-def ready(one: TaskPool, now: float | None = None) -> bool:
-    return one.urgency(time.monotonic() if now is None else now)[0] is not None
+class WaitingPool:
+    """A pool whose last batch took 20 s for four callers. Also its runtime, which counts how often it is woken."""
+
+    name = "runtime"
+
+    def __init__(self, patch: pytest.MonkeyPatch, **options: float | int) -> None:
+        self.clock = FakeClock().install(patch, "weft.experts.task_pool")
+        self.clock.now = time.monotonic()
+        options = {"max_batch_delay": 60.0, **options}
+        self.pool = TaskPool("p", self.process, SCHEMA, PoolOptions(**options))  # type: ignore[arg-type]
+        self.woken = 0
+        self.pool.assign_runtime(self)
+        for _ in range(4):
+            self.pool.submit_task(ROW)
+        self.pool.run_batch()
+        self.woken = 0
+
+    def process(self, tasks: Sequence[Task]) -> list[Answer]:
+        self.clock.now += 20.0
+        return [[task.tensors[0]] for task in tasks]
+
+    def wake_for(self, pool: TaskPool) -> None:
+        self.woken += 1
+
+    def is_ready(self, later: float = 0.0) -> bool:
+        return self.pool.oldest_ready(self.clock.now + later)[0] is not None
 
 
-def test_a_pool_that_waits_is_woken_by_the_last_one_alone() -> None:
-    one, words = told()
-    start = time.monotonic()
-    one.submit_task(ROW)
-    assert words == ["p"] and not ready(one)
-    later = one.urgency(time.monotonic())[1]
-    assert later is not None and start + 8.0 < later < time.monotonic() + 10.1
+def test_waiting_pool_is_woken_by_the_last_caller_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = WaitingPool(monkeypatch)
+    waiting.pool.submit_task(ROW)
+    assert waiting.woken == 1 and not waiting.is_ready()
+    assert waiting.pool.oldest_ready(waiting.clock.now) == (None, waiting.clock.now + 10.0)
     for _ in range(2):
-        one.submit_task(ROW)
-    assert words == ["p"] and not ready(one)
-    one.submit_task(ROW)
-    assert words == ["p", "p"] and ready(one)
-    assert len(one.take()) == 4
+        waiting.pool.submit_task(ROW)
+    assert waiting.woken == 1 and not waiting.is_ready()
+    waiting.pool.submit_task(ROW)
+    assert waiting.woken == 2 and waiting.is_ready()
+    assert len(waiting.pool.next_batch()) == 4
 
 
-def test_a_wait_in_vain_ends_after_half_a_batch_and_the_next_batch_does_not_wait() -> None:
-    one, _ = told()
-    one.submit_task(ROW)
-    now = time.monotonic()
-    assert not ready(one) and not ready(one, now + 9.9) and ready(one, now + 10.1)
-    one.work(one.take(now + 10.1))
-    one.submit_task(ROW)
-    assert ready(one)
+def test_wait_in_vain_is_half_a_batch_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = WaitingPool(monkeypatch)
+    waiting.pool.submit_task(ROW)
+    assert not waiting.is_ready() and not waiting.is_ready(9.9) and waiting.is_ready(10.1)
+    waiting.clock.now += 10.1
+    waiting.pool.run_batch()
+    waiting.pool.submit_task(ROW)
+    assert waiting.is_ready()
 
 
-HURRIES: list[Callable[[TaskPool], object]] = [
-    lambda one: one.submit_task(ROW, deadline=time.monotonic() + 60.0),  # less than ten delays away
-    lambda one: one.submit_task(torch.zeros(2, 1)),
-    lambda one: (one.submit_task(ROW), one.close("the test ends")),
-]
+URGENT: dict[str, Callable[[TaskPool], object]] = {
+    "deadline in less than ten delays": lambda pool: pool.submit_task(ROW, deadline=time.monotonic() + 60.0),
+    "full batch": lambda pool: pool.submit_task(torch.zeros(4, 1)),
+    "closed pool": lambda pool: (pool.submit_task(ROW), pool.close_pool("the test ends")),
+}
 
 
-@pytest.mark.parametrize("hurry", HURRIES, ids=["soon", "full", "closed"])
-def test_nobody_waits_who_has_no_time_or_nothing_to_wait_for(hurry: Callable[[TaskPool], object]) -> None:
-    one, _ = told(max_batch_size=2, max_rows=8)
-    hurry(one)
-    assert ready(one)
+@pytest.mark.parametrize("case", URGENT)
+def test_urgent_batch_does_not_wait(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    waiting = WaitingPool(monkeypatch, max_batch_size=4, max_rows=8)
+    URGENT[case](waiting.pool)
+    assert waiting.is_ready()
 
 
-def test_after_all_who_waited_gave_up_the_next_one_is_told_of_again() -> None:
-    """Or a runtime would sleep on: it had been told of a batch, took none, and sleeps without a time to wake."""
-    one, words = told()
-    future = one.submit_task(ROW)
-    assert not ready(one)
+def test_runtime_is_woken_again_after_all_callers_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime was told of a batch, found none, and sleeps without a time to wake."""
+    waiting = WaitingPool(monkeypatch)
+    future = waiting.pool.submit_task(ROW)
+    assert not waiting.is_ready()
     future.cancel()
-    assert one.take() == [] and not ready(one)
-    words.clear()
-    one.submit_task(ROW)
-    assert words == ["p"]
+    assert waiting.pool.next_batch() == [] and not waiting.is_ready()
+    waiting.woken = 0
+    waiting.pool.submit_task(ROW)
+    assert waiting.woken == 1
 
 
 @pytest.mark.parametrize("options", [{"max_batch_delay": 0.0}, {"min_batch_size": 2, "timeout": 0.0}])
-def test_a_pool_that_must_not_wait_does_not_and_the_next_task_is_told_of(options: dict[str, float]) -> None:
-    one, words = told(**options)
-    one.submit_task(ROW)
-    assert ready(one) and ready(one) and one.statistics().waited == 0.0
-    one.submit_task(ROW)
-    assert words == ["p", "p"]
+def test_pool_without_delay_is_woken_by_every_task(monkeypatch: pytest.MonkeyPatch, options: dict[str, float]) -> None:
+    waiting = WaitingPool(monkeypatch, **options)
+    waiting.clock.now = time.monotonic()
+    for woken in (1, 2):
+        waiting.pool.submit_task(ROW)
+        assert waiting.woken == woken and waiting.is_ready(1.0) and waiting.pool.statistics().waited == 0.0

@@ -1,31 +1,31 @@
-"""Across machines: experts, modules with their optimizers, that many trainers share.
+"""Remote experts: modules with their optimizers on other machines, which many trainers share.
 
-expert.py            ExpertBackend, what users see        registry.py  kinds of experts by name
-schema.py            what a call of an expert looks like, nested and flat, and the dummy run
+expert.py            ExpertBackend, the public class      registry.py  kinds of experts by name
+schema.py            nested and flat schemas of a call, and the dummy run
 task.py              one request and its futures; the queue of requests
-task_pool.py         options, quotas, delay of batches; where tasks of one kind wait
+task_pool.py         options, quotas, delay of batches; tasks of one kind wait here
 runtime.py           one thread per device
-executor.py          one batch: gathered, run, isolated from faults, made to count
-side_effects.py      what running a module changes, and undoing that
-gradients.py         which are refused, and the sums of open mini-batches
+batch_executor.py    one batch: gathered, run, isolated from faults, applied to weights, sums, keys and journal
+side_effects.py      changes that a module makes when it runs, and undoing them
+gradients.py         guards, and the sums of open mini-batches
 optimizer_step.py    the optimizer: made, stepped, saved, loaded; idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
 journal.py           the log of batches and its files    journal_replay.py  the replay from it
-checkpoint.py        what survives the process            serialization.py  state dicts as safetensors files
-telemetry.py         statistics and spans                 errors.py  what can go wrong
-wire/, compression.py, protobuf.py                        tensors as bytes, behind a checked header
-discovery/, replication/, mixture/                        who serves what; one expert at several servers; the best k
+checkpoint.py        state that survives the process      serialization.py  state dicts as safetensors files
+telemetry.py         statistics and spans                 errors.py  all errors and warnings
+wire/, compression.py, protobuf.py                        tensors as bytes, after a checked header
+discovery/, replication/, mixture/                        servers of each expert; one expert at several; the best k
 tensors.py           memory of tensors of any layout
 server/, client/, status_page/                            over gRPC: Server, RemoteExpert; the status page
-extras.py            what more than torch is needed, and how to install it
+extras.py            packages needed in addition to torch, and how to install them
 """
 
 import os
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# gRPC reads it once, when it is imported. With that support, each fork of a process with an open connection, such as
-# those of a DataLoader's workers in each epoch, prints a line of gRPC's own on the user's terminal, and a fork of one
-# with a server may abort. Without, a fork must leave gRPC alone: see `weft.experts.fork_guard`.
+# gRPC reads it once, at import. With that support, each fork of a process with an open connection, such as those of a
+# DataLoader's workers in each epoch, prints a line of gRPC on the user's terminal, and a fork of a server can abort.
+# Without it, a forked process must not use gRPC: see `weft.experts.fork_guard`.
 
 from weft.core.spec import TensorSpec
 from weft.experts.expert import ExpertBackend

@@ -1,15 +1,15 @@
-"""Errors and warnings of experts: what an expert answers, and what fails on the way to it.
+"""Errors and warnings of experts, of the connections to them, and of their directories and checkpoints.
 
     WeftError
     ├── ExpertError ──┬── RefusedError       nothing ran, nothing changed
-    │                 └── RemoteError        an error on the way, or no answer
-    ├── WireError                            bytes that are no frame, or a call that cannot become one
-    ├── DirectoryError                       who serves what cannot be asked, or not be changed
-    └── CheckpointError                      it cannot be written, or there are some and none can be read
+    │                 └── RemoteError        the other side failed, or did not answer
+    ├── WireError                            bytes that are not a valid frame, or a call that cannot be encoded
+    ├── DirectoryError                       a directory of experts cannot be read or changed
+    └── CheckpointError                      it cannot be written, or none of the existing ones can be read
 
 A tensor that does not match the schema raises `SpecError`, as everywhere. Errors of the user's own module keep their
 type in the process that runs it, with a note that names the expert and the client. Most of these are the same class
-on both sides of a connection; `weft.experts.wire.service` has the number of each.
+on both sides of a connection; `weft.experts.wire.service` assigns each a number.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from weft.core.errors import SpecError, UsageError, WeftError
 
 
 class ExpertError(WeftError, RuntimeError):
-    """An expert could not do what was asked. ``reason`` is one word for counting, inherited unless given."""
+    """A request to an expert failed. ``reason`` is one word for counting, inherited unless given."""
 
     reason: ClassVar[str] = "expert"
 
@@ -29,19 +29,19 @@ class ExpertError(WeftError, RuntimeError):
 
 
 class RefusedError(ExpertError, reason="refused"):
-    """Refused before anything ran."""
+    """Rejected before anything ran."""
 
 
 class TooManyRowsError(RefusedError, ValueError, reason="rows"):
-    """One task alone has more rows than a batch may have: send less."""
+    """One task has more rows than the largest batch: split it."""
 
 
 class OverloadError(RefusedError, reason="overload"):
-    """The queue is full: retry later, or ask a replica."""
+    """The queue is full: retry later, or use a replica."""
 
 
 class QuotaError(RefusedError, reason="quota"):
-    """This client has too many tasks or rows waiting at this expert: wait for own answers first."""
+    """This client has too many tasks or rows waiting at this expert: wait for its answers first."""
 
 
 class ExpiredError(RefusedError, TimeoutError, reason="expired"):
@@ -49,7 +49,7 @@ class ExpiredError(RefusedError, TimeoutError, reason="expired"):
 
 
 class ClosedError(RefusedError, reason="closed"):
-    """The pool takes no more tasks: ask elsewhere."""
+    """The pool accepts no more tasks: use another server."""
 
 
 class ResultEvictedError(RefusedError, reason="evicted"):
@@ -61,19 +61,19 @@ class KeyReusedError(RefusedError, ValueError, reason="reused"):
 
 
 class CommitError(RefusedError, reason="commit"):
-    """There is no such mini-batch to commit or to add to, or it was committed before."""
+    """The mini-batch to commit or to add to does not exist, or was committed before."""
 
 
 class InputsGoneError(RefusedError, reason="inputs"):
-    """A backward came without its inputs, and those of its forward are not held any more: send them."""
+    """A backward came without inputs, and those of its forward are no longer kept: send them."""
 
 
 class GradientError(ExpertError, reason="gradient"):
-    """A gradient is not finite or too large; weights, buffers and optimizer are as before."""
+    """A gradient is not finite or too large. Weights, buffers and optimizer are as before."""
 
 
 class StepError(ExpertError, reason="step"):
-    """The optimizer, its schedule or an overridden ``apply_gradients`` raised; the weights may have changed."""
+    """The optimizer, its schedule or an overridden ``apply_gradients`` raised. The weights can have changed."""
 
 
 class ModuleExitError(ExpertError, reason="exit"):
@@ -81,7 +81,7 @@ class ModuleExitError(ExpertError, reason="exit"):
 
 
 class DeviceLostError(ExpertError, reason="device"):
-    """A GPU failed such that the process cannot use it any more."""
+    """A GPU failed, and this process cannot use it any more."""
 
 
 class ReplayError(ExpertError, reason="replay"):
@@ -89,7 +89,7 @@ class ReplayError(ExpertError, reason="replay"):
 
 
 class RemoteError(ExpertError, reason="remote"):
-    """The other side answered with an error or not at all. ``details`` are words by name, such as an address."""
+    """The other side answered with an error or not at all. ``details`` are texts by name, such as an address."""
 
     def __init__(self, message: str, details: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -97,47 +97,47 @@ class RemoteError(ExpertError, reason="remote"):
 
 
 class UnknownExpertError(RemoteError, reason="unknown"):
-    """There is no expert of this name."""
+    """No expert has this name."""
 
 
 class ForbiddenError(RemoteError, PermissionError, reason="forbidden"):
-    """The caller's certificate, or the role that it stands for, does not allow the call."""
+    """The caller's certificate, or its role, does not allow the call."""
 
 
 class ExpertFailedError(RemoteError, reason="module"):
-    """The expert's own module raised; ``details["type"]`` names the class of what it raised."""
+    """The expert's own module raised an exception, of the class ``details["type"]``."""
 
 
 class DeadlineError(RemoteError, TimeoutError, reason="deadline"):
-    """The deadline passed before the answer came. Whether the work was done is not known."""
+    """The deadline passed before the answer came. Whether the work was done is unknown."""
 
 
 class LostError(RemoteError, ConnectionError, reason="lost"):
-    """The connection ended before the answer came. Whether the work was done is not known."""
+    """The connection ended before the answer came. Whether the work was done is unknown."""
 
 
 class UnreachableError(RemoteError, ConnectionError, reason="unreachable"):
-    """There is no connection, and so the request never left."""
+    """No connection could be made, so the request was never sent."""
 
 
 class CertificateError(UnreachableError, reason="certificate"):
-    """No connection, since one end rejects the other's certificate. Asking again would not help."""
+    """One end rejects the other's certificate. A retry would fail again."""
 
 
 class DrainingError(RemoteError, reason="draining"):
-    """The server is going away and takes no new work."""
+    """The server is shutting down and accepts no new work."""
 
 
 class NotOwnerError(RemoteError, reason="owner"):
-    """Another server owns this expert; ``details["address"]`` says which, where it is known."""
+    """Another server owns this expert, at ``details["address"]`` if known."""
 
 
 class NoExpertsError(ExpertError, reason="nobody"):
-    """No expert of the grid lives."""
+    """No expert of the grid is alive."""
 
 
 class TooFewAnswersError(ExpertError, TimeoutError, reason="answers"):
-    """Samples without enough answers. ``faults`` says, by expert, what came instead."""
+    """Some samples have too few answers. ``faults`` holds the errors by expert."""
 
     def __init__(self, message: str, faults: Mapping[str, BaseException] | None = None) -> None:
         super().__init__(message)
@@ -145,11 +145,11 @@ class TooFewAnswersError(ExpertError, TimeoutError, reason="answers"):
 
 
 class AnomalyError(ExpertError, ArithmeticError, ValueError, reason="anomaly"):
-    """NaN or Inf in what the caller gave, with ``detect_anomalies``. Nothing was sent."""
+    """NaN or Inf in the caller's tensors, with ``detect_anomalies``. Nothing was sent."""
 
 
 class MixtureCommitError(CommitError):
-    """Too few experts have their whole mini-batch, or stepped with it. ``faults`` says, by expert, what went wrong."""
+    """Too few experts have their whole mini-batch, or stepped with it. ``faults`` holds the errors by expert."""
 
     def __init__(self, message: str, faults: Mapping[str, BaseException] | None = None) -> None:
         super().__init__(message)
@@ -157,7 +157,7 @@ class MixtureCommitError(CommitError):
 
 
 class WireError(WeftError, ValueError):
-    """Bytes that are no valid frame. ``reason`` is one word for counting, ``call_id`` the call at fault if known."""
+    """An invalid frame. ``reason`` is one word for counting, ``call_id`` the call at fault if known."""
 
     def __init__(self, message: str, *, reason: str = "unspecified", call_id: int | None = None) -> None:
         super().__init__(message)
@@ -170,23 +170,23 @@ class MalformedError(WireError):
 
 
 class TruncatedError(WireError):
-    """The bytes end before, or go on after, what their header says."""
+    """The bytes end before the length in their header, or continue after it."""
 
 
 class LimitError(WireError):
-    """The header asks for more than the limits allow. Nothing was allocated for it."""
+    """The header describes more than the limits allow. Nothing was allocated for it."""
 
 
 class DirectoryError(WeftError, RuntimeError):
-    """A directory cannot do what was asked."""
+    """A request to a directory failed."""
 
 
 class DirectoryUnavailableError(DirectoryError, ConnectionError):
-    """The directory does not answer, or was closed; a snapshot still serves."""
+    """The directory does not answer, or was closed. The last snapshot is still used."""
 
 
 class LeaseLostError(DirectoryError):
-    """The lease ended before it was renewed, with all entries under it: declare again."""
+    """The lease expired before it was renewed, with all entries under it: declare them again."""
 
 
 class ExpertOwnedError(DirectoryError):
@@ -198,7 +198,7 @@ class ExpertOwnedError(DirectoryError):
 
 
 class AlreadyDeclaredError(DirectoryError):
-    """Another server lists this expert, and neither says that it has replicas."""
+    """Another server lists this expert, and neither declares it as a replica."""
 
 
 class FencedError(DirectoryError):
@@ -206,29 +206,29 @@ class FencedError(DirectoryError):
 
 
 class CheckpointError(WeftError, RuntimeError):
-    """A checkpoint cannot be written, or there are checkpoints and none of them can be read."""
+    """A checkpoint cannot be written, or none of the existing ones can be read."""
 
 
 class DamagedError(CheckpointError):
-    """A file is not what was once written into it."""
+    """The content of a file has changed since it was written."""
 
 
 class StepsLostWarning(UserWarning):
-    """A server came back with fewer steps of an expert than its client had heard of: older weights, or fresh ones.
+    """A restarted server has fewer steps of an expert than before, so its weights are older, or new ones.
 
-    To have it raised: ``warnings.simplefilter("error", StepsLostWarning)``.
+    To turn it into an error: ``warnings.simplefilter("error", StepsLostWarning)``.
     """
 
     def __init__(self, uid: str, before: int, after: int, server: str) -> None:
         super().__init__(
-            f"expert {uid!r} went back from step {before} to step {after}: the server at {server} was started again, "
-            "or took the expert over, with an older state; what it had learned in between is lost"
+            f"expert {uid!r} went back from step {before} to step {after}: the server at {server} was restarted, or "
+            "took the expert over, with an older state; the steps in between are lost"
         )
         self.uid, self.before, self.after, self.server = uid, before, after, server
 
 
 def reason_of(error: BaseException) -> str:
-    """One short word for an error, for counting: those above, ``spec``, ``usage``, or ``module`` for all others."""
+    """One word for counting an error: its own ``reason``, ``spec``, ``usage``, or ``module`` for all others."""
     if isinstance(error, ExpertError):
         return error.reason
     if isinstance(error, SpecError):

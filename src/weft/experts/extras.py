@@ -1,7 +1,7 @@
-"""What the parts of `weft.experts` that reach beyond one process need beside torch: the extra ``experts``.
+"""Check for the packages of the extra ``experts``, which the parts of `weft.experts` beyond one process need.
 
-Those parts import this first, so that whoever lacks something hears what to install, under the names that pip knows:
-the module ``grpc`` comes with ``grpcio``, and what pip calls ``grpc`` is something else.
+Those parts import this module first, so that a missing package produces an error that says what to install. Python's
+own error names the module, but pip has other names: ``grpc`` comes with ``grpcio``, and pip's ``grpc`` is another.
 """
 
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ _PACKAGES = {
 missing = [name for name in _PACKAGES if find_spec(name) is None]
 if missing:
     raise ModuleNotFoundError(
-        f"experts on other machines need more packages, and {', '.join(_PACKAGES[each] for each in missing)} "
+        f"experts on other machines need more packages, and {', '.join(_PACKAGES[name] for name in missing)} "
         "cannot be found: pip install 'weft[experts]'",
         name=missing[0],
     )

@@ -1,22 +1,22 @@
-"""Gradients on their way to the optimizer: guarded, and summed where a caller commits several backwards as one step.
+"""Gradients on their way to the optimizer: guarded, and summed if a caller commits several backwards as one step.
 
-One NaN in one client's gradient turns all weights of an expert into NaN, for everybody and for good. So none is applied
-unchecked: neither those of a task's outputs, nor those that a batch has for the parameters, nor what it makes of
-running statistics. A norm that overflows its dtype counts as not finite: the optimizer would square it too.
+One NaN in one client's gradient turns all weights of an expert into NaN, permanently and for all clients. So nothing is
+applied unchecked: the gradients of a task's outputs, the batch's gradients of the parameters, and the running
+statistics that it leaves. A norm that overflows its dtype counts as not finite, because Adam squares it too.
 
     backward(mini_batch="m")  ──+
     backward(mini_batch="m")  ──+──> one sum per (client, mini-batch) ── commit("m") ──> one optimizer step
     backward(mini_batch="m")  ──+
 
-A sum takes as much memory as the parameters, so there are few of them, and each principal has a share. One is dropped
-when nothing adds to it or commits it for a while, soon after the stream that it was last added to by has ended, or when
-its caller discards it. Its name is not begun anew then: a commit would apply a part of a mini-batch.
+A sum takes as much memory as the parameters, so their number is limited, and each principal has a share. A sum is
+dropped when nothing adds to it or commits it for a while, soon after the stream of its last gradient has ended, or when
+its caller discards it. Its name cannot be reused then, because a commit would apply only a part of the mini-batch.
 """
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -33,11 +33,13 @@ from weft.experts.tensors import tensor_bytes
 
 @dataclass(frozen=True)
 class Guards:
-    """Args:
-    finite: refuse gradients that hold NaN or infinity, and batches that would put them into running statistics.
-    max_output_norm: the largest L2 norm of one task's gradients of all outputs.
-    max_norm: the largest L2 norm of the gradients of all parameters. A batch beyond it is taken apart, and tasks
-        that alone are beyond it are refused. This is no clipping, which `ExpertBackend` has as well.
+    """Limits for gradients. Tasks beyond them are rejected and not clipped, which `ExpertBackend` can do as well.
+
+    Args:
+        finite: reject gradients that hold NaN or infinity, and batches that would put them into running statistics.
+        max_output_norm: the largest L2 norm of one task's gradients of all outputs.
+        max_norm: the largest L2 norm of the gradients of all parameters. A batch beyond it is split, and tasks that
+            are beyond it alone are rejected.
 
     Example:
         >>> rows, guards = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.Guards(max_norm=1000.0)
@@ -55,15 +57,16 @@ class Guards:
                 check.that(valid, f"{name} is {limit!r}, wanted a number above 0, or None")
             check.boolean("finite", self.finite)
 
-    def sound_outputs(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether the gradients of the outputs of a whole batch pass for sure. False: look at every task."""
+    def accept_outputs(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether the output gradients of all tasks of a batch certainly pass. False: check every task."""
+        # The norm of the whole batch bounds that of each task, and one reduction is cheaper than one per task.
         if self.max_output_norm is not None:
-            return norm(gradients) <= self.max_output_norm  # then so is every part of it
+            return norm(gradients) <= self.max_output_norm
         return not self.finite or math.isfinite(norm(gradients))
 
     def output_fault(self, gradients: Sequence[Tensor]) -> str | None:
-        """What is wrong with the gradients of the outputs of one task, in words."""
-        if self.finite and not all(map(_finite, gradients)):
+        """The fault of one task's output gradients, in words."""
+        if self.finite and not all(map(_is_finite, gradients)):
             return "the gradients of its outputs hold NaN or infinity, wanted finite numbers"
         if self.max_output_norm is not None and not (length := norm(gradients)) <= self.max_output_norm:
             return f"the gradients of its outputs have norm {length:.6g}, wanted at most {self.max_output_norm:.6g}"
@@ -74,19 +77,20 @@ class Guards:
         if not self.finite and self.max_norm is None:
             return
         length, most = norm(gradients), math.inf if self.max_norm is None else self.max_norm
-        if not length <= most or (self.finite and not math.isfinite(length)):
+        if not length <= most or (self.finite and not math.isfinite(length)):  # NaN fails every comparison
             raise GradientError(
                 f"the gradients of the parameters have norm {length:.6g}, wanted at most {most:.6g} and finite; "
                 "nothing was changed. Look for NaN or huge numbers in inputs and gradients, or raise max_norm"
             )
 
-    def check_own(self, before: TensorSnapshot, after: TensorSnapshot) -> None:
-        """Raise `GradientError` if a batch has made NaN or infinity of what the module keeps: running statistics."""
+    def check_buffers(self, before: TensorSnapshot, after: TensorSnapshot) -> None:
+        """Raise `GradientError` if a batch put NaN or infinity into the module's own tensors: running statistics."""
         now = after.copies
         if not now or not self.finite or math.isfinite(norm(list(now.values()))):
             return
-        sound = {place for place, copy in before.copies.items() if _finite(copy)}
-        spoiled = {place[1]: None for place in now if place in sound and not _finite(now[place])}
+        # Tensors that were not finite before are not this batch's fault, and must not block all later batches.
+        sound = {slot for slot, copy in before.copies.items() if _is_finite(copy)}
+        spoiled = {slot[1]: None for slot in now if slot in sound and not _is_finite(now[slot])}
         if spoiled:
             raise GradientError(
                 f"{', '.join(spoiled)} of the module would hold NaN or infinity from then on; nothing "
@@ -95,20 +99,22 @@ class Guards:
 
 
 def norm(gradients: Sequence[Tensor]) -> float:
-    """The L2 norm of all of them together, of which only the values that a sparse one stores count."""
+    """The L2 norm of all of them together. Of a sparse one, only the stored values count."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    dense = [_wide(gradient) for gradient in dense if gradient.is_floating_point() or gradient.is_complex()]
-    if all(gradient.is_cpu for gradient in dense):  # each norm is at hand, and the rest is faster without tensors
+    dense = [_with_norm(gradient) for gradient in dense if gradient.is_floating_point() or gradient.is_complex()]
+    # On the CPU each norm is a Python number at once, and `hypot` is faster than further tensors. On a GPU every
+    # `float` waits for the device, so there is only one.
+    if all(gradient.is_cpu for gradient in dense):
         return math.hypot(*[float(cast("Tensor", torch.linalg.vector_norm(gradient))) for gradient in dense])
     return float(torch.nn.utils.get_total_norm(dense))
 
 
-def _finite(tensor: Tensor) -> bool:
-    return bool(_wide(tensor).isfinite().all())
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(_with_norm(tensor).isfinite().all())
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """The same numbers in a dtype that has norms, which the floats of eight bits have not."""
+def _with_norm(tensor: Tensor) -> Tensor:
+    """The same numbers in a dtype that has norms. PyTorch has none for floats of eight bits."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
@@ -122,10 +128,10 @@ class AccumulationOptions:
 
     Args:
         mini_batches: number of open mini-batches of all clients.
-        max_client_mini_batches: number that one principal may have open; None: three quarters of ``mini_batches``.
-        seconds: without a gradient or a commit, after which a mini-batch is dropped.
-        orphan_seconds: after the end of the stream by which its last gradient came, after which it is dropped. A
-            client that connects again and adds to it in time keeps it.
+        max_client_mini_batches: number that one principal can have open; None: three quarters of ``mini_batches``.
+        seconds: a mini-batch is dropped after so long without a gradient or a commit.
+        orphan_seconds: a mini-batch is dropped so long after the stream of its last gradient has ended. A client that
+            reconnects and adds to it in time keeps it.
 
     Example:
         >>> rows, sums = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.AccumulationOptions(mini_batches=4)
@@ -146,85 +152,96 @@ class AccumulationOptions:
 
     @property
     def client_share(self) -> int:
-        """The number of mini-batches that one principal may have open."""
         return self.max_client_mini_batches or max(1, self.mini_batches * 3 // 4)
 
 
 @dataclass
 class GradientAccumulator:
-    """The gradients of these parameters so far."""
+    """The gradients of these parameters so far. ``touched`` is the time of the last one, which came by ``stream``."""
 
     parameters: list[nn.Parameter]
     total: GradientSum
+    principal: str | None
     terms: int = 0
     touched: float = 0.0
-    principal: str | None = None
-    stream: CallerStream | None = None  # by which the last gradient came
+    stream: CallerStream | None = None
+
+    def add(self, gradients: Sequence[Tensor | None], now: float, stream: CallerStream | None) -> None:
+        self.total.add(gradients)
+        self.terms += 1
+        self.touched, self.stream = now, stream
+
+    def is_expired(self, now: float, options: AccumulationOptions) -> bool:
+        ended_at = None if self.stream is None else self.stream.ended_at
+        orphaned = ended_at is not None and ended_at <= now - options.orphan_seconds
+        return orphaned or self.touched <= now - options.seconds
 
 
 class GradientAccumulators(dict[Owner, GradientAccumulator]):
-    """The open mini-batches of one expert by owner; others raise `CommitError`. Guarded by the expert's lock."""
+    """Open mini-batches of one expert by owner. Other owners raise `CommitError`. Guarded by the expert's lock."""
 
     def __init__(self, options: AccumulationOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options or AccumulationOptions()
         self._clock = clock
-        self.discarded: dict[Owner, str | None] = {}  # with their principals, of any thread; `old` returns each once
+        self.discarded: dict[Owner, str | None] = {}  # with their principals
 
     @property
     def nbytes(self) -> int:
-        """The memory of all sums."""
-        # Of copies: the statistics of a busy expert ask beside its batch.
-        totals = [t for one in list(self.values()) for t in list(one.total.totals)]
-        return sum(tensor_bytes(t) for t in totals if t is not None)
+        # Copies of the lists, because statistics are read without the lock while a batch runs.
+        totals = [total for accumulator in list(self.values()) for total in list(accumulator.total.totals)]
+        return sum(tensor_bytes(total) for total in totals if total is not None)
 
-    def check(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
+    def check_room(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `OverloadError`, `QuotaError` or `CommitError` if gradients of these parameters cannot be added."""
         if owner in self:
+            # By identity: parameters compare element by element.
             if [*map(id, self[owner].parameters)] != [*map(id, parameters)]:
                 raise CommitError(
-                    f"layers were frozen or freed while mini-batch {owner[1]!r} was open; begin a new one"
+                    f"layers were frozen or unfrozen while mini-batch {owner[1]!r} was open; start a new one"
                 )
             return
         if len(self) >= self._options.mini_batches:
             raise OverloadError(
                 f"{len(self)} mini-batches are open, and no more are allowed (mini_batches); commit or discard "
-                f"one, or come back later. {self._holders()}"
+                f"one, or retry later. {self._describe_holders()}"
             )
-        own = sum(each.principal == principal for each in self.values())
-        if own >= self._options.client_share:
+        held = sum(accumulator.principal == principal for accumulator in self.values())
+        if held >= self._options.client_share:
             raise QuotaError(
-                f"client {principal!r} has {own} mini-batches open, and one client may have "
-                f"{self._options.client_share} (max_client_mini_batches); commit or discard one. {self._holders()}"
+                f"client {principal!r} has {held} mini-batches open, and the limit for one client is "
+                f"{self._options.client_share} (max_client_mini_batches); commit or discard one. "
+                f"{self._describe_holders()}"
             )
 
     def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients, in private memory, to the sum of a task that was checked."""
-        new = GradientAccumulator(list(parameters), GradientSum(len(parameters)), principal=task.principal)
-        one = self.setdefault(task.owner, new)
-        one.total.add(gradients)
-        one.terms += 1
-        one.touched, one.stream = self._clock(), task.stream
+        """Add gradients, in private memory, to the sum of a task that has passed `check_room`."""
+        new = GradientAccumulator(list(parameters), GradientSum(len(parameters)), task.principal)
+        self.setdefault(task.owner, new).add(gradients, self._clock(), task.stream)
+
+    def forget_sums(self, owners: Iterable[Owner]) -> None:
+        """Drop these without a journal entry, for a replay: the journal that it reads has the entries already."""
+        for owner in owners:
+            self.pop(owner, None)
 
     def __missing__(self, owner: Owner) -> GradientAccumulator:
         raise CommitError(
-            f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, or it was "
-            "committed or dropped: its connection had ended, or nothing came for too long. Run it again"
+            f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, it was "
+            "committed, or it was dropped because its connection ended or nothing was added for too long. Run it again"
         )
 
-    def old(self) -> dict[Owner, str | None]:
-        """The sums that are to be dropped, with their principals: discarded, untouched for too long, or orphaned."""
-        now = self._clock()
-        found = dict(self.discarded.popitem() for _ in range(len(self.discarded)))
-        for owner, one in self.items():
-            ended_at = None if one.stream is None else one.stream.ended_at
-            orphaned = ended_at is not None and ended_at <= now - self._options.orphan_seconds
-            if orphaned or one.touched <= now - self._options.seconds:
-                found[owner] = one.principal
-        return found
+    def discard(self, owner: Owner, principal: str | None) -> None:
+        """Drop a mini-batch before the next batch. For any thread: the caller must not wait for a running batch."""
+        self.discarded[owner] = principal
 
-    def _holders(self) -> str:
-        """Whose mini-batches are open, in words."""
-        held = Counter(client for client, _ in self).most_common(5)
+    def expired_owners(self) -> dict[Owner, str | None]:
+        """Owners, with their principals, of sums to be dropped: discarded (reported once), too old, or orphaned."""
+        now = self._clock()
+        # Emptied item by item, because other threads can add some at the same time.
+        expired = dict(self.discarded.popitem() for _ in range(len(self.discarded)))
+        return expired | {owner: one.principal for owner, one in self.items() if one.is_expired(now, self._options)}
+
+    def _describe_holders(self) -> str:
+        most = Counter(client for client, _ in self).most_common(5)
         idle = {client: self._clock() - one.touched for (client, _), one in reversed(self.items())}
-        told = [f"client {client!r} has {count} (the oldest idle for {idle[client]:.0f} s)" for client, count in held]
-        return ", ".join(told)
+        words = [f"client {client!r} has {count} (the oldest idle for {idle[client]:.0f} s)" for client, count in most]
+        return ", ".join(words)

@@ -2,13 +2,13 @@
 not be sent again.
 
     forward  of tasks k1 k2, one batch ──> outputs; their graph is kept, and the inputs of k1 and of k2
-    backward of tasks k1 k2, one batch ──> walks that graph, if it is there still
-    backward of k1 alone               ──> runs the forward again, with the inputs that are here
-    any optimizer step                 ──> no graph is kept any more: they belong to older weights. Inputs stay
+    backward of tasks k1 k2, one batch ──> uses that graph, if it is still there
+    backward of k1 alone               ──> runs the forward again, with the kept inputs
+    any optimizer step                 ──> drops all graphs, because they belong to older weights. Inputs stay
 
-A graph serves a batch of exactly the tasks that made it, with equal inputs; otherwise the forward runs again. So this
-pays for one trainer, for several who keep step with each other, or under mini-batches that are committed later. Held
-are at most so many bytes for so many seconds; beyond that, the oldest goes of the client that holds most.
+A graph serves a batch of exactly the tasks that made it, with equal inputs. So the cache pays off for one trainer, for
+several that run in step, or for mini-batches that are committed later. It holds a limited number of bytes for a limited
+time. Beyond that, the oldest entry of the client with the most bytes is dropped.
 """
 
 import time
@@ -33,9 +33,9 @@ Name = tuple[str | None, str]
 
 @dataclass(frozen=True)
 class GraphBudget:
-    """``nbytes`` of inputs and saved tensors that may be kept, each for at most ``seconds``.
+    """The most ``nbytes`` of kept inputs and saved tensors, each for at most ``seconds``.
 
-    What a `torch.autograd.Function` keeps as an attribute of its ``ctx`` is not seen: use ``ctx.save_for_backward``.
+    Attributes on the ``ctx`` of a `torch.autograd.Function` are not counted: use ``ctx.save_for_backward``.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -54,7 +54,7 @@ class GraphBudget:
 
 @dataclass
 class ForwardGraph:
-    """A forward whose graph is there, to be walked back once."""
+    """A forward with its graph, for one backward."""
 
     tape: Tape
     leaves: list[Tensor]
@@ -64,7 +64,7 @@ class ForwardGraph:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Packed:
-    """A saved tensor, and how often it was written to by then."""
+    """A saved tensor, and its version at that time."""
 
     tensor: Tensor
     version: int
@@ -74,16 +74,19 @@ class _Packed:
         return version(self.tensor) == self.version
 
     def unpack(self) -> Tensor:
-        """The tensor. Raises what autograd raises where it was written to."""
+        """The tensor. Raises autograd's error if it was written to."""
         if not self.untouched:
-            what = f"{self.tensor.type()} {list(self.tensor.shape)}"
-            raise RuntimeError(f"{what}, needed for gradient computation, was modified by an inplace operation")
+            name = f"{self.tensor.type()} {list(self.tensor.shape)}"
+            raise RuntimeError(f"{name}, needed for gradient computation, was modified by an inplace operation")
         return self.tensor
 
 
 @dataclass
 class SavedTensors:
-    """What one graph saves: a graph keeps tensors alive by their storages, each counted once."""
+    """The tensors that one graph saves. They are counted by storage, because that is the memory that stays alive.
+
+    ``ignored``: addresses of storages that are alive anyway.
+    """
 
     ignored: set[int]
     sizes: dict[int, int] = field(default_factory=dict[int, int])
@@ -95,11 +98,11 @@ class SavedTensors:
 
     @property
     def untouched(self) -> bool:
-        """Whether no saved tensor was written to. Autograd checks that itself, but not behind hooks."""
-        return all([one is None or one.untouched for one in [ref() for ref in self.packed]])
+        """Whether no saved tensor was written to. Autograd does not check versions of hooked tensors itself."""
+        return all([packed is None or packed.untouched for packed in [ref() for ref in self.packed]])
 
     @contextmanager
-    def counting(self) -> Generator[None]:
+    def count_tensors(self) -> Generator[None]:
         """Surrounds the forward that makes the graph."""
 
         def pack(tensor: Tensor) -> _Packed:
@@ -107,7 +110,8 @@ class SavedTensors:
                 storage = part.untyped_storage()
                 if storage.data_ptr() not in self.ignored:
                     self.sizes[storage.data_ptr()] = storage.nbytes()
-            packed = _Packed(tensor.detach(), version(tensor))  # packing an output itself makes a cycle with its graph
+            # Detached, because a saved output would hold its own graph: a cycle that garbage collection cannot see.
+            packed = _Packed(tensor.detach(), version(tensor))
             self.packed.append(weakref.ref(packed))
             return packed
 
@@ -117,128 +121,137 @@ class SavedTensors:
 
 @dataclass(eq=False, slots=True)
 class _CacheEntry:
-    """What one forward left: a graph until a step or a backward, and the flat inputs of every task, on the host."""
+    """The rest of one forward: a graph until a step or a backward, and the flat inputs of every task, on the host."""
 
     graph: ForwardGraph | None
     saved: SavedTensors
     inputs: dict[Name, list[Tensor]]
     graph_bytes: int
-    input_bytes: int  # until the last of them is gone: they may share memory
+    input_bytes: int  # until the last of them is gone, because they can share memory
     born: float
     principal: str | None  # of its first task
 
+    def drop_graph(self) -> None:
+        self.graph = None
+
 
 class GraphCache:
-    """Graphs and inputs of one expert. Guarded by the expert's lock, but for `inputs`."""
+    """Graphs and inputs of one expert. Guarded by the expert's lock, except `find_inputs`."""
 
     def __init__(self, budget: GraphBudget | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
         self.enabled = budget is not None
         self._clock = clock
-        self._all: OrderedDict[_CacheEntry, None] = OrderedDict()
-        self._graphs: dict[_CacheEntry, None] = {}
-        self._found: dict[Name, _CacheEntry] = {}
+        self._all: OrderedDict[_CacheEntry, None] = OrderedDict()  # oldest first
+        self._graphs: dict[_CacheEntry, None] = {}  # entries that still have a graph
+        self._by_name: dict[Name, _CacheEntry] = {}
         self._shares: dict[str | None, OrderedDict[_CacheEntry, None]] = {}  # by principal, oldest first
-        self._held: Counter[str | None] = Counter()  # bytes by principal
+        self._held_bytes: Counter[str | None] = Counter()  # by principal
         self.nbytes = 0
         self.used = 0
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def keeps(self, tasks: Sequence[Task]) -> bool:
-        """Whether something of a forward of these tasks is to be kept: all wish it, and have a key to find it by."""
+    def is_wanted(self, tasks: Sequence[Task]) -> bool:
+        """Whether to keep a forward of these tasks: all of them allow it, and have a key to find it by."""
         return self._budget is not None and all([task.keep and task.key is not None for task in tasks])
 
-    def keep(self, tasks: Sequence[Task], graph: ForwardGraph, saved: SavedTensors) -> None:
-        """Keep a graph and its inputs, if they are within the budget; the largest holder's oldest make room."""
-        self.forget_old()
-        names = _names(tasks)
+    def keep_forward(self, tasks: Sequence[Task], graph: ForwardGraph, saved: SavedTensors) -> None:
+        """Keep a graph and its inputs if they fit into the budget. The largest holder's oldest entries make room."""
+        self.drop_expired()
+        names = _task_names(tasks)
         for name in names:
-            self._leave(name)
+            self._remove_task(name)
         leaves = [leaf.detach() for leaf in graph.leaves]
         size, nbytes = sum([leaf.nbytes for leaf in leaves]), saved.nbytes
-        if all([leaf.is_cpu for leaf in leaves]):  # the graph's own, so that nothing is held twice
+        if all([leaf.is_cpu for leaf in leaves]):  # views of the graph's own inputs, so that nothing is held twice
             inputs = split_rows(leaves, [task.rows for task in tasks])
         else:
             inputs, nbytes = [list(task.tensors[: len(leaves)]) for task in tasks], nbytes + size
         named, principal = dict(zip(names, inputs, strict=True)), tasks[0].principal
-        kept = _CacheEntry(graph, saved, named, nbytes, size, self._clock(), principal)
+        entry = _CacheEntry(graph, saved, named, nbytes, size, self._clock(), principal)
         total = nbytes + size
-        if self._budget is None or total > self._budget.nbytes or len(kept.inputs) < len(names):
+        # Two tasks of one name in a batch leave fewer inputs than tasks. Neither could be told from the other later.
+        if self._budget is None or total > self._budget.nbytes or len(entry.inputs) < len(names):
             return
+        # The oldest entry of the whole cache would let one client push out the graphs of all others.
         while self.nbytes + total > self._budget.nbytes:
-            largest = max(self._shares, key=self._held.__getitem__)
+            largest = max(self._shares, key=self._held_bytes.__getitem__)
             self._drop(next(iter(self._shares[largest])))
-        self._shares.setdefault(principal, OrderedDict())[kept] = None
-        self._held[principal] += total
-        self._all[kept] = self._graphs[kept] = None
-        self._found.update(dict.fromkeys(names, kept))
+        self._shares.setdefault(principal, OrderedDict())[entry] = None
+        self._held_bytes[principal] += total
+        self._all[entry] = self._graphs[entry] = None
+        self._by_name.update(dict.fromkeys(names, entry))
         self.nbytes += total
 
-    def take(self, tasks: Sequence[Task], parameters: Sequence[Tensor]) -> tuple[ForwardGraph | None, bool]:
-        """The graph that just these tasks made, as it was, if it leads to just these parameters; it is held no more.
+    def pop_graph(self, tasks: Sequence[Task], parameters: Sequence[Tensor]) -> tuple[ForwardGraph | None, bool]:
+        """Remove and return the graph that exactly these tasks made, if it is intact and leads to these parameters.
 
-        And whether they have its very input tensors, which then need no comparison.
+        Also whether the tasks hold the very input tensors of that forward, which then need no comparison.
         """
-        self.forget_old()
-        names = _names(tasks)
-        kept = self._found.get(names[0])
-        if kept is None or tuple(kept.inputs) != names:
+        self.drop_expired()
+        names = _task_names(tasks)
+        entry = self._by_name.get(names[0])
+        if entry is None or tuple(entry.inputs) != names:
             for name in names:
-                self._leave(name)
+                self._remove_task(name)
             return None, False
-        graph, pairs = kept.graph, list(zip(tasks, kept.inputs.values(), strict=True))
-        self._drop(kept)
-        had = [] if graph is None else graph.tape.segment.parameters  # layers may have been frozen or freed since
-        if graph is None or [*map(id, had)] != [*map(id, parameters)] or not kept.saved.untouched:
+        graph, pairs = entry.graph, list(zip(tasks, entry.inputs.values(), strict=True))
+        self._drop(entry)
+        # Layers can have been frozen or unfrozen since, and another expert can have stepped shared weights.
+        reached = [] if graph is None else graph.tape.segment.parameters
+        if graph is None or [*map(id, reached)] != [*map(id, parameters)] or not entry.saved.untouched:
             return None, False
-        same = [mine is its for task, mine_all in pairs for mine, its in zip(mine_all, task.tensors, strict=False)]
+        same = [x is kept for task, inputs in pairs for kept, x in zip(inputs, task.tensors, strict=False)]
         return graph, all(same)
 
-    def inputs(self, client: str | None, key: str) -> list[Tensor] | None:
-        """The flat inputs of the forward of this client and key, if they are here. For any thread."""
-        kept = self._found.get((client, key))
-        return None if kept is None else kept.inputs.get((client, key))
+    def count_use(self) -> None:
+        self.used += 1
 
-    def void(self) -> None:
-        """The weights have changed."""
-        for kept in list(self._graphs):
-            self._void(kept)
+    def find_inputs(self, client: str | None, key: str) -> list[Tensor] | None:
+        """The flat inputs of the forward of this client and key, if they are kept."""
+        # For any thread: each of the two look-ups is atomic under the GIL, and inputs are never written to.
+        entry = self._by_name.get((client, key))
+        return None if entry is None else entry.inputs.get((client, key))
 
-    def forget_old(self) -> None:
-        """Drop what is older than the budget allows."""
+    def void_graphs(self) -> None:
+        for entry in list(self._graphs):
+            self._void_graph(entry)
+
+    def drop_expired(self) -> None:
+        """Drop entries that are older than the budget allows."""
         while self._budget is not None and self._all:
-            kept = next(iter(self._all))
-            if kept.born > self._clock() - self._budget.seconds:
+            oldest = next(iter(self._all))
+            if oldest.born > self._clock() - self._budget.seconds:
                 return
-            self._drop(kept)
+            self._drop(oldest)
 
-    def _leave(self, name: Name) -> None:
-        """Remove one task; a graph that it made with others is of no use any more."""
-        if kept := self._found.pop(name, None):
-            self._void(kept)
-            del kept.inputs[name]
-            if not kept.inputs:
-                self._drop(kept)
+    def _remove_task(self, name: Name) -> None:
+        """Remove one task. A graph that it made with others cannot be used any more."""
+        if entry := self._by_name.pop(name, None):
+            self._void_graph(entry)
+            del entry.inputs[name]
+            if not entry.inputs:
+                self._drop(entry)
 
-    def _void(self, kept: _CacheEntry) -> None:
-        if kept in self._graphs:
-            del self._graphs[kept]
-            kept.graph = None
-            self.nbytes -= kept.graph_bytes
-            self._held[kept.principal] -= kept.graph_bytes
+    def _void_graph(self, entry: _CacheEntry) -> None:
+        if entry in self._graphs:
+            del self._graphs[entry]
+            entry.drop_graph()
+            self.nbytes -= entry.graph_bytes
+            self._held_bytes[entry.principal] -= entry.graph_bytes
 
-    def _drop(self, kept: _CacheEntry) -> None:
-        self._void(kept)
-        del self._all[kept], self._shares[kept.principal][kept]
-        self.nbytes -= kept.input_bytes
-        self._held[kept.principal] -= kept.input_bytes
-        if not self._shares[kept.principal]:
-            del self._shares[kept.principal], self._held[kept.principal]
-        for name in kept.inputs:
-            del self._found[name]
+    def _drop(self, entry: _CacheEntry) -> None:
+        self._void_graph(entry)
+        del self._all[entry], self._shares[entry.principal][entry]
+        self.nbytes -= entry.input_bytes
+        self._held_bytes[entry.principal] -= entry.input_bytes
+        if not self._shares[entry.principal]:
+            del self._shares[entry.principal], self._held_bytes[entry.principal]
+        for name in entry.inputs:
+            del self._by_name[name]
 
 
-def _names(tasks: Sequence[Task]) -> tuple[Name, ...]:
+def _task_names(tasks: Sequence[Task]) -> tuple[Name, ...]:
     return tuple([(task.client, task.key or "") for task in tasks])

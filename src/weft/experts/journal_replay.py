@@ -38,21 +38,20 @@ def replay(backend: ExpertBackend, entries: Iterable[Entry], fetch: Fetch) -> in
         >>> replay(expert, [entry], lambda member: (torch.ones(4, 8), torch.ones(4, 8)))
         1
     """
-    batches, sums = 0, backend.executor.mini_batches
+    batches, executor = 0, backend.executor
     for entry in entries:
         # Another branch means that a state was loaded at this point, and a loaded state has no open mini-batches.
-        if entry.branch != backend.executor.stepper.branch:
-            sums.clear()
+        if entry.branch != executor.stepper.branch:
+            executor.mini_batches.forget_sums(list(executor.mini_batches))
         _check_entry(backend, entry)
         if entry.kind in ("restored", "dropped"):
-            for owner in _mini_batch_owners(entry):
-                sums.pop(owner, None)
+            executor.mini_batches.forget_sums(_mini_batch_owners(entry))
             continue
         tasks = [_rebuild_task(backend, entry, member, fetch) for member in entry.members]
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(entry.threads)
-            backend.executor.redo(entry.kind, tasks, entry.seed, entry.branch)
+            executor.redo(entry.kind, tasks, entry.seed, entry.branch)
         except (RefusedError, GradientError) as error:
             raise ReplayError(
                 f"the {entry.kind} batch that led to step {entry.step} cannot be replayed on expert "

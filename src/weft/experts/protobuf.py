@@ -1,10 +1,10 @@
-"""Protobuf messages from a ``.proto`` of this package, through the descriptor set that lies beside it.
+"""Protobuf messages of a ``.proto`` of this package, loaded from the descriptor set next to it.
 
     experts.proto ── protoc ──> experts.binpb ── here, at import ──> message classes
 
-Descriptors and no generated Python code, since that code runs with two major versions of protobuf only; a descriptor
-set is protobuf's own format, which all of them read. Each ``.proto`` names the command that makes its set, and a test
-holds the two against each other.
+Generated Python code would be the usual way, but it runs with only two major versions of protobuf. A descriptor set is
+protobuf's own format, which all versions read. Each ``.proto`` names the command that makes its set, and a test
+compares the two.
 """
 
 from functools import cache
@@ -18,11 +18,12 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 def load_messages(package: str, name: str, raw: str = "") -> dict[str, Any]:
     """The message classes of ``name``.binpb in a package, by their names in the ``.proto``.
 
-    ``raw``: a field, such as "Call.tensors", whose messages are left as bytes; on the wire the two are the same.
+    ``raw``: messages of this field, such as "Call.tensors", are left as bytes. They are the same on the wire.
     """
     described = cast("Any", descriptor_pb2.FileDescriptorSet)()
     described.ParseFromString((files(package) / f"{name}.binpb").read_bytes())
-    pool = cast("Any", descriptor_pool.DescriptorPool)()  # its own: names of other users of protobuf do not matter
+    # Not the default pool, in which names of other users of protobuf could collide with these.
+    pool = cast("Any", descriptor_pool.DescriptorPool)()
     for file in described.file:
         for message in file.message_type:
             for field in message.field:
@@ -31,4 +32,4 @@ def load_messages(package: str, name: str, raw: str = "") -> dict[str, Any]:
                     field.ClearField("type_name")
         pool.Add(file)
     classes = cast("Any", message_factory.GetMessageClassesForFiles)([file.name for file in described.file], pool)
-    return {full_name.rpartition(".")[2]: made for full_name, made in classes.items()}
+    return {full_name.rpartition(".")[2]: message for full_name, message in classes.items()}

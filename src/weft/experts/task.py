@@ -1,14 +1,14 @@
-"""Task: the request of one client, flat tensors, and the futures that wait for the answer; and the queue of tasks.
+"""Task: the request of one client with its flat tensors, and the futures that wait for its answer. Queue of tasks.
 
-    submit ──> waiting ──> taken ──> answered       every waiter gets the results, or the error
+    submit ──> waiting ──> started ──> answered       every waiter gets the results, or the error
                   |
                   +──> cancelled by all its waiters, or expired: it leaves the queue and holds nothing
 
     batch key (any length 7)    a b d ────┐  oldest head first
-    batch key (any length 9)    c e   ────┴──> take(): a b d as one batch, then c e
+    batch key (any length 9)    c e   ────┴──> next_batch(): a b d as one batch, then c e
 
-Usually one future waits; the repetition of a request that is under way joins as one more waiter. The pool holds the
-lock.
+A single future per task would do, if clients never repeated a request that is still running. Such a repetition joins
+the task as one more waiter. Nothing here locks: the pool calls all of it under its own lock.
 """
 
 import ctypes
@@ -26,10 +26,10 @@ from torch import Tensor
 
 Results = list[Tensor]
 Answer = Results | BaseException
-"""What became of a task: its flat results, or the error that its author gets."""
+"""The flat results of a task, or the error for its sender."""
 
 BatchKey = tuple[Hashable, ...]
-"""What must be equal for two tasks to share a batch."""
+"""Tasks share a batch only if this is equal."""
 
 REPEATED = "+"
 """Separates the key of a forward from the suffix that distinguishes its backwards."""
@@ -39,7 +39,7 @@ _next_number = count().__next__
 
 @dataclass(eq=False, slots=True)
 class CallerStream:
-    """The stream that a task came by. ``ended_at`` is a time of `time.monotonic`, None while it is open."""
+    """The stream by which a task came. ``ended_at`` is a time of `time.monotonic`, None while it is open."""
 
     ended_at: float | None = None
 
@@ -49,7 +49,7 @@ class CallerStream:
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """``tensors`` have ``rows`` rows each; ``number`` is unique here; for the others see `TaskPool.submit_task`."""
+    """``tensors`` have ``rows`` rows each. ``number`` is unique here. For the others see `TaskPool.submit_task`."""
 
     tensors: tuple[Tensor, ...]
     rows: int
@@ -65,7 +65,7 @@ class Task:
     arrival: float = field(default_factory=time.monotonic)
     number: int = field(default_factory=_next_number)
     waiters: list["Waiter"] = field(default_factory=list["Waiter"])
-    taken: bool = False
+    started: bool = False
     _fingerprint: int = 0  # 0: not computed yet
 
     @property
@@ -91,61 +91,68 @@ class Task:
             self._fingerprint = form << 32 | payload
         return self._fingerprint
 
-    def join(self, deadline: float | None, gave_up: Callable[["Task"], None]) -> "Future[Results]":
-        """One more waiter; the task expires when the last does. ``gave_up`` is called in the thread that cancels it."""
-        future = Waiter(self, gave_up)
+    def add_waiter(self, deadline: float | None, on_cancel: Callable[["Task"], None]) -> "Future[Results]":
+        """One more future. The task expires when the last waiter does. ``on_cancel`` runs in the cancelling thread."""
+        future = Waiter(self, on_cancel)
         if self.waiters:
             self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
         self.waiters.append(future)
-        if self.taken:
+        # A retry of a running request must not be able to cancel it either.
+        if self.started:
             future.set_running_or_notify_cancel()
         return future
 
-    def wanted(self) -> bool:
+    def has_waiters(self) -> bool:
         """Whether a waiter is left. Removes cancelled ones."""
         for waiter in [waiter for waiter in self.waiters if waiter.cancelled()]:
             self.waiters.remove(waiter)
-            waiter.set_running_or_notify_cancel()  # else `concurrent.futures.wait` would go on waiting for it
-            waiter.waits = None
+            # Without this, `concurrent.futures.wait` continues to wait for a cancelled future.
+            waiter.set_running_or_notify_cancel()
+            waiter.detach()
         return bool(self.waiters)
 
-    def take(self) -> bool:
-        """Whether a waiter is left; if so, the task cannot be cancelled from here on."""
-        self.waiters = [waiter for waiter in self.waiters if _still_waits(waiter)]
-        self.taken = bool(self.waiters)
-        return self.taken
+    def start(self) -> bool:
+        """Whether a waiter is left. If so, the task cannot be cancelled from now on."""
+        self.waiters = [waiter for waiter in self.waiters if _set_running(waiter)]
+        self.started = bool(self.waiters)
+        return self.started
 
-    def expired(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         return self.deadline is not None and self.deadline <= now
 
-    def release(self) -> Sequence["Future[Results]"]:
-        """The waiters, for the last time: a future that is kept must not keep the task."""
+    def release_waiters(self) -> Sequence["Future[Results]"]:
+        """Remove and return the waiters. A client that keeps its future must not keep the task with its tensors."""
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
-            waiter.waits = None
+            waiter.detach()
         return waiters
 
 
 class Waiter(Future[Results]):
-    """Notifies the pool when it is cancelled; a callback would be called for every answer as well."""
+    """Notifies the pool when it is cancelled. A done callback would also run for every answer."""
 
-    def __init__(self, task: Task, gave_up: Callable[[Task], None]) -> None:
+    def __init__(self, task: Task, on_cancel: Callable[[Task], None]) -> None:
         super().__init__()
-        self.waits: tuple[Task, Callable[[Task], None]] | None = (task, gave_up)
+        self._waits_for: tuple[Task, Callable[[Task], None]] | None = (task, on_cancel)
 
     def cancel(self) -> bool:
-        done, waits = super().cancel(), self.waits
-        if done and waits is not None:
-            waits[1](waits[0])
+        done, waits_for = super().cancel(), self._waits_for
+        if done and waits_for is not None:
+            task, on_cancel = waits_for
+            on_cancel(task)
         return done
 
+    def detach(self) -> None:
+        self._waits_for = None
 
-def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
+
+def answer_waiters(waiters: Sequence["Future[Results]"], result: Answer) -> None:
     """Set the result of all futures that were not cancelled."""
     for waiter in waiters:
-        if not waiter.running() and not _still_waits(waiter):
+        if not waiter.running() and not _set_running(waiter):
             continue
-        with suppress(BaseException):  # its owner has set it; or raised by a callback, which must not end this thread
+        # Raised if the client has set its own future, or by a callback. Neither must end the runtime's thread.
+        with suppress(BaseException):
             if isinstance(result, BaseException):
                 waiter.set_exception(result)
             else:
@@ -160,11 +167,11 @@ def split_rows(batch: Sequence[Tensor], rows: Sequence[int]) -> list[Results]:
     return [[part[place] for part in parts] for place in range(len(rows))]
 
 
-def _still_waits(waiter: "Future[Results]") -> bool:
-    """Whether a future is to be answered. Nobody can cancel it from here on."""
+def _set_running(waiter: "Future[Results]") -> bool:
+    """Whether a future still needs an answer. It cannot be cancelled from now on."""
     try:
         return waiter.set_running_or_notify_cancel()
-    except RuntimeError:  # its owner has set it; the library logs that
+    except RuntimeError:  # the client has set it; the library logs that
         return False
 
 
@@ -172,20 +179,31 @@ def _still_waits(waiter: "Future[Results]") -> bool:
 class _Group:
     """Tasks of one batch key, oldest first."""
 
-    # Linked, not hashed in a row: a plain dict whose head is removed again and again is searched from the start.
+    # A plain dict is hashed in a row: if its head is removed again and again, each search for the next head starts at
+    # the beginning. An OrderedDict is linked.
     tasks: "OrderedDict[int, Task]" = field(default_factory=OrderedDict["int", Task])
     rows: int = 0
 
-    def head(self) -> Task:
+    def add(self, task: Task) -> None:
+        self.tasks[task.number] = task
+        self.rows += task.rows
+
+    def remove(self, task: Task) -> bool:
+        if self.tasks.pop(task.number, None) is None:
+            return False
+        self.rows -= task.rows
+        return True
+
+    def first_task(self) -> Task:
         return next(iter(self.tasks.values()))
 
 
 class BatchQueue:
-    """Waiting tasks. A group of them is ready when it has the rows of the smallest batch, its head has waited for
-    ``timeout`` seconds, or it is of a mini-batch. ``count`` tasks and ``rows`` wait now."""
+    """Waiting tasks. A group of them is ready when it has ``min_rows``, its head has waited for ``timeout`` seconds,
+    or it belongs to a mini-batch. ``count`` tasks and ``rows`` wait now."""
 
     def __init__(self, min_rows: int, max_rows: int, timeout: float) -> None:
-        self.timeout = timeout
+        self._timeout = timeout
         self._min_rows = min_rows
         self._max_rows = max_rows
         self._groups: dict[BatchKey, _Group] = {}
@@ -195,72 +213,70 @@ class BatchQueue:
         for group in self._groups.values():
             yield from group.tasks.values()
 
+    def set_timeout(self, timeout: float) -> None:
+        self._timeout = timeout
+
     def add(self, task: Task) -> None:
-        group = self._groups.setdefault(task.batch_key, _Group())
-        group.tasks[task.number] = task
-        group.rows += task.rows
+        self._groups.setdefault(task.batch_key, _Group()).add(task)
         self.rows += task.rows
         self.count += 1
 
     def remove(self, task: Task) -> bool:
-        """Take one out from where it is; whether it was there."""
+        """Remove a task at any position. Returns whether it was there."""
         group = self._groups.get(task.batch_key)
-        if group is None or group.tasks.pop(task.number, None) is None:
+        if group is None or not group.remove(task):
             return False
-        group.rows -= task.rows
         self.rows -= task.rows
         self.count -= 1
         if not group.tasks:
             del self._groups[task.batch_key]
         return True
 
-    def oldest(self) -> float | None:
-        """When the oldest task arrived, in seconds of `time.monotonic`."""
-        return min((group.head().arrival for group in self._groups.values()), default=None)
+    def oldest_arrival(self) -> float | None:
+        return min((group.first_task().arrival for group in self._groups.values()), default=None)
 
-    def urgency(self, now: float) -> tuple[int | None, float | None]:
-        """The number of the oldest ready head, which orders the pools; and when to look again if there is none."""
-        ready = [group.head().number for group in self._groups.values() if self._ready(group, now)]
+    def oldest_ready(self, now: float) -> tuple[int | None, float | None]:
+        """The number of the oldest ready head, which orders the pools, or None and when to look again."""
+        ready = [group.first_task().number for group in self._groups.values() if self._is_ready(group, now)]
         if ready:
             return min(ready), None
-        heads = [group.head() for group in self._groups.values()]
-        times = [head.arrival + self.timeout for head in heads]
+        heads = [group.first_task() for group in self._groups.values()]
+        times = [head.arrival + self._timeout for head in heads]
         times += [head.deadline for head in heads if head.deadline is not None]
         return None, min(times, default=None)
 
-    def patient(self, latest: float) -> bool:
-        """Whether what is ready may wait: no batch is full, or of a mini-batch, which one client makes alone; and no
-        head has a deadline before ``latest``."""
-        heads = [group.head() for group in self._groups.values() if group.rows < self._max_rows]
-        urgent = [head for head in heads if head.mini_batch is not None or head.expired(latest)]
+    def can_wait(self, latest: float) -> bool:
+        """Whether no batch is full or of a mini-batch, to which only one client adds, and no deadline is before
+        ``latest``."""
+        heads = [group.first_task() for group in self._groups.values() if group.rows < self._max_rows]
+        urgent = [head for head in heads if head.mini_batch is not None or head.is_expired(latest)]
         return not urgent and len(heads) == len(self._groups)
 
-    def take(self, now: float) -> tuple[list[Task], list[Task]]:
-        """The tasks of the next batch, and those that had expired on the way to it. Both are out of the queue.
-
-        Sorted by their keys: the same callers make the same batch in forward and in backward, which may use its graph.
-        """
+    def next_batch(self, now: float) -> tuple[list[Task], list[Task]]:
+        """Remove and return the tasks of the next batch, and the expired ones that were found on the way."""
         expired: list[Task] = []
         for group in list(self._groups.values()):
-            while group.tasks and group.head().expired(now):
-                expired.append(group.head())
-                self.remove(group.head())
-        ready = [group for group in self._groups.values() if self._ready(group, now)]
-        group = min(ready, key=lambda group: group.head().number, default=_Group())
+            while group.tasks and group.first_task().is_expired(now):
+                expired.append(group.first_task())
+                self.remove(group.first_task())
+        ready = [group for group in self._groups.values() if self._is_ready(group, now)]
+        group = min(ready, key=lambda group: group.first_task().number, default=_Group())
         batch: list[Task] = []
         rows = 0
-        while group.tasks and (group.head().expired(now) or rows + group.head().rows <= self._max_rows):
-            task = group.head()
+        while group.tasks and (group.first_task().is_expired(now) or rows + group.first_task().rows <= self._max_rows):
+            task = group.first_task()
             self.remove(task)
-            if task.expired(now):
+            if task.is_expired(now):
                 expired.append(task)
             else:
                 rows += task.rows
                 batch.append(task)
+        # Sorted by key, so that the same callers form the same batch in forward and backward, which can then use its
+        # graph. Rounding depends on the order of the rows.
         batch.sort(key=lambda task: task.key or "")
         return batch, expired
 
-    def _ready(self, group: _Group, now: float) -> bool:
-        head = group.head()
-        waited = now >= head.arrival + self.timeout or head.mini_batch is not None
-        return waited or group.rows >= self._min_rows or head.expired(now)
+    def _is_ready(self, group: _Group, now: float) -> bool:
+        head = group.first_task()
+        waited = now >= head.arrival + self._timeout or head.mini_batch is not None
+        return waited or group.rows >= self._min_rows or head.is_expired(now)

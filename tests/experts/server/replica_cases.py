@@ -70,7 +70,9 @@ def after(revisions: int) -> LocalDirectory:
 def expert(name: str = "fussy", **options: Any) -> ExpertBackend:
     backend = fussy_backend(**options)
     if name != "fussy":
-        backend = ExpertBackend(name, backend.module, backend.optimizer, args_schema=(backend.executor.call.specs[0],))
+        backend = ExpertBackend(
+            name, backend.module, backend.optimizer, args_schema=(backend.executor.module.call.specs[0],)
+        )
     return backend
 
 

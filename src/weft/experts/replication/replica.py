@@ -281,7 +281,7 @@ class Replica:
         self._fence = Fence(backend.name)
         self._owner_was_seen = False
         self._epoch_changed_at = float("-inf")  # when the directory was last seen to have begun again
-        backend.executor.permit = partial(self.leadership.check, steps=True)
+        backend.executor.updates.require_permit(partial(self.leadership.check, steps=True))
 
     @property
     def version(self) -> StateVersion:
