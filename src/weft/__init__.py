@@ -14,7 +14,7 @@ Examples in docstrings begin with ``import torch, weft`` and ``from torch import
 
 from typing import TYPE_CHECKING
 
-from weft.core.lazy import attributes
+from weft.core.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from weft import checkpoint, compat, errors, experts, pipeline, recurrent, report
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from weft.pipeline.weights import build_on_meta
     from weft.recurrent import GRU, LSTM, RNN, Bidirectional, Recurrent, Stack, Window, recurrent_net
 else:
-    __getattr__, __dir__ = attributes(
+    __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
             "weft.core.context": ("is_checkpointing", "is_recomputing"),

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from weft.core.errors import UsageError, WeightsError, listed
+from weft.core.errors import UsageError, WeightsError, join_faults
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.weights import names_by_tensor, unwrap_module
 
@@ -132,7 +132,7 @@ def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | 
         faults += more
     # All ranks raise together, before anything has changed. A rank that went on alone would wait for the others.
     if faults := list(dict.fromkeys(fault for report in agree(faults) for fault in report)):
-        raise WeightsError(listed(f"the checkpoint in {path} does not fit:", faults))
+        raise WeightsError(join_faults(f"the checkpoint in {path} does not fit:", faults))
 
     def read() -> Any:
         local = module.state_dict()
@@ -311,7 +311,7 @@ def _run_on_all(agree: Callable[[str | None], list[str | None]], done: str, work
     if error is not None:
         raise error
     if faults := [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]:
-        raise WeightsError(listed(f"the checkpoint could not be {done}, because of other ranks:", faults))
+        raise WeightsError(join_faults(f"the checkpoint could not be {done}, because of other ranks:", faults))
     return result
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weft import Pipe
-from weft.core.errors import ScheduleError, UsageError, WeftError, escaped
+from weft.core.errors import ScheduleError, UsageError, WeftError, escape
 from weft.pipeline.schedule import SCHEDULES, build
 from weft.pipeline.simulate import StageCost, forecast
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command(chosen)
     except (WeftError, OSError) as error:
         misuse = isinstance(error, UsageError | ScheduleError)
-        parser.exit(2 if misuse else 1, f"weft: {escaped(error, lines=True)}\n")
+        parser.exit(2 if misuse else 1, f"weft: {escape(error, lines=True)}\n")
     except KeyboardInterrupt:
         parser.exit(130, "\nweft: interrupted\n")
     return 0

@@ -49,7 +49,7 @@ from weft.core.errors import (
     WeftError,
     WeightsError,
 )
-from weft.core.lazy import attributes
+from weft.core.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from weft.experts.errors import *
@@ -72,4 +72,4 @@ __all__ = [
 if not TYPE_CHECKING:
     _recurrent = ("InputWidthError", "LayerInputError", "NoPlanWarning")
     _experts = [name for name in __all__ if name not in globals() and name not in _recurrent]
-    __getattr__, __dir__ = attributes(__name__, {"weft.experts.errors": _experts, "weft.recurrent": _recurrent})
+    __getattr__, __dir__ = lazy_attributes(__name__, {"weft.experts.errors": _experts, "weft.recurrent": _recurrent})

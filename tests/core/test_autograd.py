@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.core.autograd import apply, quiet_hooks
+from weft.core.autograd import apply_as_node, silence_hooks
 from weft.core.errors import DoubleBackwardError
 
 
@@ -32,7 +32,7 @@ def apply_product() -> tuple[Product, Tensor, Tensor, Tensor, Tensor]:
     """The function, its inputs and its outputs."""
     a, b = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
     function = Product(a, b)
-    y, n = apply(function, [a, b])
+    y, n = apply_as_node(function, [a, b])
     return function, a, b, y, n
 
 
@@ -67,7 +67,7 @@ class Explained(Product):
 )
 def test_gradient_of_a_gradient_is_rejected_with_the_reason(kind: type[Product], words: str) -> None:
     a = torch.tensor([2.0], requires_grad=True)
-    y, _ = apply(kind(a, a), [a, a])
+    y, _ = apply_as_node(kind(a, a), [a, a])
     with pytest.raises(DoubleBackwardError, match=words):
         torch.autograd.grad(y, a, create_graph=True)
 
@@ -78,7 +78,7 @@ def test_hooks_are_quiet_inside_and_back_afterwards(fails: bool) -> None:
     fired: list[float] = []
     handle = p.register_hook(lambda gradient: fired.append(gradient.item()))
     other = torch.tensor([1.0], requires_grad=True)
-    with pytest.raises(KeyError) if fails else nullcontext(), quiet_hooks([p, other]):
+    with pytest.raises(KeyError) if fails else nullcontext(), silence_hooks([p, other]):
         torch.autograd.grad(p * 5, p)
         if fails:
             raise KeyError

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from weft import Pipe
-from weft.core.context import ExecutionContext, ProcessFlags, is_checkpointing, is_recomputing, phase
+from weft.core.context import ExecutionContext, ProcessFlags, is_checkpointing, is_recomputing, set_phase
 from weft.core.segment import Keep, MicroBatchContext, Segment
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
@@ -191,12 +191,12 @@ def test_phase_belongs_to_a_thread() -> None:
     def look() -> None:
         seen.append((is_checkpointing(), is_recomputing()))
 
-    with pytest.raises(KeyError), phase("checkpointing"):
+    with pytest.raises(KeyError), set_phase("checkpointing"):
         look()
         other = threading.Thread(target=look)
         other.start()
         other.join()
-        with phase("recomputing"):
+        with set_phase("recomputing"):
             look()
         look()
         raise KeyError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.processes import forked, only_with_fork
-from weft.core.rng import GeneratorWatch, carry_lock, lock_generators, seeded, waiting
+from weft.core.rng import GeneratorWatch, carry_lock, lock_generators, lock_released, seed_generators
 
 CPU = [torch.default_generator]
 
@@ -74,9 +74,9 @@ def test_waiting_releases_the_lock_and_keeps_the_numbers() -> None:
     """Other threads draw during the wait. The waiting stage continues its own stream, and the caller's is theirs."""
     torch.manual_seed(0)
     expected = torch.rand(4, generator=torch.Generator().manual_seed(7))
-    with seeded(CPU, 7):
+    with seed_generators(CPU, 7):
         drawn = [torch.rand(2)]
-        with waiting():
+        with lock_released():
             assert not is_locked()
             torch.rand(5)
         assert is_locked()
@@ -89,10 +89,10 @@ def test_waiting_releases_the_lock_and_keeps_the_numbers() -> None:
 
 def test_waits_and_locks_nest_inside_a_wait() -> None:
     expected = torch.rand(2, generator=torch.Generator().manual_seed(7))
-    with seeded(CPU, 7):
-        with waiting(), waiting():
+    with seed_generators(CPU, 7):
+        with lock_released(), lock_released():
             assert not is_locked()
-        with waiting(), seeded(CPU, 5):
+        with lock_released(), seed_generators(CPU, 5):
             assert is_locked()
         assert torch.equal(torch.rand(2), expected)
 

@@ -114,14 +114,14 @@ def test_wrong_number_of_leaves_is_an_error() -> None:
 @given(values)
 def test_prefix_stands_for_all_leaves_below_it(value: Any) -> None:
     leaves, structure = tree.flatten(value)
-    assert tree.spread(None, structure) == [None] * len(leaves)
+    assert tree.broadcast_prefix(None, structure) == [None] * len(leaves)
     numbers = list(range(len(leaves)))
-    assert tree.spread(tree.unflatten(structure, numbers), structure) == numbers
+    assert tree.broadcast_prefix(tree.unflatten(structure, numbers), structure) == numbers
 
 
 def test_first_mismatch_of_a_prefix_is_named() -> None:
     structure = tree.flatten({"a": [1, 2], "b": 3})[1]
-    assert tree.spread({"b": 5, "a": 4}, structure) == [4, 4, 5]
+    assert tree.broadcast_prefix({"b": 5, "a": 4}, structure) == [4, 4, 5]
     for prefix, place in (
         ({"a": [4], "b": 5}, r"x\['a'\] is a list of 2, but \[4\] is given for it"),
         ({"a": 4, "b": [5]}, r"x\['b'\] is a leaf, but \[5\]"),
@@ -131,7 +131,7 @@ def test_first_mismatch_of_a_prefix_is_named() -> None:
         ({}, "x is a dict with keys"),
     ):
         with pytest.raises(SpecError, match=place):
-            tree.spread(prefix, structure, "x")
+            tree.broadcast_prefix(prefix, structure, "x")
 
 
 @given(values)

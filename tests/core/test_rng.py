@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from weft.core.errors import UsageError
-from weft.core.rng import DrawnSeed, RandomUse, RngStreams, RngVote, draw_seed, generators, mix
+from weft.core.rng import DrawnSeed, RandomUse, RngStreams, RngVote, derive_seed, draw_seed, generators_of
 
-CPU = generators([torch.device("cpu")])
+CPU = generators_of([torch.device("cpu")])
 ALL = list(product(range(2), range(2)))
 Stage = Callable[[], Tensor]
 
@@ -65,14 +65,14 @@ def run_threads(work: Callable[[int], None], count: int) -> None:
 
 def test_mixed_seeds_are_valid_reproducible_and_distinct() -> None:
     keys = [(seed, stage, i) for seed in (0, 1, 2**63 - 1) for stage in range(40) for i in range(40)]
-    mixed = [mix(*key) for key in keys]
-    assert mixed == [mix(*key) for key in keys] and len(set(mixed)) == len(keys)
+    mixed = [derive_seed(*key) for key in keys]
+    assert mixed == [derive_seed(*key) for key in keys] and len(set(mixed)) == len(keys)
     assert min(mixed) >= 0 and max(mixed) < 2**63
     torch.Generator().manual_seed(max(mixed))
 
 
 def test_meta_device_has_only_the_cpu_generator() -> None:
-    assert generators([torch.device("cpu"), torch.device("meta"), torch.device("cpu")]) == (torch.default_generator,)
+    assert generators_of([torch.device("cpu"), torch.device("meta"), torch.device("cpu")]) == (torch.default_generator,)
 
 
 def test_cuda_starts_before_its_generators_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_cuda_starts_before_its_generators_are_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "default_generators", ())
     monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", of_devices))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    sources = generators([torch.device("cuda", 1), torch.device("cuda")])
+    sources = generators_of([torch.device("cuda", 1), torch.device("cuda")])
     assert sources == (torch.default_generator, of_devices[1], of_devices[0])
 
 
@@ -90,7 +90,7 @@ def test_cuda_starts_before_its_generators_are_read(monkeypatch: pytest.MonkeyPa
 def test_untested_device_type_is_rejected(name: str) -> None:
     """The error names the device and the types that can be used."""
     with pytest.raises(UsageError, match=f"'{name}' is not supported: .* 'cpu' or 'cuda'"):
-        generators([torch.device(name)])
+        generators_of([torch.device(name)])
 
 
 @given(st.permutations(ALL))
@@ -103,7 +103,7 @@ def test_numbers_do_not_depend_on_the_order(order: list[tuple[int, int]]) -> Non
     assert_equal_numbers(expected, forward(rng, [draw, draw], order))
     assert_equal_numbers(expected, forward(rng, [draw, draw]))
     assert len({tuple(numbers.tolist()) for numbers in expected.values()}) == len(ALL)
-    assert rng.settle()
+    assert rng.commit_draws()
 
 
 def test_step_advances_the_generator_by_one_draw_or_none() -> None:
@@ -112,7 +112,7 @@ def test_step_advances_the_generator_by_one_draw_or_none() -> None:
     for _ in range(3):
         rng = streams(uses)
         forward(rng, [draw_nothing, draw_nothing])
-        assert rng.settle()
+        assert rng.commit_draws()
         assert torch.equal(torch.get_rng_state(), before)
     assert [use.draws for use in uses.values()] == [{0: False}, {0: False}]
     torch.randint(1 << 62, ())
@@ -120,7 +120,7 @@ def test_step_advances_the_generator_by_one_draw_or_none() -> None:
     torch.set_rng_state(before)
     rng = streams(unknown_stages())
     forward(rng, [draw_nothing, draw])
-    assert rng.settle()
+    assert rng.commit_draws()
     assert torch.equal(torch.get_rng_state(), after_one_draw)
 
 
@@ -139,7 +139,7 @@ def test_observation_is_kept_per_configuration() -> None:
     for configuration, stage in (("eval", draw_nothing), ("train", draw), ("eval", draw_nothing)):
         rng = RngStreams(uses, {0: configuration})
         forward(rng, [stage], [(0, 0)])
-        assert rng.settle()
+        assert rng.commit_draws()
     assert uses[0].draws == {"eval": False, "train": True}
 
 
@@ -149,7 +149,7 @@ def test_step_with_a_sudden_draw_repeats_under_locks(other: Stage) -> None:
     uses = unknown_stages()
     rng = streams(uses)
     forward(rng, [draw_nothing, other])
-    assert rng.settle()
+    assert rng.commit_draws()
     torch.manual_seed(5)
     surprised = streams(uses)
     forward(surprised, [draw, other])
@@ -171,11 +171,11 @@ def test_quiet_step_detects_a_draw_without_scopes() -> None:
     rng = streams(uses)
     assert not rng.quiet, "no stage has been observed"
     forward(rng, [draw_nothing, draw_nothing])
-    rng.settle()
+    rng.commit_draws()
     rng = streams(uses)
     assert rng.quiet
     draw()  # outside every scope
-    assert not rng.settle()
+    assert not rng.commit_draws()
     assert not streams(uses).quiet
 
 
@@ -238,7 +238,7 @@ def test_stages_that_draw_nothing_never_wait() -> None:
     uses = unknown_stages(3)
     rng = streams(uses)
     forward(rng, [draw, draw_nothing, draw_nothing], [(0, 0), (1, 0), (2, 0)])
-    assert rng.settle()
+    assert rng.commit_draws()
     rng, meeting = streams(uses), threading.Barrier(3)
 
     def meet(number: int) -> None:
@@ -258,7 +258,7 @@ def test_processes_that_agree_on_a_seed_stay_alike(drew: bool) -> None:
     assert torch.equal(torch.get_rng_state(), agreed.before[0])
     rng = streams(unknown_stages(), agreed)
     numbers = forward(rng, stages)
-    assert rng.settle(RngVote.of([rng.vote(), RngVote(drew=drew, surprised=False)]))
+    assert rng.commit_draws(RngVote.of([rng.vote(), RngVote(drew=drew, surprised=False)]))
     assert torch.equal(torch.get_rng_state(), (agreed.after if drew else agreed.before)[0])
     assert_equal_numbers(numbers, forward(streams(unknown_stages(), agreed), stages))
 
@@ -269,5 +269,5 @@ def test_quiet_process_advances_with_the_others() -> None:
     agreed = draw_seed(CPU)
     rng = streams(uses, agreed)
     forward(rng, [draw_nothing, draw_nothing])
-    assert rng.settle(RngVote(drew=True, surprised=False))
+    assert rng.commit_draws(RngVote(drew=True, surprised=False))
     assert torch.equal(torch.get_rng_state(), agreed.after[0])

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from weft.core.context import ExecutionContext, is_checkpointing, is_recomputing
 from weft.core.errors import InPlaceError, UsageError
-from weft.core.segment import GradientSum, Keep, MicroBatchContext, Segment, cut, hidden_tensors, leaf_of
+from weft.core.segment import (
+    GradientSum,
+    Keep,
+    MicroBatchContext,
+    Segment,
+    detach_leaves,
+    detached_leaf,
+    hidden_tensors,
+)
 
 
 def context(index: int = 0) -> MicroBatchContext:
@@ -62,25 +70,25 @@ def test_plain_values_and_modules_hide_nothing(value: Any) -> None:
 
 
 def test_leaf_has_a_gradient_but_rejects_accumulation() -> None:
-    x = leaf_of(torch.ones(3, requires_grad=True), True)
+    x = detached_leaf(torch.ones(3, requires_grad=True), True)
     result = (2 * x).sum()
     assert torch.autograd.grad(result, x, retain_graph=True)[0].tolist() == [2, 2, 2]
     with pytest.raises(UsageError, match=r"shape \(3,\)"):
         result.backward()
-    assert not leaf_of(x, False).requires_grad
+    assert not detached_leaf(x, False).requires_grad
 
 
 def test_cut_leaves_share_storage_and_requires_grad() -> None:
     y, plain, count = leaf(1, 2) * 2, torch.zeros(2), torch.tensor([1])
     value = {"y": y, "rest": (plain, None, count, 7)}
-    piece = cut(value)
+    piece = detach_leaves(value)
     assert piece["y"].is_leaf and piece["y"].requires_grad and piece["y"].data_ptr() == y.data_ptr()
     assert not piece["rest"][0].requires_grad
     assert piece["rest"][1] is None and piece["rest"][3] == 7
-    tracked = cut(value, True)
+    tracked = detach_leaves(value, True)
     assert tracked["rest"][0].requires_grad, "what can carry a gradient does"
     assert not tracked["rest"][2].requires_grad, "integers cannot"
-    assert not cut(value, False)["y"].requires_grad
+    assert not detach_leaves(value, False)["y"].requires_grad
 
 
 class Calls:
@@ -101,7 +109,7 @@ def test_backward_returns_gradients_of_leaves_and_parameters(keep: Keep) -> None
     function = Calls(weight)
     segment = Segment(function, [weight])
     with torch.no_grad():  # as in a worker
-        outputs, tape = segment.forward(context(), [cut(x), (cut(z), None)], keep)
+        outputs, tape = segment.forward(context(), [detach_leaves(x), (detach_leaves(z), None)], keep)
         assert tape is not None
         gradients = [[torch.ones_like(x), None], [torch.full_like(x, 2.0)]]
         if keep == "inputs":
@@ -132,7 +140,7 @@ def test_keep_nothing_leaves_no_tape_and_no_graph() -> None:
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
 def test_no_gradient_in_gives_no_gradient_out(keep: Keep) -> None:
     weight, x = leaf(3), leaf(2)
-    _, tape = Segment(lambda context, x: (x * weight, 7), [weight]).forward(context(), [cut(x)], keep)
+    _, tape = Segment(lambda context, x: (x * weight, 7), [weight]).forward(context(), [detach_leaves(x)], keep)
     assert tape is not None
     tape.prepare()
     assert tape.backward([[None], [None]]) == ([[None]], [None])

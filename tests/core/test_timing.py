@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from weft.core.errors import advise
+from weft.core.errors import add_advice
 from weft.core.timing import time_after
 
 
@@ -33,6 +33,6 @@ def test_time_includes_queued_work_of_a_gpu() -> None:
 @pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
 def test_gpu_error_gets_a_note_on_its_delay(kind: type[RuntimeError]) -> None:
     error, other = kind("CUDA error: device-side assert triggered"), kind("something else")
-    advise(error)
-    advise(other)
+    add_advice(error)
+    add_advice(other)
     assert "CUDA_LAUNCH_BLOCKING=1" in error.__notes__[0] and not hasattr(other, "__notes__")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from weft.core.errors import SpecError, UsageError, unlisted
+from weft.core.errors import SpecError, UsageError, split_faults
 from weft.core.validation import Validator
 
 
@@ -18,9 +18,9 @@ def test_all_faults_are_raised_as_one_error() -> None:
         check.choice("mode", "fast", ["slow", "auto"])
         check.instance("text", object(), str, "a text")
         check.known(["rows", "colour"], ["rows"], "the table")
-        check.that(False, "low is above high")
+        check.require(False, "low is above high")
     assert str(caught.value).startswith("invalid options:")
-    assert unlisted(str(caught.value)) == [
+    assert split_faults(str(caught.value)) == [
         "rows is 0, wanted an int of at least 1",
         "timeout is inf, wanted seconds, above 0 and at most 1e+09",
         "rate is 1.5, wanted a number from 0 to 1",
@@ -67,7 +67,7 @@ def test_spec_mismatch_raises_a_spec_error() -> None:
         check.add("lengths were given twice")
         check.mismatch()
         check.mismatch("x has shape (2,), wanted (3,)")
-    assert unlisted(str(caught.value)) == ["lengths were given twice", "x has shape (2,), wanted (3,)"]
+    assert split_faults(str(caught.value)) == ["lengths were given twice", "x has shape (2,), wanted (3,)"]
     with pytest.raises(UsageError), Validator("invalid call") as check:
         check.mismatch()
         check.add("lengths were given twice")

@@ -12,7 +12,7 @@ import torch
 from tests.experts.mixture.test_arguments import GOOD
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
-from weft.core.validation import LONGEST, Validator
+from weft.core.validation import MAX_SECONDS, Validator
 from weft.experts import AccumulationOptions, GraphBudget, Guards, IdempotencyOptions
 from weft.experts.client import RemoteExpert
 from weft.experts.client.retry import Retry
@@ -128,8 +128,8 @@ def test_seconds_beyond_the_longest_wait_are_rejected(subtests: pytest.Subtests)
                     UsageError, match=rf"{option.rpartition('.')[2]} is {seconds!r}".replace("+", r"\+")
                 ):
                     wait(seconds)
-            wait(LONGEST)
-            assert threading.TIMEOUT_MAX > LONGEST
+            wait(MAX_SECONDS)
+            assert threading.TIMEOUT_MAX > MAX_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_all_faults_of_options_are_listed(made: Callable[[], object], names: lis
 
 def test_pool_with_the_longest_timeout_blocks_no_other() -> None:
     columns = FlatSchema([Column("x", TensorSpec((None, 1), torch.float32))])
-    slow = TaskPool("slow", answers, columns, PoolOptions(4, timeout=LONGEST))
+    slow = TaskPool("slow", answers, columns, PoolOptions(4, timeout=MAX_SECONDS))
     quick = TaskPool("quick", answers, columns)
     row = torch.zeros(1, 1)
     with Runtime([slow, quick]) as runtime:

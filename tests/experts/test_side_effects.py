@@ -20,7 +20,7 @@ from tests.experts.expert_cases import seeded as seeded_module
 from tests.experts.mixture.commit_cases import UIDS, Experts
 from tests.experts.test_journal import Store
 from weft import Pipe
-from weft.core.rng import generators, seeded
+from weft.core.rng import generators_of, seed_generators
 from weft.experts import ExpertBackend, GraphBudget, Journal, TensorSpec, replay
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.server import Server
@@ -279,7 +279,7 @@ def test_two_drawing_stages_request_a_description_at_once() -> None:
             return super().submit(call, timeout)
 
     def stage(remote: RemoteExpert) -> Tensor:
-        with seeded(generators([]), 1), torch.no_grad():
+        with seed_generators(generators_of([]), 1), torch.no_grad():
             inside.release()
             return remote(rows(2, 0))
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.pipeline.streams import Machine, Node, OnGpu, Parameter, Stream, Walk, in_a_thread
-from weft.core.context import ExecutionContext, phase
+from weft.core.context import ExecutionContext, set_phase
 from weft.core.rng import RngStreams
 from weft.core.segment import Segment, Tape
 from weft.pipeline import recompute, step
@@ -103,7 +103,7 @@ class GpuTape(Tape):
 
     def prepare(self) -> None:
         if self.edges is None:
-            with phase("recomputing"):
+            with set_phase("recomputing"):
                 self.keep(self._segment.layers(self._at, self._in))
 
     def backward(self, gradients: Any, *, retain: bool = False) -> Any:
@@ -131,7 +131,7 @@ class GpuSegment(Segment):
 
     def forward(self, context: Any, values: Sequence[OnGpu], keep: Any) -> Any:
         tape = GpuTape(self, context, values, keep)
-        with phase("checkpointing") if keep == "inputs" else nullcontext():
+        with set_phase("checkpointing") if keep == "inputs" else nullcontext():
             outputs = self.layers(context, values)
         if keep == "graph":
             tape.keep(outputs)

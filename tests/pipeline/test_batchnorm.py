@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.core.context import phase
+from weft.core.context import set_phase
 from weft.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from weft.pipeline.microbatch import split
 
@@ -87,13 +87,13 @@ def test_recomputation_gathers_nothing_and_gives_the_same_output() -> None:
     once = copy.deepcopy(cut)
     first = step(once, batch, 2)
     cut.begin()
-    with torch.no_grad(), phase("checkpointing"):
+    with torch.no_grad(), set_phase("checkpointing"):
         for piece in split(batch, 2):
             cut(piece)
-    with phase("recomputing"):  # interleaved with the forward, as under 1F1B
+    with set_phase("recomputing"):  # interleaved with the forward, as under 1F1B
         again = cut(batch[:3])
     cut.commit()
-    with phase("recomputing"):
+    with set_phase("recomputing"):
         late = cut(batch[:3])
     assert states_are_close(once, cut, tolerance=0)
     assert torch.equal(again, first[0])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft import Pipe
 from weft.core.errors import UsageError
-from weft.core.segment import leaf_of
+from weft.core.segment import detached_leaf
 from weft.pipeline.routing import CudaStageDevice, Message, StageDevice, join_walk, leave_walk, message_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -31,7 +31,7 @@ def test_only_values_of_another_device_are_moved(event: Any) -> None:
 
 def test_a_moved_leaf_lets_no_gradient_accumulate() -> None:
     """A layer that keeps its input, which a loss then reads, would lose the gradient of the stages before."""
-    kept = StageDevice(META).receive(Message(leaf_of(torch.ones(2), True)))
+    kept = StageDevice(META).receive(Message(detached_leaf(torch.ones(2), True)))
     with pytest.raises(UsageError, match="made inside a stage is used outside"):
         (kept * 2).sum().backward()
 

@@ -21,9 +21,9 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft.core.context import ExecutionContext, phase
+from weft.core.context import ExecutionContext, set_phase
 from weft.core.errors import ModuleChangedError
-from weft.core.rng import RandomUse, RngStreams, generators
+from weft.core.rng import RandomUse, RngStreams, generators_of
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.microbatch import split
 from weft.pipeline.routing import StreamLock
@@ -160,7 +160,7 @@ def test_stages_take_turns_at_a_shared_norm() -> None:
     context = MicroBatchContext(
         0,
         ExecutionContext.capture(["cpu"]),
-        RngStreams({k: RandomUse(generators([cpu])) for k, _ in enumerate(stages)}, dict.fromkeys(range(3), 0)),
+        RngStreams({k: RandomUse(generators_of([cpu])) for k, _ in enumerate(stages)}, dict.fromkeys(range(3), 0)),
     )
     for stage in stages:
         stage.scan()
@@ -171,7 +171,7 @@ def test_stages_take_turns_at_a_shared_norm() -> None:
         entered.clear()
         for stage in stages:
             stage.scan()
-            with phase("checkpointing"):
+            with set_phase("checkpointing"):
                 stage(context, rows(4, 2))
     assert not entered
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from tests.pipeline.pipe_cases import rows
 from weft import pop, skippable, stash
-from weft.core.context import ExecutionContext, phase
+from weft.core.context import ExecutionContext, set_phase
 from weft.core.errors import SkipError
-from weft.core.rng import RandomUse, RngStreams, generators
+from weft.core.rng import RandomUse, RngStreams, generators_of
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.stage import CallArguments, Stage
@@ -27,7 +27,7 @@ def context(stages: int = 1) -> MicroBatchContext:
     return MicroBatchContext(
         0,
         ExecutionContext.capture(["cpu"]),
-        RngStreams({k: RandomUse(generators([CPU])) for k in range(stages)}, dict.fromkeys(range(stages), 0)),
+        RngStreams({k: RandomUse(generators_of([CPU])) for k in range(stages)}, dict.fromkeys(range(stages), 0)),
     )
 
 
@@ -137,10 +137,10 @@ def test_recomputation_writes_neither_statistics_nor_buffers(norm: nn.Module) ->
     stage = stage_of(norm.double())
     stage.scan()
     x, forward = rows(4, 2, 3), context()
-    with phase("checkpointing"):
+    with set_phase("checkpointing"):
         stage(forward, x)
     before = {name: (buffer, buffer.clone(), buffer._version) for name, buffer in norm.named_buffers()}
-    with phase("recomputing"):
+    with set_phase("recomputing"):
         stage(forward, x)
     for name, buffer in norm.named_buffers():
         kept, value, version = before[name]

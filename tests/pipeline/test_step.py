@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.core.context import ExecutionContext
 from weft.core.errors import BackwardTwiceError
-from weft.core.segment import Keep, MicroBatchContext, Segment, cut
+from weft.core.segment import Keep, MicroBatchContext, Segment, detach_leaves
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
 from weft.pipeline.schedule import gpipe
@@ -108,10 +108,10 @@ def test_wavefront_has_the_gradients_of_the_unrolled_net(
     up, state = range(1, layers + 1), range(layers + 1, 2 * layers + 1)
     given: Given = {layer: {} for layer in range(layers)}
     for i, x in enumerate(xs):
-        given[0][Address(0, 0, i)] = Message(cut(x))
+        given[0][Address(0, 0, i)] = Message(detach_leaves(x))
     for layer in range(layers):
         for i, h in enumerate(starts[layer]):
-            given[layer][Address(state[layer], layer, i - delay)] = Message(cut(h))
+            given[layer][Address(state[layer], layer, i - delay)] = Message(detach_leaves(h))
     schedule, ambient = gpipe(layers, chunks), ExecutionContext.capture(["cpu"])
     left = executor.walk(schedule.forward_only, run.perform, given, ambient)
     out_at = [Address(up[-1], OUTSIDE, i) for i in range(chunks)]
@@ -169,7 +169,9 @@ def test_gradients_of_readers_add_up_and_idle_ones_add_nothing(executor: Any, ke
     )
     x = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
     schedule, ambient = gpipe(4, 1), ExecutionContext.capture(["cpu"])
-    forward = executor.walk(schedule.forward_only, run.perform, {0: {Address(0, 0, 0): Message(cut(x))}}, ambient)
+    forward = executor.walk(
+        schedule.forward_only, run.perform, {0: {Address(0, 0, 0): Message(detach_leaves(x))}}, ambient
+    )
     out = Address(4, OUTSIDE, 0)
     y = (2 * x + 1) * (3 * x) + 15 * x
     torch.testing.assert_close(forward[out].value, y, rtol=0, atol=0)
@@ -190,7 +192,7 @@ def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
     )
     x = torch.tensor(2.0, requires_grad=True)
     schedule, ambient, executor = gpipe(1, 1), ExecutionContext.capture(["cpu"]), SerialExecutor()
-    given = {0: {Address(0, 0, 0): Message(cut(x))}}
+    given = {0: {Address(0, 0, 0): Message(detach_leaves(x))}}
     executor.walk(schedule.forward_only, run.perform, given, ambient)
     back = {0: {Address(1, OUTSIDE, 0): Message([torch.tensor(10.0)])}}
     for retain in (True, True, False):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.pipeline.pipe_cases import Early, Late, chain, rows
 from weft import Pipe
 from weft.core.pytree import flatten, unflatten
-from weft.core.segment import leaf_of
+from weft.core.segment import detached_leaf
 from weft.pipeline import pipe_runtime as engine
 from weft.pipeline.pipeline_plan import PipelinePlan, staged_plan
 from weft.pipeline.routing import Message, StageDevice
@@ -42,7 +42,7 @@ class CopyingPlace(StageDevice):
 
     def receive(self, message: Message) -> Any:
         leaves, structure = flatten(super().receive(message))
-        copies = [leaf_of(x.detach().clone(), x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
+        copies = [detached_leaf(x.detach().clone(), x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
         return unflatten(structure, copies)
 
 

@@ -138,7 +138,7 @@ class StepsInBackward(Protocol):
 
 
 class Boundary(torch.autograd.Function):
-    """The node of autograd, made by `apply`."""
+    """The node of autograd, made by `apply_as_node`."""
 
     @staticmethod
     def forward(ctx: Any, function: CutFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -157,8 +157,8 @@ class Boundary(torch.autograd.Function):
                 forbid_batched(gradients)
                 forbid_double(function)
             elif torch.is_grad_enabled():
-                return (None, *function.differentiable_backward(gradients, retain=keeps_graph()))
-            return (None, *function.backward(gradients, retain=keeps_graph()))
+                return (None, *function.differentiable_backward(gradients, retain=is_graph_retained()))
+            return (None, *function.backward(gradients, retain=is_graph_retained()))
         except Exception as error:
             shorten_traceback(error)
             raise
@@ -171,22 +171,22 @@ def forbid_double(function: object = None) -> None:
         raise DoubleBackwardError(f"a gradient of a gradient (create_graph=True) was asked for, but {why}")
 
 
-def keeps_graph() -> bool:
+def is_graph_retained() -> bool:
     """Inside a backward: whether it was called with ``retain_graph=True``."""
     return bool(internals.backward_keeps_graph())
 
 
-def current_task() -> int:
+def backward_number() -> int:
     """Inside a backward: its unique number."""
     return int(internals.backward_number())
 
 
-def apply(function: CutFunction, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def apply_as_node(function: CutFunction, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Run the function as one node of autograd. `tensors` are all tensors that it can have gradients for."""
     return cast("tuple[Tensor, ...]", Boundary.apply(function, *tensors))
 
 
-def without_gradient(parameters: Iterable[Tensor]) -> None:
+def silence_unused_hooks(parameters: Iterable[Tensor]) -> None:
     """Inside a backward: silence the hooks of these parameters, which get no gradient, until it ends.
 
     In plain autograd the graph of a step does not contain a parameter that it did not use. Here every parameter is an
@@ -196,10 +196,10 @@ def without_gradient(parameters: Iterable[Tensor]) -> None:
     if tables:
         # Only the engine references this callback. If the backward fails, it is dropped without being called, and
         # `_QuietHooks.__del__` restores the hooks.
-        internals.queue_callback(_QuietHooks(tables, current_task()).end)
+        internals.queue_callback(_QuietHooks(tables, backward_number()).end)
 
 
-def quiet_hooks(parameters: Iterable[Tensor]) -> "AbstractContextManager[object]":
+def silence_hooks(parameters: Iterable[Tensor]) -> "AbstractContextManager[object]":
     """Silence the gradient hooks of the parameters inside the block.
 
     `torch.autograd.grad` fires the hooks of the tensors that it differentiates by, i.e. once per micro-batch. A hook
@@ -224,7 +224,7 @@ class _Hook:
         self.quiet: list[int | None] = []
 
     def __call__(self, *args: Any) -> Any:
-        return None if None in self.quiet or current_task() in self.quiet else self.hook(*args)
+        return None if None in self.quiet or backward_number() in self.quiet else self.hook(*args)
 
 
 class _QuietHooks:

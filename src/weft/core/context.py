@@ -22,7 +22,7 @@ Phase = Literal["", "checkpointing", "recomputing"]
 
 
 class _PhaseOfThread(threading.local):
-    phase: Phase = ""
+    set_phase: Phase = ""
 
 
 _current = _PhaseOfThread()
@@ -56,7 +56,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def phase(name: Phase) -> Generator[None]:
+def set_phase(name: Phase) -> Generator[None]:
     """Set the phase of this thread for `is_checkpointing` and `is_recomputing`."""
     before, _current.phase = _current.phase, name
     try:

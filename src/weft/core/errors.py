@@ -89,7 +89,7 @@ class WeightsError(WeftError, RuntimeError):
     """The tensors of a file or checkpoint do not match the model or the optimizer."""
 
 
-TWICE = (
+BACKWARD_TWICE = (
     "backward ran a second time over a step whose intermediates were freed by the first; "
     "call the first backward with retain_graph=True to keep them"
 )
@@ -99,18 +99,18 @@ TWICE = (
 _EACH = "\n  - "
 
 
-def listed(headline: str, faults: Sequence[str]) -> str:
+def join_faults(headline: str, faults: Sequence[str]) -> str:
     """Join faults to one message: the headline, then one line per fault."""
     return _EACH.join([headline, *faults])
 
 
-def unlisted(message: str) -> list[str]:
+def split_faults(message: str) -> list[str]:
     """The faults that a message lists, or the message itself if it is not a list."""
     first, *faults = message.split(_EACH)
     return faults or [first]
 
 
-def escaped(text: object, most: int | None = None, *, lines: bool = False) -> str:
+def escape(text: object, most: int | None = None, *, lines: bool = False) -> str:
     """Foreign text for a terminal or log, with unprintable characters escaped, e.g. ``\\x1b``.
 
     ``most``: maximum length after escaping. ``lines``: keep line feeds.
@@ -180,7 +180,7 @@ _ADVICE = {
 """Advice by a part of PyTorch's message, for operations that work in a lone layer but not inside a segment."""
 
 
-def advise(error: BaseException) -> None:
+def add_advice(error: BaseException) -> None:
     """Add a remedy to an error of PyTorch that gives none to the author of a layer."""
     for words, advice in _ADVICE.items():
         if isinstance(error, RuntimeError) and words in str(error):

@@ -26,7 +26,7 @@ Structure = pytree.TreeSpec
 LEAF: Structure = pytree.tree_structure(None)
 """The structure of a value that is one leaf."""
 
-OPEN = (
+CONTAINER_ADVICE = (
     "use a tuple, list, dict or NamedTuple, or register the class "
     "(torch.utils._pytree.register_dataclass, register_pytree_node)"
 )
@@ -124,7 +124,7 @@ def difference(wanted: Structure, seen: Structure, root: str = "") -> str | None
     return next(fault for fault in faults if fault is not None)
 
 
-def spread(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
+def broadcast_prefix(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
     """One entry of ``prefix`` per leaf: an entry for a part of the value is repeated for all leaves of that part.
 
     ``prefix`` is nested like the value, down to entries that are neither dict, list nor tuple. Raises a ``SpecError``
@@ -143,7 +143,7 @@ def spread(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
         raise SpecError(f"{root or 'the value'} is {_describe(structure)}, but {prefix!r} is given for it")
     names = _keys(structure)
     parts = zip(entries, structure.children(), names, strict=True)
-    return [item for entry, child, name in parts for item in spread(entry, child, root + name)]
+    return [item for entry, child, name in parts for item in broadcast_prefix(entry, child, root + name)]
 
 
 def to_plain(structure: Structure, *, classes: bool = False) -> Any:

@@ -12,7 +12,7 @@ streams: a recomputation then replays other numbers than its forward drew, and d
 
 Results are therefore bit-equal between the serial executor, threads and recomputation, wherever the model is cut. A
 pipe inside a stage locks within the lock of that stage, which its workers find through a context variable. A stage that
-waits for another party, e.g. a remote expert, releases the lock (`waiting`).
+waits for another party, e.g. a remote expert, releases the lock (`lock_released`).
 
 Drawing is observed, not declared, once per *configuration*: the `training` flags and every float and bool attribute of
 the modules, e.g. a dropout probability. The first run of a stage holds the lock and compares the generator states
@@ -80,7 +80,7 @@ class GeneratorLock:
 
     def __init__(self, outer: "GeneratorLock | None", sources: Sequence[torch.Generator]) -> None:
         self.outer = outer
-        self.before = states(sources)
+        self.before = get_states(sources)
         # Serialises the locks taken within this one. It cannot be the process lock, because that belongs to the thread
         # of the stage, and the workers of a pipe inside that stage are other threads.
         self.inner = threading.RLock()
@@ -103,8 +103,8 @@ class GeneratorLock:
         if self._thread != threading.get_ident():  # only the thread that acquired the lock can release it
             yield
             return
-        own = states(self._sources)
-        restore(self._sources, self.before)
+        own = get_states(self._sources)
+        set_states(self._sources, self.before)
         self._process.release()
         token = _held.set(None)
         try:
@@ -113,8 +113,8 @@ class GeneratorLock:
             _held.reset(token)
             self._process.acquire()
             # Other threads have drawn since. Their states are those to restore at the end, not the earlier ones.
-            self.before = states(self._sources)
-            restore(self._sources, own)
+            self.before = get_states(self._sources)
+            set_states(self._sources, own)
 
 
 _held: ContextVar[GeneratorLock | None] = ContextVar("weft_generator_lock", default=None)
@@ -152,19 +152,19 @@ def lock_generators(sources: Sequence[torch.Generator]) -> Generator[GeneratorLo
 
 
 @contextmanager
-def seeded(sources: Sequence[torch.Generator], seed: int) -> Generator[list[Tensor]]:
+def seed_generators(sources: Sequence[torch.Generator], seed: int) -> Generator[list[Tensor]]:
     """Hold the lock with the generators seeded, and yield their states. At the end, the earlier states return."""
     with lock_generators(sources) as held:
         try:
             for source in sources:
                 source.manual_seed(seed)
-            yield states(sources)
+            yield get_states(sources)
         finally:
-            restore(sources, held.before)
+            set_states(sources, held.before)
 
 
 @contextmanager
-def waiting() -> Generator[None]:
+def lock_released() -> Generator[None]:
     """Surround a wait for another party. If this thread holds the lock, the lock is released during the wait.
 
     Afterwards the stage continues with the numbers that it would have drawn without the wait. A worker of a pipe inside
@@ -184,25 +184,25 @@ class GeneratorWatch:
         self.sources = sources
         self._process = _ProcessLock.current
         self._changes = self._process.changes
-        self.before = states(sources)
+        self.before = get_states(sources)
 
     def moved(self) -> bool:
         """Whether the generators advanced since, as far as can be detected."""
-        moved = not same(self.before, states(self.sources))
+        moved = not same(self.before, get_states(self.sources))
         # A changed or odd count means that a lock holder may have advanced them. That is legitimate.
         return moved and self._changes == self._process.changes and not self._changes % 2
 
     def put_back(self) -> None:
         """Restore the generators to their states at the start of the watch."""
         with lock_generators(self.sources):
-            restore(self.sources, self.before)
+            set_states(self.sources, self.before)
 
 
-def states(sources: Sequence[torch.Generator]) -> list[Tensor]:
+def get_states(sources: Sequence[torch.Generator]) -> list[Tensor]:
     return [source.get_state() for source in sources]
 
 
-def restore(sources: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+def set_states(sources: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
     for source, state in zip(sources, states, strict=True):
         source.set_state(state)
 
@@ -235,14 +235,14 @@ def _saved_names(kind: type[Node]) -> list[str]:
 
 Result = TypeVar("Result")
 
-TRIES = 3
+MAX_RECOMPUTATIONS = 3
 """Maximum number of times that a recomputation runs until its random numbers are those of its forward."""
 
 _MASK = (1 << 64) - 1
 _FREE = nullcontext()
 
 
-def mix(seed: int, *keys: int) -> int:
+def derive_seed(seed: int, *keys: int) -> int:
     """Derive a 63-bit seed from another seed and some keys, by the finaliser of splitmix64 (Steele et al., 2014)."""
     for key in keys:
         # Key + 1, because otherwise key 0 would map seed 0 to 0.
@@ -258,7 +258,7 @@ def new_seed() -> int:
     return int(torch.randint(1 << 62, (), device="cpu"))  # not on the default device of the caller
 
 
-def generators(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
+def generators_of(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
     """The default generators that a stage on these devices can draw from: that of the CPU and of each CUDA device."""
     sources = [torch.default_generator]
     for device in dict.fromkeys(devices):
@@ -276,13 +276,13 @@ def require_supported(device: torch.device) -> None:
         raise UsageError(f"device {str(device)!r} is not supported: nothing was tested there; use 'cpu' or 'cuda'")
 
 
-def drawn(
+def call_with_seed(
     sources: Sequence[torch.Generator], seed: int, function: Callable[..., Result], *args: Any
 ) -> tuple[Result, bool]:
     """Call ``function(*args)`` with the numbers of this seed. Return its result, and whether it drew any."""
-    with seeded(sources, seed) as fresh:
+    with seed_generators(sources, seed) as fresh:
         result = function(*args)
-        return result, not same(fresh, states(sources))
+        return result, not same(fresh, get_states(sources))
 
 
 @dataclass
@@ -306,10 +306,10 @@ class DrawnSeed(NamedTuple):
 def draw_seed(sources: Sequence[torch.Generator]) -> DrawnSeed:
     """Draw the seed of a step as `RngStreams` does, but leave the generators unchanged."""
     with lock_generators(sources):
-        before = states(sources)
+        before = get_states(sources)
         seed = new_seed()
-        after = states(sources)
-        restore(sources, before)
+        after = get_states(sources)
+        set_states(sources, before)
     return DrawnSeed(seed, before, after)
 
 
@@ -348,7 +348,7 @@ class RngStreams:
                 self.seed = agreed.seed
             elif not self.quiet:
                 self.seed = new_seed()
-                self._after = states(sources)
+                self._after = get_states(sources)
 
     @contextmanager
     def scope(self, stage: int, micro_batch: int) -> Generator[NextLayer]:
@@ -367,17 +367,17 @@ class RngStreams:
         ends: list[Tensor] = []
 
         def next_layer(layer: int) -> None:
-            ends.extend(states(sources))
-            seed = mix(self.seed, layer, micro_batch)
+            ends.extend(get_states(sources))
+            seed = derive_seed(self.seed, layer, micro_batch)
             for source in sources:
                 source.manual_seed(seed)
-            fresh.extend(states(sources))
+            fresh.extend(get_states(sources))
 
         # `fresh` has the states at the start of the scope and of each layer, `ends` those at their ends. They differ
         # exactly if something drew. Comparing only first and last would miss it, because each layer sets a new seed.
-        with seeded(sources, mix(self.seed, stage, micro_batch)) as fresh:
+        with seed_generators(sources, derive_seed(self.seed, stage, micro_batch)) as fresh:
             yield next_layer
-            ends += states(sources)
+            ends += get_states(sources)
         if is_recomputing():
             # A stage without recorded ends drew nothing in its forward, so it must end where it began.
             if not same(ends, self._ends.get((stage, micro_batch), fresh)):
@@ -389,7 +389,7 @@ class RngStreams:
     def _fail(self, stage: int, micro_batch: int) -> None:
         """Reject a recomputation that did not leave the generators where its forward left them."""
         failures = self._failures[stage, micro_batch] = self._failures.get((stage, micro_batch), 0) + 1
-        if failures >= TRIES:
+        if failures >= MAX_RECOMPUTATIONS:
             # The observation that the stages draw nothing may be wrong. Forget it, so that the next step locks again.
             for number, use in self._uses.items():
                 use.draws.pop(self._configurations[number], None)
@@ -419,7 +419,7 @@ class RngStreams:
         """Observations of the stages here, after the forward of the step."""
         return RngVote(bool(self._drew), self._surprised or (self.quiet and self._watch.moved()))
 
-    def settle(self, vote: "RngVote | None" = None) -> bool:
+    def commit_draws(self, vote: "RngVote | None" = None) -> bool:
         """Record which stages drew, and set the caller's generator accordingly, by a `vote` on all stages.
 
         Default: the vote of the stages here. False means that a stage drew without the lock, so its numbers cannot be
@@ -441,12 +441,12 @@ class RngStreams:
         if self._agreed is not None:
             # A process whose own stages draw nothing advances too, so that the generators of all processes stay equal.
             with lock_generators(self._watch.sources):
-                restore(self._watch.sources, self._agreed.after if vote.drew else self._agreed.before)
+                set_states(self._watch.sources, self._agreed.after if vote.drew else self._agreed.before)
         elif not self.quiet and not vote.drew:
             with lock_generators(self._watch.sources):
                 # Take the draw of the seed back, unless another thread has advanced the generators since.
-                if same(states(self._watch.sources), self._after):
-                    restore(self._watch.sources, self._watch.before)
+                if same(get_states(self._watch.sources), self._after):
+                    set_states(self._watch.sources, self._watch.before)
         return True
 
 
@@ -471,7 +471,7 @@ class RngProbe:
     def __init__(self, uses: Sequence[RandomUse]) -> None:
         self._watch = GeneratorWatch(list(dict.fromkeys(source for use in uses for source in use.sources)))
 
-    def broken(self) -> bool:
+    def has_drawn(self) -> bool:
         """Whether something drew nevertheless. Then the generators are restored, and the step must run again."""
         if not self._watch.moved():
             return False

@@ -39,12 +39,12 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from weft.core.context import ExecutionContext, phase
+from weft.core.context import ExecutionContext, set_phase
 from weft.core.errors import InPlaceError, SpecError, UsageError
-from weft.core.pytree import LEAF, OPEN, flatten, unflatten
+from weft.core.pytree import CONTAINER_ADVICE, LEAF, flatten, unflatten
 
 
-def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
+def detached_leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     """The same tensor without its graph. With `requires_grad`, the leaf rejects accumulation into it."""
     leaf = tensor.detach()
     if requires_grad:
@@ -95,11 +95,11 @@ def forbid_hidden(value: Any, where: str) -> None:
     if any(tensor.requires_grad for tensor in hidden_tensors(value)):
         raise SpecError(
             f"{where} is a {type(value).__name__} with tensors inside, whose gradients would be lost, because PyTorch "
-            f"does not know it as a container; {OPEN}, or use executor='graph'"
+            f"does not know it as a container; {CONTAINER_ADVICE}, or use executor='graph'"
         )
 
 
-def added(one: Tensor, other: Tensor) -> Tensor:
+def add_gradients(one: Tensor, other: Tensor) -> Tensor:
     """A new sum of two gradients."""
     # PyTorch adds a sparse tensor to a dense one, but not the other way round.
     return other + one if one.is_sparse else one + other
@@ -128,7 +128,7 @@ class GradientSum:
                 into.append(total)
                 more.append(gradient)
             else:
-                totals[i] = added(total, gradient)
+                totals[i] = add_gradients(total, gradient)
                 owned[i] = not gradient.is_sparse and not total.is_sparse
         if into:
             torch._foreach_add_(into, more)  # pyright: ignore[reportPrivateImportUsage] # no public name
@@ -309,11 +309,11 @@ class MicroBatchContext:
     borrowed: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor], compare=False)
 
 
-Function = Callable[..., tuple[Any, ...]]
+SegmentFunction = Callable[..., tuple[Any, ...]]
 """``function(context, *values) -> values``: one value per route that it reads, then per route that it writes."""
 
 
-def cut(value: Any, tracked: bool | None = None) -> Any:
+def detach_leaves(value: Any, tracked: bool | None = None) -> Any:
     """The same tensors without their graph, as leaves for one reader.
 
     With `tracked` None a leaf requires a gradient if the tensor did. Otherwise `tracked` decides for all tensors that
@@ -326,11 +326,11 @@ def cut(value: Any, tracked: bool | None = None) -> Any:
 
 
 def _leaf(tensor: Tensor, tracked: bool | None) -> Tensor:
-    requires_grad = tensor.requires_grad if tracked is None else tracked and differentiable(tensor)
-    return leaf_of(tensor, requires_grad)
+    requires_grad = tensor.requires_grad if tracked is None else tracked and can_have_gradient(tensor)
+    return detached_leaf(tensor, requires_grad)
 
 
-def differentiable(tensor: Tensor) -> bool:
+def can_have_gradient(tensor: Tensor) -> bool:
     """Whether the dtype of a tensor can carry a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -338,7 +338,7 @@ def differentiable(tensor: Tensor) -> bool:
 class Segment:
     """A function of values, and the parameters that it reads."""
 
-    def __init__(self, function: Function, parameters: Sequence[Tensor] = ()) -> None:
+    def __init__(self, function: SegmentFunction, parameters: Sequence[Tensor] = ()) -> None:
         self.function = function
         self.parameters = list(parameters)
 
@@ -349,8 +349,8 @@ class Segment:
     def forward(
         self, context: MicroBatchContext, values: Sequence[Any], keep: Keep
     ) -> tuple[tuple[Any, ...], "Tape | None"]:
-        """Run the function over `values`, where tensors are leaves. Return its outputs, before `cut`, and the tape.
-        Raises InPlaceError if the function wrote into an input that its recomputation would read."""
+        """Run the function over `values`, where tensors are leaves. Return its outputs, before `detach_leaves`, and the
+        tape. Raises InPlaceError if the function wrote into an input that its recomputation would read."""
         if keep == "nothing":
             with torch.no_grad():
                 return self.call(context, values), None
@@ -361,7 +361,7 @@ class Segment:
                 outputs = self.call(context, values)
             tape.hold(outputs)
             return outputs, tape
-        with torch.no_grad(), phase("checkpointing"):
+        with torch.no_grad(), set_phase("checkpointing"):
             outputs = self.call(context, values)
         if tape.is_overwritten():
             raise InPlaceError(
@@ -395,7 +395,7 @@ class Tape:
         # Tensor versions reveal writes in place. A recomputation from changed inputs would be silently wrong.
         self._versions = versions(self._tensors()) if self.recomputes else []
         self.tracks: bool | None = None
-        """The argument `tracked` of `cut` for the outputs."""
+        """The argument `tracked` of `detach_leaves` for the outputs."""
         if self.recomputes:
             # The first forward runs without a graph, so its outputs cannot tell whether they will require a gradient.
             self.tracks = bool(segment.parameters) or any(x.requires_grad for x in self._tensors())
@@ -428,7 +428,7 @@ class Tape:
                     "backward, which would compute something else now; write after backward or into another "
                     "tensor, or use checkpoint='never' for this stage"
                 )
-            with torch.enable_grad(), phase("recomputing"):
+            with torch.enable_grad(), set_phase("recomputing"):
                 values = [unflatten(*value) for value in zip(self._structures, self._inputs, strict=True)]
                 outputs = self.segment.call(self._context, values)
                 self.hold(outputs)

@@ -3,7 +3,7 @@
     with Validator("invalid pool options") as check:
         check.count("max_batch_size", max_batch_size)
         check.seconds("timeout", timeout, optional=True)
-        check.that(low <= high, f"low is {low}, wanted at most high, which is {high}")
+        check.require(low <= high, f"low is {low}, wanted at most high, which is {high}")
 
 Seconds have an upper bound. Infinity, NaN and anything beyond about three hundred years would fail much later: in a
 thread that also works for other callers (`threading.TIMEOUT_MAX`), or in gRPC's clock. Booleans are rejected where a
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, TypeGuard, TypeVar
 
-from weft.core.errors import SpecError, UsageError, WeftError, listed
+from weft.core.errors import SpecError, UsageError, WeftError, join_faults
 
 Result = TypeVar("Result")
 
-LONGEST = 1e9
+MAX_SECONDS = 1e9
 """Seconds, about thirty years, for "unlimited"."""
 
 
@@ -52,7 +52,7 @@ class Validator:
             raise self.errors[0]
         kinds = {*map(type, self.errors), *([self.error] if self.faults else [])}
         faults = [*self.faults, *(str(caught).replace("\n", "\n    ") for caught in self.errors)]
-        raise (kinds.pop() if len(kinds) == 1 else self.error)(listed(f"{self.title}:", faults))
+        raise (kinds.pop() if len(kinds) == 1 else self.error)(join_faults(f"{self.title}:", faults))
 
     def call(self, check: Callable[..., Result], *args: Any) -> Result | None:
         """Return ``check(*args)``, or None if it raised a `WeftError`, which counts as a fault."""
@@ -71,7 +71,7 @@ class Validator:
             self.error = SpecError
             self.faults += faults
 
-    def that(self, valid: bool, fault: str) -> bool:
+    def require(self, valid: bool, fault: str) -> bool:
         """Any condition, with a description of the fault: name, seen, wanted."""
         if not valid:
             self.faults.append(fault)
@@ -91,8 +91,8 @@ class Validator:
 
     def seconds(self, name: str, value: Any, *, zero: bool = False, optional: bool = False) -> bool:
         """A span of time for which a thread can wait."""
-        fits = is_number(value) and (0 < value <= LONGEST or (zero and value == 0))
-        wanted = f"seconds, {'at least' if zero else 'above'} 0 and at most {LONGEST:g}"
+        fits = is_number(value) and (0 < value <= MAX_SECONDS or (zero and value == 0))
+        wanted = f"seconds, {'at least' if zero else 'above'} 0 and at most {MAX_SECONDS:g}"
         return self._expect(fits, name, value, wanted, optional)
 
     def boolean(self, name: str, value: Any) -> bool:
@@ -119,7 +119,7 @@ class Validator:
         plain = value is None or isinstance(value, str | bytes | int | float)
         seen = repr(value) if plain else f"of type {type(value).__name__}"
         fits = valid or (value is None and optional)
-        return self.that(fits, f"{name} is {seen}, wanted {wanted}{', or None' * optional}")
+        return self.require(fits, f"{name} is {seen}, wanted {wanted}{', or None' * optional}")
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.context import ExecutionContext, on_device
-from weft.core.errors import SpecError, WeftError, listed
+from weft.core.errors import SpecError, WeftError, join_faults
 from weft.core.segment import MicroBatchContext, Segment
 from weft.experts.errors import CommitError, DeviceLostError, ExpertError, GradientError, ModuleExitError, WireError
 from weft.experts.gradients import GradientAccumulator, GradientAccumulators, Guards, Owner
@@ -231,7 +231,7 @@ class FlatModule:
             if shape != gradient.shape
         ]
         if faults:
-            raise SpecError(listed("the gradients do not fit the outputs:", faults))
+            raise SpecError(join_faults("the gradients do not fit the outputs:", faults))
         seeds = [[gradient] for gradient in gradients]
         of_inputs, of_parameters = self._call_guarded(self.effects.run_backward, graph.seed, graph.tape.backward, seeds)
         if self.effects.device.type == "cpu":

@@ -30,7 +30,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from weft.core.errors import UsageError, escaped, listed
+from weft.core.errors import UsageError, escape, join_faults
 from weft.experts import extras as extras  # noqa: PLC0414  (reports missing packages)
 from weft.experts.errors import CheckpointError, DamagedError
 from weft.experts.serialization import deserialize, serialize
@@ -197,7 +197,7 @@ class FolderLock:
             self.release()
             raise CheckpointError(
                 f"the checkpoints of expert {self._uid!r} in {self._folder} belong to another server, "
-                f"{escaped(holder)}: both would overwrite what the other saves. End that one, or give this one another "
+                f"{escape(holder)}: both would overwrite what the other saves. End that one, or give this one another "
                 "folder"
             ) from None
         except OSError as error:
@@ -298,7 +298,7 @@ class CheckpointStore:
                 return Checkpoint(uid, value["step"], value["state"], value["extra"], place, tuple(faults))
             before, names = names, self._names(folder)
             if names == before:  # otherwise another server replaced the files during the loop
-                raise CheckpointError(listed(f"no checkpoint of expert {uid!r} in {folder} can be read:", faults))
+                raise CheckpointError(join_faults(f"no checkpoint of expert {uid!r} in {folder} can be read:", faults))
         return None
 
     def steps(self, uid: str) -> list[int]:

@@ -52,7 +52,7 @@ class Policy:
         with Validator(f"invalid compression policy; compressions are {', '.join(known)}") as check:
             for role, choice in asdict(self).items():
                 compression = known.get(choice.lower()) if isinstance(choice, str) else choice
-                check.that(isinstance(compression, Compression), f"{role} has {choice!r}")
+                check.require(isinstance(compression, Compression), f"{role} has {choice!r}")
                 object.__setattr__(self, role, compression)
 
     def choose(self, role: Role, count: int) -> list[Compression]:

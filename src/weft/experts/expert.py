@@ -103,7 +103,7 @@ class ExpertBackend:
         arguments |= {"mini_batches": mini_batches, "keep_graphs": keep_graphs, "journal": journal}
         with Validator(f"invalid arguments of expert {name!r}") as check:
             for one, other, words in ((module, expert, "module= and expert="), (optimizer, opt, "optimizer= and opt=")):
-                check.that(one is None or other is None, f"{words} are two names of one thing; give one")
+                check.require(one is None or other is None, f"{words} are two names of one thing; give one")
             module = expert if module is None else module
             optimizer = opt if optimizer is None else optimizer
             _check_arguments(check, name, module, optimizer, arguments, pool_options)
@@ -277,12 +277,14 @@ def _check_arguments(
     check: Validator, name: Any, module: Any, optimizer: Any, options: dict[str, Any], pool_options: Iterable[str]
 ) -> None:
     """Note arguments that are missing or of a wrong type, and unknown options of a pool."""
-    check.that(isinstance(name, str) and name != "", f"name is {name!r}, wanted a non-empty str that clients can use")
+    check.require(
+        isinstance(name, str) and name != "", f"name is {name!r}, wanted a non-empty str that clients can use"
+    )
     check.instance("module", module, nn.Module, "a torch.nn.Module")
     if isinstance(module, nn.Module):
         named = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
         scripted = [path or "itself" for path, layer in named if isinstance(layer, torch.jit.ScriptModule)]
-        check.that(  # its tensors cannot be restored after a failed batch
+        check.require(  # its tensors cannot be restored after a failed batch
             not scripted,
             f"module was made by torch.jit.script or torch.jit.trace: {', '.join(scripted[:3])}; give the original "
             "nn.Module, or one that torch.compile made",

@@ -54,7 +54,7 @@ class Guards:
         with Validator("invalid guards of gradients") as check:
             for name, limit in {"max_output_norm": self.max_output_norm, "max_norm": self.max_norm}.items():
                 valid = limit is None or (is_number(limit) and limit > 0)
-                check.that(valid, f"{name} is {limit!r}, wanted a number above 0, or None")
+                check.require(valid, f"{name} is {limit!r}, wanted a number above 0, or None")
             check.boolean("finite", self.finite)
 
     def accept_outputs(self, gradients: Sequence[Tensor]) -> bool:

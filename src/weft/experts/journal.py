@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError, join_faults
 from weft.core.validation import Validator
 from weft.experts.errors import ClosedError
 from weft.experts.task import Task
@@ -110,7 +110,7 @@ class Entry:
                 f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}, seen {str(fault['input'])[:80]!r}"
                 for fault in error.errors(include_url=False)
             ]
-            raise UsageError(listed(f"not a line of an expert's journal: {line[:80]!r}:", faults)) from None
+            raise UsageError(join_faults(f"not a line of an expert's journal: {line[:80]!r}:", faults)) from None
 
 
 @cache

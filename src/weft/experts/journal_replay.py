@@ -87,23 +87,23 @@ def _check_entry(backend: ExpertBackend, entry: Entry) -> None:
     terms = sums[0].terms if sums and sums[0] is not None else 0
     with Validator(f"a batch cannot be replayed on expert {backend.name!r}", ReplayError) as check:
         failure = f"the optimizer failed after step {entry.step}, so the state it left is unknown"
-        if check.that(not entry.failed, failure):
-            check.that(
+        if check.require(not entry.failed, failure):
+            check.require(
                 backend.steps == before_step,
                 f"the expert is at step {backend.steps}, but the batch led from {before_step} to {entry.step}",
             )
-            check.that(
+            check.require(
                 batches == batches_before or not entry.batch,
                 f"{batches} backward batches ran on the expert, but {batches_before} before this batch",
             )
         if check.faults and entry.kind == "restored":
             check.add("another state was loaded at this entry; `read_journal` drops entries that did not lead to it")
-        check.that(
+        check.require(
             entry.kind != "commit" or terms == entry.terms,
             f"{terms} of the {entry.terms} backward batches of mini-batch {entry.mini_batch!r} ran on the expert; "
             "start from a state before its first one",
         )
-        check.that(bool(entry.members) or entry.kind == "restored", "the batch has no members")
+        check.require(bool(entry.members) or entry.kind == "restored", "the batch has no members")
 
 
 def _mini_batch_owners(entry: Entry) -> list[tuple[str | None, str]]:

@@ -102,7 +102,7 @@ def make_stepping(
             arguments = [*inspect.signature(type(part).step).parameters.values()][1:]
             free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
             required = [arg.name for arg in arguments if arg.default is arg.empty and arg.kind not in free]
-            check.that(
+            check.require(
                 not required,
                 f"{word} is a {type(part).__name__}, whose step requires {', '.join(required)}, which it does not get; "
                 "use another, or override apply_gradients in a subclass",

@@ -129,7 +129,7 @@ def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: 
     with Validator("invalid arguments of kind 'transformer'") as check:
         sizes = [check.count("hidden", hidden), check.count("heads", heads)]
         if all(sizes):
-            check.that(hidden % heads == 0, f"heads is {heads}, wanted a divisor of hidden, {hidden}")
+            check.require(hidden % heads == 0, f"heads is {heads}, wanted a divisor of hidden, {hidden}")
         check.count("inner", inner, optional=True)
         check.number("dropout", dropout, most=1.0)
     layer = nn.TransformerEncoderLayer(

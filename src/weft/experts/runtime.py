@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from weft.core.errors import UsageError
-from weft.core.validation import LONGEST
+from weft.core.validation import MAX_SECONDS
 from weft.experts.errors import DeviceLostError, ExpertError
 from weft.experts.expert import ExpertBackend
 from weft.experts.task_pool import TaskPool
@@ -85,7 +85,7 @@ class Runtime:
             if unknown:
                 raise UsageError(f"runtime {self.name!r} has no pools {unknown}, or they are being removed")
             self._pools.update(dict.fromkeys(pools, True))
-        end, claimed = time.monotonic() + min(timeout, LONGEST), [pool for pool in pools if pool.runtime is self]
+        end, claimed = time.monotonic() + min(timeout, MAX_SECONDS), [pool for pool in pools if pool.runtime is self]
         try:
             self._close_pools(claimed, "it was removed from its runtime", end if drain else 0.0)
         finally:
@@ -120,7 +120,7 @@ class Runtime:
         """
         if threading.current_thread() is self._thread:
             raise UsageError(f"runtime {self.name!r} cannot be shut down from its own thread, which it would wait for")
-        end = time.monotonic() + min(timeout, LONGEST)
+        end = time.monotonic() + min(timeout, MAX_SECONDS)
         with self._state:
             pools, thread = [pool for pool in self._pools if pool.runtime is self], self._thread
         self._close_pools(pools, f"runtime {self.name!r} shuts down", end if drain else 0.0)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import SpecError, UsageError, listed
+from weft.core.errors import SpecError, UsageError, join_faults
 from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
 from weft.core.spec import TensorSpec
 from weft.core.validation import Validator
@@ -76,7 +76,7 @@ class FlatSchema:
             rows = [0 if c.faults(x) else x.shape[0] for c, x in zip(self.columns, tensors, strict=True)] or [1]
             if rows[0] and rows.count(rows[0]) == len(rows):
                 return rows[0]
-        raise SpecError(listed(f"{where} does not take these tensors:", self._list_faults(tensors)))
+        raise SpecError(join_faults(f"{where} does not take these tensors:", self._list_faults(tensors)))
 
     def batch_key(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The sizes of all free axes except the batch. Tasks share a batch only if these are equal."""
@@ -214,10 +214,10 @@ def output_schema(name: str, outputs: Any) -> NestedSchema:
 def _check_batch_axis(title: str, nest: NestedSchema) -> None:
     """Raise ``UsageError`` that lists the specs without a free axis 0."""
     with Validator(title) as check:
-        check.that(bool(nest.specs), "they hold no tensor, wanted at least one TensorSpec")
+        check.require(bool(nest.specs), "they hold no tensor, wanted at least one TensorSpec")
         for name, spec in zip(nest.names, nest.specs, strict=True):
             valid = spec.shape[:1] == (None,)
-            check.that(valid, f"{name} has shape {spec.shape}, wanted None as size of axis 0, the batch")
+            check.require(valid, f"{name} has shape {spec.shape}, wanted None as size of axis 0, the batch")
 
 
 def _equals_constant(constant: Any, leaf: Any) -> bool:
@@ -267,7 +267,7 @@ def infer_outputs(
     rows, first, other = _dummy_outputs(name, call, device, run)
     with Validator(f"axis 0 of all outputs of expert {name!r} must be the batch", SpecError) as check:
         for path, spec in zip(first.names, first.specs, strict=True):
-            check.that(spec.shape[:1] == (rows,), f"{path} has shape {spec.shape} for {rows} rows")
+            check.require(spec.shape[:1] == (rows,), f"{path} has shape {spec.shape} for {rows} rows")
     with Validator(f"expert {name!r} must return the same for all sizes but in tensors", SpecError) as check:
         check.add(*first.differences(other))
     freed: list[TensorSpec] = []

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError, join_faults
 from weft.experts.errors import DamagedError
 from weft.experts.wire.frame import CODES
 
@@ -57,7 +57,7 @@ def serialize(value: Any) -> memoryview:
     tree = encoder.encode(value, "")
     if encoder.faults:
         raise UsageError(
-            listed("a checkpoint holds tensors, numbers, strings and their containers, but not:", encoder.faults)
+            join_faults("a checkpoint holds tensors, numbers, strings and their containers, but not:", encoder.faults)
         )
     entries: dict[str, Any] = {"__metadata__": {"format": _FORMAT, "tree": json.dumps(tree, allow_nan=False)}}
     end = 0

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.rng import RandomUse, RngStreams, drawn, generators, mix
+from weft.core.rng import RandomUse, RngStreams, call_with_seed, derive_seed, generators_of
 from weft.experts.task import REPEATED, Task
 
 _CONFIGURATIONS = 64
@@ -84,7 +84,7 @@ class SideEffects:
             for name, value in table.items()
             if isinstance(value, bool | float) and not name.startswith("_")
         ]
-        self._forward_use, self._backward_use = (RandomUse(generators([device])) for _ in range(2))
+        self._forward_use, self._backward_use = (RandomUse(generators_of([device])) for _ in range(2))
         self._evaluation = False
         self.draws = {False: False, True: False}  # by evaluation: whether the module was seen to draw
 
@@ -115,7 +115,7 @@ class SideEffects:
             if changed:
                 snapshot.restore()
             self._changing.update(written, changed)
-        streams.settle()
+        streams.commit_draws()
         self._note_draws()
         # Drawing is certain. Not drawing is not, because a layer can skip it on zeros: observe the first batch too.
         self._forward_use.draws = {seen: True for seen, draws in self._forward_use.draws.items() if draws}
@@ -141,11 +141,11 @@ class SideEffects:
         seen = self._configuration()
         draws = self._forward_use.draws.get(seen) is not False or self._backward_use.draws.get(seen) is not False
         if not draws or any([task.key is None for task in tasks]):
-            return mix(self.seed, direction, count)
+            return derive_seed(self.seed, direction, count)
         # Independent of the direction: the same tasks in the same order get the same seed in forward and backward.
         names = [f"{task.client}\0{str(task.key).partition(REPEATED)[0]}\0{task.rows}" for task in tasks]
         digest = blake2b("\0".join(names).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        return mix(self.seed, 2, int.from_bytes(digest, "little"))
+        return derive_seed(self.seed, 2, int.from_bytes(digest, "little"))
 
     @contextmanager
     def evaluation_mode(self) -> Generator[None]:
@@ -183,8 +183,8 @@ class SideEffects:
             return function(*args)
         if len(use.draws) > _CONFIGURATIONS:  # a number of a layer changes all the time
             use.draws.clear()
-        seed = mix(seed, 1) if use is self._backward_use else seed
-        outputs, drew = drawn(use.sources, mix(seed, 0, 0), function, *args)
+        seed = derive_seed(seed, 1) if use is self._backward_use else seed
+        outputs, drew = call_with_seed(use.sources, derive_seed(seed, 0, 0), function, *args)
         use.draws[seen] = use.draws.get(seen, False) or drew
         self._note_draws()
         return outputs

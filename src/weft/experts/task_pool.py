@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError, join_faults
 from weft.core.validation import Validator, is_whole
 from weft.experts.errors import (
     ClosedError,
@@ -82,8 +82,8 @@ class PoolOptions:
                 check.seconds(name, getattr(self, name), zero=True)
             if all(valid):
                 least, largest, rows = self.min_batch_size, self.max_batch_size, self.max_rows
-                check.that(least <= largest, f"min_batch_size is {least}, but max_batch_size {largest}")
-                check.that(rows >= largest, f"max_rows is {rows}, wanted at least max_batch_size, {largest}")
+                check.require(least <= largest, f"min_batch_size is {least}, but max_batch_size {largest}")
+                check.require(rows >= largest, f"max_rows is {rows}, wanted at least max_batch_size, {largest}")
 
     @property
     def client_share(self) -> tuple[int, int]:
@@ -596,4 +596,4 @@ def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadlin
     if mini_batch is not None and not by_mini_batch:
         faults.append(f"it does not accumulate gradients; drop mini_batch={mini_batch!r}")
     if faults:
-        raise UsageError(listed(f"invalid metadata of a task for pool {pool!r}:", faults))
+        raise UsageError(join_faults(f"invalid metadata of a task for pool {pool!r}:", faults))

@@ -155,7 +155,7 @@ def _check_pems(
             if not check.faults and (why := _date_fault(context, certificate)):
                 advice = "renew it, or let a server use it with allow_expired=True"
                 fault = f"the other end will reject the certificate: {why}; {advice}"
-                if check.that(allow_expired, fault):
+                if check.require(allow_expired, fault):
                     _LOG.warning(fault)
         if authority is not None:
             check.add(*_authority_faults(context, authority))

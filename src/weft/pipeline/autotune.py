@@ -39,12 +39,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as checkpointing
 
-from weft.core.autograd import CutFunction, current_task, forbid_batched, forbid_double, keeps_graph
-from weft.core.context import ExecutionContext, Phase, on_device, phase
-from weft.core.errors import TWICE, BackwardTwiceError, advise
+from weft.core.autograd import CutFunction, backward_number, forbid_batched, forbid_double, is_graph_retained
+from weft.core.context import ExecutionContext, Phase, on_device, set_phase
+from weft.core.errors import BACKWARD_TWICE, BackwardTwiceError, add_advice
 from weft.core.pytree import Structure, flatten, unflatten
 from weft.core.rng import RngProbe, RngStreams
-from weft.core.segment import Function, Keep, MicroBatchContext
+from weft.core.segment import Keep, MicroBatchContext, SegmentFunction
 from weft.core.torch_internals import queue_callback
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.pipeline_plan import PipelinePlan
@@ -226,7 +226,7 @@ def run_uncut_unobserved(
 ) -> tuple[Any] | None:
     """As `run_uncut` with all graphs kept, without a `PipeStep`. None if the step drew random numbers."""
     results = _micro_batches(plan, mini_batch, None, ambient, probe)
-    return None if probe.broken() else (output.visible(results),)
+    return None if probe.has_drawn() else (output.visible(results),)
 
 
 def _micro_batches(
@@ -252,14 +252,14 @@ def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, p
             with nullcontext() if place is None else on_device(place.device):
                 outputs = _checkpointed(function, context, inputs) if repeated else function(context, *inputs)
         except BaseException as error:
-            advise(error)
+            add_advice(error)
             error.add_note(f"weft: in forward of stage {stage}, micro-batch {context.micro_batch}")
             raise
         values.update(zip(plan.wiring.outputs[stage], outputs, strict=True))
     return values[plan.entry_points.result]
 
 
-def _checkpointed(function: Function, context: MicroBatchContext, inputs: list[Any]) -> tuple[Any, ...]:
+def _checkpointed(function: SegmentFunction, context: MicroBatchContext, inputs: list[Any]) -> tuple[Any, ...]:
     """Run one segment that keeps only its inputs, and is recomputed in backward."""
     leaves, structure = flatten(inputs)
     repeated = _Repeated(function, context, structure)
@@ -293,7 +293,7 @@ class _Repeated:
             return ()
 
     def _run(self, what: Phase, leaves: Sequence[Any]) -> Any:
-        with phase(what), self._context.ambient.process_flags():
+        with set_phase(what), self._context.ambient.process_flags():
             return self._function(self._context, *unflatten(self._structure, leaves))
 
 
@@ -308,10 +308,10 @@ def timed_result(result: Any, report: Report | None, begun: float, clock: Clock)
     def before_backward(gradients: Sequence[Tensor | None]) -> None:
         forbid_batched(gradients)
         forbid_double()
-        task = current_task()
+        task = backward_number()
         if freed_by and task not in freed_by:
-            raise BackwardTwiceError(TWICE)
-        if not keeps_graph():
+            raise BackwardTwiceError(BACKWARD_TWICE)
+        if not is_graph_retained():
             freed_by.append(task)
 
     for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:

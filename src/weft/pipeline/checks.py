@@ -32,9 +32,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.utils import parametrize
 
 from weft.core.autograd import StepsInBackward
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError, join_faults
 from weft.core.pytree import flatten
-from weft.core.segment import Function, MicroBatchContext, children_first
+from weft.core.segment import MicroBatchContext, SegmentFunction, children_first
 from weft.pipeline.stage import Stage
 
 
@@ -49,7 +49,7 @@ class ForeignParameterCheck:
     """
 
     def __init__(
-        self, function: Function, layers: Sequence[Sequence[tuple[str, nn.Module]]], number: int, more: Any
+        self, function: SegmentFunction, layers: Sequence[Sequence[tuple[str, nn.Module]]], number: int, more: Any
     ) -> None:
         self._function = function
         self._layers = layers
@@ -92,7 +92,7 @@ class ForeignParameterCheck:
         }
         if of_others := [names[id(leaf)] for leaf in foreign if id(leaf) in names]:
             raise UsageError(
-                listed(
+                join_faults(
                     f"stage {self._number} computes with parameters of other stages, and their gradients would be "
                     "lost; put such layers into one stage (balance=), take a penalty on weights out of the loss "
                     "function and add it to the pipe's loss, or use executor='graph':",
@@ -162,7 +162,7 @@ def forbid_steps(modules: Iterable[tuple[str, StepsInBackward]]) -> None:
     ]
     if faults:
         raise UsageError(
-            listed("these would take an optimizer step per micro-batch, and not one per mini-batch:", faults)
+            join_faults("these would take an optimizer step per micro-batch, and not one per mini-batch:", faults)
         )
 
 
@@ -200,7 +200,7 @@ def forbid_workers(layers: Iterable[CollectiveLayer]) -> None:
         if len({layer.stage for layer in group}) > 1:
             names = [f"layer {layer.layer!r} of stage {layer.stage} ({type(layer.module).__name__})" for layer in group]
             raise UsageError(
-                listed(
+                join_faults(
                     "layers of several stages communicate in one process group. With a worker per stage "
                     "(executor='threads') each process would do so in another order, so that they hang or get each "
                     "other's numbers. Use executor='serial' or 'auto', put such layers into one stage (balance=), or "

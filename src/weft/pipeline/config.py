@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, listed
+from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, join_faults
 from weft.core.pytree import flatten
 from weft.core.rng import require_supported
 from weft.core.validation import Validator, is_whole
@@ -88,7 +88,7 @@ class BatchDims:
         names: list[int | str] = [*range(positional), *keywords, *(["target"] if target else [])]
         if missing := [name for name in names if name not in self._by_name]:
             raise UsageError(
-                listed(
+                join_faults(
                     "batch_dim lacks these arguments; name all of them, as in {0: 1, 'mask': 0, 'target': 1}:",
                     [f"argument {name!r}" for name in missing],
                 )
@@ -102,7 +102,7 @@ class BatchDims:
 def _check_axes(check: Validator, name: str, value: Any, *, none: bool) -> None:
     for axis in flatten(value)[0]:
         valid = (is_whole(axis) and axis >= 0) or (axis is None and none)
-        check.that(valid, f"{name} has {axis!r}; an axis is an int, at least 0")
+        check.require(valid, f"{name} has {axis!r}; an axis is an int, at least 0")
 
 
 def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
@@ -123,7 +123,7 @@ def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
         if is_whole(axis):
             faults += [f"{fault}, but it {words} axis {axis}" for fault in _reached_on_other_axis(ordered, axis)]
     if faults:
-        raise UsageError(listed(OTHER_AXES, list(dict.fromkeys(faults))))
+        raise UsageError(join_faults(OTHER_AXES, list(dict.fromkeys(faults))))
     if dims.outputs_assumed and flat:
         forbid_several_axes(*flat[-1])
 
@@ -136,7 +136,7 @@ def forbid_other_axes(layers: Layers, dims: BatchDims) -> None:
             "batch_first=True, or give Pipe batch_dim=1 if the rows of the model's input are on axis 1, or batch_dim=0 "
             "if its layers swap axes before and after these:"
         )
-        raise UsageError(listed(headline, faults))
+        raise UsageError(join_faults(headline, faults))
 
 
 def forbid_several_axes(name: str, layer: nn.Module) -> None:
@@ -234,10 +234,12 @@ def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     title = f"Pipe keeps the layers of the {type(module).__name__} and drops the rest of it, which would be lost"
     with Validator(title, SpecError) as check:
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-            check.that(tensor is None, f"parameter or buffer {name!r}; put it into a layer")
+            check.require(tensor is None, f"parameter or buffer {name!r}; put it into a layer")
         for name, table in vars(module).items():
             hooks = name.startswith("_") and name.endswith("_hooks") and bool(table)
-            check.that(not hooks, f"{name[1:]}; register them with the pipe, for whole mini-batches, or with a layer")
+            check.require(
+                not hooks, f"{name[1:]}; register them with the pipe, for whole mini-batches, or with a layer"
+            )
     forbid_lazy(module)
     return list(module._modules.items())  # named_children() would list a layer that occurs twice only once
 
@@ -247,7 +249,7 @@ def forbid_lazy(module: nn.Module) -> None:
     named = chain(module.named_parameters(), module.named_buffers())
     if lazy := [name for name, tensor in named if is_lazy(tensor)]:
         raise SpecError(
-            listed("lazy layers have no sizes yet, and cannot be spread; run the model once before that:", lazy)
+            join_faults("lazy layers have no sizes yet, and cannot be spread; run the model once before that:", lazy)
         )
 
 
@@ -258,11 +260,11 @@ def checkpoint_rules(checkpoint: Any, stages: int) -> list[CheckpointRule]:
         modes: list[Any] = []
         if isinstance(checkpoint, str) or callable(checkpoint):
             modes = [checkpoint] * stages
-        elif check.that(isinstance(checkpoint, Iterable), f"it is {checkpoint!r}"):
+        elif check.require(isinstance(checkpoint, Iterable), f"it is {checkpoint!r}"):
             modes = list(cast("Iterable[Any]", checkpoint))
-            check.that(len(modes) == stages, f"it has {len(modes)} entries for {stages} stages")
+            check.require(len(modes) == stages, f"it has {len(modes)} entries for {stages} stages")
         for i, mode in enumerate(modes):
-            check.that(callable(mode) or (isinstance(mode, str) and mode in _RULES), f"entry {i} is {mode!r}")
+            check.require(callable(mode) or (isinstance(mode, str) and mode in _RULES), f"entry {i} is {mode!r}")
     return [_RULES[mode] if isinstance(mode, str) else mode for mode in modes]
 
 
@@ -287,7 +289,7 @@ def check_settings(
     counted = check.count("chunks", chunks)
     check.choice("executor", executor, EXECUTORS)
     fault = f"loss is {type(loss).__name__}; give a function or module (output, target) -> number"
-    check.that(loss is None or callable(loss), fault)
+    check.require(loss is None or callable(loss), fault)
     check.choice("loss_reduction", reduction, ("mean", "sum"), optional=True)
     names = ", ".join(map(repr, SCHEDULES))
     kinds = f"one of {names}, a table as text, a weft.Schedule, or a function (stages, micro_batches) -> Schedule"
@@ -375,13 +377,13 @@ def checked_layout(
     stages = len(sizes)
     with Validator("these layers cannot be spread like this", PartitionError) as check:
         for i, size in enumerate(sizes):
-            check.that(size > 0, f"stage {i} has {size} layers, but needs at least one")
+            check.require(size > 0, f"stage {i} has {size} layers, but needs at least one")
         fault = f"balance {list(sizes)} places {sum(sizes)} layers, but the module has {layers}"
-        check.that(sum(sizes) == layers, fault)
+        check.require(sum(sizes) == layers, fault)
         fault = (
             f"balance has {stages} stages, but there are {len(places)} devices; give one per stage, which may repeat"
         )
-        check.that(stages == len(places), f"{fault}, as in devices=['cpu'] * {stages}")
+        check.require(stages == len(places), f"{fault}, as in devices=['cpu'] * {stages}")
     return list(sizes), list(places)
 
 
@@ -398,7 +400,7 @@ def sizes_of(balance: Any) -> list[int]:
                 valid = not isinstance(size, bool)
             except TypeError:
                 valid = False
-            check.that(valid, f"that of stage {stage} is {size!r}")
+            check.require(valid, f"that of stage {stage} is {size!r}")
     return sizes
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core.context import is_recomputing
-from weft.core.errors import SpecError, UsageError, listed
+from weft.core.errors import SpecError, UsageError, join_faults
 from weft.core.pytree import flatten, map_leaves, structure_paths
 from weft.core.rng import NextLayer
 from weft.core.segment import Gradients, MicroBatchContext
@@ -236,7 +236,7 @@ def _numbers(values: Sequence[Any]) -> list[float]:
     numbers = _numbers_in(values)
     with Validator("loss_weight must return a finite number from 0 up, but returned", SpecError) as check:
         for index, number in enumerate(numbers):
-            check.that(is_number(number) and 0 <= number < math.inf, f"micro-batch {index}: {number!r}")
+            check.require(is_number(number) and 0 <= number < math.inf, f"micro-batch {index}: {number!r}")
     return [float(number) for number in numbers]
 
 
@@ -266,7 +266,7 @@ def _reject_padding(target: Any) -> None:
             elif several:
                 asked[f"{name} is a mask with entries that are False"] = leaf.logical_not().any()
     if faults := list(compress(asked, _numbers_in(list(asked.values())))):
-        raise UsageError(listed(_UNCOUNTED, faults))
+        raise UsageError(join_faults(_UNCOUNTED, faults))
 
 
 class _RejectUncounted(TorchFunctionMode):
@@ -287,7 +287,7 @@ class _RejectUncounted(TorchFunctionMode):
             faults, flags = zip(*self._asked, strict=True) if self._asked else ((), ())
             self._asked.clear()
             if present := set(compress(faults, _numbers_in(flags))):
-                raise UsageError(listed(_UNCOUNTED, sorted(present)))
+                raise UsageError(join_faults(_UNCOUNTED, sorted(present)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         words: dict[str, Any] = kwargs or {}
@@ -295,7 +295,7 @@ class _RejectUncounted(TorchFunctionMode):
         if isinstance(target, Tensor) and not target.is_floating_point():
             name, ignored = func.__name__, words.get("ignore_index", _IGNORED)
             if words.get("weight") is not None and words.get("reduction", "mean") == "mean":
-                raise UsageError(listed(_UNCOUNTED, [f"{name} has class weights"]))
+                raise UsageError(join_faults(_UNCOUNTED, [f"{name} has class weights"]))
             fault = f"{name} gets targets that are {ignored}, its ignore_index"
             self._asked.append((fault, (target == ignored).any()))
         return func(*args, **words)

@@ -25,9 +25,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.core.errors import BatchError, listed
-from weft.core.pytree import LEAF, OPEN, Structure, difference, flatten, map_leaves, spread, structure_paths, unflatten
-from weft.core.segment import Gradients, forbid_hidden, hidden_tensors, leaf_of
+from weft.core.errors import BatchError, join_faults
+from weft.core.pytree import (
+    CONTAINER_ADVICE,
+    LEAF,
+    Structure,
+    broadcast_prefix,
+    difference,
+    flatten,
+    map_leaves,
+    structure_paths,
+    unflatten,
+)
+from weft.core.segment import Gradients, detached_leaf, forbid_hidden, hidden_tensors
 
 
 def common_structure(structures: Sequence[Structure], *, where: str = "output") -> Structure:
@@ -40,11 +50,11 @@ def common_structure(structures: Sequence[Structure], *, where: str = "output") 
     ]
     if faults:
         headline = f"{where}: every micro-batch must return a value nested as that of micro-batch 0, but:"
-        raise BatchError(listed(headline, faults))
+        raise BatchError(join_faults(headline, faults))
     return first
 
 
-def cut(tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
+def split_by_sizes(tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
     """One view per size. A single piece is the tensor itself."""
     # Not torch.split: autograd forbids in-place writes to its views.
     if len(sizes) == 1:
@@ -107,7 +117,7 @@ def _object_fault(column: Sequence[Any]) -> str | None:
     if all(_same(column[0], piece) for piece in column):
         return None
     if any(hidden_tensors(piece) for piece in column):
-        return f"is a {type(column[0]).__name__} with tensors inside, which cannot be joined; {OPEN}"
+        return f"is a {type(column[0]).__name__} with tensors inside, which cannot be joined; {CONTAINER_ADVICE}"
     values = ", ".join(map(reprlib.repr, column))
     return f"is not a tensor and differs between micro-batches ({values}); return one value for all, or a tensor"
 
@@ -170,7 +180,7 @@ class SplitPlan:
         """The flat leaves of each micro-batch. Slices are views. A single slice is the tensor itself."""
         count = len(self.sizes)
         columns = [
-            [leaf] * count if axis is None else cut(leaf, self.sizes, axis)
+            [leaf] * count if axis is None else split_by_sizes(leaf, self.sizes, axis)
             for leaf, axis in zip(leaves, self.axes, strict=True)
         ]
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in self.sizes]
@@ -191,7 +201,7 @@ class SplitPlan:
             return list(accumulate(present, torch.add))[-1]
         if len(self.sizes) == 1:
             return present[0]
-        pairs = zip(pieces, cut(like, self.sizes, axis), strict=True)
+        pairs = zip(pieces, split_by_sizes(like, self.sizes, axis), strict=True)
         return torch.cat([torch.zeros_like(rows) if piece is None else piece for piece, rows in pairs], axis)
 
 
@@ -206,7 +216,9 @@ def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") 
     nested ones, or if there is no tensor to cut. Raises ``SpecError`` if ``axis`` is not nested as ``value`` is.
     """
     leaves, structure = flatten(value)
-    leaf_axes: list[int | None] = [axis] * len(leaves) if isinstance(axis, int) else spread(axis, structure, where)
+    leaf_axes: list[int | None] = (
+        [axis] * len(leaves) if isinstance(axis, int) else broadcast_prefix(axis, structure, where)
+    )
     if any(isinstance(leaf, NoChunk) for leaf in leaves):
         leaves, structure, leaf_axes = _unwrap(leaves, structure, leaf_axes)
     axes = tuple(
@@ -259,7 +271,7 @@ def _check_dense(leaves: Sequence[Any], structure: Structure, axes: Sequence[int
         f"{where}: only dense tensors can be cut into micro-batches; make these dense or padded, use chunks=1, or wrap "
         "a tensor that every micro-batch needs whole in NoChunk(...):"
     )
-    raise BatchError(listed(headline, faults))
+    raise BatchError(join_faults(headline, faults))
 
 
 def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None], where: str) -> int | None:
@@ -283,7 +295,7 @@ def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int
         "that every micro-batch needs whole in NoChunk(...), or give the axis of the rows (batch_dim= of a Pipe). A "
         "tensor with several rows for one sample, such as patches of images, needs a separate axis for them:"
     )
-    raise BatchError(listed(headline, faults))
+    raise BatchError(join_faults(headline, faults))
 
 
 ELSEWHERE = object()
@@ -349,7 +361,9 @@ class MiniBatch:
                 forbid_hidden(leaf, "an argument")
         tracked = self._tracked
         return [
-            self._nested([leaf_of(x, t) if isinstance(x, Tensor) else x for x, t in zip(piece, tracked, strict=True)])
+            self._nested(
+                [detached_leaf(x, t) if isinstance(x, Tensor) else x for x, t in zip(piece, tracked, strict=True)]
+            )
             for piece in self.split.split(self._leaves)
         ]
 
@@ -422,7 +436,7 @@ class JoinedOutput:
             if gradient is not None and k in self._numbers:
                 columns[k] = [gradient * weight for weight in self.weights]
             elif gradient is not None:
-                columns[k] = cut(gradient, self._lengths[k] or (), self._axes[k])
+                columns[k] = split_by_sizes(gradient, self._lengths[k] or (), self._axes[k])
         return [[column[i] for column in columns] for i in range(self._pieces)]
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
@@ -443,7 +457,7 @@ class JoinedOutput:
         pieces, self._pieces = [leaves for leaves, _ in flat], len(flat)
         structure = self._structure = common_structure([nesting for _, nesting in flat], where=self._where)
         one_axis = isinstance(self._axis, int)
-        self._axes = [self._axis] * len(pieces[0]) if one_axis else spread(self._axis, structure, self._where)
+        self._axes = [self._axis] * len(pieces[0]) if one_axis else broadcast_prefix(self._axis, structure, self._where)
         columns = list(zip(*pieces, strict=True))
         numbers = {k: self._number(k, column) for k, column in enumerate(columns)}
         self._numbers = {k: number for k, number in numbers.items() if number is not None}
@@ -456,7 +470,7 @@ class JoinedOutput:
         if len(self._lengths) < len(lengths):
             named = zip(structure_paths(structure, self._where), lengths, strict=True)
             faults = [f"{name} {fault}" for name, fault in named if isinstance(fault, str)]
-            raise BatchError(listed(f"{self._where}: the results of the micro-batches cannot be joined:", faults))
+            raise BatchError(join_faults(f"{self._where}: the results of the micro-batches cannot be joined:", faults))
         joined = list(pieces[0])
         if len(pieces) > 1:
             parts = zip(columns, self._lengths, self._axes, strict=True)

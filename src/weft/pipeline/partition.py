@@ -312,15 +312,15 @@ def _check(costs: Sequence[int | float], parts: Any, skips: Sequence[Skip]) -> N
         if not is_whole(parts):
             check.add(f"the number of parts is {parts!r}, wanted an int")
         else:
-            check.that(parts >= 1, "at least one part is needed")
-            check.that(parts <= layers, "every part needs at least one layer; ask for fewer parts or split layers")
+            check.require(parts >= 1, "at least one part is needed")
+            check.require(parts <= layers, "every part needs at least one layer; ask for fewer parts or split layers")
         for at, cost in enumerate(costs):
-            check.that(_valid(cost), f"layer {at} costs {cost!r}; wanted 0 or more")
+            check.require(_valid(cost), f"layer {at} costs {cost!r}; wanted 0 or more")
         for source, destination, cost in skips:
             name = f"the skip from layer {source} to layer {destination}"
             forward = 0 <= source < destination < layers
-            check.that(forward, f"{name} should lead forward between layers 0 to {layers - 1}")
-            check.that(_valid(cost), f"{name} costs {cost!r}; wanted 0 or more")
+            check.require(forward, f"{name} should lead forward between layers 0 to {layers - 1}")
+            check.require(_valid(cost), f"{name} costs {cost!r}; wanted 0 or more")
 
 
 def _valid(cost: Any) -> bool:

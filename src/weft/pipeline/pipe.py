@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from weft.core.autograd import forbid_exporting, forbid_tracing, graph_break
-from weft.core.errors import SpecError, UsageError, WeightsError, listed, shorten_traceback
+from weft.core.errors import SpecError, UsageError, WeightsError, join_faults, shorten_traceback
 from weft.core.validation import Validator
 from weft.pipeline.config import (
     BatchDim,
@@ -202,7 +202,7 @@ class Pipe(nn.Module):
             dims = check.call(BatchDims, batch_dim, output_batch_dim)
             cuts = self._layout.resolve(check, module, dims, arguments)
             check.choice("output", output, ("all", "last"))
-            check.that(group is not None or output == "all", "output='last' is for a pipe over processes (group=)")
+            check.require(group is not None or output == "all", "output='last' is for a pipe over processes (group=)")
             check_settings(
                 check, cuts.stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
             )
@@ -373,9 +373,9 @@ class Pipe(nn.Module):
         if all_faults := list(dict.fromkeys(fault for _, of_rank in reports for fault in of_rank)):
             if source is None:
                 raise UsageError(
-                    listed("materialize() needs initialize=, a function of a module, because:", all_faults)
+                    join_faults("materialize() needs initialize=, a function of a module, because:", all_faults)
                 )
-            raise WeightsError(listed(f"the weights of {source} do not fit the model:", all_faults))
+            raise WeightsError(join_faults(f"the weights of {source} do not fit the model:", all_faults))
         allocated = allocate(roots, self._layout.devices_by_tensor(self, self._layers()))
         if files is not None:
             files.fill(self, chosen)
@@ -438,7 +438,7 @@ class Pipe(nn.Module):
         missing: list[str] = result.missing_keys
         faults = [f"{key}: missing" for key in missing] + [f"{key}: unexpected" for key in unexpected]
         if strict and faults:
-            raise WeightsError(listed("the state_dict does not fit the part of the model on this rank:", faults))
+            raise WeightsError(join_faults("the state_dict does not fit the part of the model on this rank:", faults))
         return type(result)(missing, unexpected)
 
     def __len__(self) -> int:

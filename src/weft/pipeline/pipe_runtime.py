@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from weft.core.autograd import CutFunction, StepsInBackward, apply, forbid_transforms, outside_transforms
+from weft.core.autograd import CutFunction, StepsInBackward, apply_as_node, forbid_transforms, outside_transforms
 from weft.core.context import ExecutionContext, has_local_modes
-from weft.core.errors import DeviceError, UsageError, listed
-from weft.core.rng import DrawnSeed, RandomUse, RngProbe, RngStreams, generators
-from weft.core.segment import Function, Keep
+from weft.core.errors import DeviceError, UsageError, join_faults
+from weft.core.rng import DrawnSeed, RandomUse, RngProbe, RngStreams, generators_of
+from weft.core.segment import Keep, SegmentFunction
 from weft.core.timing import time_after
 from weft.pipeline.autotune import LayoutTuner, TimedCall, needs_cuts, run_uncut, run_uncut_unobserved, timed_result
 from weft.pipeline.checks import (
@@ -96,7 +96,7 @@ class Plans:
             self._plans[key] = staged_plan(self._stages, self._crossing, executor, loss, streams=streams, cut=cut)
         return self._plans[key]
 
-    def functions(self, plan: PipelinePlan, *, tracked: bool) -> Sequence[Function]:
+    def functions(self, plan: PipelinePlan, *, tracked: bool) -> Sequence[SegmentFunction]:
         """The functions of the segments for the next step, with the searches for foreign parameters that are due."""
         if not tracked or not plan.searched:
             return plan.functions
@@ -197,7 +197,7 @@ class PipeRuntime:
         self.stages = list(stages)
         serialize_shared(self.stages)
         devices = [stage.device for stage in self.stages]
-        self.uses = [RandomUse(generators([device])) for device in (*devices, devices[-1])]
+        self.uses = [RandomUse(generators_of([device])) for device in (*devices, devices[-1])]
         self.device_types = sorted({device.type for device in devices})
         self._keep_rules = KeepRules(checkpoint, len(self.stages))
         self._weights = LossWeights(loss, reduction, loss_weight)
@@ -261,7 +261,7 @@ class PipeRuntime:
             function = TimedCall(step, report, self._clock, with_backward=tracked)
         if not tracked:
             return step.output.fill(function.forward()[0])
-        results = apply(function, step.node_inputs())
+        results = apply_as_node(function, step.node_inputs())
         self.plans.end_step(step.plan)
         return step.output.fill(results)
 
@@ -287,7 +287,7 @@ class PipeRuntime:
         """Scan the layers of all stages that run, by stage. Raises DeviceError for layers on other devices."""
         scans = {stage.index: stage.scan() for stage in self._scanned(call)}
         if any(scan.misplaced for scan in scans.values()):
-            raise DeviceError(listed(MISPLACED, [fault for scan in scans.values() for fault in scan.misplaced]))
+            raise DeviceError(join_faults(MISPLACED, [fault for scan in scans.values() for fault in scan.misplaced]))
         return scans
 
     def _scanned(self, call: "PipeCall") -> list[Stage]:

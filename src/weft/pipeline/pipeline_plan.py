@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.core.segment import Function, MicroBatchContext
+from weft.core.segment import MicroBatchContext, SegmentFunction
 from weft.pipeline.checks import ForeignParameterCheck
 from weft.pipeline.executor import SerialExecutor
 from weft.pipeline.loss import LossStage
@@ -31,7 +31,7 @@ class PipelinePlan:
     the routes by which the input and the target enter, and the output or the loss leaves.
     """
 
-    functions: tuple[Function, ...]
+    functions: tuple[SegmentFunction, ...]
     searched: tuple[ForeignParameterCheck, ...]
     wiring: Wiring
     places: tuple[StageDevice | None, ...]
@@ -92,7 +92,7 @@ def staged_plan(
     routes += [Route(f"main of stage {j}", j, (j + 1,)) for j in range(last)]
     routes.append(Route("loss" if loss else "output", last, (OUTSIDE,)))
     routes += [Route(f"skip {name!r}", source, readers) for (_, name), source, readers in crossing]
-    functions: list[Function] = list(stages)
+    functions: list[SegmentFunction] = list(stages)
     entries = [EntryPoint(0, 0)]
     if loss is not None:
         entries.append(EntryPoint(len(routes), last))

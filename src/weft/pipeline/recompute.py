@@ -33,7 +33,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import ModuleChangedError
-from weft.core.rng import generators
+from weft.core.rng import generators_of
 from weft.core.segment import MicroBatchContext, version, versions
 from weft.pipeline.routing import StreamLock
 
@@ -81,7 +81,7 @@ class StageReplay:
         self.index = index
         self.layers = layers
         self._device = device
-        self._defaults = generators([device])
+        self._defaults = generators_of([device])
         self._writes: dict[tuple[nn.Module, bool], bool] = {}
         self._norms: list[nn.Module] = []
         self._holders: list[nn.Module] = []

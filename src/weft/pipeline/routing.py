@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weft.core.context import on_device
 from weft.core.pytree import flatten, unflatten
-from weft.core.segment import Gradients, leaf_of
+from weft.core.segment import Gradients, detached_leaf
 from weft.pipeline.microbatch import ELSEWHERE
 
 
@@ -182,7 +182,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     # The copy blocks if it is between CPU and CUDA. The caller can write to its pinned tensor as soon as the pipe
     # returns, and a reader on the CPU must find the complete result.
-    return leaf_of(tensor.detach().to(device), tensor.requires_grad)
+    return detached_leaf(tensor.detach().to(device), tensor.requires_grad)
 
 
 _PARTS = {

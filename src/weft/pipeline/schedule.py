@@ -30,7 +30,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from weft.core.errors import ScheduleError, listed
+from weft.core.errors import ScheduleError, join_faults
 from weft.pipeline.actions import Action, Table, find_faults, waits, walk_table
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
@@ -72,7 +72,7 @@ class Schedule:
                         faults.append(f"worker {worker}, cell {column}: {part!r} is not an action")
         if faults:
             headline = "the table cannot be read; an action is a stage, F, B, I or W, and a micro-batch: 2F0"
-            raise ScheduleError(listed(headline, faults))
+            raise ScheduleError(join_faults(headline, faults))
         return cls(tuple(map(tuple, table)))
 
     def text(self) -> str:
@@ -120,7 +120,7 @@ class Schedule:
         one micro-batch on one stage, actions that come before their dependencies, deadlocks.
         """
         if faults := list(find_faults(self.workers, stages, micro_batches)):
-            raise ScheduleError(listed("the schedule cannot be used", faults))
+            raise ScheduleError(join_faults("the schedule cannot be used", faults))
 
     @cached_property
     def order(self) -> tuple[tuple[int, Action], ...]:
@@ -128,7 +128,7 @@ class Schedule:
         furthest goes first. Raises ScheduleError on a deadlock."""
         order, stuck = walk_table(self.workers, waits(self.workers))
         if stuck:
-            raise ScheduleError(listed("the schedule has no valid order", stuck))
+            raise ScheduleError(join_faults("the schedule has no valid order", stuck))
         return tuple(order)
 
     @cached_property

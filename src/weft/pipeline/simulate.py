@@ -147,12 +147,12 @@ def forecast(
         for stage, cost in enumerate(stages):
             numbers = cost.forward, cost.backward, cost.recompute, cost.saved_bytes, cost.recomputed_bytes or 0
             valid = all(0 <= x < math.inf for x in numbers)
-            check.that(valid, f"stage {stage}: {cost} has a cost that is negative or not a finite number")
+            check.require(valid, f"stage {stage}: {cost} has a cost that is negative or not a finite number")
         for value in values:
             valid = -1 <= value.source < len(stages) and value.bytes >= 0
-            check.that(valid, f"{value} needs a source from -1 to {len(stages) - 1} and bytes from 0 up")
+            check.require(valid, f"{value} needs a source from -1 to {len(stages) - 1} and bytes from 0 up")
             valid = all(value.source < reader < len(stages) for reader in value.readers)
-            check.that(valid, f"{value} has a reader that is not a stage after its source")
+            check.require(valid, f"{value} has a reader that is not a stage after its source")
     spans = _spans(schedule, stages, checkpointed or (lambda stage, _: stages[stage].recompute > 0))
     lifetimes = list(_lifetimes(schedule, spans, stages, values))
     return Forecast(

@@ -23,22 +23,22 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from weft.core.autograd import quiet_hooks, without_gradient
+from weft.core.autograd import silence_hooks, silence_unused_hooks
 from weft.core.context import ExecutionContext
-from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, RandomnessError, UsageError, advise
+from weft.core.errors import BACKWARD_TWICE, BackwardTwiceError, InPlaceError, RandomnessError, UsageError, add_advice
 from weft.core.pytree import flatten
-from weft.core.rng import TRIES, DrawnSeed, RngStreams, RngVote
+from weft.core.rng import MAX_RECOMPUTATIONS, DrawnSeed, RngStreams, RngVote
 from weft.core.segment import (
-    Function,
     Gradients,
     GradientSum,
     Keep,
     MicroBatchContext,
     Segment,
+    SegmentFunction,
     SplitBackward,
     Tape,
-    added,
-    cut,
+    add_gradients,
+    detach_leaves,
     versions,
 )
 from weft.pipeline.batchnorm import DeferredBatchNorm
@@ -136,7 +136,7 @@ class StepState:
             raise
         except BaseException as error:
             word = "forward" if action.kind == "F" else "backward"
-            advise(error)
+            add_advice(error)
             error.add_note(f"weft: in {word} of stage {action.stage}, micro-batch {action.micro_batch} ({action})")
             raise
 
@@ -209,7 +209,7 @@ class StepState:
         sent: list[tuple[Address, Message]] = []
         for route, output in zip(self.wiring.outputs[stage], outputs, strict=True):
             for address in self.writes(route, index):
-                leaf = cut(output, tracked)
+                leaf = detach_leaves(output, tracked)
                 if self._observer is not None:
                     arrives = index + self.wiring.routes[route].delay
                     for reader in self._group(address):
@@ -221,7 +221,7 @@ class StepState:
         stage, index = action.stage, action.micro_batch
         tape = self._tapes.get((stage, index))
         if tape is None:
-            raise BackwardTwiceError(TWICE)
+            raise BackwardTwiceError(BACKWARD_TWICE)
         if tape.recomputes:
             self._recompute(action, tape)
         messages = [
@@ -237,7 +237,7 @@ class StepState:
 
     def _recompute(self, action: Action, tape: Tape) -> None:
         """Make the graph again. Repeat it if another thread was seen to draw random numbers in between."""
-        for _ in range(TRIES - 1):
+        for _ in range(MAX_RECOMPUTATIONS - 1):
             try:
                 return self._do("R", action, tape.prepare)
             except RandomnessError:
@@ -329,13 +329,13 @@ def _total(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
         # A result can have fewer gradients than leaves. They belong to the first leaves.
         return present[0] + [None] * (width - len(present[0]))
     columns = [[leaf for leaf in leaves if leaf is not None] for leaves in zip(*present, strict=True)]
-    return [reduce(added, column) if column else None for column in columns]
+    return [reduce(add_gradients, column) if column else None for column in columns]
 
 
 def add_gradient(total: dict[int, Tensor], key: int, gradient: Tensor) -> None:
     """Add to the gradient of a tensor in `total`, which is keyed by the tensor's id()."""
     present = total.get(key)
-    total[key] = gradient if present is None else added(present, gradient.to(present.device))
+    total[key] = gradient if present is None else add_gradients(present, gradient.to(present.device))
 
 
 Result = TypeVar("Result")
@@ -383,7 +383,7 @@ class PipeStep:
     """
 
     plan: PipelinePlan
-    functions: Sequence[Function]
+    functions: Sequence[SegmentFunction]
     schedule: Schedule
     mini_batch: MiniBatch
     output: JoinedOutput
@@ -419,7 +419,7 @@ class PipeStep:
         return [views.get(id(tensor), tensor) for tensor in self.tensors] if views else self.tensors
 
     def run_until_rng_settled(self, forward: Callable[[RngStreams], Result]) -> Result:
-        """Run a forward until its random numbers are right: once, or twice after a surprise (`RngStreams.settle`).
+        """Run a forward until its random numbers are right: once, or twice after a surprise (`RngStreams.commit_draws`).
 
         Deferred batch norms gather statistics in every run, and commit those of the last. Raises InPlaceError if a
         layer wrote to a tensor that all micro-batches share.
@@ -441,7 +441,7 @@ class PipeStep:
                     norm.abandon(rng)
                 executor.abort(error)
                 raise
-            if rng.settle(RngVote.of([RngVote(report.drew, report.surprised) for report in reports])):
+            if rng.commit_draws(RngVote.of([RngVote(report.drew, report.surprised) for report in reports])):
                 break
         for norm in self.deferred:
             norm.commit(rng)
@@ -482,14 +482,14 @@ class PipeStep:
                 f"the gradient of the loss differs between ranks: {', '.join(map(str, reports))}, by rank; scale the "
                 "loss by the same number on all of them"
             )
-        without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
+        silence_unused_hooks([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
         return found
 
     def _gradients(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
         """The gradients of `tensors`, from a backward walk or from the forward that made them early."""
         run, early = self._run, self._early_gradients
         if run is None and early is None:
-            raise BackwardTwiceError(TWICE)
+            raise BackwardTwiceError(BACKWARD_TWICE)
         if self._versions is not None:
             self._versions.verify()
         if not retain:
@@ -520,14 +520,14 @@ class PipeStep:
         seeds = self.output.scatter_gradients([self._seed.to(plan.stages[-1].device)])
         for segment, messages in plan.entry_points.seed(seeds, streams=any(plan.places)).items():
             given.setdefault(segment, {}).update(messages)
-        with quiet_hooks(self._parameters):
+        with silence_hooks(self._parameters):
             left = self._walk(run, self.schedule, given)
         return left, run, self._collected(left, run)
 
     def _walk_backward(self, run: StepState, gradients: Sequence[Gradients], *, retain: bool) -> list[Tensor | None]:
         run.prepare_backward(retain=retain)
         given = self.plan.entry_points.seed(gradients, streams=any(self.plan.places))
-        with self.ambient.process_flags(), quiet_hooks(self._parameters):
+        with self.ambient.process_flags(), silence_hooks(self._parameters):
             left = self._walk(run, self.schedule.backward_only, given)
         return self._collected(left, run)
 

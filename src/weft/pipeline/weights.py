@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.core.errors import WeightsError
-from weft.core.rng import generators, mix, seeded
+from weft.core.rng import derive_seed, generators_of, seed_generators
 
 Initialize = Callable[[nn.Module], object]
 """A function that initialises the parameters of one module."""
@@ -161,7 +161,7 @@ def initialize_modules(
         devices = {tensor.device for tensor in tensors if id(tensor) in fresh}
         run = initialize or _reset_of(module)
         if devices and run is not None:
-            with seeded(generators(devices), mix(seed, n, k)), _scratch(module, device):
+            with seed_generators(generators_of(devices), derive_seed(seed, n, k)), _scratch(module, device):
                 run(module)
 
 

@@ -20,10 +20,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from weft.core.autograd import quiet_hooks
+from weft.core.autograd import silence_hooks
 from weft.core.errors import WeftError
 from weft.core.pytree import flatten, map_leaves, unflatten
-from weft.core.segment import differentiable
+from weft.core.segment import can_have_gradient
 from weft.recurrent import graph as step_graph
 from weft.recurrent import pytorch_internals as internals
 from weft.recurrent.graph import StepGraph
@@ -79,7 +79,7 @@ def capture(
 
     def run_joint(xs: list[Tensor], ss: list[Tensor], gs: list[Tensor], gy: list[Tensor]) -> list[Tensor | None]:
         leaves = [
-            value.detach().requires_grad_(want and differentiable(value))
+            value.detach().requires_grad_(want and can_have_gradient(value))
             for value, want in zip((*xs, *ss), wants, strict=True)
         ]
         with torch.set_grad_enabled(grad):
@@ -156,7 +156,7 @@ def _trace_joint(
     context = internals.TracingContext(internals.FakeTensorMode(allow_fallback_kernels=True))
     # The gradient of a view that is written to then repeats the view. By default it reads by strides, which a value
     # stacked over time does not have.
-    with torch.no_grad(), quiet_hooks(parameters), internals.tracing(context), internals.replay_views(True):
+    with torch.no_grad(), silence_hooks(parameters), internals.tracing(context), internals.replay_views(True):
         traced = internals.make_fx(joint)(*example)
         _reject_writes(traced)
         step_graph.separate_bernoulli(traced)

@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import SpecError, listed
+from weft.core.errors import SpecError, join_faults
 from weft.core.pytree import Structure, difference, flatten, map_leaves, structure_paths, unflatten
 from weft.core.validation import Validator
 from weft.recurrent.sequence import SequenceInputs
@@ -191,7 +191,9 @@ class StepSpec:
         faults = [f"{name} {fault}" for name, old, leaf in pairs for fault in self._leaf_faults(old, leaf)]
         faults = [nesting] if nesting else faults
         if faults:
-            raise SpecError(listed(f"the {self._role} that step {t} returned differs from the one before:", faults))
+            raise SpecError(
+                join_faults(f"the {self._role} that step {t} returned differs from the one before:", faults)
+            )
         self.leaves = [expand_like(old, leaf) for old, leaf in zip(self.leaves, leaves, strict=True)]
         self._settled = True
         return leaves
@@ -262,7 +264,7 @@ def check_links(check: Validator, links: object) -> None:
         return
     for state, link in cast("Mapping[object, object]", links).items():
         if isinstance(link, Window):
-            check.that(link.k >= 1, f"links[{state!r}] is a window over {link.k} steps, wanted at least 1")
+            check.require(link.k >= 1, f"links[{state!r}] is a window over {link.k} steps, wanted at least 1")
         elif not isinstance(link, str):
             kind = type(link).__name__
             check.add(f"links[{state!r}] is of type {kind}, wanted the name of an output, or a Window over it")
@@ -351,4 +353,4 @@ class StepNetCell(Cell):
         missing = [f"links[{state!r}] wants {name!r}" for state, name in targets.items() if name not in outputs]
         if missing:
             seen = list(cast("Mapping[str, Any]", outputs))
-            raise SpecError(listed(f"the step net {self.name} returned {seen} at step {t}, but:", missing))
+            raise SpecError(join_faults(f"the step net {self.name} returned {seen} at step {t}, but:", missing))

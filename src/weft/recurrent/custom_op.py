@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from weft.core.autograd import keeps_graph, quiet_hooks
+from weft.core.autograd import is_graph_retained, silence_hooks
 from weft.core.context import ExecutionContext
 from weft.core.errors import BackwardTwiceError, UsageError
 from weft.core.pytree import Structure, flatten, map_leaves, unflatten
-from weft.core.segment import differentiable
+from weft.core.segment import can_have_gradient
 from weft.recurrent import eager
 from weft.recurrent.capture import gradients_of
 from weft.recurrent.guards import CellGuards
@@ -266,8 +266,8 @@ def recurrent_backward(
             "tensors does, or the graph was freed; run forward again, or keep the network out of the compiled region"
         )
     leaves = sequence.leaves
-    with default_dispatch(), quiet_hooks(leaf for leaf in leaves if leaf.is_leaf):
-        computed = gradients_of(leaves, sequence.ends, gradients, retain_graph=keeps_graph())
+    with default_dispatch(), silence_hooks(leaf for leaf in leaves if leaf.is_leaf):
+        computed = gradients_of(leaves, sequence.ends, gradients, retain_graph=is_graph_retained())
     # An operator cannot return None, so a missing gradient becomes zeros.
     results = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, computed, strict=True)]
     return _without_overlap(results, [*tensors, *references, *(grad for grad in gradients if grad is not None)])
@@ -305,7 +305,7 @@ recurrent.register_autograd(_run_backward, setup_context=_save_for_backward)
 
 
 def _new_leaf(tensor: Tensor, wanted: bool) -> Tensor:
-    return tensor.detach().requires_grad_(wanted and differentiable(tensor))
+    return tensor.detach().requires_grad_(wanted and can_have_gradient(tensor))
 
 
 def _choose_reference(reference: Tensor, registered: Tensor, wanted: bool) -> Tensor:

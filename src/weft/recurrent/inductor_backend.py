@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from weft.core.segment import differentiable
+from weft.core.segment import can_have_gradient
 from weft.recurrent.cpp.compiler import CompileError
 from weft.recurrent.graph import StepGraph
 from weft.recurrent.python_backend import CompiledLoop, Loop, PythonBackend
@@ -150,11 +150,11 @@ class InductorStep:
     def _check_replay(self, recording: _Recording, steps: int) -> None:
         """Replay with other values. Raises RuntimeError if the results are stale or differ from `_launch_steps`."""
         read, written, ends, replay = recording
-        values = [value * 0.5 + 0.25 if differentiable(value) else value.clone() for value in read]
+        values = [value * 0.5 + 0.25 if can_have_gradient(value) else value.clone() for value in read]
         rows, results = [torch.empty_like(row) for row in written], [*written, *ends]
         expected = [*rows, *self._launch_steps(steps, values, rows)]
         for result in results:
-            result.fill_(float("nan") if differentiable(result) else 1)  # an empty replay would leave these
+            result.fill_(float("nan") if can_have_gradient(result) else 1)  # an empty replay would leave these
         foreach_copy(read, values)  # after the fill, because an end can be one of the inputs
         replay()
         for reference, result in zip(expected, results, strict=True):

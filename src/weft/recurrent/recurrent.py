@@ -203,7 +203,7 @@ class Recurrent(nn.Module):
             table = reset.unsqueeze(0) if isinstance(reset, Tensor) else reset
             flags = read_rows(read, None, None, table, batch_first=False, check=check).reset
             can_reset = reset is None or settings.initial is not None
-            check.that(can_reset, f"reset was given, but neither the network nor {cell.name} has an initial state")
+            check.require(can_reset, f"reset was given, but neither the network nor {cell.name} has an initial state")
             entered = _given_state(cell, settings, state, read, check)
         assert read is not None
         fresh = None if state is not None and flags is None else _own_state(cell, settings, read, ALL_ROWS)
@@ -290,7 +290,7 @@ class Recurrent(nn.Module):
             with Validator("invalid settings of a Recurrent") as check:
                 _check_truncate(check, self.truncate)
                 kind = type(make).__name__
-                check.that(
+                check.require(
                     make is None or callable(make),
                     f"initial is of type {kind}, wanted a function or module; tensors go to a new Recurrent",
                 )
@@ -307,13 +307,13 @@ def check_arguments(
             check_links(check, links)
         if isinstance(cell, nn.RNNCellBase):
             kind = type(cell).__name__
-            check.that(links is None, f"links need a step net over dicts, but cell is torch's {kind}")
-            check.that(not time_step, f"time_step=True, but torch's {kind} takes no step number")
+            check.require(links is None, f"links need a step net over dicts, but cell is torch's {kind}")
+            check.require(not time_step, f"time_step=True, but torch's {kind} takes no step number")
         check_settings(check, memory, backend, verify)
         _check_truncate(check, truncate)
         if initial is not None and not callable(initial):
             kinds = sorted({type(leaf).__name__ for leaf in flatten(initial)[0] if not isinstance(leaf, Tensor)})
-            check.that(
+            check.require(
                 not kinds, f"initial holds {', '.join(kinds)}, wanted nested tensors, or a function of the first input"
             )
 
@@ -331,7 +331,7 @@ def _check_cell(check: Validator, cell: object) -> None:
 
 def _check_truncate(check: Validator, truncate: Any) -> None:
     valid = truncate is None or (_is_integer(truncate) and truncate >= 1)
-    check.that(valid, f"truncate is {truncate!r}, wanted at least 1 step, or None")
+    check.require(valid, f"truncate is {truncate!r}, wanted at least 1 step, or None")
 
 
 def _is_integer(value: object) -> bool:
@@ -429,7 +429,7 @@ def _read_call(
     packed = inputs if isinstance(inputs, PackedSequence) else None
     with Validator(f"the recurrent network of cell {cell.name} cannot run on these arguments") as check:
         if packed is not None:
-            check.that(lengths is None, "lengths were given, but the inputs are a PackedSequence, which has its own")
+            check.require(lengths is None, "lengths were given, but the inputs are a PackedSequence, which has its own")
             inputs, lengths = pad_packed_sequence(packed)
         by_row = not (lengths is mask is reset is None)
         batch_first = settings.batch_first and packed is None
@@ -439,7 +439,7 @@ def _read_call(
             rows = read_rows(read, lengths, mask, reset, batch_first=settings.batch_first, check=check)
         if type(start) is not int or start < 0:
             valid = _is_integer(start) and start >= 0
-            check.that(valid, f"start is {start!r}, wanted the number of the first step, 0 or more")
+            check.require(valid, f"start is {start!r}, wanted the number of the first step, 0 or more")
         initial = _given_state(cell, settings, state, read, check)
     assert read is not None
     fresh = None

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from weft.core import rng
-from weft.core.autograd import apply, quiet_hooks, without_gradient
+from weft.core.autograd import apply_as_node, silence_hooks, silence_unused_hooks
 from weft.core.context import ExecutionContext
-from weft.core.errors import TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, listed
+from weft.core.errors import BACKWARD_TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, join_faults
 from weft.core.pytree import flatten, unflatten
 from weft.recurrent.capture import Cell, gradients_of, tensor_outputs
 from weft.recurrent.graph import StepGraph
@@ -89,7 +89,7 @@ def run_derived(
         policy = MemoryPolicy(values=tracked and memory == "full")
     function = ScanFunction(backend, inputs, states, parameters, policy, tracked, replay)
     with torch.set_grad_enabled(tracked):
-        ends = function.split_ends(apply(function, function.tensors) if tracked else function.forward()[0])
+        ends = function.split_ends(apply_as_node(function, function.tensors) if tracked else function.forward()[0])
         if missing:
             pairs = [[(leaf, leaf[:, :-missing]) for leaf in leaves] for leaves in (ends.outputs, ends.states)]
             # A loop-invariant state is one row expanded over all steps. A contiguous copy would take T times as much.
@@ -249,7 +249,7 @@ class ScanFunction:
                     backend.release(values)
             results = back.results()
             pairs = zip(self.tensors, results, strict=True)
-            without_gradient([tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf])
+            silence_unused_hooks([tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf])
         return results
 
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
@@ -265,13 +265,15 @@ class ScanFunction:
         """The memory of forward, checked for writes. Without `retain`, all of it is freed on exit."""
         saved = self._saved
         if saved is None:
-            raise BackwardTwiceError(TWICE)
+            raise BackwardTwiceError(BACKWARD_TWICE)
         read = [*saved.read, *self._replay_reads] if replayed else saved.read
         # Plain autograd compares versions of saved tensors in the same way. The derived loop is invisible to it.
         written = [name for name, tensor, version in read if _version_of(tensor) != version]
         if written:
             raise InPlaceError(
-                listed("backward reads these again, but they were written to after forward; work on a copy:", written)
+                join_faults(
+                    "backward reads these again, but they were written to after forward; work on a copy:", written
+                )
             )
         try:
             yield saved
@@ -412,8 +414,8 @@ class EagerReplay:
     ) -> None:
         self._captured, self._cell, self._restored = captured, cell, restored
         self._ambient = ExecutionContext.capture([device.type])
-        self._sources = rng.generators([device]) if captured.draws else ()
-        self._rng_states = rng.states(self._sources) if self._sources else []
+        self._sources = rng.generators_of([device]) if captured.draws else ()
+        self._rng_states = rng.get_states(self._sources) if self._sources else []
 
     def gradients(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor], incoming: SequenceLeaves[Tensor | None]
@@ -430,14 +432,14 @@ class EagerReplay:
             ends = self._run_once_more(gated[: len(inputs)], gated[len(inputs) :])
             every = ends.states if incoming.states else []  # without all states, they have no gradients either
             roots, seeds = [*ends.outputs, *every, *ends.last], [*incoming.outputs, *incoming.states, *incoming.last]
-            with quiet_hooks(parameters):
+            with silence_hooks(parameters):
                 results = gradients_of([*gated, *parameters], roots, seeds, create_graph=in_grad_mode)
         gate.set()
         return results
 
     def _run_once_more(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> SequenceLeaves[Tensor]:
         # The sequence in plain autograd. The generators do not advance.
-        now = rng.states(self._sources)
+        now = rng.get_states(self._sources)
         context = self._ambient
         # A batch of gradients runs under vmap, which forbids random numbers. Those of the cell are not batched.
         with context.here(), context.casting(), context.process_flags(), outside_vmap(), self._restored() as unchanged:
@@ -448,10 +450,10 @@ class EagerReplay:
                     "that a function closes over; change it after backward"
                 )
             try:
-                rng.restore(self._sources, self._rng_states)
+                rng.set_states(self._sources, self._rng_states)
                 return run_stepwise(self._captured, self._cell, inputs, states)
             finally:
-                rng.restore(self._sources, now)
+                rng.set_states(self._sources, now)
 
 
 class _Gated(torch.autograd.Function):

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from weft.core.autograd import quiet_hooks
+from weft.core.autograd import silence_hooks
 from weft.core.context import float32_precision
-from weft.core.errors import WeftError, listed
-from weft.core.segment import differentiable
+from weft.core.errors import WeftError, join_faults
+from weft.core.segment import can_have_gradient
 from weft.recurrent.capture import Cell
 from weft.recurrent.graph import StepGraph, draw_numbers
 from weft.recurrent.plan_backends import Backend, Memory
@@ -63,7 +63,7 @@ def verify(
         # A number of bytes has no meaning for three steps. "states" runs every routine, including the recomputation.
         faults = trial.find_faults("states" if isinstance(memory, int) else memory, widened)
         if faults:
-            raise PlanError(listed("a derived plan does not compute what its cell computes:", faults))
+            raise PlanError(join_faults("a derived plan does not compute what its cell computes:", faults))
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,11 @@ def rounded_factors(captured: StepGraph, kind: str) -> float:
 
 
 def _is_near(expected: Tensor, seen: Tensor, exact: Tensor) -> bool:
-    if not differentiable(expected) or not expected.shape == seen.shape == exact.shape or expected.dtype != seen.dtype:
+    if (
+        not can_have_gradient(expected)
+        or not expected.shape == seen.shape == exact.shape
+        or expected.dtype != seen.dtype
+    ):
         return False
     of_loop, of_plan = (float((value.double() - exact).abs().max()) for value in (expected, seen))
     return of_plan <= max(NEAR * of_loop, _allowed_difference(expected, float(exact.abs().max())))
@@ -132,8 +136,8 @@ def _new_leaves(plan: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor
     pairs = zip(
         inputs, plan.captured.wanted_inputs, strict=False
     )  # random numbers come last, and only the plan has them
-    leaves = [leaf.detach().clone().requires_grad_(wanted and differentiable(leaf)) for leaf, wanted in pairs]
-    return leaves, [state.detach().clone().requires_grad_(differentiable(state)) for state in states]
+    leaves = [leaf.detach().clone().requires_grad_(wanted and can_have_gradient(leaf)) for leaf, wanted in pairs]
+    return leaves, [state.detach().clone().requires_grad_(can_have_gradient(state)) for state in states]
 
 
 def _values_and_gradients(
@@ -156,7 +160,7 @@ def _values_and_gradients(
     numbers = [torch.linspace(0.5, 1.5, root.numel(), device=root.device).view_as(root) for root in roots]
     seeds = [number.to(root.dtype) for number, root in zip(numbers, roots, strict=True)]
     leaves = [tensor for _, tensor in learned]
-    with quiet_hooks(parameters):
+    with silence_hooks(parameters):
         gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True, materialize_grads=True)
     return values | {f"gradient of {name}": grad for (name, _), grad in zip(learned, gradients, strict=True)}
 
@@ -166,7 +170,7 @@ def difference(name: str, expected: Tensor, seen: Tensor, rounded: float = 0.0) 
     if expected.shape != seen.shape or expected.dtype != seen.dtype:
         plan_form, cell_form = (f"{value.dtype} of shape {tuple(value.shape)}" for value in (seen, expected))
         return f"{name} is {plan_form}, the cell's is {cell_form}"
-    if not differentiable(expected):
+    if not can_have_gradient(expected):
         return None if torch.equal(expected, seen) else f"{name} differs"
     if not torch.equal(expected.isnan(), seen.isnan()):
         return f"{name} is NaN at other places"

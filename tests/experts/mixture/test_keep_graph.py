@@ -22,7 +22,7 @@ from tests.experts.mixture.commit_cases import (
 from tests.experts.mixture.keep_graph_cases import BUDGET, compared, graphs, headers, keys, turn
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft import Pipe
-from weft.core.context import phase
+from weft.core.context import set_phase
 from weft.experts.client import NEVER, commit
 from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.wire import Kind
@@ -82,7 +82,7 @@ def test_a_graph_that_is_walked_back_twice_steps_twice() -> None:
     assert used == len(UIDS)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, partial(phase, "checkpointing")])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, partial(set_phase, "checkpointing")])
 def test_of_what_is_not_walked_back_nothing_is_kept(mode: Callable[[], Any]) -> None:
     with Experts(keep_graphs=BUDGET) as experts:
         mixture = experts.mixture(keep_graph=True)
@@ -151,7 +151,7 @@ def test_pipe_stage_steps_once_and_keeps_no_useless_graph(keep: bool, checkpoint
 def test_recomputation_without_a_cache_calls_again() -> None:
     with Experts(keep_graphs=BUDGET) as experts:
         mixture = experts.mixture(keep_graph=True)
-        with phase("recomputing"):
+        with set_phase("recomputing"):
             y = mixture(numbers(16, WIDTH))
         y.sum().backward()
         assert graphs(experts) == (0, len(UIDS))

@@ -10,7 +10,7 @@ import pytest
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.server.server_cases import access_of
 from weft.cli import main
-from weft.core.errors import UsageError, escaped
+from weft.core.errors import UsageError, escape
 from weft.experts.client import GrpcTransport
 from weft.experts.client import status as client_status
 from weft.experts.server import Access, Audit, Caller, Grant, Role, Server
@@ -126,8 +126,8 @@ def test_foreign_text_cannot_control_a_terminal(
 
 
 def test_escaped_text_can_be_read_and_is_cut() -> None:
-    assert escaped("Größe\x1b[2J\n", 100) == "Größe\\x1b[2J\\n" and escaped("a\nb\tc", lines=True) == "a\nb\\tc"
-    assert escaped("\n" * 100, 10) == "\\n\\n\\n\\..."
+    assert escape("Größe\x1b[2J\n", 100) == "Größe\\x1b[2J\\n" and escape("a\nb\tc", lines=True) == "a\nb\\tc"
+    assert escape("\n" * 100, 10) == "\\n\\n\\n\\..."
 
 
 @pytest.mark.parametrize(

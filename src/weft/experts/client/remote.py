@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.autograd import apply, graph_break
+from weft.core.autograd import apply_as_node, graph_break
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, uid_fault
@@ -127,7 +127,7 @@ class RemoteExpert(RemoteLayer):
             if cached is None and self._options.keep_graph:
                 key.request_graph()
             function = RemoteFunction(stub, signature, inputs, self.anchor, key, deadline, cached)
-            outputs = list(apply(function, leaves))
+            outputs = list(apply_as_node(function, leaves))
         else:
             outputs = stub.forward(inputs, key, deadline) if cached is None else cached
         return signature.outputs.pack(outputs)
@@ -249,7 +249,7 @@ def check_options(check: Validator, has_address: bool, options: Mapping[str, Any
     check.boolean("keep_graph", values["keep_graph"])
     check.add(*credential_faults(values["tls"], values["token"]))
     allowed = has_address or (values["tls"] is None and values["token"] is None)
-    check.that(allowed, "tls= and token= are for an address; a transport or connections have their own")
+    check.require(allowed, "tls= and token= are for an address; a transport or connections have their own")
     unknown = [name for name in options if name not in _DEFAULTS]
     check.add(*(f"there is no option {name!r}; help(weft.RemoteExpert) lists them" for name in unknown))
 

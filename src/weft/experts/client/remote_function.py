@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.autograd import has_tangent
-from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, UsageError
+from weft.core.errors import BACKWARD_TWICE, BackwardTwiceError, InPlaceError, UsageError
 from weft.core.segment import version
 from weft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
 
@@ -131,7 +131,7 @@ class RemoteFunction:
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
         """See `CutFunction.backward`."""
         if self._freed:
-            raise BackwardTwiceError(TWICE)
+            raise BackwardTwiceError(BACKWARD_TWICE)
         names = zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
         if changed := [name for name, tensor, before in names if version(tensor) != before]:
             raise InPlaceError(

@@ -34,8 +34,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from weft.core.errors import UsageError, WeftError, escaped, listed
-from weft.core.rng import waiting
+from weft.core.errors import UsageError, WeftError, escape, join_faults
+from weft.core.rng import lock_released
 from weft.core.validation import Validator
 from weft.experts.client.stream import TICK, describe_call
 from weft.experts.client.transport import Connections, Transport
@@ -106,7 +106,7 @@ class DirectoryResolver(FixedResolver):
         trusted = [address for address in addresses if refusals[address] is None]
         if not trusted:
             head = f"refusing to connect to any server of expert {self._uid!r} that the directory knows:"
-            raise UnreachableError(listed(head, [escaped(refusal) for refusal in refusals.values()]))
+            raise UnreachableError(join_faults(head, [escape(refusal) for refusal in refusals.values()]))
         return to(trusted[attempt % len(trusted)])
 
     def owner_token(self) -> int:
@@ -150,7 +150,7 @@ class Retry:
             valid &= check.seconds("first", self.first, zero=True)
             valid &= check.seconds("longest", self.longest, zero=True)
             fits = not valid or self.first <= self.longest
-            check.that(fits, f"first is {self.first}, wanted at most longest, which is {self.longest}")
+            check.require(fits, f"first is {self.first}, wanted at most longest, which is {self.longest}")
             check.seconds("attempt_seconds", self.attempt_seconds, optional=True)
 
     def again(self, error: BaseException, attempt: int) -> bool:
@@ -194,7 +194,7 @@ class RetryingCaller:
         """
         attempts, start = RetryState(), time.monotonic()
         end = start + timeout
-        with waiting():
+        with lock_released():
             while True:
                 try:
                     answer = self._attempt(call, timeout, end, attempts)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from weft.core.errors import escaped
+from weft.core.errors import escape
 from weft.experts.client.transport import GrpcTransport
 from weft.experts.tls import ClientTls
 
@@ -49,7 +49,7 @@ def shown(status: Json) -> str:
         here = directory["here"]
         lines += [f"alive: {where}, {server['experts']} experts" for where, server in others if where != here]
     # Names come from other machines, and could contain line breaks or control sequences of the terminal.
-    return "\n".join(escaped(line) for line in [head, *lines])
+    return "\n".join(escape(line) for line in [head, *lines])
 
 
 def _expert_row(name: str, expert: Json, keeping: Json) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def _expert_row(name: str, expert: Json, keeping: Json) -> tuple[str, ...]:
     batches = expert["forward_batches"] + expert["backward_batches"]
     waiting = sum(pool["waiting_tasks"] for pool in pools)
     durable = "-" if keeping["durable"] is None else keeping["durable"]
-    return (escaped(name), *map(str, (expert["steps"], durable, batches, waiting, refused)))
+    return (escape(name), *map(str, (expert["steps"], durable, batches, waiting, refused)))
 
 
 def _refusal_counts(status: Json) -> Iterator[tuple[int, str, str]]:

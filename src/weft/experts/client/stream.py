@@ -26,7 +26,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, WeftError
-from weft.core.validation import LONGEST
+from weft.core.validation import MAX_SECONDS
 from weft.experts.errors import DeadlineError, ForbiddenError, LostError, OverloadError, UnreachableError, WireError
 from weft.experts.wire import Call, Kind, Limits, Received, decode, encode_parts, read_fault
 from weft.experts.wire.service import COALESCED, FRAME_BYTES
@@ -84,8 +84,8 @@ class PendingCalls:
 
     def register(self, call: Call, timeout: float) -> PendingCall:
         """Add an entry. Raises ``UsageError`` after `close`, and for a timeout that no thread can wait for."""
-        if not 0 < timeout <= LONGEST:  # at every call, so without a Validator
-            raise UsageError(f"a call's timeout is {timeout!r}, wanted seconds, above 0 and at most {LONGEST:g}")
+        if not 0 < timeout <= MAX_SECONDS:  # at every call, so without a Validator
+            raise UsageError(f"a call's timeout is {timeout!r}, wanted seconds, above 0 and at most {MAX_SECONDS:g}")
         entry = PendingCall(next(self._numbers), call, timeout, time.monotonic() + timeout, Future())
         with self._lock:
             if self.closed:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.core.errors import SpecError, WeftError, listed
+from weft.core.errors import SpecError, WeftError, join_faults
 from weft.core.pytree import difference, flatten, structure_paths
 from weft.experts.client.retry import FixedResolver, RetryingCaller
 from weft.experts.compression import Policy
@@ -423,7 +423,7 @@ class Signature:
             if type(leaves[place]) is not type(constant) or leaves[place] != constant
         ]
         if faults:
-            raise SpecError(listed(f"{where} accepts only these constants:", faults))
+            raise SpecError(join_faults(f"{where} accepts only these constants:", faults))
         return [leaves[place] for place in self.inputs.places]
 
     def read_outputs(self, answer: Received, device: torch.device, columns: FlatSchema | None = None) -> list[Tensor]:

@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import grpc
 
 from weft.core.errors import UsageError, WeftError
-from weft.core.validation import LONGEST, Validator, uid_fault
+from weft.core.validation import MAX_SECONDS, Validator, uid_fault
 from weft.experts.address import address_fault, parse_address
 from weft.experts.client.stream import PendingCalls, Stream
 from weft.experts.discovery import Directory, LocalDirectory, Snapshot, Watch
@@ -294,7 +294,7 @@ class Connections:
         with Validator("invalid connections") as check:
             check.add(*credential_faults(tls, token))
             is_unused = open_transport is not None and (tls is not None or token is not None)
-            check.that(not is_unused, "tls= and token= are for GrpcTransport, and open_transport= is in use")
+            check.require(not is_unused, "tls= and token= are for GrpcTransport, and open_transport= is in use")
             if isinstance(directory, Mapping):
                 check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
             elif check.instance("directory", directory, Directory, _DIRECTORY_HINT, optional=True) and not check.faults:
@@ -359,7 +359,7 @@ def _list_addresses(addresses: Mapping[str, str]) -> Directory:
     # A directory with leases that practically never end, so that lookups need no second code path.
     directory = LocalDirectory()
     for uid, address in addresses.items():
-        directory.declare(uid, address, ttl=LONGEST)
+        directory.declare(uid, address, ttl=MAX_SECONDS)
     return directory
 
 

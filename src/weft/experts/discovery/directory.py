@@ -191,11 +191,11 @@ def check_declaration(uids: str | Sequence[str], address: str, ttl: float) -> tu
     """The distinct names of the experts. Raises ``UsageError`` for arguments that a directory cannot list."""
     names = (uids,) if isinstance(uids, str) else tuple(dict.fromkeys(uids))
     with Validator("cannot declare experts") as check:
-        check.that(bool(names), "the list of experts is empty, wanted at least one")
-        check.that(all(names), "an expert's name is empty")
+        check.require(bool(names), "the list of experts is empty, wanted at least one")
+        check.require(all(names), "an expert's name is empty")
         for uid in names:
-            check.that("\0" not in uid, f"the name {uid!r} contains the character 0")
-        check.that(bool(address), "the address is empty")
+            check.require("\0" not in uid, f"the name {uid!r} contains the character 0")
+        check.require(bool(address), "the address is empty")
         check.seconds("ttl", ttl)
     return names
 

@@ -37,7 +37,7 @@ from weft.experts import extras as extras  # noqa: PLC0414  (reports missing pac
 # isort: split
 import grpc
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError, join_faults
 from weft.core.validation import Validator
 from weft.experts.address import address_fault
 from weft.experts.discovery.directory import (
@@ -123,7 +123,7 @@ class EtcdClient:
 
     def __init__(self, addresses: Sequence[str], tls: EtcdTls | None, timeout: float) -> None:
         with Validator("invalid options of an etcd client") as check:
-            check.that(bool(addresses), "the list of endpoints is empty, wanted at least one host:port")
+            check.require(bool(addresses), "the list of endpoints is empty, wanted at least one host:port")
             for address in addresses:
                 check.add(*address_fault("an endpoint", address))
             check.seconds("timeout", timeout)
@@ -154,7 +154,9 @@ class EtcdClient:
                 return response
             except (RpcError, StopIteration, ValueError) as error:
                 faults.append(self.explain_error(index, error))
-        raise DirectoryUnavailableError(listed(f"etcd does not answer {_PATHS[name]} within {timeout:g} s:", faults))
+        raise DirectoryUnavailableError(
+            join_faults(f"etcd does not answer {_PATHS[name]} within {timeout:g} s:", faults)
+        )
 
     def watch(self, index: int, requests: Any) -> Any:
         """A stream of watch responses from one member, to be iterated and ended by ``cancel``."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weft.core.errors import listed
+from weft.core.errors import join_faults
 from weft.experts.discovery import Directory, Lease, Snapshot, Watch
 from weft.experts.errors import AlreadyDeclaredError, DirectoryError, DirectoryUnavailableError, LeaseLostError
 
@@ -158,7 +158,7 @@ class LeaseHeartbeat:
         others = {uid: sorted({*known.addresses(uid)} - {self.address}) for uid in single}
         if faults := [f"{uid!r} at {', '.join(addresses)}" for uid, addresses in others.items() if addresses]:
             raise AlreadyDeclaredError(
-                listed(
+                join_faults(
                     f"the server at {self.address} cannot list experts that other servers list: clients might move "
                     "between different weights. Give them other names, or set replicas= at every server that has them:",
                     faults,

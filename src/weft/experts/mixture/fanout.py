@@ -23,8 +23,8 @@ from typing import Literal, Never
 import torch
 from torch import Tensor
 
-from weft.core.errors import UsageError, listed
-from weft.core.rng import waiting
+from weft.core.errors import UsageError, join_faults
+from weft.core.rng import lock_released
 from weft.core.validation import Validator, is_whole
 from weft.experts.client.remote_function import RecomputeCache
 from weft.experts.client.retry import LOOK, DirectoryResolver, Retry, RetryState
@@ -78,9 +78,9 @@ class MixtureOptions:
         for name in ("k_min", "backward_k_min"):
             value = getattr(self, name)
             valid = is_whole(value) and value >= 0 and (most is None or value <= most)
-            if check.that(valid, f"{name} is {value!r}, wanted an int from 0 to k_best ({self.k_best!r})"):
+            if check.require(valid, f"{name} is {value!r}, wanted an int from 0 to k_best ({self.k_best!r})"):
                 fits = name != "k_min" or places is None or value <= places
-                check.that(fits, f"k_min is {value}, but the grid has only {places} experts")
+                check.require(fits, f"k_min is {value}, but the grid has only {places} experts")
         check.seconds("forward_timeout", self.forward_timeout)
         check.seconds("backward_timeout", self.backward_timeout)
         check.seconds("timeout_after_k_min", self.timeout_after_k_min, zero=True, optional=True)
@@ -99,7 +99,7 @@ class MixtureSignature(Signature):
             if not (spec.dtype.is_floating_point or spec.dtype.is_complex)
         ]
         if faults:
-            raise UsageError(listed(f"expert {description.name!r} cannot be part of a mixture:", faults))
+            raise UsageError(join_faults(f"expert {description.name!r} cannot be part of a mixture:", faults))
 
     def output_sizes(self, inputs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
         """Each output's sizes beyond the batch axis. Free sizes are those of the first input with an equal shape in
@@ -290,7 +290,7 @@ class FanOut:
 
     def run(self) -> "FanOut":
         try:
-            with waiting():
+            with lock_released():
                 for call in self._calls:
                     self._start(call)
                 self._wait_for_quorum()
@@ -405,7 +405,7 @@ def too_few_answers(
     unreachable = bool(faults) and all(isinstance(error, UnreachableError) for error in faults.values())
     if unreachable and retry.attempts is not None:
         head += " If servers are restarting, retry=Retry() waits for them, until the timeout of the call."
-    return TooFewAnswersError(listed(f"{head} Failed:", lines) if lines else head, faults)
+    return TooFewAnswersError(join_faults(f"{head} Failed:", lines) if lines else head, faults)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.autograd import apply, graph_break
+from weft.core.autograd import apply_as_node, graph_break
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import SpecError, UsageError
 from weft.core.validation import Validator, is_number
@@ -246,7 +246,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         make_key = partial(IdempotencyKey, self.keep_graph and needs_graph, not self.training)
         keys = {span: make_key() for span in dispatch.spans} if call.cached is None else call.cached.keys
         function = MixtureFunction(client, self._batch, call, dispatch, keys, flat, anchor)
-        outputs = list(apply(function, leaves))
+        outputs = list(apply_as_node(function, leaves))
         if is_checkpointing():
             answers = [x.detach() for x in outputs]
             client.cache.store(flat, CachedCall(call.live, chosen, function.alive, answers, keys))
@@ -303,6 +303,6 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
     def _check_arguments(self, check: Validator) -> None:
         jitter, factor = self.jitter_eps, self.capacity_factor
         valid = is_number(jitter) and 0 <= jitter < 1
-        check.that(valid, f"jitter_eps is {jitter!r}, wanted a number from 0 to less than 1")
+        check.require(valid, f"jitter_eps is {jitter!r}, wanted a number from 0 to less than 1")
         valid = factor is None or (is_number(factor) and 0 < factor < float("inf"))
-        check.that(valid, f"capacity_factor is {factor!r}, wanted a positive number, or None")
+        check.require(valid, f"capacity_factor is {factor!r}, wanted a positive number, or None")

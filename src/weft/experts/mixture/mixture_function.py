@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from weft.core.errors import TWICE, BackwardTwiceError, listed
+from weft.core.errors import BACKWARD_TWICE, BackwardTwiceError, join_faults
 from weft.experts.client.remote_function import ONLY_ONCE
 from weft.experts.client.stub import IdempotencyKey, PendingCommit
 from weft.experts.errors import (
@@ -182,7 +182,7 @@ def _separate_complete(
 
 def _commit_error(head: str, faults: Mapping[str, BaseException]) -> MixtureCommitError:
     lines = [f"{uid}: {type(error).__name__}: {error}" for uid, error in faults.items()]
-    return MixtureCommitError(listed(head, lines), faults)
+    return MixtureCommitError(join_faults(head, lines), faults)
 
 
 class MixtureFunction:
@@ -233,7 +233,7 @@ class MixtureFunction:
         """Zero for the anchor, then one gradient for each flat input that requires one."""
         sent = self._sent
         if sent is None:
-            raise BackwardTwiceError(TWICE)
+            raise BackwardTwiceError(BACKWARD_TWICE)
         if not retain:
             self._sent = None
         zero = torch.zeros_like(self._anchor)
@@ -379,4 +379,4 @@ def _check_finite(subject: str, names: Sequence[str], tensors: Sequence[Tensor])
     rows = {name: finite_rows([tensor.detach()]) for name, tensor in zip(names, tensors, strict=True)}
     faults = [f"{name}: {int((~ok).sum())} of {len(ok)} rows" for name, ok in rows.items() if ok is not None]
     if faults:
-        raise AnomalyError(listed(f"{subject} are not finite, and nothing was sent:", faults))
+        raise AnomalyError(join_faults(f"{subject} are not finite, and nothing was sent:", faults))

@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.core.errors import SpecError, listed
+from weft.core.errors import SpecError, join_faults
 from weft.core.validation import Validator
 from weft.experts.discovery import Snapshot
 
@@ -48,12 +48,12 @@ class LiveExperts:
 def check_grid(check: Validator, prefix: Any, sizes: Any) -> bool:
     """Check the ``uid_prefix`` and the ``grid_size`` of a grid. Returns whether both are valid."""
     is_name = isinstance(prefix, str) and bool(prefix.strip("."))
-    valid = check.that(is_name, f"uid_prefix is {prefix!r}, wanted a name such as 'ffn'")
+    valid = check.require(is_name, f"uid_prefix is {prefix!r}, wanted a name such as 'ffn'")
     if isinstance(sizes, str | bytes) or not isinstance(sizes, Sequence):
         check.add(f"grid_size is {sizes!r}, wanted a list with one size for each axis, such as [4, 32]")
         return False
     numbered = list(enumerate(cast("Sequence[Any]", sizes)))
-    valid &= check.that(bool(numbered), "grid_size is empty, wanted one size for each axis")
+    valid &= check.require(bool(numbered), "grid_size is empty, wanted one size for each axis")
     return valid & all([check.count(f"grid_size[{i}]", size) for i, size in numbered])
 
 
@@ -262,7 +262,7 @@ class CombineBuffer:
             if tensor.shape != (len(pairs), *flat.shape[1:])
         ]
         if faults:
-            raise SpecError(listed("the answer does not fit the call, or the answers before it:", faults))
+            raise SpecError(join_faults("the answer does not fit the call, or the answers before it:", faults))
         valid = finite_rows(answer) if self._finite else None
         if valid is not None:
             pairs, answer = pairs[valid], [x[valid.to(x.device)] for x in answer]

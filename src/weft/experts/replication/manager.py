@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from weft.core.errors import UsageError, WeftError, listed
-from weft.core.validation import LONGEST
+from weft.core.errors import UsageError, WeftError, join_faults
+from weft.core.validation import MAX_SECONDS
 from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership, Snapshot
 from weft.experts.discovery.fencing import number_of, replaced
 from weft.experts.discovery.registration import LeaseHeartbeat
@@ -76,7 +76,7 @@ class ReplicationManager:
             if directory is None:
                 raise UsageError("replicas= needs directory= as well: the directory says which server owns an expert")
             if not isinstance(directory, LocalDirectory) and (faults := directory_faults(options.tls)):
-                raise UsageError(listed("invalid replica options:", faults))
+                raise UsageError(join_faults("invalid replica options:", faults))
         self._options = options or ReplicaOptions()
         self._directory = directory or LocalDirectory()  # never used without options
         self._limits = limits
@@ -216,7 +216,7 @@ class ReplicationManager:
         while self._unsaved:
             replica = self._unsaved.pop()
             try:
-                replica.save(LONGEST)
+                replica.save(MAX_SECONDS)
             except WeftError as error:
                 replica.record_failure(error)
 

@@ -74,7 +74,7 @@ class ReplicaOptions:
             patterns: Any = self.experts
             is_list = not isinstance(patterns, str) and bool(patterns)
             valid = is_list and all(isinstance(pattern, str) and pattern for pattern in patterns)
-            check.that(valid, f"experts is {patterns!r}, wanted a list of patterns such as ['ffn.*']")
+            check.require(valid, f"experts is {patterns!r}, wanted a list of patterns such as ['ffn.*']")
 
     def covers(self, uid: str) -> bool:
         """Whether this expert is a replica."""

@@ -25,7 +25,7 @@ from ipaddress import IPv6Network
 from typing import Any
 from urllib.parse import unquote
 
-from weft.core.errors import escaped
+from weft.core.errors import escape
 from weft.core.validation import Validator, token_fault
 from weft.experts.errors import ForbiddenError
 from weft.experts.task import CallerStream
@@ -137,7 +137,7 @@ class Access:
                 faults = empty or [*token_fault(token), _reserved_name_fault(name)]
                 check.add(*(f"of client {name!r}: {fault}" for fault in faults if fault))
             closed = not self.tokens or self.grants is not OPEN
-            check.that(closed, "there are tokens and no grants, so every client can do everything; give both")
+            check.require(closed, "there are tokens and no grants, so every client can do everything; give both")
         object.__setattr__(self, "grants", tuple(self.grants))  # a copy, because roles are cached
 
     def find_client(self, token: str) -> str | None:
@@ -201,8 +201,8 @@ class Audit:
         self._counts: Counter[str] = Counter()
 
     def refused(self, caller: Caller, expert: str, what: str, why: str) -> None:
-        client, peer, uid = [escaped(name, _NAME) for name in (caller.name, caller.peer, expert)]
-        refusal = Refusal(time.time(), client, peer, uid, what, escaped(why, _WHY))
+        client, peer, uid = [escape(name, _NAME) for name in (caller.name, caller.peer, expert)]
+        refusal = Refusal(time.time(), client, peer, uid, what, escape(why, _WHY))
         with self._lock:
             self._last.append(refusal)
             self._counts[what] += 1

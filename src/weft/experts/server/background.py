@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from weft.core.errors import escaped
+from weft.core.errors import escape
 from weft.experts.expert import ExpertBackend
 from weft.experts.runtime import Runtime
 from weft.experts.telemetry import RuntimeStatistics
@@ -55,7 +55,7 @@ class PeriodicTask:
             except Exception as error:
                 pause = self._retry_seconds
                 if self.last_failure is None:
-                    _LOG.warning("%s: %s; tried again every %g s", self._name, escaped(error), pause)
+                    _LOG.warning("%s: %s; tried again every %g s", self._name, escape(error), pause)
                 self.last_failure = error
             else:
                 if self.last_failure is not None:

@@ -40,7 +40,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from torch.optim import Optimizer, lr_scheduler
 
-from weft.core.errors import UsageError, WeftError, unlisted
+from weft.core.errors import UsageError, WeftError, split_faults
 from weft.core.validation import Validator
 from weft.experts.address import address_fault, is_loopback, parse_address
 from weft.experts.checkpoint import CheckpointStore, folder_name
@@ -140,11 +140,11 @@ class ExpertTable(_Table):
         given, numbered = self.model_fields_set, "{}" in self.name
         with Validator("an expert") as check:
             for name, other in {**needs, "schedule_arguments": "schedule"}.items():
-                check.that(name not in given or other in given, f"there is {name} and no {other}")
+                check.require(name not in given or other in given, f"there is {name} and no {other}")
             fault = f"it is called {self.name!r} and has no count: give the number of experts, or remove {{}}"
-            check.that(not numbered or self.count is not None, fault)
+            check.require(not numbered or self.count is not None, fault)
             fault = f"it is {self.count} experts all called {self.name!r}; write {{}} in place of their number"
-            check.that(numbered or (self.count or 1) == 1, fault)
+            check.require(numbered or (self.count or 1) == 1, fault)
         return self
 
     @property
@@ -316,7 +316,7 @@ def _describe_fault(error: ErrorDetails) -> list[str]:
     if kind == "missing":
         return [f"{_path(table)} has no {name}"]
     if kind == "value_error":
-        return [f"{where}: {fault}" for fault in unlisted(str(error.get("ctx", {}).get("error", error["msg"])))]
+        return [f"{where}: {fault}" for fault in split_faults(str(error.get("ctx", {}).get("error", error["msg"])))]
     secret = name in ("token", "tokens", "replicas")
     shown = f"of type {type(seen).__name__}" if secret else repr(seen)
     rule = error["msg"].partition(" should ")[2].removeprefix("be ").removeprefix("have ")
@@ -374,7 +374,7 @@ def _try_make(check: Validator, where: str, make: Callable[[], Made]) -> Made | 
         return make()
     except Exception as error:  # also from users' modules, which their configuration has chosen
         if isinstance(error, WeftError):
-            faults = unlisted(str(error))
+            faults = split_faults(str(error))
         else:  # with the line that raised it, because the reader gets no traceback
             last = traceback.extract_tb(error.__traceback__)[-1]
             faults = [f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"]

@@ -23,8 +23,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from weft.core.errors import UsageError, escaped, listed
-from weft.core.validation import LONGEST
+from weft.core.errors import UsageError, escape, join_faults
+from weft.core.validation import MAX_SECONDS
 from weft.experts.checkpoint import CheckpointLock, CheckpointStorage
 from weft.experts.discovery import Lease
 from weft.experts.errors import ExpertError
@@ -117,17 +117,17 @@ class HostedExpert:
             ) from error
         self.durable = self.restored = found.step
         if found.skipped:
-            self.failure = listed(
+            self.failure = join_faults(
                 f"it went on from step {found.step}, as newer checkpoints cannot be read:", found.skipped
             )
-            _LOG.warning("restore of expert %r: %s", self.backend.name, escaped(self.failure))
+            _LOG.warning("restore of expert %r: %s", self.backend.name, escape(self.failure))
         self.notes = tuple(describe_changes(configured, read_hyperparameters(self.backend)))
         for note in self.notes:
-            _LOG.warning("expert %r: %s", self.backend.name, escaped(note))
+            _LOG.warning("expert %r: %s", self.backend.name, escape(note))
         if self.replica is not None:
             self.replica.restored(token)
 
-    def save(self, max_wait: float = LONGEST) -> bool:
+    def save(self, max_wait: float = MAX_SECONDS) -> bool:
         """Make the present state durable. Return False if it is already, or if another server owns the expert.
 
         Raises the errors of the storage, and ``ExpertError`` if a batch runs for longer than ``max_wait`` seconds.

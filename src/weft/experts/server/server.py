@@ -19,8 +19,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from weft.core.errors import UsageError, WeftError, escaped
-from weft.core.validation import LONGEST, Validator
+from weft.core.errors import UsageError, WeftError, escape
+from weft.core.validation import MAX_SECONDS, Validator
 from weft.experts.address import is_loopback, parse_address
 from weft.experts.checkpoint import CheckpointStorage
 from weft.experts.discovery import Directory
@@ -210,7 +210,7 @@ class Server:
         """Save every expert that has stepped since its last save. Return how many. Raises the last error of saving."""
         return self._save_all()
 
-    def _save_all(self, max_wait: float = LONGEST, *, pause: bool = False) -> int:
+    def _save_all(self, max_wait: float = MAX_SECONDS, *, pause: bool = False) -> int:
         """`checkpoint`. ``pause``: rest after each save for as long as it took, so that calls get half of the time."""
         saved, failure = 0, None
         for hosted in self._dispatcher.experts().values():
@@ -245,7 +245,7 @@ class Server:
             hand_over = partial(self._replication.hand_over, deadline - time.monotonic())
             if finished:
                 try:
-                    hand_over(LONGEST)
+                    hand_over(MAX_SECONDS)
                 except Exception as error:
                     self._hand_over_error = error
             else:  # a module still holds its expert, which the return value reports
@@ -380,5 +380,5 @@ def _attempt(what: str, act: Callable[[], Result]) -> Result | None:
     try:
         return act()
     except Exception as error:
-        _LOG.warning("%s failed while the server was ending: %s: %s", what, type(error).__name__, escaped(error))
+        _LOG.warning("%s failed while the server was ending: %s: %s", what, type(error).__name__, escape(error))
         return None

@@ -100,13 +100,13 @@ class PanelOptions:
             check.add(*faults)
             if self.token is not None and not faults:
                 size = len(self.token)
-                check.that(size >= _MIN_TOKEN, f"token has {size} characters, wanted at least {_MIN_TOKEN}")
+                check.require(size >= _MIN_TOKEN, f"token has {size} characters, wanted at least {_MIN_TOKEN}")
             valid = not isinstance(hosts, str) and all(isinstance(name, str) and name for name in hosts)
-            check.that(valid, f"allowed_hosts is {hosts!r}, wanted a list of names such as 'gpu7.example'")
+            check.require(valid, f"allowed_hosts is {hosts!r}, wanted a list of names such as 'gpu7.example'")
             if not is_loopback(host):
                 public = f"other machines can reach address {self.address!r}:"
-                check.that(bool(hosts), f"{public} list in allowed_hosts the names by which they call the panel")
-                check.that(self.token is not None, f"{public} give a token for its readers, or listen at 127.0.0.1")
+                check.require(bool(hosts), f"{public} list in allowed_hosts the names by which they call the panel")
+                check.require(self.token is not None, f"{public} give a token for its readers, or listen at 127.0.0.1")
 
 
 class StatusServer:

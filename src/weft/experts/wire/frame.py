@@ -150,7 +150,7 @@ class Limits:
             for name in (field.name for field in fields(self)):
                 value, cap = getattr(self, name), caps.get(name)
                 if check.count(name, value) and cap is not None:
-                    check.that(value <= cap, f"{name} is {value}, the format allows at most {cap}")
+                    check.require(value <= cap, f"{name} is {value}, the format allows at most {cap}")
 
 
 LIMITS = Limits()

@@ -26,7 +26,7 @@ from typing import Any, cast
 from google.protobuf.message import DecodeError
 
 from weft.core import errors as core_errors
-from weft.core.errors import UsageError, WeftError, listed
+from weft.core.errors import UsageError, WeftError, join_faults
 from weft.core.spec import TensorSpec
 from weft.experts import errors
 from weft.experts.errors import ExpertFailedError, LimitError, MalformedError, RemoteError, WireError
@@ -178,7 +178,7 @@ def describe(info: Mapping[str, Any], durable: int | None, incarnation: int) -> 
     for name, tree in (("args", tuple(args)), ("kwargs", dict(kwargs)), ("outputs", info["outputs_schema"])):
         fields[name] = _write_tree(tree, name, faults)
     if faults:
-        raise UsageError(listed(f"the schema of expert {info['name']!r} cannot be sent to clients:", faults))
+        raise UsageError(join_faults(f"the schema of expert {info['name']!r} cannot be sent to clients:", faults))
     return json.dumps(fields).encode()
 
 

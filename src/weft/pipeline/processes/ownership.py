@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from weft.core.errors import SpecError, listed
+from weft.core.errors import SpecError, join_faults
 from weft.pipeline.processes.loans import Loan, Loans
 from weft.pipeline.weights import Slot, tables_of, typed_like
 
@@ -126,4 +126,4 @@ def forbid_shared(uses: Iterable[tuple[int, str, int]], workers: Sequence[int], 
     for tensor, name, stage in uses:
         ranks.setdefault(names.setdefault(tensor, name), set()).add(workers[stage])
     if shared := [f"{name}, on the ranks {sorted(of)}" for name, of in ranks.items() if len(of) > 1]:
-        raise SpecError(listed(headline, shared))
+        raise SpecError(join_faults(headline, shared))

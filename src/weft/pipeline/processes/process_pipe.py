@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.core.errors import ScheduleError, UsageError, listed
+from weft.core.errors import ScheduleError, UsageError, join_faults
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, Layers, layers_of, places_of
@@ -85,11 +85,11 @@ class GroupLayout(PipeLayout):
 
     def resolve(self, check: Validator, module: Any, dims: BatchDims | None, given: LayoutArguments) -> Cuts:
         group = check.call(_checked_group, given.group)
-        check.that(
+        check.require(
             given.executor in ("auto", "serial"),
             f"executor is {given.executor!r}, but a rank runs its stages in its own thread; leave it out",
         )
-        check.that(
+        check.require(
             not _scales_alone(given.loss_scale),
             "loss_scale is of a torch.amp.GradScaler, which would skip a step and change its scale on one rank only; "
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=group)",
@@ -200,7 +200,7 @@ class GroupLayout(PipeLayout):
             if reports[0].get(key) != other.get(key)
         ]
         if faults:
-            raise UsageError(listed("all ranks must give the Pipe the same settings; but:", faults))
+            raise UsageError(join_faults("all ranks must give the Pipe the same settings; but:", faults))
 
     def _describe_settings(self, settings: PipeSettings, layers: Layers) -> dict[str, Any]:
         """All settings that must be equal on all ranks, as plain values."""

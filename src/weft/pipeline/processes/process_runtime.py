@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.core.autograd import apply
+from weft.core.autograd import apply_as_node
 from weft.core.context import ExecutionContext
-from weft.core.errors import UsageError, listed
-from weft.core.rng import draw_seed, generators
+from weft.core.errors import UsageError, join_faults
+from weft.core.rng import draw_seed, generators_of
 from weft.core.segment import Gradients
 from weft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
 from weft.pipeline.pipe_runtime import PipeCall, PipeRuntime
@@ -70,7 +70,7 @@ class ProcessRuntime(PipeRuntime):
         self._local_stages = [stage for stage, worker in pairs if worker == placement.rank]
         self._has_first = placement.workers[0] == placement.rank
         self._has_last = placement.workers[-1] == placement.rank
-        self._sources = generators({stage.device for stage in self._local_stages})
+        self._sources = generators_of({stage.device for stage in self._local_stages})
         # Without an input that requires a gradient, a rank without parameters would have no node, and no backward.
         self._anchor = torch.zeros((), requires_grad=True)
         self._steps = count(1)
@@ -112,7 +112,7 @@ class ProcessRuntime(PipeRuntime):
         # Without a gradient on any rank there is no node. The terms make all ranks take the same of the two ways.
         if not step.tracked:
             return step.output.fill(step.forward()[0])
-        results = apply(step, step.tensors)
+        results = apply_as_node(step, step.tensors)
         self.plans.end_step(plan)
         return step.output.fill(results)
 
@@ -166,7 +166,7 @@ class ProcessRuntime(PipeRuntime):
             f"{fact}: {first[fact]!r} on {owner}, {here[fact]!r} on {me}" for fact in here if first[fact] != here[fact]
         ]
         if faults:
-            raise UsageError(listed("all ranks must call the Pipe alike, with the same batch; but:", faults))
+            raise UsageError(join_faults("all ranks must call the Pipe alike, with the same batch; but:", faults))
 
     def _output(self, call: PipeCall, mini_batch: MiniBatch) -> JoinedOutput:
         if not (call.targets or self._placement.shares_output or self._has_last):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] # no public name
 
-from weft.core.errors import DeviceError, SplitError, listed
+from weft.core.errors import DeviceError, SplitError, join_faults
 from weft.core.segment import version
 from weft.pipeline.pipeline_plan import Crossing
 from weft.pipeline.processes.collective_forward import EQUAL_EVERYWHERE, CollectiveCalls, CollectiveRecorder
@@ -133,7 +133,7 @@ class ProcessSplitModel(SplitModel):
         # Only parameters of this rank: those of other ranks are None here, and placeholders on meta below.
         if waiting := [name for name, parameter in self.model.named_parameters() if parameter.is_meta]:
             raise DeviceError(
-                listed("parameters of this rank are still on the meta device; load them before a call:", waiting)
+                join_faults("parameters of this rank are still on the meta device; load them before a call:", waiting)
             )
         with self._placement.hidden.placeholders():
             self._calls.set_owners(self._current_owners())

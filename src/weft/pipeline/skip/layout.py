@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import nn
 
-from weft.core.errors import SkipWiringError, listed
+from weft.core.errors import SkipWiringError, join_faults
 from weft.pipeline.skip.skippable import Skippable
 from weft.pipeline.skip.tracker import Key, Namespace, describe
 
@@ -94,7 +94,7 @@ def _check(layers: Iterable[SkippableLayer], *, one_to_one: bool = False) -> Non
     faults += [f"{stashed[key]} stashes {describe(key)}, which no layer pops" for key in unread]
     if faults:
         raise SkipWiringError(
-            listed("the skip connections of the model do not fit together:", faults)
+            join_faults("the skip connections of the model do not fit together:", faults)
             + "\ncorrect the stash= and pop= of @skippable or the order of the layers; if one name belongs "
             "to several connections, separate them with .isolate(Namespace())"
         )

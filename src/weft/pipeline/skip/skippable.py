@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor, nn
 
-from weft.core.errors import SkipError, SkipWiringError, listed
+from weft.core.errors import SkipError, SkipWiringError, join_faults
 from weft.pipeline.skip.tracker import Key, Namespace, SkipTracker, current_skip_tracker, describe
 
 INNER = "module."
@@ -159,7 +159,7 @@ class CommandHandler:
         if missing:
             faults = [f"{describe(layer.key(name))} was declared as {what}" for what, name in missing]
             raise SkipError(
-                listed(f"{self._name} broke its skip declaration by the end of its forward:", faults)
+                join_faults(f"{self._name} broke its skip declaration by the end of its forward:", faults)
                 + "\nstash and pop on every path through forward (None can be stashed), "
                 "or remove the names from @skippable"
             )

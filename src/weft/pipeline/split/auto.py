@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.autograd import StepsInBackward, quiet_hooks
-from weft.core.errors import PartitionError, UsageError, listed
+from weft.core.autograd import StepsInBackward, silence_hooks
+from weft.core.errors import PartitionError, UsageError, join_faults
 from weft.core.pytree import flatten, unflatten
 from weft.pipeline.config import BatchDims
 from weft.pipeline.partition import own_bytes, partition, synchronize
@@ -56,7 +56,7 @@ def automatic_split(
         return _cut(names, own_bytes(model.get_submodule(name).parameters() for name in names), devices)
     if faults := [f"{k} ({type(m).__name__})" for k, m in named_modules(model) if isinstance(m, StepsInBackward)]:
         headline = "split='auto' with sample= measures backward, which would train these; leave sample out, or name"
-        raise UsageError(listed(f"{headline} split points:", faults))
+        raise UsageError(join_faults(f"{headline} split points:", faults))
     here = next((parameter.device for parameter in model.parameters()), devices[0])
     leaves, structure = flatten(call)
     args, kwargs = unflatten(structure, [x.to(here) if isinstance(x, Tensor) else x for x in leaves])
@@ -140,7 +140,7 @@ def _measured(
         sizes = MemoryRecorder([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for observer in (Recorder(), sizes, *timers):  # the first step warms up
-            with pipe.observed_by(observer), quiet_hooks(trained):
+            with pipe.observed_by(observer), silence_hooks(trained):
                 roots = [x for x in flatten(pipe(*args, **kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
                 if roots and trained:
                     torch.autograd.grad(roots, trained, [torch.ones_like(x) for x in roots], allow_unused=True)

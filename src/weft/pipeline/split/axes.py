@@ -6,8 +6,8 @@ in0 (axis 0) --> linear --> tanh --> lstm, batch on axis 1: rejected       --> v
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.core.errors import UsageError, listed
-from weft.core.pytree import spread
+from weft.core.errors import UsageError, join_faults
+from weft.core.pytree import broadcast_prefix
 from weft.pipeline.config import (
     OTHER_AXES,
     BatchDims,
@@ -41,12 +41,12 @@ def check_axes(recording: Recording, axes: Sequence[int | None], dims: BatchDims
     for step in recording.steps:
         of_result = _rows_of_result(step, rows, faults)
         rows.update({value: of_result for value in step.makes if value is not None and value.key <= 0})
-    output_axes = spread(dims.outputs, recording.structure, "output")
+    output_axes = broadcast_prefix(dims.outputs, recording.structure, "output")
     for k, value in recording.reads.items():
         if (of_output := rows.get(value)) and of_output.source and of_output.axis != output_axes[k]:
             faults.append(f"{of_output.source}, but it makes the output, joined along axis {output_axes[k]}")
     if faults:
-        raise UsageError(listed(OTHER_AXES, list(dict.fromkeys(faults))))
+        raise UsageError(join_faults(OTHER_AXES, list(dict.fromkeys(faults))))
     more = [recording.steps[value.step] for value in recording.reads.values() if value.kind == "made" and value.key > 0]
     for step in more if dims.outputs_assumed else ():
         if step.module is not None:

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.core.rng import generators, restore, states
+from weft.core.rng import generators_of, get_states, set_states
 from weft.pipeline.weights import map_tensors, replaced_in
 
 _c = cast(Any, torch._C)
@@ -52,14 +52,14 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
     """
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
     of_modules = [value for *_, held in before for value in held.values() if type(value) is torch.Generator]
-    sources = [*generators(devices), *of_modules]
-    drawn = states(sources)
+    sources = [*generators_of(devices), *of_modules]
+    drawn = get_states(sources)
     try:
         with _unseen():
             map_tensors(model, lambda x: x if isinstance(x, nn.Parameter) else x.detach().clone())
             yield
     finally:
-        restore(sources, drawn)
+        set_states(sources, drawn)
         for module, parameters, buffers, held in before:
             module._buffers.clear()
             module._buffers.update(buffers)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from weft.core.errors import SplitError, listed
+from weft.core.errors import SplitError, join_faults
 
 
 def check_names(model: nn.Module, split: Sequence[str]) -> None:
@@ -14,7 +14,7 @@ def check_names(model: nn.Module, split: Sequence[str]) -> None:
     known = [name for name, _ in named_modules(model, again=True) if name]
     if wrong := [name for name in split if name not in known]:
         near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
-        raise SplitError(listed(f"these entries of split are not modules of {type(model).__name__}:", near))
+        raise SplitError(join_faults(f"these entries of split are not modules of {type(model).__name__}:", near))
 
 
 def named_modules(model: nn.Module, *, again: bool = False) -> "Iterable[tuple[str, nn.Module]]":

@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from weft.core.errors import BatchError, listed
-from weft.core.pytree import flatten, spread, structure_paths, unflatten
-from weft.core.rng import generators, states
+from weft.core.errors import BatchError, join_faults
+from weft.core.pytree import broadcast_prefix, flatten, structure_paths, unflatten
+from weft.core.rng import generators_of, get_states
 from weft.pipeline.microbatch import SplitPlan
 from weft.pipeline.split.isolation import copies, undisturbed
 from weft.pipeline.split.program import Recording
@@ -130,7 +130,7 @@ class OutputJoin:
                 "each input row, so their pieces would not make the result for all rows. Leave them out of the output, "
                 "compute them outside from outputs that have rows, or inside with loss= and target=:"
             )
-            raise BatchError(listed(headline, faults))
+            raise BatchError(join_faults(headline, faults))
         if several:
             self._check_order(plan, leaves)
 
@@ -151,7 +151,7 @@ class OutputJoin:
                 "the results of the micro-batches cannot be joined: output rows of one input row are not adjacent, as "
                 "those of its tokens would be. Let the model return one row for each input row, and regroup outside:"
             )
-            raise BatchError(listed(headline, faults))
+            raise BatchError(join_faults(headline, faults))
 
     def _compared(self, plan: SplitPlan, leaves: Sequence[Any], pair: tuple[int, int]) -> Reduction | None:
         """The reduction that turns the numbers of each micro-batch into the number for both. None if all of them are
@@ -180,7 +180,7 @@ class OutputJoin:
                 faults.append(f"{name} is {whole.item():.6g} for {joint.rows} rows, and {', '.join(words)} of them")
             if fits:
                 return fits.pop() if told and len(fits) == 1 else None
-            seen = seen or listed(self._refusal(plan, leaves), faults)
+            seen = seen or join_faults(self._refusal(plan, leaves), faults)
         raise BatchError(seen)
 
     def _refusal(self, plan: SplitPlan, leaves: Sequence[Any]) -> str:
@@ -215,7 +215,11 @@ class OutputJoin:
         taken = [x if axis is None else x.index_select(axis, torch.tensor(rows, device=x.device)) for x, axis in pairs]
         whole, drew = self._run_model(unflatten(plan.structure, taken), quiet)
         result, structure = flatten(whole)
-        axes = [self._axes] * len(result) if isinstance(self._axes, int) else spread(self._axes, structure, "output")
+        axes = (
+            [self._axes] * len(result)
+            if isinstance(self._axes, int)
+            else broadcast_prefix(self._axes, structure, "output")
+        )
         return _Outputs(len(rows), dict(zip(structure_paths(structure, "output"), result, strict=True)), axes), drew
 
 
@@ -224,12 +228,12 @@ def run_quietly(recorder: ForwardRecorder, call: Any, quiet: Quiet) -> tuple[Any
     random numbers. Leaves the model and the generators unchanged."""
     modules = [] if quiet == "none" else list(recorder.model.modules())
     before = [(module, module.training) for module in modules if quiet == "all" or module not in recorder.open]
-    sources = generators(recorder.devices)
+    sources = generators_of(recorder.devices)
     leaves, structure = flatten(call)
     isolated = undisturbed(recorder.model, recorder.devices)
     with torch.inference_mode(False), isolated, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as warnings about gradients, which this run does not compute
-        drawn = states(sources)
+        drawn = get_states(sources)
         try:
             for module, _ in before:
                 module.training = False
@@ -237,7 +241,7 @@ def run_quietly(recorder: ForwardRecorder, call: Any, quiet: Quiet) -> tuple[Any
         finally:
             for module, mode in before:
                 module.training = mode
-        return result, any(not torch.equal(x, y) for x, y in zip(drawn, states(sources), strict=True))
+        return result, any(not torch.equal(x, y) for x, y in zip(drawn, get_states(sources), strict=True))
 
 
 def _rows_of(plan: SplitPlan, micro_batches: Sequence[int]) -> list[int]:

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._python_dispatch import _pop_mode_temporarily as _pop_dispatch_mode
 from torch.utils.checkpoint import CheckpointFunction
 
-from weft.core.errors import SplitError, listed
+from weft.core.errors import SplitError, join_faults
 from weft.core.pytree import flatten, register_dataclasses, structure_paths, unflatten
 from weft.core.segment import held_values, version
 from weft.pipeline.microbatch import storage_id
@@ -150,7 +150,7 @@ class ForwardRecorder(TorchFunctionMode):
                     "backward hooks of a module that is cut would not run, because no backward goes through it as a "
                     "whole; attach the hooks to submodules that are not cut:"
                 )
-                raise SplitError(listed(headline, hooked))
+                raise SplitError(join_faults(headline, hooked))
             while True:  # until tensors leave a block only through its return value
                 self._leaking, self._has_strangers = set(), False
                 recording = self._record(args, kwargs)

@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import PartitionError, SpecError, SplitError, UsageError, advise
-from weft.core.pytree import Structure, flatten, register_dataclasses, spread, unflatten
+from weft.core.errors import PartitionError, SpecError, SplitError, UsageError, add_advice
+from weft.core.pytree import Structure, broadcast_prefix, flatten, register_dataclasses, unflatten
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, Layers, cuda_devices, forbid_lazy, forbid_other_axes, places_of
@@ -376,7 +376,7 @@ class SplitModel:
             try:
                 self._verify_on(program, calls[(other or at)[-1]])
             except BaseException as error:
-                advise(error)
+                add_advice(error)
                 if program.group.steps > 1:
                     error.add_note(f"weft: found at step {program.group.steps}, and not at the comparison before")
                 self._drop(program)
@@ -511,7 +511,7 @@ def _leaf_key(leaf: Any) -> Hashable:
 def _broadcast_whole(call: tuple[tuple[Any, ...], dict[str, Any]], axis: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Tensors with one row among others of more, such as one mask for all rows: every micro-batch gets them whole."""
     leaves, structure = flatten(call)
-    pairs = zip(leaves, spread(axis, structure), strict=True)
+    pairs = zip(leaves, broadcast_prefix(axis, structure), strict=True)
     rows: list[int] = [x.shape[k] if isinstance(x, Tensor) and k is not None and x.dim() > k else 0 for x, k in pairs]
     if 1 not in rows or max(rows) == 1:
         return call
@@ -526,9 +526,9 @@ def _checked_model(module: Any, split: Any, balance: Any, verify: Any) -> nn.Mod
     names = cast("list[Any]", split) if isinstance(split, list | tuple) else []
     named = bool(names) and all(isinstance(each, str) for each in names)
     with Validator("these arguments of Pipe do not make sense") as check:
-        check.that(split == "auto" or named, f"split is {split!r}; it is 'auto', or a list of names of submodules")
-        check.that(not named or len(set(names)) == len(names), f"split is {split!r}, with a name twice")
-        check.that(balance is None, "balance is given beside split; it counts the layers of an nn.Sequential")
+        check.require(split == "auto" or named, f"split is {split!r}; it is 'auto', or a list of names of submodules")
+        check.require(not named or len(set(names)) == len(names), f"split is {split!r}, with a name twice")
+        check.require(balance is None, "balance is given beside split; it counts the layers of an nn.Sequential")
         check.boolean("verify", verify)
     return module
 

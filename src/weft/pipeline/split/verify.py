@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.core.autograd import StepsInBackward, quiet_hooks
-from weft.core.errors import SplitError, listed
+from weft.core.autograd import StepsInBackward, silence_hooks
+from weft.core.errors import SplitError, join_faults
 from weft.core.pytree import flatten, structure_paths, unflatten
 from weft.pipeline.split.isolation import copies, undisturbed
 from weft.pipeline.split.program import Owned, Program, tensor_of
@@ -64,7 +64,7 @@ def _forbid_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -
             "return a tensor instead of keeping it in an attribute, or do it in a submodule or outside of forward():"
         )
         pairs = zip(changed, lines, strict=True)
-        raise SplitError(listed(headline, [f"{name} ({line})" if line else name for name, line in pairs]))
+        raise SplitError(join_faults(headline, [f"{name} ({line})" if line else name for name, line in pairs]))
 
 
 def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Se
         if tracked and not recorder.watched and roots and sources:
             random = torch.Generator().manual_seed(_SEED)
             seeds = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in roots]
-            with quiet_hooks(sources.values()):
+            with silence_hooks(sources.values()):
                 gradients = torch.autograd.grad(roots, list(sources.values()), seeds, allow_unused=True)
             values |= dict(zip(sources, gradients, strict=True))
     return {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}

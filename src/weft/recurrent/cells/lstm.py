@@ -162,7 +162,7 @@ class SLSTMCell(GatedCell):
         super().__init__(input_size, hidden_size, **factory)
         with check_arguments(self) as check:
             fault = f"heads is {heads}, wanted a divisor of hidden_size, which is {hidden_size}"
-            check.that(heads > 0 and hidden_size % heads == 0, fault)
+            check.require(heads > 0 and hidden_size % heads == 0, fault)
         self.heads = heads
         self.weight_hh = self.parameter(4, heads, hidden_size // heads, hidden_size // heads)
         self.bias = self.parameter(4 * hidden_size)
@@ -215,7 +215,7 @@ class ConvLSTMCell(nn.Module):
             check.count("input_size", input_size)
             check.count("hidden_size", hidden_size)
             fault = f"kernel_size is {kernel_size}, wanted an odd number, so that images keep their size"
-            check.that(kernel_size > 0 and kernel_size % 2 == 1, fault)
+            check.require(kernel_size > 0 and kernel_size % 2 == 1, fault)
         self.hidden_size = hidden_size
         options: dict[str, Any] = {"padding": kernel_size // 2, **factory}
         self.conv_ih = nn.Conv2d(input_size, 4 * hidden_size, kernel_size, **options)

@@ -164,7 +164,7 @@ class Caffe2LSTM(nn.Module):
         with Validator("this nn.LSTM cannot become a Caffe2LSTM") as check:
             for name, required in {"num_layers": 1, "bidirectional": False, "proj_size": 0}.items():
                 seen = getattr(module, name)
-                check.that(seen == required, f"{name} is {seen}, wanted {required}")
+                check.require(seen == required, f"{name} is {seen}, wanted {required}")
         like = module.weight_ih_l0
         options = {"forget_bias": forget_bias, "device": like.device, "dtype": like.dtype}
         layer = cls(module.input_size, module.hidden_size, **options, **how)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from weft.core.errors import SpecError, listed
+from weft.core.errors import SpecError, join_faults
 from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
 from weft.core.validation import Validator
 from weft.recurrent.recurrent import FoldedText, Result
@@ -65,8 +65,8 @@ class Bidirectional(nn.Module):
         first = [bool(getattr(net, "batch_first", False)) for net in (forward_net, self.backward_net)]
         with Validator("invalid arguments of Bidirectional") as check:
             known = callable(merge) or merge in ("cat", "sum")
-            check.that(known, f"merge is {merge!r}, wanted 'cat', 'sum' or a function of both outputs")
-            check.that(
+            check.require(known, f"merge is {merge!r}, wanted 'cat', 'sum' or a function of both outputs")
+            check.require(
                 first[0] == first[1], f"forward_net has batch_first={first[0]}, backward_net has batch_first={first[1]}"
             )
         self.batch_first = first[0]
@@ -161,7 +161,7 @@ def combine_nested(one: Any, other: Any, fault: str, least: int | None = None) -
             f"{name} is {_describe_leaf(x)}, the other {_describe_leaf(y)}" for name, x, y in paths if not fits(x, y)
         ]
     if faults:
-        raise SpecError(listed(f"{fault}:", faults))
+        raise SpecError(join_faults(f"{fault}:", faults))
     return unflatten(structure, [join(x, y) for x, y in zip(leaves, others, strict=True)])
 
 
@@ -258,13 +258,13 @@ class Stack(nn.Module):
         super().__init__()
         first = [bool(getattr(layer, "batch_first", False)) for layer in layers]
         with Validator("invalid arguments of Stack") as check:
-            check.that(bool(layers), "there are no layers")
+            check.require(bool(layers), "there are no layers")
             which = ", ".join(str(i) for i, batch_first in enumerate(first) if batch_first)
-            check.that(len({*first}) < 2, f"layers {which} have batch_first=True, the others have not")
+            check.require(len({*first}) < 2, f"layers {which} have batch_first=True, the others have not")
             check.number("dropout", dropout, most=1.0)
             for i, layer in enumerate(layers):
                 fault = f"layer {i} is a {type(layer).__name__}, which has another signature; wrap a cell in Recurrent"
-                check.that(not isinstance(layer, nn.RNNCellBase | nn.RNNBase), fault)
+                check.require(not isinstance(layer, nn.RNNCellBase | nn.RNNBase), fault)
         self.layers = nn.ModuleList(layers)
         self.residual = residual
         self.dropout = float(dropout)
