@@ -135,7 +135,8 @@ class IdempotencyTable:
 
         Raises `KeyReusedError`, `ResultEvictedError`, and `OverloadError` if the table is full.
         """
-        digest, fingerprint = _request_digest(kind, task), task.fingerprint()
+        # A pool computes the checksums before it takes its lock, which it holds now.
+        digest, fingerprint = _request_digest(kind, task), task.checksums or task.fingerprint()
         with self._lock:
             self._expire()
             running, entry = self._running.get(digest), self._entry(digest)
@@ -178,7 +179,7 @@ class IdempotencyTable:
         """
         digest, principal = _request_digest(kind, task), _principal_digest(task)
         with self._lock:
-            self._insert(digest, principal, step, task.fingerprint())
+            self._insert(digest, principal, step, task.checksums or task.fingerprint())
             if kind == "backward" and task.mini_batch is not None:
                 self._unsaved[digest] = (task.client, task.mini_batch)
             expires_at = self._now() + self.options.max_result_age

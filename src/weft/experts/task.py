@@ -66,7 +66,7 @@ class Task:
     number: int = field(default_factory=_next_number)
     waiters: list["Waiter"] = field(default_factory=list["Waiter"])
     started: bool = False
-    _fingerprint: int = 0  # 0: not computed yet
+    checksums: int = 0  # the fingerprint; 0: not computed yet
 
     @property
     def owner(self) -> tuple[str | None, str]:
@@ -78,7 +78,7 @@ class Task:
 
         The first call reads the whole payload, so make it in the thread that submits the task.
         """
-        if not self._fingerprint:
+        if not self.checksums:
             shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in self.tensors]
             form = crc32(repr((self.mini_batch, self.evaluation, shapes)).encode("utf-8", "backslashreplace"))
             payload = 0
@@ -88,8 +88,8 @@ class Task:
                     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 # Without numpy, because a process that only has its own experts does not need it.
                 payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
-            self._fingerprint = form << 32 | payload
-        return self._fingerprint
+            self.checksums = form << 32 | payload
+        return self.checksums
 
     def add_waiter(self, deadline: float | None, on_cancel: Callable[["Task"], None]) -> "Future[Results]":
         """One more future. The task expires when the last waiter does. ``on_cancel`` runs in the cancelling thread."""
