@@ -419,7 +419,7 @@ class PipeStep:
         return [views.get(id(tensor), tensor) for tensor in self.tensors] if views else self.tensors
 
     def run_until_rng_settled(self, forward: Callable[[RngStreams], Result]) -> Result:
-        """Run a forward until its random numbers are right: once, or twice after a surprise (`RngStreams.commit_draws`).
+        """Run a forward until its random numbers are right: once, or twice after a surprise (see `RngStreams`).
 
         Deferred batch norms gather statistics in every run, and commit those of the last. Raises InPlaceError if a
         layer wrote to a tensor that all micro-batches share.
