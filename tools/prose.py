@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -190,7 +190,7 @@ def import_circles(files: list[SourceFile]) -> list[list[str]]:
     """Groups of modules that import each other, by any import statement that ever runs."""
     modules = {module_name(file.path): file for file in files}
     graph = {
-        name: {target for target in imported_by(file.tree) if target in modules and target != name}
+        name: {target for target in imported_by(file.tree, modules) if target in modules and target != name}
         for name, file in modules.items()
     }
     reached = {name: reachable_from(name, graph) for name in graph}
@@ -204,7 +204,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_by(tree: ast.Module) -> Iterator[str]:
+def imported_by(tree: ast.Module, modules: Collection[str]) -> Iterator[str]:
     """The modules named by import statements, except those for type checkers alone."""
     nodes: list[ast.AST] = [tree]
     while nodes:
@@ -215,9 +215,9 @@ def imported_by(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            # `from package import module` imports the module too.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            # `from package import module` needs the module, and nothing else of the package.
+            for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                yield name if name in modules else node.module
         nodes.extend(ast.iter_child_nodes(node))
 
 

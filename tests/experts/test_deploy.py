@@ -71,7 +71,7 @@ def test_systemd_rates_the_unit_as_well_confined() -> None:
     assert seen.returncode == 0, seen.stdout
 
 
-def test_the_configuration_reads_keys_as_credentials_that_the_unit_loads() -> None:
+def test_configuration_reads_keys_that_the_unit_loads() -> None:
     text = (DEPLOY / "experts.toml").read_text("utf-8")
     check_configuration(text)
     table = tomllib.loads(text)

@@ -22,7 +22,7 @@ Phase = Literal["", "checkpointing", "recomputing"]
 
 
 class _PhaseOfThread(threading.local):
-    set_phase: Phase = ""
+    phase: Phase = ""
 
 
 _current = _PhaseOfThread()

@@ -321,8 +321,8 @@ class RngStreams:
     """Random numbers of one step (one mini-batch through all stages).
 
     `scope` surrounds every forward and recomputation of one stage with one micro-batch. It can be left out if `quiet`
-    says that no stage is known to draw. `backward` surrounds a walk back. `commit_draws`, called once after the forward of
-    the whole step, returns whether the numbers are reproducible.
+    says that no stage is known to draw. `backward` surrounds a walk back. `commit_draws`, called once after the forward
+    of the whole step, returns whether the numbers are reproducible.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How a pipe cuts its model into stages: the layout of an `nn.Sequential`, and the interface of the other layouts.
+"""Layouts cut the model of a pipe into stages. Here: that of an `nn.Sequential`, and the interface of the others.
 
     Pipe --has--> PipeLayout          here
                   SplitLayout         split/split_pipe.py                 with split=

@@ -386,7 +386,7 @@ class SplitModel:
             program.verified |= bool(other)
 
     def _settings(self) -> Hashable:
-        """What the code between blocks may go by besides its arguments."""
+        """State that the code between blocks can depend on in addition to its arguments."""
         seen: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()]
         seen += [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
         for module in self._recorder.open:
