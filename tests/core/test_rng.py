@@ -153,15 +153,15 @@ def test_step_with_a_sudden_draw_repeats_under_locks(other: Stage) -> None:
     torch.manual_seed(5)
     surprised = streams(uses)
     forward(surprised, [draw, other])
-    assert not surprised.settle()
+    assert not surprised.commit_draws()
     again = streams(uses)
     repeated = forward(again, [draw, other])
-    assert again.settle()
+    assert again.commit_draws()
     after = torch.get_rng_state()
     torch.manual_seed(5)
     fresh = streams(unknown_stages())
     assert_equal_numbers(forward(fresh, [draw, other]), repeated)
-    assert fresh.settle()
+    assert fresh.commit_draws()
     assert torch.equal(torch.get_rng_state(), after)
     assert uses[0].draws[0] is True
 
@@ -265,7 +265,7 @@ def test_processes_that_agree_on_a_seed_stay_alike(drew: bool) -> None:
 
 def test_quiet_process_advances_with_the_others() -> None:
     uses = unknown_stages()
-    assert streams(uses).settle()
+    assert streams(uses).commit_draws()
     agreed = draw_seed(CPU)
     rng = streams(uses, agreed)
     forward(rng, [draw_nothing, draw_nothing])
