@@ -388,7 +388,7 @@ class Pipe(nn.Module):
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """The process group whose ranks run the stages, or None in a single process."""
+        """The process group of the ranks that run the stages, or None in a single process."""
         return self._layout.group
 
     def _with_placeholders(self) -> AbstractContextManager[None]:

@@ -139,7 +139,7 @@ class Schedule:
 
     @cached_property
     def backward_at_once(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) pairs whose backward is the next action of their worker after their forward.
+        """The (stage, micro-batch) pairs with a backward that their worker runs directly after their forward.
         Recomputation would save no memory there. Empty if the caller's code runs between forward and backward."""
         return frozenset(
             (one.stage, one.micro_batch)

@@ -73,7 +73,7 @@ class MixtureOptions:
         return touched if self.backward_k_min == self.k_best else min(1, touched)
 
     def check(self, check: Validator, places: int | None = None) -> None:
-        """Check the options of a mixture whose grid has so many places."""
+        """Check the options of a mixture with this number of places in its grid."""
         most = self.k_best if check.count("k_best", self.k_best) else None
         for name in ("k_min", "backward_k_min"):
             value = getattr(self, name)

@@ -59,7 +59,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Grant:
-    """A role for clients and experts whose names match shell patterns (``*``, ``?``, ``[ab]``).
+    """A role for clients and experts with names that match shell patterns (``*``, ``?``, ``[ab]``).
 
     A client without a proven name has an empty one: ``"*"`` matches it, the default ``"?*"`` does not.
 

@@ -271,7 +271,7 @@ MOST_DETAILS = 32
 
 
 def register_fault(code: int, kind: type[WeftError]) -> None:
-    """Number an error class whose constructor takes a message alone, so that clients receive that class."""
+    """Number an error class with a constructor that takes a message alone, so that clients receive that class."""
     if not 0 < code < 1 << 16:
         raise UsageError(f"a fault code is from 1 to 65535, got {code}")
     if FAULTS.setdefault(code, kind) is not kind:

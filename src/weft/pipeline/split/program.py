@@ -163,6 +163,17 @@ class ProgramGroup:
     steps: int = 0  # calls that ran one of them
     next_check: int = 10  # the step in which one of them is compared again
 
+    def count_step(self) -> bool:
+        """Count a call. Whether it is one of the calls 10, 100, 1,000 and so on, which compare again."""
+        self.steps += 1
+        is_due = self.steps == self.next_check
+        self.next_check *= 10 if is_due else 1
+        return is_due
+
+    def distrust(self) -> None:
+        """Start the comparisons again, after one that failed."""
+        self.verified = 0
+
 
 class Program:
     """The instructions of all stages for micro-batches of one key. Its only tensors are constants of the model's code.
@@ -202,6 +213,11 @@ class Program:
             CrossingValue(self._name(value), value.bytes, self._source(value), tuple(readers))
             for value, readers in crossing.items()
         ]
+
+    def mark_verified(self) -> None:
+        """Note that the program agreed with forward() on another micro-batch than its own."""
+        self.group.verified += not self.verified
+        self.verified = True
 
     def _check_writes(self) -> None:
         """Raise InPlaceError for writes to tensors that several stages use."""

@@ -365,9 +365,7 @@ class SplitModel:
         """
         due = [each for each in dict.fromkeys(chosen) if not each.verified and each.group.verified < _ENOUGH]
         for group, program in {each.group: each for each in chosen}.items():
-            group.steps += 1
-            if group.steps == group.next_check:
-                group.next_check *= 10
+            if group.count_step():
                 due += [program] * (program not in due)
         calls = [unflatten(plan.structure, piece) for piece in plan.split(leaves)] if due else []
         for program in due:
@@ -380,10 +378,10 @@ class SplitModel:
                 if program.group.steps > 1:
                     error.add_note(f"weft: found at step {program.group.steps}, and not at the comparison before")
                 self._drop(program)
-                program.group.verified = 0
+                program.group.distrust()
                 raise
-            program.group.verified += bool(other) and not program.verified
-            program.verified |= bool(other)
+            if other:
+                program.mark_verified()
 
     def _settings(self) -> Hashable:
         """State that the code between blocks can depend on in addition to its arguments."""
