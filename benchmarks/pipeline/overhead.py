@@ -50,7 +50,7 @@ def _rows(checkpoint: str, rounds: int, sample: float) -> list[Row]:
                 "checkpoint": checkpoint,
                 "run by": f"auto: {choice}" if name == "auto" else name,
                 "ms": f"{found.median(name) * 1e3:.2f}",
-                "spread": found.scatter_gradients(name),
+                "spread": found.spread(name),
                 "us each": "" if name == REFERENCE else f"{each:.1f}",
                 **(at_most(each, WANTED) if judged else {"wanted": "", "verdict": ""}),
                 "rounds": found.note(),

@@ -48,7 +48,7 @@ def run(quick: bool) -> Table:
             {
                 "run by": name,
                 "ms": f"{found.median(name) * 1e3:.1f}",
-                "spread": found.scatter_gradients(name),
+                "spread": found.spread(name),
                 "speed": f"{speed:.2f}",
                 **(at_least(speed, WANTED) if ours else {"wanted": "", "verdict": ""}),
             }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import weft
 from tests.pipeline.pipe_cases import assert_close, rows
 from weft.core.errors import GuardError, InPlaceError, SplitError
-from weft.pipeline.split import record, split_pipe
+from weft.pipeline.split import split_pipe, user_code
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("double")
 @pytest.fixture(autouse=True)
 def _checks_are_no_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' type checks wrap the recorder's own functions."""
-    monkeypatch.setattr(record, "_LIBRARIES", (*record._LIBRARIES, "<", *_type_checker_folders()))
+    monkeypatch.setattr(user_code, "_LIBRARIES", (*user_code._LIBRARIES, "<", *_type_checker_folders()))
 
 
 def _type_checker_folders() -> list[str]:
@@ -99,7 +99,7 @@ def test_decision_on_activations_is_refused_with_its_line() -> None:
     pipe(rows(2, 4))
     with torch.no_grad():
         model.first.bias.fill_(-50.0)
-    with pytest.raises(GuardError, match=r"__bool__ \(.*test_guards.py:\d+\).*True when recorded and False now"):
+    with pytest.raises(GuardError, match=r"__bool__ \(.*test_guards.py:\d+\).*was True when recorded and is False now"):
         pipe(rows(2, 4))
 
 
@@ -273,7 +273,7 @@ def test_split_points_that_make_no_stage_are_refused() -> None:
 def test_backward_hooks_of_a_module_that_is_cut_are_refused() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
     model[0].register_full_backward_hook(lambda *_: None)
-    with pytest.raises(SplitError, match=r"hook submodules that are not:\n  - 0 \(Sequential\)"):
+    with pytest.raises(SplitError, match=r"attach the hooks to submodules that are not cut:\n  - 0 \(Sequential\)"):
         cut(model, "0.1")(rows(4, 4))
 
 
@@ -303,7 +303,7 @@ def test_programs_are_dropped_and_churn_is_warned_of(monkeypatch: pytest.MonkeyP
     pipe = cut(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "1", chunks=1)
     for count in (2, 3):
         pipe(rows(count, 4))
-    with pytest.warns(UserWarning, match="shapes, arguments, or what the code"):
+    with pytest.warns(UserWarning, match="shapes, arguments, or values that the code"):
         pipe(rows(4, 4))
     pipe(rows(4, 4))
     assert pipe.statistics()["recordings"] == 3

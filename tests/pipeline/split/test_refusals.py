@@ -173,7 +173,7 @@ def test_a_branch_that_was_not_recorded() -> None:
     pipe(rows(4, 8), None)
     with torch.no_grad():
         model.second.bias.fill_(50.0)
-    with pytest.raises(GuardError, match=r"__bool__ \(.*False when recorded and True now.*into a submodule"):
+    with pytest.raises(GuardError, match=r"__bool__ \(.*was False when recorded and is True now.*into a submodule"):
         pipe(rows(4, 8), None)
 
 

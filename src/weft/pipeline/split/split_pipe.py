@@ -205,7 +205,7 @@ class SplitLayout(PipeLayout):
 
 
 class SplitModel:
-    """A model with split points: its programs, and its stages. Raises SplitError for names that are no modules."""
+    """A model with split points: its programs, and its stages. Raises SplitError for names that are not modules."""
 
     _stage_type = SplitStage
     _foreign: Collection[str] = frozenset()
@@ -219,14 +219,14 @@ class SplitModel:
         dims: BatchDims,
         reduction: Reduction | None = None,
     ) -> None:
-        if any(isinstance(each, Skippable) for each in model.modules()):
-            raise SplitError("skippable layers say themselves what crosses; leave split= out, and give balance=")
+        if any(isinstance(module, Skippable) for module in model.modules()):
+            raise SplitError("skippable layers declare the values that cross; leave split= out, and give balance=")
         self.model, self.split, self.devices = model, list(split), list(devices)
         self._dims = dims
         self._reduction: Reduction | None = reduction
         self._joins: dict[Hashable, OutputJoin] = {}
         self.recordings = 0
-        self.layout = 0  # changes whenever stages have to be built anew
+        self.layout = 0  # changes whenever the stages must be built again
         self.latest: Program | None = None
         self.blocks: list[dict[nn.Module, str]] = [{} for _ in devices]
         self._recorder = self._new_recorder()
@@ -254,14 +254,13 @@ class SplitModel:
         graph: bool,
         joins: bool,
     ) -> tuple[SplitCall, str | None]:
-        """The call as the first stage gets it, with a program for each micro-batch; recorded where there is none. And
-        how numbers per micro-batch in the output, such as a loss, are combined where it `joins` them: "mean" by rows,
-        or "sum".
+        """The call for the first stage, with a program for each micro-batch. Programs that are missing are recorded.
 
-        `axis` holds the rows: an int, or nested as ``(args, kwargs)``. `check`: compare new programs with the plain
-        forward. `graph`: copies stay connected with their originals.
-        Raises BatchError when the mini-batch cannot be cut or its numbers not combined, SplitError for what cannot be
-        recorded or differs.
+        Also returns the reduction of numbers per micro-batch in the output, such as a loss: "mean" by rows or "sum", or
+        None if the output is not joined (`joins`). `axis` is the axis of the rows: an int, or nested as ``(args,
+        kwargs)``. With `check`, new programs are compared with the plain forward. With `graph`, copies stay connected
+        with their originals. Raises BatchError when the mini-batch cannot be cut or its numbers cannot be combined.
+        Raises SplitError for code that cannot be recorded, and for programs that compute other values.
         """
         register_dataclasses((args, kwargs))
         args, kwargs = _broadcast_whole((args, kwargs), axis)
@@ -277,7 +276,7 @@ class SplitModel:
             program = self._found((settings, keys[rows]), piece)
             if program is None:
                 program = self._record(unflatten(plan.structure, piece), piece, keys[rows], plan.axes)
-                settings = self._settings()  # a first run may set some
+                settings = self._settings()  # the first run can have changed some
                 recorded[program] = i
             chosen.append(program)
         if check:
@@ -293,15 +292,16 @@ class SplitModel:
         return SplitCall(StepPrograms(chosen, copies, chain(*self._away)), args, kwargs), scalars
 
     def _found(self, key: Hashable, piece: Sequence[Any]) -> Program | None:
-        found = next((each for each in self._programs.get(key, ()) if each.fits(piece, self._owner)), None)
-        if found is not None:
-            found.used = next(self._uses)
-        return found
+        program = next((known for known in self._programs.get(key, ()) if known.fits(piece, self._owner)), None)
+        if program is not None:
+            program.used = next(self._uses)
+        return program
 
     def _record(self, call: Any, piece: Sequence[Any], shape: Hashable, axes: Sequence[int | None]) -> Program:
         program = self._recorded(call, axes)
         program.used = next(self._uses)
-        program.anchors = [x for x in piece if not isinstance(x, Tensor)]  # while it lives, their ids stay theirs
+        # Keys hold the id() of such objects. The references keep the ids from being reused.
+        program.anchors = [x for x in piece if not isinstance(x, Tensor)]
         settings = self._settings()
         steps = [(step.name, step.where, id(step.module)) for step in program.recording.steps]
         form = _kind(settings, program.recording.structure, piece), *steps
@@ -310,20 +310,20 @@ class SplitModel:
         program.group = self._groups.setdefault(form, program.group)
         self._programs.setdefault((settings, shape), []).append(program)
         if sum(map(len, self._programs.values())) > PROGRAMS:
-            self._drop(min(chain(*self._programs.values()), key=lambda each: each.used))
+            self._drop(min(chain(*self._programs.values()), key=lambda known: known.used))
             if not self._churns:
                 warnings.warn(
                     f"more than {PROGRAMS} programs of {type(self.model).__name__} were recorded, and old ones are "
-                    "dropped: shapes, arguments, or what the code between blocks reads out of its inputs change at "
-                    "nearly every step. Pad to a few lengths, give numbers that change as tensors without dimensions, "
-                    "or move such decisions into a submodule",
+                    "dropped: shapes, arguments, or values that the code between blocks reads from its inputs change "
+                    "at nearly every step. Pad to a few lengths, pass numbers that change as tensors without "
+                    "dimensions, or move such decisions into a submodule",
                     stacklevel=2,
                 )
             self._churns = True
         return program
 
     def _recorded(self, call: Any, axes: Sequence[int | None]) -> Program:
-        """A new program for one micro-batch, which the stages are ready to run."""
+        """Record a new program for one micro-batch, and prepare the stages for it."""
         self.recordings += 1
         recording = self._recorder.record(*call)
         check_axes(recording, axes, self._dims)
@@ -350,26 +350,27 @@ class SplitModel:
         verify(self._recorder, program, *call)
 
     def _drop(self, program: Program) -> None:
-        kept = {key: [each for each in programs if each is not program] for key, programs in self._programs.items()}
-        self._programs = {key: programs for key, programs in kept.items() if programs}
+        left = {key: [known for known in programs if known is not program] for key, programs in self._programs.items()}
+        self._programs = {key: programs for key, programs in left.items() if programs}
 
     def _verify(
         self, chosen: Sequence[Program], recorded: dict[Program, int], plan: SplitPlan, leaves: Sequence[Any]
     ) -> None:
-        """Compare new programs with the plain forward: on another micro-batch than the recorded one. If there is
-        none, on that one now, and again on the next one that comes.
+        """Compare new programs with the plain forward, on another micro-batch than the recorded one. If the mini-batch
+        has no other, compare on the recorded one now, and again on the next micro-batch.
 
-        Of a group, a few programs vouch for the others: each has a recording of its own, and a comparison would only
-        show state that no recording sees. Later changes of such state are found by comparing again in the steps 10,
-        100, 1,000, ... of a group.
+        A few programs of a group are compared for all of it: each has its own recording, and a comparison only shows
+        state that no recording sees. Later changes of such state are found by comparing again in the steps 10, 100,
+        1,000, ... of a group.
         """
-        due = [each for each in dict.fromkeys(chosen) if not each.verified and each.group.verified < _ENOUGH]
-        for group, program in {each.group: each for each in chosen}.items():
+        new = dict.fromkeys(chosen)
+        due = [program for program in new if not program.verified and program.group.verified < _ENOUGH]
+        for group, program in {program.group: program for program in chosen}.items():
             if group.count_step():
                 due += [program] * (program not in due)
         calls = [unflatten(plan.structure, piece) for piece in plan.split(leaves)] if due else []
         for program in due:
-            at = [i for i, each in enumerate(chosen) if each is program]
+            at = [i for i, of_micro_batch in enumerate(chosen) if of_micro_batch is program]
             other = [i for i in at if i != recorded.get(program)]
             try:
                 self._verify_on(program, calls[(other or at)[-1]])
@@ -393,56 +394,58 @@ class SplitModel:
         return *seen, self._recorder.state.key()
 
     def _extend(self, program: Program) -> None:
-        """Let the stages have what this program needs."""
-        before = [len(each) for each in (*self.blocks, *self._owned, self._pairs)]
+        """Add the blocks, parameters and crossing values of a program to the stages."""
+        before = [len(entries) for entries in (*self.blocks, *self._owned, self._pairs)]
         for s, part in enumerate(program.parts):
             self.blocks[s].update(program.blocks(s))
             self._owned[s] |= program.owned(s)
             self._pairs |= {(s, reader) for reader in part.gives}
-        if not self.layout or before != [len(each) for each in (*self.blocks, *self._owned, self._pairs)]:
+        if not self.layout or before != [len(entries) for entries in (*self.blocks, *self._owned, self._pairs)]:
             self.layout += 1
             self.place()
 
     def stages(self) -> tuple[list[Stage], Crossing]:
-        """The stages, and the bundles that cross between them, as `PipeRuntime` takes them."""
-        callers = Counter(module for blocks in self.blocks for module in {m for each in blocks for m in each.modules()})
+        """The stages, and the bundles that cross between them, for `PipeRuntime`."""
+        callers = Counter(
+            module for blocks in self.blocks for module in {m for block in blocks for m in block.modules()}
+        )
         lock = RLock()  # modules that several stages call have the parameters of one device at a time
         codes = [InterBlockParameters(self.model, names) for names in self._owned]
-        made: list[Stage] = []
+        stages: list[Stage] = []
         for s, (blocks, code, device) in enumerate(zip(self.blocks, codes, self.devices, strict=True)):
-            shared = any(callers[module] > 1 for each in blocks for module in each.modules())
+            shared = any(callers[module] > 1 for block in blocks for module in block.modules())
             turns = lock if shared and any(self._away) else nullcontext()
-            made.append(self._stage_type(s, blocks, code, device, self._pairs, turns))
-        return made, [(bundle(s, t), s, (t,)) for s, t in sorted(self._pairs)]
+            stages.append(self._stage_type(s, blocks, code, device, self._pairs, turns))
+        return stages, [(bundle(s, t), s, (t,)) for s, t in sorted(self._pairs)]
 
     def homes(self) -> dict[int, int]:
-        """By the id() of each parameter and buffer, the first stage that uses it. What no program has used yet is taken
-        to run in the order in which modules were registered."""
-        found: dict[int, int] = {}
+        """The first stage that uses each parameter and buffer, by its id(). Modules that no program has used yet are
+        assumed to run in the order in which they were registered."""
+        homes: dict[int, int] = {}
         for s, blocks in enumerate(self.blocks):
-            used = [each for block in blocks for each in (*block.parameters(), *block.buffers())]
-            for each in (*used, *map(self._owner, self._owned[s])):
-                found.setdefault(id(each), s)
+            used = [tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())]
+            for tensor in (*used, *map(self._owner, self._owned[s])):
+                homes.setdefault(id(tensor), s)
         stage = 0
         starts = {name: s + 1 for s, name in enumerate(self._order or self.split)}
         for path, module in named_modules(self.model):
             stage = starts.get(path, stage)
-            for each in (*module._parameters.values(), *module._buffers.values()):
-                found.setdefault(id(each), stage)
-        return found
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                homes.setdefault(id(tensor), stage)
+        return homes
 
     def place(self) -> None:
-        """Bring parameters and buffers to the device of their stage; those on the meta device stay."""
+        """Move parameters and buffers to the device of their stage. Those on the meta device stay."""
         homes = self.homes()
 
-        def moved(each: Tensor) -> Tensor:
-            device = self.devices[homes[id(each)]]
-            if each.is_meta or each.device == device:
-                return each
-            if not isinstance(each, nn.Parameter):
-                return each.to(device)
-            each.data = each.data.to(device)
-            return each
+        def moved(tensor: Tensor) -> Tensor:
+            device = self.devices[homes[id(tensor)]]
+            if tensor.is_meta or tensor.device == device:
+                return tensor
+            if not isinstance(tensor, nn.Parameter):
+                return tensor.to(device)
+            tensor.data = tensor.data.to(device)  # the parameter stays the same object, because optimizers refer to it
+            return tensor
 
         map_tensors(self.model, moved)
         for s, blocks in enumerate(self.blocks):
@@ -485,7 +488,7 @@ def _cuts(check: Validator, stages: int, places: list[torch.device]) -> Cuts:
 
 
 def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int) -> bool:
-    """Whether a stage has to work with a copy of a parameter that an earlier stage has on another device."""
+    """Whether a stage must use a copy of a parameter that an earlier stage has on another device."""
     return home != stage and parameter.device != device and not parameter.is_meta
 
 
@@ -495,7 +498,7 @@ def _copied(away: Iterable[nn.Parameter], device: torch.device, graph: bool) -> 
 
 
 def _kind(settings: Hashable, structure: Structure, leaves: Sequence[Any]) -> Hashable:
-    """The kind of a call. Calls that differ only in sizes are of one kind."""
+    """The kind of a call. Calls that differ only in sizes have the same kind."""
     kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else cast("type[Any]", type(x)) for x in leaves]
     return settings, structure, *kinds
 
@@ -507,7 +510,7 @@ def _leaf_key(leaf: Any) -> Hashable:
 
 
 def _broadcast_whole(call: tuple[tuple[Any, ...], dict[str, Any]], axis: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Tensors with one row among others of more, such as one mask for all rows: every micro-batch gets them whole."""
+    """Wrap tensors with one row in `NoChunk` if others have more, such as one mask for all rows."""
     leaves, structure = flatten(call)
     pairs = zip(leaves, broadcast_prefix(axis, structure), strict=True)
     rows: list[int] = [x.shape[k] if isinstance(x, Tensor) and k is not None and x.dim() > k else 0 for x, k in pairs]
@@ -522,11 +525,11 @@ def _checked_model(module: Any, split: Any, balance: Any, verify: Any) -> nn.Mod
         raise SpecError(f"Pipe takes a model, an nn.Module, but this is {type(module).__name__}")
     forbid_lazy(module)
     names = cast("list[Any]", split) if isinstance(split, list | tuple) else []
-    named = bool(names) and all(isinstance(each, str) for each in names)
-    with Validator("these arguments of Pipe do not make sense") as check:
-        check.require(split == "auto" or named, f"split is {split!r}; it is 'auto', or a list of names of submodules")
+    named = bool(names) and all(isinstance(name, str) for name in names)
+    with Validator("these arguments of Pipe do not fit together") as check:
+        check.require(split == "auto" or named, f"split is {split!r}; give 'auto', or a list of names of submodules")
         check.require(not named or len(set(names)) == len(names), f"split is {split!r}, with a name twice")
-        check.require(balance is None, "balance is given beside split; it counts the layers of an nn.Sequential")
+        check.require(balance is None, "balance cannot be given with split; it counts the layers of an nn.Sequential")
         check.boolean("verify", verify)
     return module
 
