@@ -205,7 +205,7 @@ class Pipeline:
         sparse: bool = False,
         replaced: bool = False,
     ) -> None:
-        patch.setattr(recompute, "generators", lambda _: [])
+        patch.setattr(recompute, "generators_of", lambda _: [])
         patch.setattr(step, "Segment", GpuSegment)
         self.machine, self.devices, self.keep = machine, devices, keep
         options = SimpleNamespace(strided=strided, sparse=sparse)
