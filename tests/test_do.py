@@ -217,7 +217,7 @@ def test_all_checks_run_even_after_a_failure(do: ModuleType, shell: Shell, capfd
     shell.codes = {"--check": 3, "pyright": 4}
     assert do.main(["check"]) == 3
     tools = [line.split()[0].rsplit("/", 1)[1] for line in shell.lines[2:]]
-    assert tools == ["ruff", "ruff", "pyright", "lint-imports", "python"]
+    assert tools == ["ruff", "ruff", "pyright", "lint-imports", "python", "python"]
     assert "failed: ruff format, pyright" in capfd.readouterr().err
 
 
