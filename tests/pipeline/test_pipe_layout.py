@@ -91,7 +91,7 @@ def test_repr_shows_stages_schedule_and_loss() -> None:
         ("chunks", "4", "chunks is '4'"),
         ("chunks", 3.0, r"chunks is 3\.0"),
         ("executor", "thread", "executor is 'thread'"),
-        ("schedule", "1f1b", "begins backward before forward"),
+        ("schedule", "1f1b", "starts backward before all forwards"),
         ("schedule", ["gpipe"], "schedule is of type list"),
         ("balance", [1, 1], "the module has 3"),
         ("balance", None, "it is None"),

@@ -237,12 +237,12 @@ class PipeRuntime:
         )
         self._checks.check(mini_batch, layout)
         begun = 0.0 if report is None else self._clock()
-        casts = self._casts()
-        route, scans = self._choose_route(layout, kind, call, mini_batch, casts=casts)
+        route, scans = self._choose_route(layout, kind, call, mini_batch)
         if route is StepRoute.UNCUT_UNSCANNED:
             if (result := self._run_unscanned(call, mini_batch, kind)) is not None:
                 return timed_result(result[0], report, begun, self._clock)
             route, scans = StepRoute.UNCUT, self._scan(call)
+        casts = route is StepRoute.UNCUT and self._casts()
         surroundings = self._unscanned.surroundings if route is StepRoute.UNCUT and not casts else None
         surroundings = surroundings or ExecutionContext.capture(self.device_types)
         step = self._step(call, self.plan(layout, bool(call.targets)), mini_batch, scans, surroundings)
@@ -266,10 +266,11 @@ class PipeRuntime:
         return step.output.fill(results)
 
     def _choose_route(
-        self, layout: str, kind: "StepKind", call: "PipeCall", mini_batch: MiniBatch, *, casts: bool
+        self, layout: str, kind: "StepKind", call: "PipeCall", mini_batch: MiniBatch
     ) -> tuple[StepRoute, Mapping[int, ModuleScan]]:
         """The route of a step, and the scans of its stages unless it needs none."""
-        if layout == "uncut" and not casts and self._unscanned.include(kind):
+        # Autocast knows few types of devices, so it is asked about devices only after a scan has accepted them.
+        if layout == "uncut" and self._unscanned.include(kind) and not self._casts():
             return StepRoute.UNCUT_UNSCANNED, {}
         scans = self._scan(call)
         if layout in ("uncut", "graph"):
