@@ -183,7 +183,7 @@ def test_entry_configures_optimizer_schedule_and_guards() -> None:
 
 def test_the_docs_tell_every_name() -> None:
     text = (Path(__file__).parents[3] / "docs" / "experts.md").read_text("utf-8")
-    _, _, table = text.partition("What the file may say")
+    _, _, table = text.partition("Contents of the file")
     tables: list[Any] = [ServeConfig, ExpertTable, PanelTable, JournalTable]
     wanted = {name for each in tables for name in each.model_fields}
     wanted |= {field.name for kind in (Guards, GraphBudget, ReplicaOptions, Grant) for field in fields(kind)}
