@@ -51,8 +51,8 @@ def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.Monk
         for _ in range(2):  # it outlasts two that are ended one after the other
             refused = stack.enter_context(GrpcTransport(bare.address))
             RetryingCaller(FixedResolver(refused), SOON).call(PING, 30.0)
-            wait_until(lambda stream=refused._streams[0]: stream.gone)
-        assert not borne._streams[0].gone
+            wait_until(lambda stream=refused._streams[0]: stream.is_gone)
+        assert not borne._streams[0].is_gone
 
 
 def test_frames_arrive_whole_or_in_parts() -> None:
