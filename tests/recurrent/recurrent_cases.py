@@ -199,6 +199,3 @@ def equal(a: Any, b: Any) -> bool:
 def fault_lines(caught: Any) -> list[str]:
     """The faults that a message lists."""
     return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]
-
-
-told = fault_lines

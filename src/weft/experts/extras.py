@@ -1,6 +1,6 @@
 """Check for the packages of the extra ``experts``, which the parts of `weft.experts` beyond one process need.
 
-Those parts import this module first, so that a missing package produces an error that says what to install. Python's
+Those parts import this module first, so that the error for a missing package names the extra to install. Python's
 own error names the module, but pip has other names: ``grpc`` comes with ``grpcio``, and pip's ``grpc`` is another.
 """
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that hold its memory: itself, or what a COO tensor is made of. Other layouts: none."""
+    """The strided tensors that hold its memory: itself, or the parts of a COO tensor. Empty for other layouts."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout is torch.strided else []

@@ -25,6 +25,7 @@ from torch import nn
 
 from weft.core.autograd import forbid_exporting, forbid_tracing, graph_break
 from weft.core.errors import SpecError, UsageError, WeightsError, join_faults, shorten_traceback
+from weft.core.rng import new_seed
 from weft.core.validation import Validator
 from weft.pipeline.config import (
     BatchDim,
@@ -325,8 +326,8 @@ class Pipe(nn.Module):
             raise UsageError(f"an observer of a pipe is a weft.Recorder or the like, but this is {observer!r}")
         if self.executor == "graph":
             raise UsageError(
-                "executor='graph' leaves backward to autograd, where nobody can see stages and micro-batches; set "
-                "pipe.executor to 'serial' or 'threads' for the steps that are watched"
+                "executor='graph' leaves backward to autograd, which does not know stages and micro-batches; set "
+                "pipe.executor to 'serial' or 'threads' for the steps to observe"
             )
         before, self._observer = self._observer, observer
         try:
@@ -369,7 +370,7 @@ class Pipe(nn.Module):
                 raise
             except Exception as error:  # of a damaged file too, because all ranks must raise together
                 faults = [f"{type(error).__name__}: {error}"]
-        reports = self._exchange_reports("materialize()", [int(torch.randint(1 << 62, (), device="cpu")), faults])
+        reports = self._exchange_reports("materialize()", [new_seed(), faults])
         if all_faults := list(dict.fromkeys(fault for _, of_rank in reports for fault in of_rank)):
             if source is None:
                 raise UsageError(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.cells.references import randomized
-from tests.recurrent.recurrent_cases import close, equal, gradients, told
+from tests.recurrent.recurrent_cases import close, equal, fault_lines, gradients
 from weft.core.errors import SpecError, UsageError
 from weft.recurrent import Recurrent, cells
 
@@ -96,7 +96,7 @@ def test_all_faults_of_a_source_are_listed() -> None:
     cell = cells.AttentionCell(Stateless(), 2, 4, 6)
     with pytest.raises(SpecError, match="AttentionCell cannot begin") as caught:
         cell.begin(torch.ones(5, 4, 3), [5, 6, 0, 1], mask=torch.ones(4, 5))
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "memory has shape (5, 4, 3), wanted S x N x 2",
         "lengths go from 0 to T = 5, but row 1 has 6",
         "mask has dtype torch.float32, wanted torch.bool",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.recurrent.recurrent_cases import at_once, close, told
+from tests.recurrent.recurrent_cases import at_once, close, fault_lines
 from weft.core.errors import UsageError
 from weft.core.pytree import flatten, map_leaves
 from weft.recurrent import Recurrent, cells
@@ -13,14 +13,14 @@ from weft.recurrent.cells.gated import GatedCell
 def test_all_faults_of_a_constructor_are_listed() -> None:
     with pytest.raises(UsageError, match=r"invalid arguments of ConvLSTMCell") as caught:
         cells.ConvLSTMCell(0, -1, kernel_size=2)
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "input_size is 0, wanted an int of at least 1",
         "hidden_size is -1, wanted an int of at least 1",
         "kernel_size is 2, wanted an odd number, so that images keep their size",
     ]
     with pytest.raises(UsageError) as caught:
         cells.SequenceDropout(cells.LSTMCell(3, 4), inputs=-1.0, states=(2.0, 0.5))
-    assert told(caught) == [
+    assert fault_lines(caught) == [
         "inputs is -1.0, wanted a number from 0 to 1",
         "states[0] is 2.0, wanted a number from 0 to 1",
     ]

@@ -79,7 +79,7 @@ def _replica_text(replica: Json) -> str:
     if replica["role"] == "owner":
         others = ", ".join(f"{name} ({steps} steps behind)" for name, steps in sorted(replica["followers"].items()))
         lapsed = "" if replica["lasts"] else ", its lease has lapsed"
-        text = f"owner {token}{lapsed}; followed by {others or 'nobody'}"
+        text = f"owner {token}{lapsed}; followed by {others or 'no replica'}"
     elif replica["role"] == "follower":
         behind = "its state is not here yet" if replica["behind"] is None else f"{replica['behind']} steps behind"
         text = f"follows {replica['owner']} {token}, {behind}" if replica["owner"] else "has no owner"

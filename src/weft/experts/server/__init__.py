@@ -1,4 +1,4 @@
-"""The server: experts behind an address, for many clients at once.
+"""The server: experts at an address, for many clients at once.
 
 server.py         Server: the order of start and end     options.py            quotas, addresses, memory
 grpc_server.py    gRPC: streams, health, reflection      server_stream.py      one stream, its answers, bytes of all

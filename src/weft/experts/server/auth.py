@@ -169,7 +169,7 @@ class Access:
         if seen < wanted:
             raise ForbiddenError(
                 f"{caller.described} has role {seen.name} for {expert!r} and asked for {what}, which takes role "
-                f"{wanted.name}; ask whoever runs the server for a grant"
+                f"{wanted.name}; ask the administrator of the server for a grant"
             )
 
 
@@ -266,5 +266,7 @@ def authenticate(
     if fault := _reserved_name_fault(caller.name):
         raise ForbiddenError(f"the name in the certificate of client {caller.name!r} cannot be used here: {fault}")
     if not access.admits(caller.name):
-        raise ForbiddenError(f"nothing is granted to {caller.described}; ask whoever runs the server for a grant")
+        raise ForbiddenError(
+            f"nothing is granted to {caller.described}; ask the administrator of the server for a grant"
+        )
     return caller

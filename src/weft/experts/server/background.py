@@ -99,7 +99,7 @@ class BackgroundTasks:
         return max(LEAST_SECONDS, self._deadline - time.monotonic())
 
     def close(self, seconds: float) -> None:
-        """End everything in about ``seconds``. A thread that hangs in a module or a directory is left behind."""
+        """End everything in about ``seconds``. A thread that hangs in a module or a directory is not waited for."""
         self._deadline = time.monotonic() + seconds
         self._closing.close()
 

@@ -251,7 +251,7 @@ class ServeConfig(_Table):
                 if self.checkpoints is not None and not check.faults:  # last, because it creates the folder
                     store = partial(CheckpointStore, self.checkpoints, keep=self.keep)
                     parts["checkpoints"] = _try_make(check, "checkpoints", store)
-            # From here on the server closes what was opened. Before, the stack does if anything raises.
+            # From here on the server closes the opened resources. Before, the stack closes them if anything raises.
             server = Server(experts, address=self.address, advertise=self.advertise, tls=self.tls, **parts)
             server.own(opened.pop_all().close)
             return server

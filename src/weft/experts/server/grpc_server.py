@@ -278,7 +278,7 @@ class GrpcHandlers:
         """The calls of the next frame; None at the end of the stream.
 
         The budget holds a whole frame in parts before its second part is read. Raises ``WireError`` for an invalid
-        frame, ``OverloadError`` or ``QuotaError`` if there is no room for it.
+        frame, ``OverloadError`` or ``QuotaError`` if it does not fit into the budget.
         """
         part = await _next_message(context)
         if part is None:

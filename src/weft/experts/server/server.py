@@ -1,4 +1,4 @@
-"""Server: experts behind an address. One process for any number of them.
+"""Server: experts at an address. One process for any number of them.
 
     network thread ── frames ──> RequestDispatcher ── tasks ──> pools ──> one Runtime thread per device
                                                                     |
