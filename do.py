@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Install and run weft on a bare machine, with one command, Python 3.11 and pip.
+"""Install and run torchweft on a bare machine, with one command, Python 3.11 and pip.
 
     python3 do.py                      run the examples, one after the other
     python3 do.py EXAMPLE [options]    run one: unet_pipeline, unet_ranks, gpt2_pipeline, char_rnn, remote_experts,
@@ -130,14 +130,14 @@ def ensure(extras: Iterable[str]) -> None:
 
 
 def install(extras: set[str]) -> None:
-    """Create .venv for this Python if necessary, and install weft, editable, with `extras`."""
+    """Create .venv for this Python if necessary, and install torchweft, editable, with `extras`."""
     STAMP.unlink(missing_ok=True)
     # Before the install: if the files are edited during it, the next run installs again.
     mark = fingerprint()
     if not venv_fits():
         make_venv()
     names = ",".join(sorted(extras))
-    say(f"installing weft[{names}] into {VENV}; the first time this takes minutes, for torch is large")
+    say(f"installing torchweft[{names}] into {VENV}; the first time this takes minutes, for torch is large")
     pip = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
     if code := call([*pip, "-c", ROOT / "constraints.txt", "-e", f".[{names}]"]):
         raise Stop(f"pip ended with code {code}, see above. Once that is fixed, run the same command again.")
@@ -198,7 +198,7 @@ def run(command: str, rest: Sequence[str]) -> int:
 def main(args: Sequence[str]) -> int:
     """Run the command in `args` and return its exit code, or 1 for a failed install, or 2 for misuse."""
     if sys.version_info < (3, 11):  # noqa: UP036  (this file can be started by an older one)
-        say(f"this is Python {VERSION}, and weft needs 3.11 or newer; try: python3.11 do.py")
+        say(f"this is Python {VERSION}, and torchweft needs 3.11 or newer; try: python3.11 do.py")
         return 2
     if args and args[0] in ("help", "-h", "--help"):
         print(__doc__)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from weft.recurrent import Recurrent
+from torchweft.recurrent import Recurrent
 
 ROWS, STEPS = 32, 64  # pieces of text side by side, and characters of each between two optimizer steps
 WIDTH, HIDDEN = 64, 192

@@ -1,6 +1,6 @@
 """Across devices: a GPT-2 of Hugging Face is fine-tuned in stages, and its checkpoint goes back into transformers.
 
-    pip install "weft[hf]"
+    pip install "torchweft[hf]"
     python examples/gpt2_pipeline.py [--steps 60] [--stages 3] [--seed 0]
 
     ids ──> stage 0: wte, wpe, h.0 ──> stage 1: h.1, h.2 ──> stage 2: h.3, ln_f, lm_head ──> loss
@@ -17,7 +17,7 @@ from pydoc_data.topics import topics
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import weft
+import torchweft as weft
 
 ROWS, LENGTH, CHUNKS = 16, 48, 4
 

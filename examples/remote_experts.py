@@ -1,15 +1,15 @@
 """Across machines: two trainers share four experts, and a server is killed while they train.
 
-    python examples/remote_experts.py [--steps 600] [--seed 0] [--out weft-report]
+    python examples/remote_experts.py [--steps 600] [--seed 0] [--out torchweft-report]
 
     8 x 8 image ──> stem ──┬──> mixture: the 2 best of 4 experts ──> + ──> head ──> 10 scores
                            |         at two servers                  ^
                            └─────────────────────────────────────────┘
 
-Each expert is a module and its optimizer, served by `weft serve` in its own process. Each trainer has its own stem,
-router and head. The experts form a grid of two by two, and each server has a diagonal of it. Of the two best experts of
-a sample, one is therefore at each server. If one server dies, `k_min=1` is met and training continues. The killed
-server is restarted and continues from its last checkpoint.
+Each expert is a module and its optimizer, served by `torchweft serve` in its own process. Each trainer has its own
+stem, router and head. The experts form a grid of two by two, and each server has a diagonal of it. Of the two best
+experts of a sample, one is therefore at each server. If one server dies, `k_min=1` is met and training continues. The
+killed server is restarted and continues from its last checkpoint.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-import weft
-from weft import report
-from weft.experts.client import Connections, RemoteExpert
-from weft.experts.mixture import RemoteSwitchMixtureOfExperts
+import torchweft as weft
+from torchweft import report
+from torchweft.experts.client import Connections, RemoteExpert
+from torchweft.experts.mixture import RemoteSwitchMixtureOfExperts
 
 SERVERS = (("digits.0.0", "digits.1.1"), ("digits.0.1", "digits.1.0"))  # the diagonals of the grid
 WIDTH = 64
@@ -56,7 +56,7 @@ optimizer_arguments = {{ lr = 0.001 }}
 
 
 class Server:
-    """A process of `weft serve`: at the same address whenever it is started, with the same checkpoints."""
+    """A process of `torchweft serve`: at the same address whenever it is started, with the same checkpoints."""
 
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -68,7 +68,7 @@ class Server:
 
     def start(self) -> None:
         """Return when it listens."""
-        command = [sys.executable, "-m", "weft", "serve", str(self.config)]
+        command = [sys.executable, "-m", "torchweft", "serve", str(self.config)]
         single = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=single)
         if not self.process.stdout.readline():
@@ -179,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="of both trainers together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("weft-report"), help="the folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path("torchweft-report"), help="the folder of the picture")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """A report of a pipeline: when each action ran and its forecast, the live bytes, the crossing values, and the loss.
 
-    python examples/report.py [--out weft-report] [--steps 80] [--seed 0]
+    python examples/report.py [--out torchweft-report] [--steps 80] [--seed 0]
 
     pipe.routes ──────────────> values that cross ───┐
     weft.Recorder ── events ──> timeline ──────────────┤
@@ -22,9 +22,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-import weft
-from weft import report
-from weft.pipeline import Forecast, MemoryRecorder, costs_from
+import torchweft as weft
+from torchweft import report
+from torchweft.pipeline import Forecast, MemoryRecorder, costs_from
 
 STAGES, CHUNKS, ROWS, WIDTH = 4, 8, 512, 384
 SPLIT = ["hidden.2", "hidden.4", "hidden.6"]  # a stage begins at each of them
@@ -170,7 +170,7 @@ def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("weft-report"), help="the folder of the report")
+    parser.add_argument("--out", type=Path, default=Path("torchweft-report"), help="the folder of the report")
     parser.add_argument("--steps", type=int, default=80, help="of training")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -191,7 +191,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     page = options.out / "report.html"
     page.write_text(report.page("A pipeline in four stages", sections(training, recordings, pipe)), encoding="utf-8")
-    trace = report.write_trace(options.out / "trace.json", recordings["1f1b"].step.events, name="weft, 1f1b")
+    trace = report.write_trace(options.out / "trace.json", recordings["1f1b"].step.events, name="torchweft, 1f1b")
     print(f"  wrote {page.resolve()} (open it in a browser) and {trace.resolve()} (in ui.perfetto.dev)")
 
 

@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-import weft
+import torchweft as weft
 
 SPLIT = ["middle_down", "middle_up", "fine_up"]  # a stage begins at each of them
 DEVICES = ["cpu"] * 4  # or "cuda:0", "cuda:1", ...

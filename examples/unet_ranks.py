@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-import weft
+import torchweft as weft
 
 SPLIT = {2: ["bottom"], 3: ["middle_down", "middle_up"], 4: ["middle_down", "middle_up", "fine_up"]}
 ROWS, CHUNKS, WIDTH, NOISE, RATE = 32, 4, 8, 0.3, 4e-3

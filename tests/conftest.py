@@ -1,16 +1,16 @@
 """The environment of all tests.
 
-    run-time shape checks   every function of weft checks the types of its arguments and results
+    run-time shape checks   every function of torchweft checks the types of its arguments and results
     one intra-op thread     so that results are bit-equal in every thread
-    hypothesis profiles     "ci" if CI is set, else "weft"; fewer examples without --all
+    hypothesis profiles     "ci" if CI is set, else "torchweft"; fewer examples without --all
     cuda marker             skipped, by name, without a GPU
     long marker             omitted without --all, unless the file or the test is named
     grids                   likewise without --all: only enough points that each pair of values occurs
     Ctrl-C                  works as in a shell, even if the tests were started in the background, which ignores it
-    threads                 a test that leaves a thread of weft alive fails
+    threads                 a test that leaves a thread of torchweft alive fails
     signals                 a test that leaves another handler for SIGINT or SIGTERM fails
 
-The import hook must be installed before any import of weft, hence at the top of this file.
+The import hook must be installed before any import of torchweft, hence at the top of this file.
 """
 
 import gc
@@ -29,12 +29,12 @@ from beartype._check.code import codemain
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-if any(name == "weft" or name.startswith("weft.") for name in sys.modules):
-    raise pytest.UsageError("weft was imported before tests/conftest.py, so its run-time checks would be off")
+if any(name == "torchweft" or name.startswith("torchweft.") for name in sys.modules):
+    raise pytest.UsageError("torchweft was imported before tests/conftest.py, so its run-time checks would be off")
 # The checks examine one random item of a list. They get their own generator, because hypothesis forbids draws from
 # `random` within a strategy, and a pipe that is collected there ends its threads through checked functions.
 codemain.getrandbits = random.Random(0).getrandbits
-install_import_hook("weft", "beartype.beartype")
+install_import_hook("torchweft", "beartype.beartype")
 
 # `weft.experts` sets this on import, but a test can import gRPC before.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -49,9 +49,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # No deadline, because the machine can be shared. CI always draws the same examples, so that only a change makes it
 # fail. Elsewhere, every run draws new examples.
-settings.register_profile("weft", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("weft"), derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "weft")
+settings.register_profile("torchweft", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("torchweft"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "torchweft")
 
 GRACE = 5.0  # seconds that the threads of a test can take to end
 _failed = pytest.StashKey[bool]()
@@ -123,9 +123,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-def threads_of_weft() -> set[threading.Thread]:
-    """The living threads that weft started."""
-    return {thread for thread in threading.enumerate() if thread.name.startswith("weft-")}
+def threads_of_torchweft() -> set[threading.Thread]:
+    """The living threads that torchweft started."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("torchweft-")}
 
 
 def survivors(threads: set[threading.Thread]) -> list[str]:
@@ -140,12 +140,12 @@ def survivors(threads: set[threading.Thread]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_thread_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a thread of weft alive, started by itself or by one of its fixtures."""
-    before = threads_of_weft()
+    """Fail a test that leaves a thread of torchweft alive, started by itself or by one of its fixtures."""
+    before = threads_of_torchweft()
     yield
     if request.node.stash.get(_failed, False):
         return  # the traceback keeps the objects of the test, and so their threads, alive
-    if left := survivors(threads_of_weft() - before):
+    if left := survivors(threads_of_torchweft() - before):
         pytest.fail(f"threads outlive the test by {GRACE:g} s: {', '.join(left)}", pytrace=False)
 
 

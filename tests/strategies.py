@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.laws.models import LayerPlan, ModelPlan
-from weft.pipeline.actions import Action, needs
-from weft.pipeline.schedule import SCHEDULES, Schedule
+from torchweft.pipeline.actions import Action, needs
+from torchweft.pipeline.schedule import SCHEDULES, Schedule
 
 
 @st.composite

@@ -80,7 +80,14 @@ def test_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixture[
 
 def test_unsteady_times_are_left_out() -> None:
     """Wall and processor time are judged apart, by the middle half of the rounds of the plain loop."""
-    row = {"measure": "overhead", "case": "gpipe", "weft": "1", "ratio": "2.00", "verdict": "holds", "CPU ratio": "1.5"}
+    row = {
+        "measure": "overhead",
+        "case": "gpipe",
+        "torchweft": "1",
+        "ratio": "2.00",
+        "verdict": "holds",
+        "CPU ratio": "1.5",
+    }
     steady, unsteady = [1.0, 1.05, 1.1, 9.0, 1.0, 1.05, 1.1], [1.0, 1.5, 1.0, 1.5, 1.2]
     assert processes.only_steady([row], {"wall": steady, "processor": steady}) == ([row], [])
     rows, notes = processes.only_steady([row], {"wall": unsteady, "processor": steady})

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.processes import run
-from weft import cli
-from weft.cli import main
-from weft.pipeline.schedule import SCHEDULES, Schedule, one_f_one_b
+from torchweft import cli
+from torchweft.cli import main
+from torchweft.pipeline.schedule import SCHEDULES, Schedule, one_f_one_b
 
 
 def run_rejected(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -82,5 +82,5 @@ def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.long
 def test_module_runs_the_command_line() -> None:
-    done = run([sys.executable, "-m", "weft", "--version"])
-    assert done.returncode == 0 and done.stdout.startswith("weft ")
+    done = run([sys.executable, "-m", "torchweft", "--version"])
+    assert done.returncode == 0 and done.stdout.startswith("torchweft ")

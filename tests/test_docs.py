@@ -1,7 +1,7 @@
 """Every Python block of README and docs runs as printed, and so does the example of every public name.
 
 The blocks of one page run one after another. Those marked `torchrun` run on two ranks. The example of a name can use
-`torch`, `nn` and `weft`.
+`torch`, `nn` and `torchweft`.
 """
 
 import doctest
@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-import weft
+import torchweft as weft
 from tests.processes import ROOT, torchrun
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,25 +27,25 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 RANK_BLOCK = re.compile(r"^```python torchrun\n(.*?)^```", re.MULTILINE | re.DOTALL)
 RANK_PAGES = [page for page in PAGES if RANK_BLOCK.search(page.read_text(encoding="utf-8"))]
 PUBLIC = (
-    "weft",
-    "weft.checkpoint",
-    "weft.errors",
-    "weft.pipeline",
-    "weft.recurrent",
-    "weft.recurrent.cells",
-    "weft.recurrent.layers",
-    "weft.experts",
-    "weft.experts.client",
-    "weft.experts.discovery",
-    "weft.experts.mixture",
-    "weft.report",
-    "weft.compat.torchgpipe",
+    "torchweft",
+    "torchweft.checkpoint",
+    "torchweft.errors",
+    "torchweft.pipeline",
+    "torchweft.recurrent",
+    "torchweft.recurrent.cells",
+    "torchweft.recurrent.layers",
+    "torchweft.experts",
+    "torchweft.experts.client",
+    "torchweft.experts.discovery",
+    "torchweft.experts.mixture",
+    "torchweft.report",
+    "torchweft.compat.torchgpipe",
 )
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 FILE = re.compile(r"(?<![\w./])([\w/]+\.(?:py|cpp))\b(?!:\d)")
-NAME = re.compile(r"`(weft(?:\.\w+)+)")
+NAME = re.compile(r"`(torchweft(?:\.\w+)+)")
 FOLDERS = ("src", "tests", "examples", "benchmarks", "tools", "docs")
-LOGGER = re.compile(r'getLogger\("(weft[\w.]+)"\)')
+LOGGER = re.compile(r'getLogger\("(torchweft[\w.]+)"\)')
 LINK = re.compile(r"\]\(([^)]+)\)")
 
 
@@ -128,8 +128,8 @@ def test_example_of_every_public_name_runs(
         example = parser.get_doctest(text, names, f"{module}.{name}", inspect.getsourcefile(thing), None)
         error = inspect.isclass(thing) and issubclass(thing, Exception)  # `weft.errors` has one example for all
         if not example.examples:
-            without += [] if error or (thing is package and module != "weft.errors") else [name]
-        elif thing is package or module == "weft" or name not in weft.__all__:  # each example once
+            without += [] if error or (thing is package and module != "torchweft.errors") else [name]
+        elif thing is package or module == "torchweft" or name not in weft.__all__:  # each example once
             torch.manual_seed(0)
             runner.run(example)
     assert without == [], "no example (a line that begins with >>>) in the docstring"
@@ -143,5 +143,5 @@ def test_api_reference_is_written_without_a_warning(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "tools" / "reference.py"), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Warn" not in done.stderr, done.stderr
-    page = (tmp_path / "weft.html").read_text(encoding="utf-8")
+    page = (tmp_path / "torchweft.html").read_text(encoding="utf-8")
     assert [name for name in weft.__all__ if name not in page] == []

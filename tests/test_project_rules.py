@@ -17,15 +17,15 @@ from tests.processes import ROOT, SOURCE, python, run
 FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 600  # of a file
 GLOSSARY, PLAIN_WORDS = ROOT / "docs" / "glossary.md", ROOT / "tests" / "plain_words.txt"
-MOST_SECONDS = 0.050  # of `import weft`, beyond `import torch`
+MOST_SECONDS = 0.050  # of `import torchweft`, beyond `import torch`
 
-# A program for a new interpreter, which measures what `import weft` adds to `import torch`.
+# A program for a new interpreter, which measures what `import torchweft` adds to `import torch`.
 PROBE = """
 import json, sys, time
 import torch
 before = set(sys.modules)
 start = time.process_time()  # excludes the time of other processes
-import weft
+import torchweft as weft
 cost = time.process_time() - start
 print(json.dumps([cost, sorted(set(sys.modules) - before)]))
 """
@@ -58,8 +58,8 @@ def test_check_holds(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def imports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, list[str]]]:
-    """Seconds and new modules of `import weft` in several new interpreters, until one is fast enough."""
-    # With bytecode, like an installed weft. The first run writes it.
+    """Seconds and new modules of `import torchweft` in several new interpreters, until one is fast enough."""
+    # With bytecode, like an installed torchweft. The first run writes it.
     cache = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
     measured: list[tuple[float, list[str]]] = []
     while len(measured) < 7 and not (measured and measured[-1][0] <= MOST_SECONDS):
@@ -70,26 +70,26 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, list[
 
 
 @pytest.mark.long
-def test_import_weft_takes_at_most_50_ms_beyond_torch(imports: list[tuple[float, list[str]]]) -> None:
+def test_import_torchweft_takes_at_most_50_ms_beyond_torch(imports: list[tuple[float, list[str]]]) -> None:
     # Noise of the machine only adds time, so the smallest of several runs is the most accurate.
     costs = [cost for cost, _ in imports]
     assert min(costs) <= MOST_SECONDS, f"seconds beyond torch, in {len(costs)} runs: {costs}"
 
 
-def test_import_weft_loads_no_further_third_party_module(imports: list[tuple[float, list[str]]]) -> None:
+def test_import_torchweft_loads_no_further_third_party_module(imports: list[tuple[float, list[str]]]) -> None:
     brought = {module.partition(".")[0] for module in imports[0][1]}
-    assert brought - sys.stdlib_module_names <= {"weft", "torch"}
+    assert brought - sys.stdlib_module_names <= {"torchweft", "torch"}
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
-    import weft  # noqa: PLC0415  (a broken package must fail this test alone, not the collection of all)
+    import torchweft as weft  # noqa: PLC0415  (a broken package must fail this test alone, not the collection of all)
 
     assert weft.__doc__
     assert len(weft.__all__) == len(set(weft.__all__))
     for name in weft.__all__:
         thing = getattr(weft, name)
         text = thing.__doc__ if inspect.isclass(thing) or inspect.ismodule(thing) else inspect.getdoc(thing)
-        assert text and text.strip(), f"weft.{name} has no docstring of its own"
+        assert text and text.strip(), f"torchweft.{name} has no docstring of its own"
 
 
 def test_every_source_file_opens_with_its_reason() -> None:
@@ -115,7 +115,9 @@ def stems(word: str) -> set[str]:
 def test_every_noun_of_a_name_is_in_the_glossary_or_plain() -> None:
     names: set[str] = set()
     for file in FILES:
-        names |= {part for part in file.relative_to(SOURCE / "weft").with_suffix("").parts if not part.startswith("_")}
+        names |= {
+            part for part in file.relative_to(SOURCE / "torchweft").with_suffix("").parts if not part.startswith("_")
+        }
         tree = ast.parse(file.read_text("utf-8"))
         names |= {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
     rows = [row.split("|")[1] for row in GLOSSARY.read_text("utf-8").splitlines() if row.startswith("| ")]
@@ -130,7 +132,7 @@ def test_every_noun_of_a_name_is_in_the_glossary_or_plain() -> None:
 
 def test_only_the_tree_module_touches_the_pytree_of_torch() -> None:
     users = [str(file.relative_to(SOURCE)) for file in FILES if "_pytree" in file.read_text("utf-8")]
-    assert users in ([], ["weft/core/pytree.py"])
+    assert users in ([], ["torchweft/core/pytree.py"])
 
 
 def test_sdist_holds_what_the_repository_holds() -> None:
@@ -148,7 +150,7 @@ def test_sdist_holds_what_the_repository_holds() -> None:
 
 
 def test_package_ships_its_types() -> None:
-    assert (SOURCE / "weft" / "py.typed").exists()
+    assert (SOURCE / "torchweft" / "py.typed").exists()
 
 
 def test_module_of_core_is_imported_by_two_packages() -> None:

@@ -1,4 +1,4 @@
-"""The public names of `weft` and `weft.errors` are loaded on access, known to a type checker, and complete."""
+"""The public names of `torchweft` and `weft.errors` are loaded on access, known to a type checker, and complete."""
 
 import ast
 import importlib
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import weft
+import torchweft as weft
 from tests.processes import SOURCE, python
-from weft.core.errors import WeftError
+from torchweft.core.errors import WeftError
 
-LAZY = ("weft", "weft.errors")
+LAZY = ("torchweft", "torchweft.errors")
 INTERNAL = {
     "BorrowedError",
     "CaptureError",
@@ -25,11 +25,11 @@ INTERNAL = {
 
 TOUCHED = """
 import sys
-import weft
-assert not [name for name in sys.modules if name.startswith(("weft.recurrent", "weft.experts", "weft.pipeline"))]
-assert "Recurrent" in dir(weft) and "errors" in dir(weft)
-from weft.recurrent.recurrent import Recurrent
-assert weft.Recurrent is Recurrent and "weft.experts" not in sys.modules
+import torchweft as weft
+assert not [name for name in sys.modules if name.startswith(("torchweft.recurrent", "torchweft.experts",
+"torchweft.pipeline"))] assert "Recurrent" in dir(weft) and "errors" in dir(weft)
+from torchweft.recurrent.recurrent import Recurrent
+assert weft.Recurrent is Recurrent and "torchweft.experts" not in sys.modules
 assert weft.experts.ExpertBackend is weft.ExpertBackend and "grpc" not in sys.modules
 assert issubclass(weft.errors.OverloadError, weft.WeftError) and "grpc" not in sys.modules
 try:
@@ -43,8 +43,8 @@ else:
 WITHOUT = """
 import sys
 sys.modules["grpc"] = None  # as if it were not installed
-import weft
-from weft.errors import CommitError, DeadlineError, DirectoryError, WireError
+import torchweft as weft
+from torchweft.errors import CommitError, DeadlineError, DirectoryError, WireError
 try:
     weft.Server
 except ImportError:
@@ -79,13 +79,13 @@ def test_without_the_extra_only_its_names_are_missing() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_error_that_reaches_a_caller_is_at_weft_errors() -> None:
-    for module in pkgutil.walk_packages([str(SOURCE / "weft")], "weft."):
-        if not module.name.startswith("weft.__main__"):
+def test_every_error_that_callers_get_is_in_torchweft_errors() -> None:
+    for module in pkgutil.walk_packages([str(SOURCE / "torchweft")], "torchweft."):
+        if not module.name.startswith("torchweft.__main__"):
             importlib.import_module(module.name)
     kinds, left = {WeftError}, [WeftError, UserWarning]
     while left:
         left = [child for kind in left for child in kind.__subclasses__()]
-        kinds |= {kind for kind in left if kind.__module__.startswith("weft.")}
+        kinds |= {kind for kind in left if kind.__module__.startswith("torchweft.")}
     names = {kind.__name__: kind for kind in kinds if kind.__name__ not in INTERNAL and kind.__name__[0] != "_"}
     assert {name: getattr(weft.errors, name, None) for name in names} == names

@@ -1,4 +1,6 @@
-"""The library as its users have it: without the run-time checks of types, which see a wrong argument before weft."""
+"""The library as its users have it: without the run-time checks of types, which see a wrong argument before
+torchweft.
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "src" / "weft"
+SOURCE = ROOT / "src" / "torchweft"
 SHORTENED_SINCE = "39a6129"
 """Subjects of later commits have at most 72 characters."""
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pdoc
 
-LOADED = ("weft", "weft.errors")
+LOADED = ("torchweft", "torchweft.errors")
 """Packages that load their names on first access. pdoc sees only names that are loaded."""
 PAGES = (
-    "weft",
-    "weft.recurrent.cells",
-    "weft.recurrent.layers",
-    *(f"weft.experts.{name}" for name in ("client", "discovery", "mixture", "replication", "server")),
+    "torchweft",
+    "torchweft.recurrent.cells",
+    "torchweft.recurrent.layers",
+    *(f"torchweft.experts.{name}" for name in ("client", "discovery", "mixture", "replication", "server")),
 )
 """pdoc follows from a package to the modules in its `__all__`. The other modules are listed here."""
 
@@ -31,7 +31,7 @@ def main() -> None:
             getattr(module, name)
     pdoc.render.configure(docformat="google")
     pdoc.pdoc(*PAGES, output_directory=folder)
-    print(folder / "weft.html")
+    print(folder / "torchweft.html")
 
 
 if __name__ == "__main__":

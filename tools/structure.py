@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Size and structure of `src/weft`, each figure with its budget; part of `python3 do.py check`.
+"""Size and structure of `src/torchweft`, each figure with its budget; part of `python3 do.py check`.
 
     python tools/structure.py [-v]
 
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "weft"
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "torchweft"
 VERBOSE = "-v" in sys.argv
 
 
@@ -48,8 +48,8 @@ def sizes() -> list[Figure]:
     for name, count in packages.most_common():
         print(f"  {name:12} {count:6} lines")
     return [
-        Figure("lines of src/weft", sum(lines.values()), *LINES),
-        Figure("files of src/weft", len(lines), *FILES),
+        Figure("lines of src/torchweft", sum(lines.values()), *LINES),
+        Figure("files of src/torchweft", len(lines), *FILES),
     ]
 
 
@@ -87,14 +87,14 @@ def lonely_modules_of_core() -> dict[str, list[str]]:
     importers: defaultdict[str, set[str]] = defaultdict(set)
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weft.core.") and node.module:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchweft.core.") and node.module:
                 importers[node.module.split(".")[2]].add(path.relative_to(SOURCE).parts[0])
     core = [path.stem for path in (SOURCE / "core").glob("*.py") if path.name != "__init__.py"]
     return {name: sorted(importers[name] - {"core"}) for name in core if len(importers[name] - {"core"}) < 2}
 
 
 class Walk:
-    """The parts of weft that run in all threads: functions, lines, and calls that cross from file to file."""
+    """The parts of torchweft that run in all threads: functions, lines, and calls that cross from file to file."""
 
     def __init__(self) -> None:
         self.on = False
@@ -145,12 +145,12 @@ def walked(name: str, start: Callable[[], Callable[[], object]], warm: int, file
 
 
 def public(name: str, *modules: str) -> Any:
-    """A public name: at `weft`, or in one of these modules."""
-    for module in ("weft", *modules):
+    """A public name: at `torchweft`, or in one of these modules."""
+    for module in ("torchweft", *modules):
         found = getattr(importlib.import_module(module), name, None)
         if found is not None:
             return found
-    raise SystemExit(f"{name} is neither at weft nor in {', '.join(modules)}")
+    raise SystemExit(f"{name} is neither at torchweft nor in {', '.join(modules)}")
 
 
 def pipe_walks() -> list[Figure]:
@@ -198,14 +198,17 @@ class Cell(nn.Module):
 def recurrent_walks() -> list[Figure]:
     """A sequence of 20 steps by compiled loops."""
     x = torch.randn(20, 4, 8)
-    net = public("Recurrent", "weft.recurrent")(Cell(), backend="c")
+    net = public("Recurrent", "torchweft.recurrent")(Cell(), backend="c")
     return walked("Recurrent, C", lambda: lambda: net(x).outputs.sum().backward(), 3, *RECURRENT)
 
 
 def expert_walks() -> list[Figure]:
     """A call of a remote expert, with the server's optimizer step."""
-    spec, backend = public("TensorSpec", "weft.experts"), public("ExpertBackend", "weft.experts")
-    server_kind, remote_kind = public("Server", "weft.experts.server"), public("RemoteExpert", "weft.experts.client")
+    spec, backend = public("TensorSpec", "torchweft.experts"), public("ExpertBackend", "torchweft.experts")
+    server_kind, remote_kind = (
+        public("Server", "torchweft.experts.server"),
+        public("RemoteExpert", "torchweft.experts.client"),
+    )
     rows = (spec((None, 64), torch.float32),)
     expert = backend("ffn.0", nn.Linear(64, 64), torch.optim.Adam, args_schema=rows)
     x = torch.randn(4, 64, requires_grad=True)

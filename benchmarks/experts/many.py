@@ -1,4 +1,4 @@
-"""Many small experts at one server, started as users start it (`weft serve FILE`): processes, seconds, memory.
+"""Many small experts at one server, started as users start it (`torchweft serve FILE`): processes, seconds, memory.
 
 start       from the command to the line that says where it listens: Python, torch and all experts
 bare        Python that imports torch and makes one Adam, which every server of theirs must do
@@ -24,7 +24,7 @@ from benchmarks.experts.processes.module import feed_forward
 from benchmarks.harness import progress
 from benchmarks.load import LoadMeter, _seconds_of
 from benchmarks.table import Row, Table, at_most
-from weft.experts.client import GrpcTransport, RemoteExpert
+from torchweft.experts.client import GrpcTransport, RemoteExpert
 
 MB = 1_000_000
 WIDTH, ROWS = 64, 4
@@ -94,7 +94,7 @@ def _start(count: int, number: int) -> Seen:
         meter.start()
         begun = time.perf_counter()
         server = subprocess.Popen(
-            [sys.executable, "-m", "weft", "serve", str(path)],
+            [sys.executable, "-m", "torchweft", "serve", str(path)],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,

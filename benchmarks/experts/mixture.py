@@ -23,9 +23,9 @@ from benchmarks.experts.local import adam
 from benchmarks.experts.processes.module import feed_forward
 from benchmarks.harness import Race, Work, progress, race
 from benchmarks.table import Row, Table, at_least, at_most
-from weft.experts.client import Connections
-from weft.experts.discovery import LocalDirectory
-from weft.experts.mixture import RemoteMixtureOfExperts
+from torchweft.experts.client import Connections
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.mixture import RemoteMixtureOfExperts
 
 EXPERTS, K = 4, 2
 HERE, THERE, KEPT = "local", "remote", "kept graphs"
@@ -65,7 +65,9 @@ def run(quick: bool) -> Table:
     width, batch = (32, 16) if quick else (512, 256)
     given = [[f"{prefix}.{n}", width, n, str(kind)[6:]] for kind, prefix in _PREFIX.items() for n in range(EXPERTS)]
     with ExitStack() as stack:
-        server = stack.enter_context(Helper("weft_server", {"experts": given, "keep": KEEP}, python=sys.executable))
+        server = stack.enter_context(
+            Helper("torchweft_server", {"experts": given, "keep": KEEP}, python=sys.executable)
+        )
         address = server.hear()["address"]
         directory = LocalDirectory()
         stack.callback(directory.close)

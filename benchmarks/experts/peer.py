@@ -1,7 +1,7 @@
 """The peer: hivemind, as its authors publish it, in a venv of its own, for its dependencies are not ours.
 
     .venv-hivemind there and whole? ── no ──> make it, as hivemind.txt says ── fails ──> the table tells why
-                   └── yes ──> its server and a client, each in a process, asked by the same words as weft's
+                   └── yes ──> its server and a client, each in a process, asked by the same words as torchweft's
 
 A failure here affects the peer alone.
 """

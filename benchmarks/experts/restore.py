@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.harness import progress
 from benchmarks.table import Row, Table, at_most
-from weft.experts.idempotency import IdempotencyOptions, IdempotencyTable
-from weft.experts.task import Task
+from torchweft.experts.idempotency import IdempotencyOptions, IdempotencyTable
+from torchweft.experts.task import Task
 
 CLIENTS = 4
 WANTED_MS = 100.0

@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.harness import progress, race
 from benchmarks.table import Row, Table, at_most
-from weft.experts.client import Connections, Transport
-from weft.experts.discovery import LocalDirectory
-from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.mixture.routing import Dispatch, choose_experts
+from torchweft.experts.client import Connections, Transport
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.mixture import RemoteMixtureOfExperts
+from torchweft.experts.mixture.routing import Dispatch, choose_experts
 
 WIDTH, K = 512, 4
 WANTED_MS = 3.0

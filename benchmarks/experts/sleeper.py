@@ -1,4 +1,4 @@
-"""A process that only sleeps: it oversleeps by the delay of the machine, without weft.
+"""A process that only sleeps: it oversleeps by the delay of the machine, without torchweft.
 
 sleeps 5 ms ── wakes ── how late? ── sleeps 5 ms ── ...        the latest of all is told at the end
 """

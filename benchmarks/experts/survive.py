@@ -41,7 +41,7 @@ def run(quick: bool) -> Table:
     found: list[Verdict] = []
     with ExitStack() as stack:
         killing = Killing(stack, sys.executable)  # it imports while the others run
-        gc.freeze()  # as `weft serve` does: a full collection of what torch is stops all threads for 0.2 to 0.4 s
+        gc.freeze()  # as `torchweft serve` does: a full collection of what torch is stops all threads for 0.2 to 0.4 s
         stack.callback(gc.unfreeze)
         progress("bytes broken at random")
         found.append(survive_fuzz.fuzzed(times["fuzz"]))

@@ -24,8 +24,8 @@ from benchmarks.experts.survive_common import (
     quantile,
     rows,
 )
-from weft.experts.client import GrpcTransport
-from weft.experts.server import Access, Grant, Role, Server
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.server import Access, Grant, Role, Server
 
 TRAINERS = 2
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.table import Row
-from weft.experts import ExpertBackend, Guards, TensorSpec
-from weft.experts.client import GrpcTransport
-from weft.experts.wire import Call, Header, Kind, Received, decode, encode
-from weft.experts.wire.service import STREAM
+from torchweft.experts import ExpertBackend, Guards, TensorSpec
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.wire import Call, Header, Kind, Received, decode, encode
+from torchweft.experts.wire.service import STREAM
 
 WIDTH, ROWS, MOST_ROWS = 16, 4, 64
 TROUBLE = 1e6

@@ -23,11 +23,11 @@ from benchmarks.experts.helper import ROOT, Helper
 from benchmarks.experts.survive_common import Verdict, until
 from benchmarks.experts.survive_steps import UID, Trainers, WrappedTransport, counted
 from tests.experts.crashing_disk import Crash, CrashingDisk
-from weft.core.errors import UsageError
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import GrpcTransport
-from weft.experts.wire import Call, Received, UnreachableError
-from weft.experts.wire.service import Receipt
+from torchweft.core.errors import UsageError
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.wire import Call, Received, UnreachableError
+from torchweft.experts.wire.service import Receipt
 
 KEYS = 1 << 17
 _LONGEST = 0.1

@@ -31,9 +31,9 @@ from benchmarks.experts.survive_common import (
     rows,
     until,
 )
-from weft.experts import ExpertBackend
-from weft.experts.client import GrpcTransport
-from weft.experts.server import Access, Grant, Server, ServerOptions
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.server import Access, Grant, Server, ServerOptions
 
 BLOCK = 100
 WANTED_MB = 8.0

@@ -21,12 +21,12 @@ import torch
 
 from benchmarks.experts.survive_common import WIDTH, Verdict, rows, until
 from tests.experts.etcd_cases import WHERE, Member, cluster, wait_for_port
-from weft.experts import ExpertBackend, FeedForward, TensorSpec
-from weft.experts.client import Connections, RemoteExpert
-from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.discovery.fencing import number_of
-from weft.experts.replication import ReplicaOptions
-from weft.experts.server import Server, ServerOptions
+from torchweft.experts import ExpertBackend, FeedForward, TensorSpec
+from torchweft.experts.client import Connections, RemoteExpert
+from torchweft.experts.discovery.etcd import EtcdDirectory
+from torchweft.experts.discovery.fencing import number_of
+from torchweft.experts.replication import ReplicaOptions
+from torchweft.experts.server import Server, ServerOptions
 
 SHARED = "shared"
 _AGAIN = 30.0

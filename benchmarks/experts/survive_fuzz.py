@@ -21,19 +21,19 @@ import torch
 from torch import nn
 
 from benchmarks.experts.survive_common import UID, WIDTH, Verdict, backward, forward, message, rows
-from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.compression import Compression
-from weft.experts.errors import GradientError
-from weft.experts.protobuf import load_messages
-from weft.experts.replication.replica import StateVersion
-from weft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response
-from weft.experts.wire import Call, Header, Kind, WireError, decode, read_fault, write_fault
-from weft.experts.wire.service import Receipt, describe, read_description, read_receipt
+from torchweft.experts import ExpertBackend, TensorSpec
+from torchweft.experts.compression import Compression
+from torchweft.experts.errors import GradientError
+from torchweft.experts.protobuf import load_messages
+from torchweft.experts.replication.replica import StateVersion
+from torchweft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response
+from torchweft.experts.wire import Call, Header, Kind, WireError, decode, read_fault, write_fault
+from torchweft.experts.wire.service import Receipt, describe, read_description, read_receipt
 
 SEED = 7
 WANTED_MB = 64.0
 _HEAD = 160
-_FRAME = load_messages("weft.experts.wire", "experts", "Frame.header")["Frame"]
+_FRAME = load_messages("torchweft.experts.wire", "experts", "Frame.header")["Frame"]
 _EXTREMES = (0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 _WIDTHS = ((8, "<Q"), (8, "<Q"), (4, "<I"), (2, "<H"))
 

@@ -19,11 +19,11 @@ from benchmarks.experts.survive_common import (
     backward,
     rows,
 )
-from weft.experts import ExpertBackend
-from weft.experts.client import GrpcTransport
-from weft.experts.errors import GradientError
-from weft.experts.server import Server
-from weft.experts.wire import ExpertFailedError
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.errors import GradientError
+from torchweft.experts.server import Server
+from torchweft.experts.wire import ExpertFailedError
 
 SPOILED: dict[str, tuple[float, type[Exception]]] = {
     "NaN": (float("nan"), GradientError),

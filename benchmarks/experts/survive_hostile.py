@@ -27,12 +27,12 @@ from benchmarks.experts.survive_common import (
     quantile,
     rows,
 )
-from weft.core.errors import SpecError
-from weft.experts.client import GrpcTransport
-from weft.experts.errors import GradientError, TooManyRowsError
-from weft.experts.protobuf import load_messages
-from weft.experts.server import Server
-from weft.experts.wire import (
+from torchweft.core.errors import SpecError
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.errors import GradientError, TooManyRowsError
+from torchweft.experts.protobuf import load_messages
+from torchweft.experts.server import Server
+from torchweft.experts.wire import (
     Call,
     ExpertFailedError,
     Header,
@@ -50,7 +50,7 @@ _GOOD = message(forward(rows(0)))
 
 def _with_rows(count: int) -> bytes:
     """The good frame, whose tensor says that it has so many rows."""
-    frame = load_messages("weft.experts.wire", "experts")["Frame"].FromString(_GOOD)
+    frame = load_messages("torchweft.experts.wire", "experts")["Frame"].FromString(_GOOD)
     frame.header.calls[0].tensors[0].shape[0] = count
     return frame.SerializeToString()
 

@@ -1,6 +1,6 @@
 """The cost of many remembered requests for a server: bytes on the disk, its start, its end, and calls while it saves.
 
-8 experts, N keys each ──> weft serve: started ── trained while it saves every 30 s, as by default ── SIGTERM
+8 experts, N keys each ──> torchweft serve: started ── trained while it saves every 30 s, as by default ── SIGTERM
                        ──> the same, saving all the time and never: what it is compared with
 8 experts, no keys     ──> started and ended alone
 """
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.experts.survive_common import PATIENCE, Verdict, quantile
-from weft.experts import ExpertBackend, IdempotencyOptions, make_expert
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import RemoteExpert
-from weft.experts.idempotency import IdempotencyTable
-from weft.experts.server import ServerOptions
-from weft.experts.task import Task
+from torchweft.experts import ExpertBackend, IdempotencyOptions, make_expert
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.client import RemoteExpert
+from torchweft.experts.idempotency import IdempotencyTable
+from torchweft.experts.server import ServerOptions
+from torchweft.experts.task import Task
 
 EXPERTS, TRAINERS, PER_SECOND, HIDDEN, ROWS = 8, 4, 28.0, 32, 16
 DEFAULT_SECONDS = ServerOptions().checkpoint_seconds
@@ -115,7 +115,7 @@ def _served(folder: Path, checkpoint_seconds: float, seconds: float) -> tuple[fl
 @contextmanager
 def _process(file: Path) -> Generator[Any]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "weft", "serve", "--insecure", str(file)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "torchweft", "serve", "--insecure", str(file)], stdout=subprocess.PIPE, text=True
     )
     try:
         yield process

@@ -24,13 +24,13 @@ import torch
 
 from benchmarks.experts.survive_model import GRID, WIDTH, Classifier, Labelled, accuracy, digit_expert, loss_of
 from tests.experts.faulty_proxy import FaultyProxy, NetworkFaults
-from weft.experts import ExpertBackend
-from weft.experts.client import Connections, RemoteExpert
-from weft.experts.discovery import LocalDirectory
-from weft.experts.journal import Journal
-from weft.experts.mixture import RemoteSwitchMixtureOfExperts
-from weft.experts.server import Server
-from weft.experts.wire import DeadlineError, LostError, UnreachableError
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client import Connections, RemoteExpert
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.journal import Journal
+from torchweft.experts.mixture import RemoteSwitchMixtureOfExperts
+from torchweft.experts.server import Server
+from torchweft.experts.wire import DeadlineError, LostError, UnreachableError
 
 SERVERS = (((0, 0), (1, 1)), ((0, 1), (1, 0)))
 """Places in the grid of each server's experts: of the two best of a sample, one is at each."""

@@ -12,8 +12,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-from weft.core.spec import TensorSpec
-from weft.experts.registry import ExpertFactory, FeedForward
+from torchweft.core.spec import TensorSpec
+from torchweft.experts.registry import ExpertFactory, FeedForward
 
 GRID = (2, 2)
 WIDTH = 64

@@ -17,8 +17,8 @@ import torch
 from benchmarks.experts.survive_common import Verdict, until
 from tests.experts.etcd_cases import WHERE, cluster, free_ports
 from tests.experts.server import test_replicas_etcd as replicas
-from weft.experts.client import Connections, RemoteExpert
-from weft.experts.discovery.etcd import EtcdDirectory
+from torchweft.experts.client import Connections, RemoteExpert
+from torchweft.experts.discovery.etcd import EtcdDirectory
 
 UID = "ffn.0"
 

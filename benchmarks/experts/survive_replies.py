@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from benchmarks.experts.survive_common import Verdict, until
 from benchmarks.experts.survive_steps import Count, Trainers, WrappedTransport, counted, marks
 from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
-from weft.experts import ExpertBackend
-from weft.experts.client import GrpcTransport
-from weft.experts.server import Server
-from weft.experts.wire import Call, LostError, Received
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.server import Server
+from torchweft.experts.wire import Call, LostError, Received
 
 
 class Forgetful(WrappedTransport):

@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from weft.experts import ExpertBackend, IdempotencyOptions, TensorSpec
-from weft.experts.client import GrpcTransport, TransportStatistics
-from weft.experts.client.retry import FixedResolver, Retry, RetryingCaller
-from weft.experts.client.transport import Transport
-from weft.experts.wire import Call, Header, Kind, Received
-from weft.experts.wire.service import Receipt, read_receipt
+from torchweft.experts import ExpertBackend, IdempotencyOptions, TensorSpec
+from torchweft.experts.client import GrpcTransport, TransportStatistics
+from torchweft.experts.client.retry import FixedResolver, Retry, RetryingCaller
+from torchweft.experts.client.transport import Transport
+from torchweft.experts.wire import Call, Header, Kind, Received
+from torchweft.experts.wire.service import Receipt, read_receipt
 
 UID = "marks"
 RETRY = Retry(attempts=100_000, first=0.002, longest=0.05)

@@ -3,7 +3,7 @@
     client process: callers, threads that share one connection ── gRPC, loopback ──> server process: one ffn, Adam
     this process:   the same module, all rows of a lap in one batch, no server: the ideal
     bare:           gRPC streams with the same module behind them, batches of what waits, and nothing else: no checks,
-                    keys, deadlines or guards. What is missing there to the ideal, gRPC and Python take, not weft
+                    keys, deadlines or guards. What is missing there to the ideal, gRPC and Python take, not torchweft
 
 A lap is one call of every caller. Backward runs the forward again on the server; with a kept graph it does not. Both
 are measured, and the better one is judged. The peer does the same with threads in one process, and its own server.
@@ -28,7 +28,7 @@ UID = "ffn.0"
 WIDTHS = (512, 1024)
 CALLERS = ((1, 1), (4, 1), (32, 1), (1, 32), (4, 32), (1, 256))
 """Callers, and rows of each call."""
-IDEAL, WEFT, KEPT, BARE, PEER = "ideal", "weft", "kept graph", "bare gRPC", "hivemind"
+IDEAL, WEFT, KEPT, BARE, PEER = "ideal", "torchweft", "kept graph", "bare gRPC", "hivemind"
 LARGE = 32
 TIMES = 5.0
 """How much faster than the peer single rows should be."""
@@ -55,12 +55,14 @@ class Point:
 
 
 class Servers:
-    """Server and client of weft, and of the peer where there is one. ``why`` not, otherwise."""
+    """Server and client of torchweft, and of the peer where there is one. ``why`` not, otherwise."""
 
     def __init__(self, stack: ExitStack, width: int, with_peer: bool) -> None:
         given = {"experts": [[UID, width, 0, "float32"]], "keep": KEEP}
-        server = stack.enter_context(Helper("weft_server", given, python=sys.executable))
-        self.client = stack.enter_context(Helper("weft_client", {"uid": UID, "width": width}, python=sys.executable))
+        server = stack.enter_context(Helper("torchweft_server", given, python=sys.executable))
+        self.client = stack.enter_context(
+            Helper("torchweft_client", {"uid": UID, "width": width}, python=sys.executable)
+        )
         self.client.hear()
         self.client.ask({"address": server.hear()["address"]})
         bare = stack.enter_context(Helper("bare_server", {"width": width}, python=sys.executable))
@@ -87,7 +89,7 @@ class Servers:
         progress(f"{peer.NAME} is left out: {fault}")
 
     def race(self, point: Point, seconds: float, rounds: int) -> Race:
-        """Ideal, weft and the peer in turns; without the peer from where it fails."""
+        """Ideal, torchweft and the peer in turns; without the peer from where it fails."""
         found: dict[str, Lap] = {
             IDEAL: ideal(self.width, point.callers * point.rows, point.train),
             WEFT: _asked(self.client, point, keep=False),

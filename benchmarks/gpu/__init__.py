@@ -1,4 +1,4 @@
-"""Everything that can be asked of weft on a GPU, in one command of at most eight minutes.
+"""Everything that can be asked of torchweft on a GPU, in one command of at most eight minutes.
 
 command.py   the command line, the deadlines of the sections, the report
 jobs.py      subprocesses with deadlines: a crash or hang of one does not end the others

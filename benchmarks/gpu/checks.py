@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from benchmarks.gpu.jobs import ROOT, SKIPPED, run_job
-from weft.errors import UsageError
+from torchweft.errors import UsageError
 
 Places = tuple[str, str]
 Check = Callable[[Places], None]

@@ -137,7 +137,7 @@ def two_gpus() -> Places:
 
 def markdown(title: str, tables: Sequence[Table]) -> str:
     """The report."""
-    text = [f"# weft on a GPU\n\n{title}\n"]
+    text = [f"# torchweft on a GPU\n\n{title}\n"]
     for table in tables:
         columns = list(dict.fromkeys(name for row in table.rows for name in row))
         text.append(f"## {table.title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")

@@ -19,9 +19,9 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from benchmarks.gpu.checks import peak_memory
-from benchmarks.recurrent.cells import GRUCell, LSTMCell, by_torch, by_weft, eager, with_weights_of
+from benchmarks.recurrent.cells import GRUCell, LSTMCell, by_torch, by_torchweft, eager, with_weights_of
 from benchmarks.recurrent.work import distance, training
 from benchmarks.table import Row
 
@@ -180,7 +180,7 @@ def recurrent(place: str, seconds: float) -> Iterator[Row]:
             candidates["loop in Python"] = loop
             notes: dict[str, str] = {}
             for backend, net in nets.items():
-                candidates[backend] = training(by_weft(net, x, state), ours, seeds)
+                candidates[backend] = training(by_torchweft(net, x, state), ours, seeds)
                 begun = time.perf_counter()
                 candidates[backend]()
                 synchronize(place)
@@ -216,7 +216,7 @@ def experts(place: str, seconds: float) -> Iterator[Row]:
 
     Inputs and results are on the CPU. "pools" is `weft.Runtime` in this process, "gRPC" a server in this process.
     """
-    from weft.experts import ExpertBackend, FeedForward, Runtime, TensorSpec  # noqa: PLC0415  (the others need no numpy)
+    from torchweft.experts import ExpertBackend, FeedForward, Runtime, TensorSpec  # noqa: PLC0415  (the others need no numpy)
 
     width = 1024 if place != "cpu" else 64
     adam = partial(torch.optim.Adam, lr=1e-3)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.pipeline.skip import SkipTracker, use_skip_tracker
+from torchweft.pipeline.skip import SkipTracker, use_skip_tracker
 
 
 class StageBytes(NamedTuple):

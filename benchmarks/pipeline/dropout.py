@@ -17,12 +17,12 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from benchmarks.harness import progress
 from benchmarks.pipeline.sleep import Sleep
 from benchmarks.pipeline.work import pipe_of, step
 from benchmarks.table import Row, Table
-from weft.pipeline.tracing import ActionEvent
+from torchweft.pipeline.tracing import ActionEvent
 
 STAGES, CHUNKS, WIDTH = 4, 6, 32
 SECONDS = 0.0001

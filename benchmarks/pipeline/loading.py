@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from benchmarks.harness import progress
 from benchmarks.table import Row, Table, at_most
 from tests.pipeline.processes.launch import fresh_ranks

@@ -12,14 +12,14 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from benchmarks.harness import progress
 from benchmarks.pipeline.costs import measure_bytes
 from benchmarks.pipeline.unet import BALANCE, CHUNKS, READERS, SOURCE, STAGES, unet
 from benchmarks.pipeline.work import step_with_target
 from benchmarks.table import Row, Table
-from weft.pipeline.simulate import Forecast, StageCost, ValueCost, forecast
-from weft.pipeline.tracing import ActionEvent
+from torchweft.pipeline.simulate import Forecast, StageCost, ValueCost, forecast
+from torchweft.pipeline.tracing import ActionEvent
 
 WANTED = 0.05
 MODES = (("gpipe", "never"), ("gpipe", "except_last"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))

@@ -21,9 +21,9 @@ SIZES = [(8, 16), (16, 96), (24, 128), (32, 160), (64, 192), (64, 320), (128, 44
 
 
 def run(quick: bool) -> Table:
-    """Speed relative to one thread without weft, by mean operator time."""
+    """Speed relative to one thread without torchweft, by mean operator time."""
     rows = [_row(*size, quick=quick) for size in (SIZES[:2] if quick else SIZES)]
-    title = f"speed over the same {CHUNKS} micro-batches in one thread without weft, {STAGES} stages"
+    title = f"speed over the same {CHUNKS} micro-batches in one thread without torchweft, {STAGES} stages"
     return Table(title, rows, ["  one thread = 1; more is faster; only auto is judged"])
 
 

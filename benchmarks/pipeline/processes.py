@@ -28,7 +28,7 @@ from benchmarks.load import LoadMeter
 from benchmarks.pipeline import rank_checks, rank_steps
 from benchmarks.table import Row, Table, at_least, at_most
 from tests.pipeline.processes.launch import Ranks, fresh_ranks
-from weft.pipeline.simulate import StageCost, forecast
+from torchweft.pipeline.simulate import StageCost, forecast
 
 SLEEP = {"gpipe": 0.97, "1f1b": 0.97, "interleaved x2": 0.0, "zero bubble x2": 1.03, "zbv": 1.03, "dualpipev": 1.03}
 """Share of the ideal, of that of torch; nothing is wanted of a 0."""
@@ -43,8 +43,8 @@ STEADY = 0.2
 SLOW = 1.25
 """Time of the fixed work in a round that counts, of that in the fastest round."""
 _COLUMNS = {
-    "wall": ("weft", "peer", "ratio", "wanted", "verdict"),
-    "processor": ("CPU weft", "CPU peer", "CPU ratio"),
+    "wall": ("torchweft", "peer", "ratio", "wanted", "verdict"),
+    "processor": ("CPU torchweft", "CPU peer", "CPU ratio"),
 }
 
 
@@ -139,13 +139,13 @@ def _variation(seconds: list[float]) -> float:
 
 def _row(measure: str, case: str, values: tuple[str, str], ratio: float, more: Mapping[str, str]) -> Row:
     ours, peer = values
-    return {"measure": measure, "case": case, "weft": ours, "peer": peer, "ratio": f"{ratio:.2f}", **more}
+    return {"measure": measure, "case": case, "torchweft": ours, "peer": peer, "ratio": f"{ratio:.2f}", **more}
 
 
 def _processor(comparison: Comparison, ours: str, peer: str, unit: float) -> Row:
     mine, theirs = comparison.processor(ours), comparison.processor(peer)
     return {
-        "CPU weft": f"{mine * unit:.0f}",
+        "CPU torchweft": f"{mine * unit:.0f}",
         "CPU peer": f"{theirs * unit:.0f}",
         "CPU ratio": f"{mine / theirs:.2f}",
     }
@@ -173,7 +173,7 @@ def _wire_and_links(quick: bool) -> list[Row]:
     for ranks in (2, 4):
         with fresh_ranks(ranks) as group:
             seconds = [max(group.run(rank_checks.seconds_to_link)) for _ in range(2 if quick else 5)]
-            rows.append({"measure": "set-up of links, ms", "case": f"{ranks} ranks", "weft": _spread(seconds)})
+            rows.append({"measure": "set-up of links, ms", "case": f"{ranks} ranks", "torchweft": _spread(seconds)})
             if ranks == 4:
                 rows += [_wire(group, "U-Net", rank_checks.unet(), "1f1b")]
                 rows += [_wire(group, "dense, 4 blocks", rank_checks.dense(4), "1f1b")]
@@ -214,7 +214,7 @@ def _failures(quick: bool) -> list[Row]:
             killed.append(max(outcomes[rank].result[1] for rank in (0, 2)) - killed_at)
     cases = {"an exception": raised, "SIGKILL": killed}
     return [
-        {"measure": "failure known on all, ms", "case": case, "weft": _spread(seconds)}
+        {"measure": "failure known on all, ms", "case": case, "torchweft": _spread(seconds)}
         for case, seconds in cases.items()
     ]
 
@@ -238,8 +238,8 @@ def overhead_of(kind: str, quick: bool, patience: float = 60.0) -> list[Row]:
         return [(each - best) / chunks for each, best in zip(seconds[name], ideal, strict=True)]
 
     def row(peer: str, most: float) -> Row:
-        ours, theirs = beyond(f"weft {kind}"), beyond(f"{peer} {kind}")
-        cpu = _processor(found, f"weft {kind}", f"{peer} {kind}", 1e6 / chunks)
+        ours, theirs = beyond(f"torchweft {kind}"), beyond(f"{peer} {kind}")
+        cpu = _processor(found, f"torchweft {kind}", f"{peer} {kind}", 1e6 / chunks)
         if median(theirs) <= 0:
             return {"measure": measure, "case": f"{kind}, {peer}: the peer took less than its ideal", **cpu}
         # On a busy machine a peer can seem to cost nothing in some round, so the ratio is that of the medians.
@@ -262,7 +262,7 @@ def _sleeping(quick: bool) -> list[Row]:
         table = rank_steps.table_of(kind, ranks, chunks)
         nap = seconds * ranks / table.stages
         best = forecast(table, [StageCost(nap, 2 * nap)] * table.stages).total
-        ours, torchs = f"weft {kind}", f"torch {kind}"
+        ours, torchs = f"torchweft {kind}", f"torch {kind}"
         ratio = race.ratio(torchs, ours)
         shares = f"{best / race.median(ours):.3f}", f"{best / race.median(torchs):.3f}"
         more = {**_processor(found, ours, torchs, 1e3), **(at_least(ratio, least) if least else {})}
@@ -273,7 +273,7 @@ def _sleeping(quick: bool) -> list[Row]:
     ratio = race.ratio(bubbles, early)
     times = f"{race.median(bubbles) * 1e3:.0f}", f"{race.median(early) * 1e3:.0f}"
     more = {**_processor(found, bubbles, early, 1e3), **at_most(ratio, FUSED)}
-    return found.rows(measure, [*kinds, _row("fused zero bubble, ms", "weft 1f1b", times, ratio, more)])
+    return found.rows(measure, [*kinds, _row("fused zero bubble, ms", "torchweft 1f1b", times, ratio, more)])
 
 
 def _transformer(quick: bool) -> list[Row]:
@@ -284,10 +284,10 @@ def _transformer(quick: bool) -> list[Row]:
     measure, race = "4-layer transformer, ms", found.race
 
     best = min((name for name in names if name.startswith("torch")), key=race.median)
-    fastest = min((name for name in names if name.startswith("weft")), key=race.median)
+    fastest = min((name for name in names if name.startswith("torchweft")), key=race.median)
     rows: list[Row] = []
     for kind in TRANSFORMER:
-        name = f"weft {kind}"
+        name = f"torchweft {kind}"
         ratio = race.ratio(best, name)
         values = f"{race.median(name) * 1e3:.0f}", f"{race.median(best) * 1e3:.0f}"
         more = {**_processor(found, name, best, 1e3), **(at_least(ratio, 1.0) if name == fastest else {})}

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-import weft
-from weft import pop, skippable, stash
-from weft.core.errors import WeftError
-from weft.pipeline.processes.links import Links
+import torchweft as weft
+from torchweft import pop, skippable, stash
+from torchweft.core.errors import WeftError
+from torchweft.pipeline.processes.links import Links
 
 CHUNKS, ROWS, WIDTH = 4, 8, 16
 LONGEST = 20.0  # seconds until a rank that hears of no failure gives up

@@ -1,6 +1,6 @@
 """Training steps over processes, for `pipeline.processes`: each rank prepares them once and then runs them by name.
 
-    weft NAME     `weft.Pipe` over the ranks
+    torchweft NAME     `weft.Pipe` over the ranks
     torch NAME    the schedule of `torch.distributed.pipelining` that goes by another name
     raw NAME      a loop of isend and irecv over the same row of the table; two ranks only
     plain         the micro-batches one after another on rank 0, without any communication
@@ -20,9 +20,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn import functional
 
-import weft
+import torchweft as weft
 from benchmarks.pipeline.transformer import encoder
-from weft.pipeline.schedule import Schedule, ScheduleFunction, build
+from torchweft.pipeline.schedule import Schedule, ScheduleFunction, build
 
 Step = Callable[[], list[Tensor]]
 MakeLayers = Callable[[int], nn.Sequential]
@@ -163,7 +163,7 @@ class Candidates:
             loss.backward()
             return [loss.detach()]
 
-        self.steps[name or f"weft {kind}"] = step
+        self.steps[name or f"torchweft {kind}"] = step
 
     def add_torchs(self, kind: str) -> None:
         """The schedule of torch, over the same stages."""

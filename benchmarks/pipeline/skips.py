@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from benchmarks.harness import progress
 from benchmarks.pipeline.unet import BALANCE, CHUNKS, READERS, SOURCE, STAGES, unet
 from benchmarks.pipeline.work import step_with_target
 from benchmarks.table import Row, Table, at_most
-from weft.pipeline.tracing import ActionEvent
+from torchweft.pipeline.tracing import ActionEvent
 
 WANTED = 1.0  # milliseconds; the freeing itself takes some time
 MODES = (("gpipe", "never"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))

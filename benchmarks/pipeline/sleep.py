@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from benchmarks.harness import Work, progress, race
 from benchmarks.pipeline.work import PEER, decide, peer_of, pipe_of, step, step_with_target
 from benchmarks.table import Row, Table, at_least
-from weft.pipeline.simulate import StageCost, forecast
+from torchweft.pipeline.simulate import StageCost, forecast
 
 STAGES, CHUNKS = 4, 8
 WANTED = 0.97

@@ -1,6 +1,6 @@
 """Any model in stages, compared with torch's tracer: which models run, exactly or not, and the cost of a program.
 
-    weft    weft.Pipe(model, split=[name])                loss and gradients beside a plain loop, rows 8, then 5
+    torchweft    weft.Pipe(model, split=[name])                loss and gradients beside a plain loop, rows 8, then 5
     torch   torch.distributed.pipelining.pipeline(...)    its traced stages, run one after the other on rows 2, then 3
 
 The costs are of one micro-batch of a GPT-2 with 12 layers in 4 stages: its recorded program beside forward() itself,
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from benchmarks.harness import progress, race
 from benchmarks.table import Row, Table, at_most
-from weft.core.pytree import flatten, unflatten
-from weft.pipeline.microbatch import micro_sizes, plan_split
-from weft.pipeline.split.program import InterBlockParameters
+from torchweft.core.pytree import flatten, unflatten
+from torchweft.pipeline.microbatch import micro_sizes, plan_split
+from torchweft.pipeline.split.program import InterBlockParameters
 
 _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
 _LLAMA = {**_SMALL, "num_key_value_heads": 1, "use_cache": False}
@@ -92,7 +92,7 @@ def _table(quick: bool) -> Table:
             ours = _ours(model, split)
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints whole graphs
                 theirs = _theirs(model, split)
-            rows.append({"model": name, "weft": ours, "torch's tracer": theirs})
+            rows.append({"model": name, "torchweft": ours, "torch's tracer": theirs})
         if transformers is not None:
             for width in (64,) if quick else (64, 256):
                 rows += _costs(transformers, width, rounds=2 if quick else 25)

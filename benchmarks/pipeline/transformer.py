@@ -43,7 +43,7 @@ def run(quick: bool) -> Table:
     rows_of_table: list[Row] = []
     for name in candidates:
         speed = 1 / found.ratio(name, PLAIN)
-        ours = name.startswith("weft")
+        ours = name.startswith("torchweft")
         rows_of_table.append(
             {
                 "run by": name,
@@ -70,8 +70,8 @@ def _candidates(model: nn.Sequential, x: Tensor, target: Tensor) -> dict[str, Wo
     early = pipe_of(model, STAGES, CHUNKS, "never", "threads", schedule="1f1b", loss=nn.MSELoss())
     candidates = {
         PLAIN: accumulating_step(model, x, target, CHUNKS, functional.mse_loss),
-        "weft gpipe": step(gpipe, parameters, x, loss),
-        "weft 1f1b": step_with_target(early, x, target),
+        "torchweft gpipe": step(gpipe, parameters, x, loss),
+        "torchweft 1f1b": step_with_target(early, x, target),
     }
     if (peer := peer_of(model, STAGES, CHUNKS, "never")) is not None:
         candidates[PEER] = step(peer, parameters, x, loss)

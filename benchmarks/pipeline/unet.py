@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipeline.sleep import Sleep
-from weft import pop, skippable, stash
+from torchweft import pop, skippable, stash
 
 STAGES, CHUNKS = 4, 8
 SOURCE, READERS = 0, (2, 3)

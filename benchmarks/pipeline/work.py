@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 
 try:
     import torchgpipe

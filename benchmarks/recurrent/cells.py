@@ -95,7 +95,7 @@ def by_torch(peer: nn.RNNBase, x: Tensor, state: State) -> Forward:
     return forward
 
 
-def by_weft(net: nn.Module, x: Tensor, state: State) -> Forward:
+def by_torchweft(net: nn.Module, x: Tensor, state: State) -> Forward:
     """A `Recurrent` network over the whole sequence."""
 
     def forward() -> Sequence[Tensor]:

@@ -26,9 +26,9 @@ from benchmarks.recurrent.cells import LSTMCell, eager
 from benchmarks.recurrent.work import training
 from benchmarks.recurrent.zoo import WIDTH, ZOO
 from benchmarks.table import Row, Table, at_most
-from weft.core.pytree import flatten
-from weft.recurrent import Recurrent, cells
-from weft.recurrent.cpp.cpp_backend import kernels
+from torchweft.core.pytree import flatten
+from torchweft.recurrent import Recurrent, cells
+from torchweft.recurrent.cpp.cpp_backend import kernels
 
 STEPS, ROWS = (50, 1000), 8
 WANTED = 1.5
@@ -68,7 +68,7 @@ def run(quick: bool) -> Table:
 
 def _at(names: tuple[str, ...], steps: int) -> Results:
     """With sequences of this length."""
-    with tempfile.TemporaryDirectory(prefix="weft-first-") as folder:
+    with tempfile.TemporaryDirectory(prefix="torchweft-first-") as folder:
         caches: list[str] = []
 
         def cold() -> Found:
@@ -94,7 +94,7 @@ def _least_disturbed(attempt: Callable[[], Found]) -> Found:
 
 def first_calls(names: tuple[str, ...], steps: int, cache: str) -> First:
     """To be run in a fresh process: the first call of every cell."""
-    os.environ["WEFT_CACHE"] = cache
+    os.environ["TORCHWEFT_CACHE"] = cache
     torch.set_num_threads(1)
     torch.manual_seed(0)
     products = _seconds(kernels)
@@ -174,7 +174,7 @@ def _once(found: Results) -> Iterator[Row]:
 
 
 def _by_torch(steps: int) -> Row:
-    with tempfile.TemporaryDirectory(prefix="weft-first-") as folder:
+    with tempfile.TemporaryDirectory(prefix="torchweft-first-") as folder:
         found = in_a_fresh_process(compile_unrolled, steps, folder)
     return {"what": "torch.compile, LSTM unrolled", "by": "inductor", **_columns({(steps, "cold"): found.value})}
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Race, progress
-from benchmarks.recurrent.cells import GRUCell, LSTMCell, by_torch, by_weft, eager, with_weights_of
+from benchmarks.recurrent.cells import GRUCell, LSTMCell, by_torch, by_torchweft, eager, with_weights_of
 from benchmarks.recurrent.racing import LONG, race_for
 from benchmarks.recurrent.work import THREADS, Work, agree, threads, training
 from benchmarks.table import Row, Table, at_most
-from weft.recurrent import Recurrent
+from torchweft.recurrent import Recurrent
 
 STEPS, BATCHES, WIDTHS = (50, 200, 1000), (1, 16, 64), (128, 512)
 WANTED = {"LSTM": 1.2, "GRU": 1.0}
@@ -28,7 +28,7 @@ SMALL = 16
 LOOPED = (200, 16)
 """The eager loop is raced too where the steps are so many and the batch is no larger."""
 SHORT = 50
-WEFT, EAGER = "weft", "eager loop"
+WEFT, EAGER = "torchweft", "eager loop"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _candidates(net: Recurrent, peer: nn.RNNBase, batch: int, steps: int, *, loo
     ours = [x, *state, *(weight for each in weights for weight in each.parameters())]
     theirs = [x, *state, peer.weight_ih_l0, peer.bias_ih_l0, peer.weight_hh_l0, peer.bias_hh_l0]
     found = {
-        WEFT: training(by_weft(net, x, given), ours, seeds),
+        WEFT: training(by_torchweft(net, x, given), ours, seeds),
         f"nn.{peer.mode}": training(by_torch(peer, x, given), theirs, seeds),
     }
     return found | ({EAGER: training(eager(net.cell, x, given), ours, seeds)} if looped else {})
@@ -109,7 +109,7 @@ def _row(point: Point) -> Row:
     peer, row = f"nn.{point.cell}", {}
     for count, race in point.races.items():
         at = f"x{count}"
-        row[f"{at} weft ms"] = f"{race.median(WEFT) * 1e3:.2f}"
+        row[f"{at} torchweft ms"] = f"{race.median(WEFT) * 1e3:.2f}"
         row[f"{at} peer ms"] = f"{race.median(peer) * 1e3:.2f}"
         row[f"{at} eager"] = f"{race.ratio(EAGER, peer):.1f}" if EAGER in race.seconds else ""
         row[f"{at} ratio"] = f"{race.ratio(WEFT, peer):.2f}"

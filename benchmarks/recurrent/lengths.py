@@ -19,7 +19,7 @@ from benchmarks.recurrent.cells import LSTMCell, by_torch, ends_of, with_weights
 from benchmarks.recurrent.racing import race_for
 from benchmarks.recurrent.work import THREADS, Forward, Work, distance, threads, training
 from benchmarks.table import Row, Table
-from weft.recurrent import Recurrent
+from torchweft.recurrent import Recurrent
 
 POINTS = ((200, 16), (200, 64), (500, 8), (1000, 8))
 """Steps and batch."""
@@ -27,7 +27,7 @@ WIDTH = 128
 WANTED = {200: 2.5, 500: 10.0, 1000: 10.0}
 WANTED_PADDED = 1.3
 WANTED_EQUAL = 1e-6
-WEFT, PACKED, PADDED = "weft", "packed", "padded"
+WEFT, PACKED, PADDED = "torchweft", "packed", "padded"
 
 
 def run(quick: bool) -> Table:
@@ -58,8 +58,8 @@ def _row(steps: int, batch: int, width: int, count: int, seconds: float) -> Row:
         "batch": f"{batch}",
         "threads": f"{count}",
         **{f"{name} ms": f"{found.median(name) * 1e3:.2f}" for name in candidates},
-        "packed/weft": f"{packed:.1f}",
-        "weft/padded": f"{padded:.2f}",
+        "packed/torchweft": f"{packed:.1f}",
+        "torchweft/padded": f"{padded:.2f}",
         "outputs apart": f"{outputs:.0e}",
         "gradients apart": f"{gradients:.0e}",
         "wanted": f">= {wanted:g}, <= {WANTED_PADDED:g}, <= {WANTED_EQUAL:.0e}",

@@ -14,13 +14,13 @@ from torch import nn
 
 from benchmarks.harness import Race, progress
 from benchmarks.recurrent.apart import in_a_fresh_process
-from benchmarks.recurrent.cells import LSTMCell, by_torch, by_weft, with_weights_of
+from benchmarks.recurrent.cells import LSTMCell, by_torch, by_torchweft, with_weights_of
 from benchmarks.recurrent.memory_job import Peak, peak_of
 from benchmarks.recurrent.racing import race_for
 from benchmarks.recurrent.work import THREADS, Work, agree, threads, training
 from benchmarks.table import Row, Table
-from weft.recurrent import Recurrent
-from weft.recurrent.plan_backends import Memory
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.plan_backends import Memory
 
 MB = 1_000_000
 STEPS, BATCH, WIDTH = 1000, 64, 128
@@ -55,7 +55,7 @@ def _race(size: tuple[int, int, int], ways: tuple[Memory, ...], seconds: float) 
     for way in ways:
         cell = with_weights_of(peer, LSTMCell(width, width))
         net = Recurrent(cell, memory=way)
-        candidates[f"{way}"] = training(by_weft(net, x, state), [x, *cell.parameters()], seeds)
+        candidates[f"{way}"] = training(by_torchweft(net, x, state), [x, *cell.parameters()], seeds)
     agree(candidates)
     found: dict[int, Race] = {}
     for count in THREADS:

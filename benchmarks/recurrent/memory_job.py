@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.recurrent.cells import LSTMCell, by_torch, by_weft, with_weights_of
+from benchmarks.recurrent.cells import LSTMCell, by_torch, by_torchweft, with_weights_of
 from benchmarks.recurrent.work import Forward
-from weft.recurrent import Recurrent
-from weft.recurrent.cpp import workspace
-from weft.recurrent.plan_backends import Memory, choose_policy, size_of
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.cpp import workspace
+from torchweft.recurrent.plan_backends import Memory, choose_policy, size_of
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 TINY = 4
@@ -48,7 +48,7 @@ def peak_of(way: Memory, steps: int, batch: int, width: int) -> Peak:
     model: nn.Module = peer if net is None else net
 
     def forward_of(x: Tensor) -> Forward:
-        return by_torch(peer, x, state) if net is None else by_weft(net, x, state)
+        return by_torch(peer, x, state) if net is None else by_torchweft(net, x, state)
 
     tiny = x.detach()[:TINY].clone().requires_grad_()
     _step(model, forward_of(tiny), tiny, seeds[:TINY])

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import progress
-from benchmarks.recurrent.cells import State, by_torch, by_weft, eager, with_weights_of
+from benchmarks.recurrent.cells import State, by_torch, by_torchweft, eager, with_weights_of
 from benchmarks.recurrent.racing import race_for
 from benchmarks.recurrent.work import THREADS, Work, agree, threads, training
 from benchmarks.table import Row, Table, at_most
-from weft.recurrent import Recurrent, cells
+from torchweft.recurrent import Recurrent, cells
 
 STEPS, WIDTH = 200, 16
 WANTED = 5.0  # microseconds per step
@@ -24,7 +24,7 @@ CELLS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[int, int], nn.
     "MI-LSTM": (cells.MILSTMCell, None),
     "Elman": (cells.ElmanCell, nn.RNN),
 }
-WEFT, PYTHON, EAGER = "weft", "weft, no compiler", "eager loop"
+WEFT, PYTHON, EAGER = "torchweft", "torchweft, no compiler", "eager loop"
 
 
 def run(quick: bool) -> Table:
@@ -56,8 +56,8 @@ def _candidates(name: str, steps: int) -> dict[str, Work]:
         with_weights_of(peer, cell)
     wants = [x, *leaves, *cell.parameters()]
     found = {
-        WEFT: training(by_weft(Recurrent(cell), x, state), wants, seeds),
-        PYTHON: training(by_weft(Recurrent(cell, backend="python"), x, state), wants, seeds),
+        WEFT: training(by_torchweft(Recurrent(cell), x, state), wants, seeds),
+        PYTHON: training(by_torchweft(Recurrent(cell, backend="python"), x, state), wants, seeds),
         EAGER: training(eager(cell, x, state), wants, seeds),
     }
     if peer is not None:

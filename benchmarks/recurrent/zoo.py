@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.recurrent import cells
+from torchweft.recurrent import cells
 
 WIDTH, SOURCE, MEMORY = 64, 6, 32
 

@@ -9,9 +9,9 @@ import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
 import protobuf from "protobufjs";
 
-const PROTO = fileURLToPath(new URL("../../src/weft/experts/wire/experts.proto", import.meta.url));
+const PROTO = fileURLToPath(new URL("../../src/torchweft/experts/wire/experts.proto", import.meta.url));
 const options = { keepCase: true, enums: String, longs: Number, defaults: true };
-const { weft } = grpc.loadPackageDefinition(protoLoader.loadSync(PROTO, options));
+const { torchweft } = grpc.loadPackageDefinition(protoLoader.loadSync(PROTO, options));
 const Fault = protobuf.loadSync(PROTO).lookupType("weft.Fault");
 
 const [address, uid] = process.argv.slice(2);

@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.pipeline.pipe_cases import CHECKPOINTS, assert_close, assert_gradients_equal, backward, chain, rows
 from tests.type_checks import without_type_checks
-from weft import Pipe
-from weft.compat.torchgpipe import (
+from torchweft import Pipe
+from torchweft.compat.torchgpipe import (
     DeferredBatchNorm,
     GPipe,
     balance,
@@ -26,7 +26,7 @@ from weft.compat.torchgpipe import (
     stash,
     verify_skippables,
 )
-from weft.core.errors import UsageError
+from torchweft.core.errors import UsageError
 
 TWO = ["cpu", "cpu"]
 

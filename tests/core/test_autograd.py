@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.core.autograd import apply_as_node, silence_hooks
-from weft.core.errors import DoubleBackwardError
+from torchweft.core.autograd import apply_as_node, silence_hooks
+from torchweft.core.errors import DoubleBackwardError
 
 
 class Product:

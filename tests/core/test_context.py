@@ -11,13 +11,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from weft import Pipe
-from weft.core.context import ExecutionContext, ProcessFlags, is_checkpointing, is_recomputing, set_phase
-from weft.core.segment import Keep, MicroBatchContext, Segment
-from weft.pipeline.executor import SerialExecutor, ThreadExecutor
-from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
-from weft.pipeline.schedule import Schedule, gpipe
-from weft.pipeline.step import StepState
+from torchweft import Pipe
+from torchweft.core.context import ExecutionContext, ProcessFlags, is_checkpointing, is_recomputing, set_phase
+from torchweft.core.segment import Keep, MicroBatchContext, Segment
+from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
+from torchweft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
+from torchweft.pipeline.schedule import Schedule, gpipe
+from torchweft.pipeline.step import StepState
 
 color: contextvars.ContextVar[str] = contextvars.ContextVar("color", default="none")
 every_executor = pytest.mark.parametrize("executor_name", ["serial", "threads", "graph"])

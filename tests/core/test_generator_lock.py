@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.processes import forked, only_with_fork
-from weft.core.rng import GeneratorWatch, carry_lock, lock_generators, lock_released, seed_generators
+from torchweft.core.rng import GeneratorWatch, carry_lock, lock_generators, lock_released, seed_generators
 
 CPU = [torch.default_generator]
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core import pytree as tree
-from weft.core.errors import SpecError
+from torchweft.core import pytree as tree
+from torchweft.core.errors import SpecError
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.core.errors import UsageError
-from weft.core.rng import DrawnSeed, RandomUse, RngStreams, RngVote, derive_seed, draw_seed, generators_of
+from torchweft.core.errors import UsageError
+from torchweft.core.rng import DrawnSeed, RandomUse, RngStreams, RngVote, derive_seed, draw_seed, generators_of
 
 CPU = generators_of([torch.device("cpu")])
 ALL = list(product(range(2), range(2)))

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.core.context import ExecutionContext, is_checkpointing, is_recomputing
-from weft.core.errors import InPlaceError, UsageError
-from weft.core.segment import (
+from torchweft.core.context import ExecutionContext, is_checkpointing, is_recomputing
+from torchweft.core.errors import InPlaceError, UsageError
+from torchweft.core.segment import (
     GradientSum,
     Keep,
     MicroBatchContext,

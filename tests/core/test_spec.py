@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.spec import TensorSpec
+from torchweft.core.spec import TensorSpec
 
 shapes = st.lists(st.integers(0, 3), max_size=3)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool])

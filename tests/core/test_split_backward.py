@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from weft.core.segment import SplitBackward
+from torchweft.core.segment import SplitBackward
 
 
 class CountedScale(torch.autograd.Function):

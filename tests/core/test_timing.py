@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from weft.core.errors import add_advice
-from weft.core.timing import time_after
+from torchweft.core.errors import add_advice
+from torchweft.core.timing import time_after
 
 
 def test_time_is_read_after_every_gpu_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from weft.core.errors import SpecError, UsageError, split_faults
-from weft.core.validation import Validator
+from torchweft.core.errors import SpecError, UsageError, split_faults
+from torchweft.core.validation import Validator
 
 
 def test_all_faults_are_raised_as_one_error() -> None:

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
-from weft.experts.client import ClientTls
+from torchweft.experts.client import ClientTls
 
 
 class Authority:

@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor, nn
 
 from tests.experts.expert_cases import X
-from weft.experts import ExpertBackend
-from weft.experts.task import Task
+from torchweft.experts import ExpertBackend
+from torchweft.experts.task import Task
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -6,9 +6,9 @@ import pytest
 
 from tests.experts.certificates import Authority
 from tests.experts.expert_cases import fussy_backend
-from weft.experts import ExpertBackend
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.discovery import LocalDirectory
+from torchweft.experts import ExpertBackend
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.discovery import LocalDirectory
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ a file whose content was not synced holds any part of it, or rubbish of that len
 import random
 from pathlib import Path
 
-from weft.experts.checkpoint import Disk
+from torchweft.experts.checkpoint import Disk
 
 
 class Crash(BaseException):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.task import Answer, Results, Task
+from torchweft.experts import ExpertBackend, TensorSpec
+from torchweft.experts.task import Answer, Results, Task
 
 WIDTH = 4
 X = TensorSpec((None, WIDTH), torch.float64)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.expert_cases import adam, answered, backward, fussy_backend, rows, spoiled_gradient, weights, work
-from weft.experts import AccumulationOptions, ExpertBackend, Guards, Runtime, TensorSpec
-from weft.experts.errors import CommitError, GradientError, OverloadError, StepError
+from torchweft.experts import AccumulationOptions, ExpertBackend, Guards, Runtime, TensorSpec
+from torchweft.experts.errors import CommitError, GradientError, OverloadError, StepError
 
 
 def add(backend: ExpertBackend, mini_batch: str, seed: int, size: int = 2, client: str = "ann", key: str | None = None):

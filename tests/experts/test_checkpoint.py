@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from tests.experts.concurrency import in_threads
 from tests.experts.crashing_disk import Crash, CrashingDisk
 from tests.processes import forked
-from weft.core.errors import UsageError
-from weft.experts.checkpoint import CheckpointStore, Disk, EncodedCheckpoint
-from weft.experts.errors import CheckpointError, DamagedError
-from weft.experts.serialization import serialize
+from torchweft.core.errors import UsageError
+from torchweft.experts.checkpoint import CheckpointStore, Disk, EncodedCheckpoint
+from torchweft.experts.errors import CheckpointError, DamagedError
+from torchweft.experts.serialization import serialize
 
 ROOT = Path("/data/experts")
 UID = "ffn.0"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.experts.wire_cases import random_tensor, same_bytes, tensors
-from weft.core.errors import UsageError
-from weft.experts.compression import Compression, Policy, compress, expand, packed_bytes
+from torchweft.core.errors import UsageError
+from torchweft.experts.compression import Compression, Policy, compress, expand, packed_bytes
 
 LOSSY = [Compression.FP16, Compression.BF16, Compression.INT8]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

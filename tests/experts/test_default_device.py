@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from tests.experts.expert_cases import answered, fussy_backend, rows
 from tests.experts.mixture.commit_cases import WIDTH, Experts, X, sgd
 from tests.experts.mixture.mixture_cases import numbers, two_layers
-from weft.experts import ExpertBackend
-from weft.experts.client import LocalTransport, RemoteExpert, commit
-from weft.experts.serialization import deserialize, serialize
-from weft.experts.server import Server
-from weft.experts.wire.frame import aligned_body
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client import LocalTransport, RemoteExpert, commit
+from torchweft.experts.serialization import deserialize, serialize
+from torchweft.experts.server import Server
+from torchweft.experts.wire.frame import aligned_body
 
 Run = Callable[[], list[Any]]
 

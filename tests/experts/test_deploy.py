@@ -13,16 +13,16 @@ import pytest
 
 from tests.experts.certificates import Authority
 from tests.experts.status_page.panel_cases import get
-from weft import cli
-from weft.experts.address import parse_address
-from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, open_directory
-from weft.experts.registry import expert_kinds, make_expert
-from weft.experts.server import Server
-from weft.experts.server.config import build
-from weft.experts.server.options import listen_faults
+from torchweft import cli
+from torchweft.experts.address import parse_address
+from torchweft.experts.discovery.etcd import EtcdDirectory, EtcdTls, open_directory
+from torchweft.experts.registry import expert_kinds, make_expert
+from torchweft.experts.server import Server
+from torchweft.experts.server.config import build
+from torchweft.experts.server.options import listen_faults
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-UNIT = DEPLOY / "systemd" / "weft-experts.service"
+UNIT = DEPLOY / "systemd" / "torchweft-experts.service"
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -48,13 +48,13 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(UNIT, "utf-8")
     assert set(unit.sections()) == {"Unit", "Service", "Install"}
-    assert unit["Service"]["ExecStart"].split()[1:] == ["serve", "/etc/weft/experts.toml"]
+    assert unit["Service"]["ExecStart"].split()[1:] == ["serve", "/etc/torchweft/experts.toml"]
     assert int(unit["Service"]["TimeoutStopSec"]) > 5  # longer than the server takes to drain
     tool = shutil.which("systemd-analyze")
     if tool is None:
         pytest.skip("there is no `systemd-analyze` on the path, which checks the rest")
     copy = tmp_path / UNIT.name
-    copy.write_text(UNIT.read_text("utf-8").replace("/opt/weft/bin/weft", sys.executable))
+    copy.write_text(UNIT.read_text("utf-8").replace("/opt/torchweft/bin/torchweft", sys.executable))
     seen = subprocess.run([tool, "verify", str(copy)], capture_output=True, text=True, timeout=60, check=False)
     assert seen.returncode == 0 and UNIT.name not in seen.stderr, seen.stderr
 
@@ -130,7 +130,7 @@ def test_the_configuration_of_a_pod_names_what_there_is() -> None:
 
 def pod_configuration() -> str:
     found = {document["kind"]: document for document in documents("experts.yaml")}
-    return str(found["ConfigMap"]["data"]["experts.toml"]).replace("@NAME@", "weft-3").replace("@NUMBER@", "3")
+    return str(found["ConfigMap"]["data"]["experts.toml"]).replace("@NAME@", "torchweft-3").replace("@NUMBER@", "3")
 
 
 SHIPPED = {"systemd": (DEPLOY / "experts.toml").read_text, "a pod": pod_configuration}
@@ -142,7 +142,7 @@ def served_here(text: str, folder: Path, authority: Authority) -> Server:
     table = tomllib.loads(text)
     for name in ("directory", "directory_tls", "advertise", "checkpoints"):
         del table[name]
-    key, certificate = authority.issue("weft-server")
+    key, certificate = authority.issue("torchweft-server")
     for name, pem in {"key": key, "certificate": certificate, "authority": authority.pem}.items():
         path = folder / Path(table["tls"][name]).name
         path.write_bytes(pem)
@@ -155,14 +155,14 @@ def served_here(text: str, folder: Path, authority: Authority) -> Server:
 
 
 @pytest.mark.parametrize("where", SHIPPED)
-def test_weft_status_works_as_shipped(
+def test_torchweft_status_works_as_shipped(
     where: str, tmp_path: Path, authority: Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever has a server's certificate reads the status, as the docs say; a trainer does not."""
     text = SHIPPED[where]()
     admins = [grant["client"] for grant in tomllib.loads(text)["grants"] if grant["role"] == "admin"]
     users = re.findall(r"^\$etcdctl user add (\S+)", (DEPLOY / "etcd-users.sh").read_text("utf-8"), re.MULTILINE)
-    assert admins == ["weft-server"] and set(admins) <= set(users)
+    assert admins == ["torchweft-server"] and set(admins) <= set(users)
 
     def ask(client: str) -> None:
         words = ["status", server.address]
@@ -192,7 +192,7 @@ def test_metrics_have_one_port_as_shipped(tmp_path: Path, authority: Authority) 
     rules = [rule for rule in found["NetworkPolicy"]["ingress"] if port in [each["port"] for each in rule["ports"]]]
     assert rules == [
         {
-            "from": [{"podSelector": {"matchLabels": {"weft-metrics": "true"}}}],
+            "from": [{"podSelector": {"matchLabels": {"torchweft-metrics": "true"}}}],
             "ports": [{"protocol": "TCP", "port": port}],
         }
     ]
@@ -202,7 +202,7 @@ def test_metrics_have_one_port_as_shipped(tmp_path: Path, authority: Authority) 
         assert server.panel_url is not None
         url = server.panel_url.replace("0.0.0.0", "127.0.0.1")
         status, _, body = get(url, "/metrics", Host="10.0.0.7:9090", Authorization=f"Bearer {TOKEN}")
-        assert status == 200 and "weft_expert_steps_total" in body
+        assert status == 200 and "torchweft_expert_steps_total" in body
         assert get(url, "/metrics", Host="10.0.0.7:9090")[0] == 401
 
 

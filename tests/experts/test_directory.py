@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from tests.experts.concurrency import in_threads, wait_until
 from tests.experts.etcd_cases import Member, cluster
 from tests.processes import forked
-from weft.core.errors import UsageError
-from weft.experts.discovery import Directory, Lease, LocalDirectory, Snapshot
-from weft.experts.discovery.etcd import EtcdDirectory, RefusedByEtcdError
-from weft.experts.discovery.fencing import epoch_of, later
-from weft.experts.errors import DirectoryUnavailableError, ExpertOwnedError, LeaseLostError
+from torchweft.core.errors import UsageError
+from torchweft.experts.discovery import Directory, Lease, LocalDirectory, Snapshot
+from torchweft.experts.discovery.etcd import EtcdDirectory, RefusedByEtcdError
+from torchweft.experts.discovery.fencing import epoch_of, later
+from torchweft.experts.errors import DirectoryUnavailableError, ExpertOwnedError, LeaseLostError
 
 FOREVER = 1000.0
 SOON = 0.1  # seconds: within these a change is to be seen, in the best of several tries

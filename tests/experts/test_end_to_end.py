@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from tests.experts.concurrency import in_threads, wait_until
 from tests.experts.expert_cases import WIDTH, Fussy, X, close, fussy_backend, rows, seeded
 from tests.processes import ROOT, SOURCE
-from weft import Pipe
-from weft.core.errors import UsageError
-from weft.experts import ExpertBackend
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import CommitError, StepsLostWarning
-from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.server import Server, ServerOptions
-from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
+from torchweft import Pipe
+from torchweft.core.errors import UsageError
+from torchweft.experts import ExpertBackend
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import CommitError, StepsLostWarning
+from torchweft.experts.mixture import RemoteMixtureOfExperts
+from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -182,8 +182,8 @@ torch.set_num_threads(1)
 from functools import partial
 sys.path.insert(0, {root!r})
 from tests.experts.expert_cases import fussy_backend
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.server import Server, ServerOptions
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.server import Server, ServerOptions
 server = Server(
     [fussy_backend(optimizer=partial(torch.optim.SGD, lr=0.1))], address={address!r},
     checkpoints=CheckpointStore({root_of_checkpoints!r}), options=ServerOptions(checkpoint_seconds=3600.0),

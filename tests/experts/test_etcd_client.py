@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.errors import UsageError
-from weft.experts.discovery import Lease, LocalDirectory, Ownership
-from weft.experts.discovery.directory import make_snapshot
-from weft.experts.discovery.etcd import MESSAGES, EtcdDirectory, EtcdKeys, EtcdTls, open_directory
-from weft.experts.errors import DirectoryUnavailableError, ExpertOwnedError
+from torchweft.core.errors import UsageError
+from torchweft.experts.discovery import Lease, LocalDirectory, Ownership
+from torchweft.experts.discovery.directory import make_snapshot
+from torchweft.experts.discovery.etcd import MESSAGES, EtcdDirectory, EtcdKeys, EtcdTls, open_directory
+from torchweft.experts.errors import DirectoryUnavailableError, ExpertOwnedError
 
 
 def test_missing_etcd_is_unavailable_within_the_timeout() -> None:
@@ -37,7 +37,7 @@ def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str
 
 
 def test_a_range_covers_the_names_with_a_prefix_and_no_others() -> None:
-    keys = EtcdKeys("weft")
+    keys = EtcdKeys("torchweft")
     start, end = keys.key_range("ffn.1")
     assert start <= keys.entry_key("ffn.1", "x") < keys.owner_key("ffn.1") < keys.entry_key("ffn.10", "x") < end
     assert keys.entry_key("ffn.2", "x") >= end and keys.entry_key("ffn.0", "zzz") < start
@@ -48,7 +48,7 @@ def test_an_address_names_a_directory() -> None:
     here = open_directory("local")
     assert isinstance(here, LocalDirectory)
     here.close()
-    plain, named = ("etcd://a:1", ("a:1",), "weft"), ("etcd://a:1,b:2/mine", ("a:1", "b:2"), "mine")
+    plain, named = ("etcd://a:1", ("a:1",), "torchweft"), ("etcd://a:1,b:2/mine", ("a:1", "b:2"), "mine")
     for address, members, namespace in (plain, named):
         there = open_directory(address)
         assert isinstance(there, EtcdDirectory)
@@ -64,9 +64,9 @@ def test_an_address_names_a_directory() -> None:
 
 @given(st.binary(max_size=30), st.binary(max_size=30))
 def test_whatever_others_put_below_the_namespace_spoils_nothing(name: bytes, value: bytes) -> None:
-    keys = EtcdKeys("weft")
+    keys = EtcdKeys("torchweft")
     there = [(keys.entry_key("mine", "a:1"), b""), (keys.owner_key("mine"), b"a:1")]
-    strange = [(b"weft/" + name, value), (b"weft/x\0o", value), (b"weft/" + name + b"\0o", value)]
+    strange = [(b"torchweft/" + name, value), (b"torchweft/x\0o", value), (b"torchweft/" + name + b"\0o", value)]
     found = MESSAGES["RangeResponse"]()
     for key, content in [*strange, *there]:
         found.kvs.add(key=key, value=content, mod_revision=7)

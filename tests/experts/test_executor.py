@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.experts.expert_cases import TROUBLE, Troubled, fussy_backend, rows, task, weights, work
-from weft.core.spec import TensorSpec
-from weft.experts import ExpertBackend, Guards
-from weft.experts.batch_executor import BatchBuffers, TaskFault, isolate_faults, split_outputs
-from weft.experts.errors import GradientError, ModuleExitError
-from weft.experts.schema import Column, FlatSchema
-from weft.experts.task import Answer, Results, Task, split_rows
+from torchweft.core.spec import TensorSpec
+from torchweft.experts import ExpertBackend, Guards
+from torchweft.experts.batch_executor import BatchBuffers, TaskFault, isolate_faults, split_outputs
+from torchweft.experts.errors import GradientError, ModuleExitError
+from torchweft.experts.schema import Column, FlatSchema
+from torchweft.experts.task import Answer, Results, Task, split_rows
 
 COLUMNS = FlatSchema(
     [Column("x", TensorSpec((None, None), torch.float32)), Column("g", TensorSpec((None,), torch.float32), casts=True)]

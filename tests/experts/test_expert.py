@@ -29,13 +29,13 @@ from tests.experts.expert_cases import (
     task,
     weights,
 )
-from weft.core.errors import SpecError, UsageError
-from weft.core.pytree import flatten
-from weft.core.spec import TensorSpec
-from weft.core.validation import Validator
-from weft.experts import ExpertBackend, Guards, Runtime
-from weft.experts.errors import StepError
-from weft.experts.expert import _check_arguments
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.core.pytree import flatten
+from torchweft.core.spec import TensorSpec
+from torchweft.core.validation import Validator
+from torchweft.experts import ExpertBackend, Guards, Runtime
+from torchweft.experts.errors import StepError
+from torchweft.experts.expert import _check_arguments
 
 
 def nested_call(count: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.experts.discovery import Fence
-from weft.experts.discovery.fencing import epoch_of, later, new_epoch, number_of, replaced, token_of
-from weft.experts.errors import FencedError
+from torchweft.experts.discovery import Fence
+from torchweft.experts.discovery.fencing import epoch_of, later, new_epoch, number_of, replaced, token_of
+from torchweft.experts.errors import FencedError
 
 epochs = st.integers(1, 2**20 - 1)
 numbers = st.integers(1, 2**44 - 1)

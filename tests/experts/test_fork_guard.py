@@ -3,7 +3,7 @@
 import gc
 
 from tests.processes import forked, only_with_fork
-from weft.experts.fork_guard import ForkGuard, finalizer
+from torchweft.experts.fork_guard import ForkGuard, finalizer
 
 pytestmark = only_with_fork
 

@@ -19,9 +19,9 @@ from tests.experts.expert_cases import (
     task,
     weights,
 )
-from weft.experts import ExpertBackend
-from weft.experts.errors import GradientError
-from weft.experts.gradients import Guards, norm
+from torchweft.experts import ExpertBackend
+from torchweft.experts.errors import GradientError
+from torchweft.experts.gradients import Guards, norm
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])

@@ -24,8 +24,8 @@ from tests.experts.expert_cases import (
     weights,
     work,
 )
-from weft.experts import ExpertBackend, GraphBudget, TensorSpec
-from weft.experts.graph_cache import GraphCache
+from torchweft.experts import ExpertBackend, GraphBudget, TensorSpec
+from torchweft.experts.graph_cache import GraphCache
 
 BUDGET = GraphBudget(1 << 20)
 INPUT_BYTES = 2 * WIDTH * 8

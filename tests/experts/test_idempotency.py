@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from tests.experts.concurrency import FakeClock
 from tests.experts.expert_cases import answered, backward, fussy_backend, rows, spoiled_gradient, weights, work
-from weft.core.errors import UsageError
-from weft.experts import AccumulationOptions, ExpertBackend, IdempotencyOptions, Runtime, idempotency
-from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
-from weft.experts.idempotency import IdempotencyTable
-from weft.experts.serialization import deserialize, serialize
-from weft.experts.task import Results, Task
+from torchweft.core.errors import UsageError
+from torchweft.experts import AccumulationOptions, ExpertBackend, IdempotencyOptions, Runtime, idempotency
+from torchweft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
+from torchweft.experts.idempotency import IdempotencyTable
+from torchweft.experts.serialization import deserialize, serialize
+from torchweft.experts.task import Results, Task
 
 
 def send(backend: ExpertBackend, key: str, client: str | None = "ann", seed: int = 0, **more: str) -> "Future[Results]":

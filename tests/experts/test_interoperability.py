@@ -1,4 +1,4 @@
-"""Clients that import nothing of weft: one in Python from gRPC's reflection, one in Node from experts.proto."""
+"""Clients that import nothing of torchweft: one in Python from gRPC's reflection, one in Node from experts.proto."""
 
 import json
 import shutil
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.processes import ROOT, python, run
-from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.server import Server
+from torchweft.experts import ExpertBackend, TensorSpec
+from torchweft.experts.server import Server
 
 CLIENT = """
 import json, sys
@@ -51,7 +51,7 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
     answers = stream(iter([frame(Frame, "FORWARD", x, key="k"), frame(Frame, "BACKWARD", x, ones, key="k")]))
     (_, outputs), (call, gradients) = map(first, answers)
     receipt = GetMessageClass(pool.FindMessageTypeByName("weft.Receipt")).FromString(call.data)
-    assert receipt.incarnation and not any(name == "weft" or name.startswith("weft.") for name in sys.modules)
+    assert receipt.incarnation and not any(name == "torchweft" or name.startswith("torchweft.") for name in sys.modules)
     print(json.dumps([outputs.tolist(), gradients.tolist(), call.step]))
 """
 X = (torch.arange(8.0) / 10).view(2, 4)

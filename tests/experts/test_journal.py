@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.experts.expert_cases import TROUBLE, fussy_backend, rows, weights, work
-from weft.core.errors import SpecError, UsageError
-from weft.experts import (
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.experts import (
     Entry,
     ExpertBackend,
     GraphBudget,
@@ -26,9 +26,9 @@ from weft.experts import (
     read_journal,
     replay,
 )
-from weft.experts import journal as logfile
-from weft.experts.errors import ReplayError
-from weft.experts.task import Task
+from torchweft.experts import journal as logfile
+from torchweft.experts.errors import ReplayError
+from torchweft.experts.task import Task
 
 
 class Store:

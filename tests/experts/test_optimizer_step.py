@@ -14,11 +14,11 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.optim.lr_scheduler import StepLR
 
 from tests.experts.expert_cases import Formula, assert_same_state, fussy_backend, rows, seeded, send_step, work
-from weft.core.errors import UsageError
-from weft.experts import ExpertBackend, Runtime, TensorSpec
-from weft.experts.errors import StepError
-from weft.experts.optimizer_step import make_optimizer, make_schedule, private_gradients
-from weft.experts.tensors import tensor_bytes
+from torchweft.core.errors import UsageError
+from torchweft.experts import ExpertBackend, Runtime, TensorSpec
+from torchweft.experts.errors import StepError
+from torchweft.experts.optimizer_step import make_optimizer, make_schedule, private_gradients
+from torchweft.experts.tensors import tensor_bytes
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -10,23 +10,23 @@ import pytest
 import torch
 
 from tests.experts.mixture.test_arguments import GOOD
-from weft.core.errors import UsageError
-from weft.core.spec import TensorSpec
-from weft.core.validation import MAX_SECONDS, Validator
-from weft.experts import AccumulationOptions, GraphBudget, Guards, IdempotencyOptions
-from weft.experts.client import RemoteExpert
-from weft.experts.client.retry import Retry
-from weft.experts.client.stream import PendingCalls
-from weft.experts.discovery import LocalDirectory
-from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.mixture.fanout import MixtureOptions
-from weft.experts.replication import ReplicaOptions
-from weft.experts.runtime import Runtime
-from weft.experts.schema import Column, FlatSchema
-from weft.experts.server.options import ServerOptions
-from weft.experts.task import Answer, Task
-from weft.experts.task_pool import PoolOptions, TaskPool
-from weft.experts.wire import Call, Header, Kind
+from torchweft.core.errors import UsageError
+from torchweft.core.spec import TensorSpec
+from torchweft.core.validation import MAX_SECONDS, Validator
+from torchweft.experts import AccumulationOptions, GraphBudget, Guards, IdempotencyOptions
+from torchweft.experts.client import RemoteExpert
+from torchweft.experts.client.retry import Retry
+from torchweft.experts.client.stream import PendingCalls
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.discovery.etcd import EtcdDirectory
+from torchweft.experts.mixture.fanout import MixtureOptions
+from torchweft.experts.replication import ReplicaOptions
+from torchweft.experts.runtime import Runtime
+from torchweft.experts.schema import Column, FlatSchema
+from torchweft.experts.server.options import ServerOptions
+from torchweft.experts.task import Answer, Task
+from torchweft.experts.task_pool import PoolOptions, TaskPool
+from torchweft.experts.wire import Call, Header, Kind
 
 CALL = Call(Header(kind=Kind.FORWARD, call_id=1, uid="a"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import SOURCE
-from weft.experts.protobuf import load_messages
+from torchweft.experts.protobuf import load_messages
 
 PROTOS = sorted(SOURCE.rglob("*.proto"))
 
@@ -22,6 +22,6 @@ def test_descriptor_set_matches_its_proto(proto: Path, tmp_path: Path) -> None:
 
 
 def test_messages_are_found_by_their_names() -> None:
-    messages = load_messages("weft.experts.discovery", "etcd")
+    messages = load_messages("torchweft.experts.discovery", "etcd")
     value = messages["KeyValue"](key=b"a", mod_revision=3)
     assert messages["KeyValue"].FromString(value.SerializeToString()) == value

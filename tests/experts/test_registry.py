@@ -1,4 +1,4 @@
-"""Kinds of experts are asked for by name, and those of weft are ordinary ones."""
+"""Kinds of experts are asked for by name, and those of torchweft are ordinary ones."""
 
 from functools import partial
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from weft.core.errors import UsageError
-from weft.core.spec import TensorSpec
-from weft.experts import ExpertFactory, FeedForward, Runtime, expert_kinds, make_expert, register_expert
-from weft.experts import registry as registered
+from torchweft.core.errors import UsageError
+from torchweft.core.spec import TensorSpec
+from torchweft.experts import ExpertFactory, FeedForward, Runtime, expert_kinds, make_expert, register_expert
+from torchweft.experts import registry as registered
 
 
 def test_a_kind_is_made_by_keywords_and_serves(monkeypatch: pytest.MonkeyPatch) -> None:

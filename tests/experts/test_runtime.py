@@ -13,13 +13,13 @@ import torch
 
 from tests.experts.concurrency import BlockingProcess, echo, wait_until
 from tests.experts.expert_cases import fussy_backend, rows
-from weft.core.errors import UsageError
-from weft.core.spec import TensorSpec
-from weft.experts.errors import ClosedError, ExpertError, RefusedError
-from weft.experts.runtime import Runtime
-from weft.experts.schema import Column, FlatSchema
-from weft.experts.task import Answer, Task, answer_waiters
-from weft.experts.task_pool import PoolOptions, TaskPool
+from torchweft.core.errors import UsageError
+from torchweft.core.spec import TensorSpec
+from torchweft.experts.errors import ClosedError, ExpertError, RefusedError
+from torchweft.experts.runtime import Runtime
+from torchweft.experts.schema import Column, FlatSchema
+from torchweft.experts.task import Answer, Task, answer_waiters
+from torchweft.experts.task_pool import PoolOptions, TaskPool
 
 X = FlatSchema([Column("x", TensorSpec((None,), torch.float32))])
 ROW = torch.ones(1)

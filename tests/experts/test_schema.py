@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.experts.expert_cases import TROUBLE, WIDTH, Formula, X, double_layer, rows
-from weft.core.errors import SpecError, UsageError
-from weft.core.pytree import flatten
-from weft.core.spec import TensorSpec
-from weft.experts import ExpertBackend, Runtime
-from weft.experts.schema import Column, FlatSchema, call_schema, check_ranges
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.core.pytree import flatten
+from torchweft.core.spec import TensorSpec
+from torchweft.experts import ExpertBackend, Runtime
+from torchweft.experts.schema import Column, FlatSchema, call_schema, check_ranges
 
 specs = st.builds(
     lambda shape, dtype: TensorSpec((None, *shape), dtype),

@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.experts.wire_cases import formed, random_tensor, same_bytes
-from weft.core.errors import UsageError
-from weft.experts.errors import DamagedError
-from weft.experts.serialization import deserialize, serialize
-from weft.experts.wire.frame import CODES
+from torchweft.core.errors import UsageError
+from torchweft.experts.errors import DamagedError
+from torchweft.experts.serialization import deserialize, serialize
+from torchweft.experts.wire.frame import CODES
 
 KEYS = st.text(max_size=4) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

@@ -19,12 +19,12 @@ from tests.experts.expert_cases import WIDTH, Formula, X, double_layer, fussy_ba
 from tests.experts.expert_cases import seeded as seeded_module
 from tests.experts.mixture.commit_cases import UIDS, Experts
 from tests.experts.test_journal import Store
-from weft import Pipe
-from weft.core.rng import generators_of, seed_generators
-from weft.experts import ExpertBackend, GraphBudget, Journal, TensorSpec, replay
-from weft.experts.client import LocalTransport, RemoteExpert
-from weft.experts.server import Server
-from weft.experts.wire import Call, Kind, Received
+from torchweft import Pipe
+from torchweft.core.rng import generators_of, seed_generators
+from torchweft.experts import ExpertBackend, GraphBudget, Journal, TensorSpec, replay
+from torchweft.experts.client import LocalTransport, RemoteExpert
+from torchweft.experts.server import Server
+from torchweft.experts.wire import Call, Kind, Received
 
 THREE = TensorSpec((None, 3), torch.float64)
 

@@ -22,9 +22,9 @@ from tests.experts.expert_cases import (
     task,
     weights,
 )
-from weft.core.errors import UsageError
-from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.serialization import deserialize, serialize
+from torchweft.core.errors import UsageError
+from torchweft.experts import ExpertBackend, TensorSpec
+from torchweft.experts.serialization import deserialize, serialize
 
 
 class EagerStateSgd(torch.optim.Optimizer):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.concurrency import FakeClock
-from weft.core.spec import TensorSpec
-from weft.experts.schema import Column, FlatSchema
-from weft.experts.task import Answer, BatchQueue, Task, answer_waiters
-from weft.experts.task_pool import BatchDelay, CallerGroup, PoolOptions, TaskPool
+from torchweft.core.spec import TensorSpec
+from torchweft.experts.schema import Column, FlatSchema
+from torchweft.experts.task import Answer, BatchQueue, Task, answer_waiters
+from torchweft.experts.task_pool import BatchDelay, CallerGroup, PoolOptions, TaskPool
 
 
 def ignore(task: Task) -> None:
@@ -270,7 +270,7 @@ class WaitingPool:
     name = "runtime"
 
     def __init__(self, patch: pytest.MonkeyPatch, **options: float | int) -> None:
-        self.clock = FakeClock().install(patch, "weft.experts.task_pool")
+        self.clock = FakeClock().install(patch, "torchweft.experts.task_pool")
         self.clock.now = time.monotonic()
         options = {"max_batch_delay": 60.0, **options}
         self.pool = TaskPool("p", self.process, SCHEMA, PoolOptions(**options))  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.experts.concurrency import in_threads
 from tests.processes import python
-from weft.core.errors import SpecError, UsageError
-from weft.core.spec import TensorSpec
-from weft.experts.errors import (
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.core.spec import TensorSpec
+from torchweft.experts.errors import (
     ClosedError,
     ExpertError,
     ExpiredError,
@@ -23,9 +23,9 @@ from weft.experts.errors import (
     QuotaError,
     TooManyRowsError,
 )
-from weft.experts.schema import Column, FlatSchema
-from weft.experts.task import Answer, Task
-from weft.experts.task_pool import PoolOptions, TaskPool, validate_metadata
+from torchweft.experts.schema import Column, FlatSchema
+from torchweft.experts.task import Answer, Task
+from torchweft.experts.task_pool import PoolOptions, TaskPool, validate_metadata
 
 COLUMNS = FlatSchema(
     [Column("x", TensorSpec((None, 3), torch.float32)), Column("n", TensorSpec((None, None), torch.int64))]
@@ -171,9 +171,9 @@ def test_waiting_task_can_be_cancelled_and_running_one_not() -> None:
 FLOOD = """
 import gc, sys, time
 import torch
-from weft.core.spec import TensorSpec
-from weft.experts.task_pool import PoolOptions, TaskPool
-from weft.experts.schema import Column, FlatSchema
+from torchweft.core.spec import TensorSpec
+from torchweft.experts.task_pool import PoolOptions, TaskPool
+from torchweft.experts.schema import Column, FlatSchema
 columns = FlatSchema([Column("x", TensorSpec((None, 3), torch.float32))])
 pool = TaskPool("p", lambda tasks: [], columns, PoolOptions(max_tasks=50, max_client_tasks=100))
 x = torch.ones(1, 3)

@@ -12,11 +12,11 @@ import torch
 
 from tests.experts.concurrency import wait_until
 from tests.experts.status_page.panel_cases import layer, train
-from weft.core.errors import UsageError
-from weft.experts import telemetry as adapter
-from weft.experts.client import GrpcTransport, RemoteExpert
-from weft.experts.server import Server
-from weft.experts.telemetry import Attributes, OpenTelemetryObserver, SafeObserver, SpanObserver
+from torchweft.core.errors import UsageError
+from torchweft.experts import telemetry as adapter
+from torchweft.experts.client import GrpcTransport, RemoteExpert
+from torchweft.experts.server import Server
+from torchweft.experts.telemetry import Attributes, OpenTelemetryObserver, SafeObserver, SpanObserver
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 X = torch.ones(3, 4, dtype=torch.float64)
@@ -52,7 +52,7 @@ class Notes:
         return getattr(self.here, "now", None)
 
     def spans_named(self, name: str) -> list[dict[str, Any]]:
-        return [span for span in self.spans if span["name"] == f"weft.{name}"]
+        return [span for span in self.spans if span["name"] == f"torchweft.{name}"]
 
 
 def test_a_backward_is_received_waits_runs_and_steps() -> None:
@@ -61,14 +61,14 @@ def test_a_backward_is_received_waits_runs_and_steps() -> None:
     with Server([layer("a")], observer=notes) as server:
         train(server, "a", 2)
     received, queued = notes.spans_named("receive"), notes.spans_named("queue")
-    assert [one["weft.direction"] for one in received] == ["info"] + ["forward", "backward"] * 2
-    assert all(one["weft.expert"] == "a" and one["weft.client"] for one in received)
-    numbers = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "weft.receive"][1:]
+    assert [one["torchweft.direction"] for one in received] == ["info"] + ["forward", "backward"] * 2
+    assert all(one["torchweft.expert"] == "a" and one["torchweft.client"] for one in received)
+    numbers = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "torchweft.receive"][1:]
     assert [one["parents"] for one in queued] == [[number] for number in numbers]
     assert [one["parents"] for one in notes.spans_named("batch")] == [[number] for number in numbers]
-    assert all(one["waited"] >= 0.0 and one["weft.rows"] == 3 for one in queued)
-    backwards = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "weft.batch"][1::2]
-    assert [(one["outer"], one["weft.steps"]) for one in notes.spans_named("step")] == [
+    assert all(one["waited"] >= 0.0 and one["torchweft.rows"] == 3 for one in queued)
+    backwards = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "torchweft.batch"][1::2]
+    assert [(one["outer"], one["torchweft.steps"]) for one in notes.spans_named("step")] == [
         *zip(backwards, (1, 2), strict=True)
     ]
 
@@ -85,9 +85,9 @@ def test_a_batch_of_several_tasks_names_them_all() -> None:
             wait_until(lambda: backend.forward_pool.statistics().waiting_tasks == 3)
         for each in threads:
             each.join()
-    merged = next(one for one in notes.spans_named("batch") if one["weft.tasks"] > 1)
-    assert merged["weft.tasks"] == 3 == len(merged["parents"]) and merged["weft.rows"] == 9
-    assert {notes.spans[int(number)]["name"] for number in merged["parents"]} == {"weft.receive"}
+    merged = next(one for one in notes.spans_named("batch") if one["torchweft.tasks"] > 1)
+    assert merged["torchweft.tasks"] == 3 == len(merged["parents"]) and merged["torchweft.rows"] == 9
+    assert {notes.spans[int(number)]["name"] for number in merged["parents"]} == {"torchweft.receive"}
 
 
 def test_the_trace_of_a_client_comes_with_its_connection() -> None:
@@ -96,7 +96,7 @@ def test_the_trace_of_a_client_comes_with_its_connection() -> None:
         for trace in (lambda: TRACE, None, lambda: None, lambda: "no traceparent"):
             with GrpcTransport(server.address, trace=trace) as transport, torch.no_grad():
                 RemoteExpert("a", transport)(X)
-    found = [one["parents"] for one in notes.spans_named("receive") if one["weft.direction"] == "forward"]
+    found = [one["parents"] for one in notes.spans_named("receive") if one["torchweft.direction"] == "forward"]
     assert found == [[TRACE], [], [], []]
 
 
@@ -146,13 +146,13 @@ class Faulty:
 @pytest.mark.parametrize("place", ["enter", "leave", "current"])
 def test_failing_observer_is_logged_and_harmless(place: str, caplog: pytest.LogCaptureFixture) -> None:
     with (
-        caplog.at_level(logging.ERROR, "weft.experts.telemetry"),
+        caplog.at_level(logging.ERROR, "torchweft.experts.telemetry"),
         Server([layer("a")], observer=Faulty(place)) as server,
     ):
         train(server, "a")
         assert server.statistics().experts["a"].steps == 1
     assert f"in {place}" in caplog.text
-    with pytest.raises(ValueError, match="mine"), SafeObserver(Faulty(place)).span("weft.batch", {}):
+    with pytest.raises(ValueError, match="mine"), SafeObserver(Faulty(place)).span("torchweft.batch", {}):
         raise ValueError("mine")  # what the work raises goes through
 
 
@@ -174,25 +174,25 @@ def test_opentelemetry_trace_spans_client_and_step() -> None:
     ):
         RemoteExpert("a", transport)(X).sum().backward()
     spans = memory.get_finished_spans()
-    by_name = {span.name: span for span in spans if span.attributes.get("weft.direction") != "forward"}
+    by_name = {span.name: span for span in spans if span.attributes.get("torchweft.direction") != "forward"}
     (epoch,) = [span for span in spans if span.name == "epoch"]
-    chain = [by_name[f"weft.{name}"] for name in ("step", "batch", "receive")] + [epoch]
+    chain = [by_name[f"torchweft.{name}"] for name in ("step", "batch", "receive")] + [epoch]
     for child, parent in pairwise(chain):
         assert child.parent.span_id == parent.context.span_id
-    of_one = [span for span in spans if span.attributes.get("weft.direction") != "info"]
+    of_one = [span for span in spans if span.attributes.get("torchweft.direction") != "info"]
     assert {span.context.trace_id for span in of_one} == {epoch.context.trace_id}
-    queue = by_name["weft.queue"]
-    assert queue.start_time <= queue.end_time and queue.attributes["weft.rows"] == 3
+    queue = by_name["torchweft.queue"]
+    assert queue.start_time <= queue.end_time and queue.attributes["torchweft.rows"] == 3
 
 
 def test_opentelemetry_links_a_batch_to_all_that_it_joined() -> None:
     observer, memory = exported()
     other = TRACE.replace("0af7", "1bf7")
-    with observer.span("outside", {}), observer.span("weft.batch", {}, parents=[TRACE, other]):
+    with observer.span("outside", {}), observer.span("torchweft.batch", {}, parents=[TRACE, other]):
         pass
     batch, _ = memory.get_finished_spans()
     assert batch.parent is None and [f"{link.context.trace_id:032x}"[:4] for link in batch.links] == ["0af7", "1bf7"]
-    with observer.span("weft.receive", {}, parents=["no traceparent"]):
+    with observer.span("torchweft.receive", {}, parents=["no traceparent"]):
         assert observer.current() is not None
     assert observer.current() is None
 

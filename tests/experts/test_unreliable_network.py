@@ -12,10 +12,10 @@ from torch import nn
 from benchmarks.experts.survive_steps import Trainers, counted, marks
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.faulty_proxy import FaultyProxy, NetworkFaults
-from weft.experts import ExpertBackend
-from weft.experts.client import GrpcTransport, LocalTransport, RemoteExpert, Retry, Transport
-from weft.experts.server import Server
-from weft.experts.wire import DeadlineError
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client import GrpcTransport, LocalTransport, RemoteExpert, Retry, Transport
+from torchweft.experts.server import Server
+from torchweft.experts.wire import DeadlineError
 
 ROUGH = NetworkFaults(late=0.003, cut=0.03, silent=0.02, silent_seconds=0.3, stall=0.02, stall_seconds=0.2)
 PATIENT = Retry(attempts=100_000, first=0.005, longest=0.1, attempt_seconds=2.0)

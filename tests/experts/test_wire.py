@@ -1,4 +1,6 @@
-"""What goes in comes out, to the bit; of what anybody may send, a frame or a WireError. `WEFT_FUZZ=1000000` fuzzes."""
+"""What goes in comes out, to the bit; of what anybody may send, a frame or a WireError. `TORCHWEFT_FUZZ=1000000`
+fuzzes.
+"""
 
 import os
 import random
@@ -13,10 +15,10 @@ from hypothesis import strategies as st
 
 from tests.experts.wire_cases import calls, formed, frames, random_tensor, same_bytes
 from tests.processes import python
-from weft.core.errors import UsageError
-from weft.experts.compression import Compression
-from weft.experts.protobuf import load_messages
-from weft.experts.wire import (
+from torchweft.core.errors import UsageError
+from torchweft.experts.compression import Compression
+from torchweft.experts.protobuf import load_messages
+from torchweft.experts.wire import (
     Call,
     Frame,
     Header,
@@ -30,7 +32,7 @@ from weft.experts.wire import (
     encode,
     encode_parts,
 )
-from weft.experts.wire.frame import ALIGNMENT, CODES, DTYPES, MESSAGE_BYTES
+from torchweft.experts.wire.frame import ALIGNMENT, CODES, DTYPES, MESSAGE_BYTES
 
 ASK = Header(kind=Kind.FORWARD, call_id=1, uid="ffn.0")
 
@@ -186,7 +188,7 @@ def test_a_frame_in_parts_is_the_frame() -> None:
 
 def test_a_message_of_protobuf_is_a_frame() -> None:
     """Whatever writes and reads Frame of experts.proto can talk to a server."""
-    proto = load_messages("weft.experts.wire", "experts")
+    proto = load_messages("torchweft.experts.wire", "experts")
     tensor = proto["Tensor"](dtype=18, shape=[2])
     call = proto["Call"](kind=1, call_id=1, uid="ffn.0", tensors=[tensor])
     numbers = torch.tensor([1.0, 2.0])
@@ -220,7 +222,7 @@ def test_a_deadline_is_cut_to_what_the_format_holds(given_ms: int | None, seen: 
     assert decode(encode([Call(header)]))[0].header.deadline_ms == seen
 
 
-TIMES = int(os.environ.get("WEFT_FUZZ") or ("100000" if os.environ.get("CI") else "10000"))
+TIMES = int(os.environ.get("TORCHWEFT_FUZZ") or ("100000" if os.environ.get("CI") else "10000"))
 CAPS = Limits(frame_bytes=1 << 16, decoded_bytes=1 << 16, elements=1 << 14)
 INTERESTING = [0, 1, 2, 127, 128, 255, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62]
 INTERESTING += [(1 << 63) - 1, 1 << 63, (1 << 64) - 1]
@@ -294,7 +296,7 @@ def test_mutated_frame_is_a_frame_or_a_wire_error(message: bytes, draw: random.R
 
 @pytest.mark.long
 def test_many_mutations_end_in_a_frame_or_a_wire_error() -> None:
-    draw, known = random.Random(None if "WEFT_FUZZ" in os.environ else 1), seeds()
+    draw, known = random.Random(None if "TORCHWEFT_FUZZ" in os.environ else 1), seeds()
     whole = 0
     for turn in range(TIMES):
         whole += decode_and_check(mutate(known[turn % len(known)], draw))
@@ -312,7 +314,7 @@ def test_every_truncation_of_a_frame_with_tensors_is_refused() -> None:
 
 def frame_of(shape: tuple[int, ...], *, dtype: int = 18, packing: int = 0, kind: int = 1, body: bytes = b"") -> bytes:
     """A frame made by protobuf alone, with one tensor that says this of itself."""
-    proto = load_messages("weft.experts.wire", "experts")
+    proto = load_messages("torchweft.experts.wire", "experts")
     call = proto["Call"](kind=kind, call_id=7, tensors=[proto["Tensor"](dtype=dtype, shape=shape, compression=packing)])
     return proto["Frame"](header=proto["Header"](calls=[call]), body=body).SerializeToString()
 
@@ -376,8 +378,8 @@ def test_huge_sizes_in_a_header_cost_nothing() -> None:
 
 HOSTILE = """
 import resource
-from weft.experts.wire import LimitError, decode
-from weft.experts.wire.frame import HEADER_BYTES, _field_prefix
+from torchweft.experts.wire import LimitError, decode
+from torchweft.experts.wire.frame import HEADER_BYTES, _field_prefix
 
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

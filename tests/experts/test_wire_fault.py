@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.errors import SpecError, UsageError, WeftError
-from weft.experts.errors import ExpertError, OverloadError, TooManyRowsError
-from weft.experts.protobuf import load_messages
-from weft.experts.wire import (
+from torchweft.core.errors import SpecError, UsageError, WeftError
+from torchweft.experts.errors import ExpertError, OverloadError, TooManyRowsError
+from torchweft.experts.protobuf import load_messages
+from torchweft.experts.wire import (
     RETRYABLE,
     ExpertFailedError,
     LimitError,
@@ -20,7 +20,7 @@ from weft.experts.wire import (
     register_fault,
     write_fault,
 )
-from weft.experts.wire.service import FAULTS, MOST_TEXT
+from torchweft.experts.wire.service import FAULTS, MOST_TEXT
 
 
 @given(
@@ -56,7 +56,7 @@ def test_unknown_error_arrives_as_its_nearest_base() -> None:
         seen = read_fault(write_fault(type("Own", (base,), {})("axis 1")))
         assert type(seen) is base and (base is TooManyRowsError or any("Own" in note for note in seen.__notes__))
     assert type(read_fault(write_fault(WeftError("any")))) is RemoteError
-    newer = load_messages("weft.experts.wire", "experts")["Fault"](code=60000, message="full").SerializeToString()
+    newer = load_messages("torchweft.experts.wire", "experts")["Fault"](code=60000, message="full").SerializeToString()
     seen = read_fault(newer)
     assert type(seen) is RemoteError and seen.details["code"] == "60000" and str(seen) == "full"
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.experts.compression import Compression
-from weft.experts.wire.frame import CODES, WITH_TENSORS, Call, Header, Kind, encode
+from torchweft.experts.compression import Compression
+from torchweft.experts.wire.frame import CODES, WITH_TENSORS, Call, Header, Kind, encode
 
 SHAPES = ((), (0,), (1,), (3,), (0, 4), (4, 0), (2, 3), (5, 1, 7), (1, 2, 1, 3))
 FORMS = ("plain", "transposed", "strided", "expanded")

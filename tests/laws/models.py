@@ -1,7 +1,7 @@
 """Small models for the laws. Each is described by plain data, and built twice from it.
 
     ModelPlan --+--> sequential(...)   layers for a Pipe; those with skips are `weft.skippable`
-                +--> Plain(...)        the same layers, with the skips in a dict: nothing of weft in it
+                +--> Plain(...)        the same layers, with the skips in a dict: nothing of torchweft in it
 
 Both use the same `Block` objects or copies of them, so they compute the same function. All values are float64 and rows
 are independent, so a mini-batch and its micro-batches must agree to rounding.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from weft import Pipe, pop, skippable, stash
+from torchweft import Pipe, pop, skippable, stash
 
 WIDTH = 3
 

@@ -27,8 +27,8 @@ from tests.laws.models import (
     twin,
 )
 from tests.strategies import model_plans
-from weft import Pipe
-from weft.core.errors import BackwardTwiceError, DoubleBackwardError
+from torchweft import Pipe
+from torchweft.core.errors import BackwardTwiceError, DoubleBackwardError
 
 EVERY_MODE = [
     pytest.param(checkpoint, schedule, id=f"{checkpoint}-{schedule}")

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft import Pipe, Recorder, pop, skippable, stash
-from weft.pipeline.schedule import Action
+from torchweft import Pipe, Recorder, pop, skippable, stash
+from torchweft.pipeline.schedule import Action
 
 WIDTH = 32
 

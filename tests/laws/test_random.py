@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-from weft import Pipe, Recorder, is_recomputing
-from weft.core.errors import RandomnessError
+from torchweft import Pipe, Recorder, is_recomputing
+from torchweft.core.errors import RandomnessError
 
 ONES = torch.ones(5, 8, dtype=torch.float64)
 

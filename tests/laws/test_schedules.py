@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.strategies import valid_schedules
-from weft import Pipe, Schedule
-from weft.core.errors import ScheduleError
-from weft.pipeline.schedule import Action
+from torchweft import Pipe, Schedule
+from torchweft.core.errors import ScheduleError
+from torchweft.pipeline.schedule import Action
 
 Rows = list[list[Action]]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft import Pipe, pop, skippable, stash
+from torchweft import Pipe, pop, skippable, stash
 
 CHECKPOINTS = ("always", "except_last", "never")
 CUTS = ("serial", "threads")

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from tests.pipeline.streams import Machine, Node, OnGpu, Parameter, Stream, Walk, in_a_thread
-from weft.core.context import ExecutionContext, set_phase
-from weft.core.rng import RngStreams
-from weft.core.segment import Segment, Tape
-from weft.pipeline import recompute, step
-from weft.pipeline.executor import LocalQueue, SerialExecutor, working
-from weft.pipeline.loss import WeightedLoss
-from weft.pipeline.recompute import StageReplay
-from weft.pipeline.routing import (
+from torchweft.core.context import ExecutionContext, set_phase
+from torchweft.core.rng import RngStreams
+from torchweft.core.segment import Segment, Tape
+from torchweft.pipeline import recompute, step
+from torchweft.pipeline.executor import LocalQueue, SerialExecutor, working
+from torchweft.pipeline.loss import WeightedLoss
+from torchweft.pipeline.recompute import StageReplay
+from torchweft.pipeline.routing import (
     OUTSIDE,
     CudaStageDevice,
     EntryPoint,
@@ -30,8 +30,8 @@ from weft.pipeline.routing import (
     Wiring,
     join_walk,
 )
-from weft.pipeline.schedule import Schedule, waits
-from weft.pipeline.step import PipeStep
+from torchweft.pipeline.schedule import Schedule, waits
+from torchweft.pipeline.step import PipeStep
 
 
 class ShuffledExecutor(SerialExecutor):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_gradients_equal
-from weft.core.errors import BackwardTwiceError, DoubleBackwardError
+from torchweft.core.errors import BackwardTwiceError, DoubleBackwardError
 
 MODES = [("gpipe", False), ("gpipe", True), ("1f1b", True)]
 
@@ -177,7 +177,7 @@ def test_fastest_layout_is_kept_until_it_becomes_slow(
         return plans(layout, loss)
 
     monkeypatch.setattr(runtime, "plan", plan)
-    monkeypatch.setattr("weft.core.timing.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("torchweft.core.timing.time", SimpleNamespace(perf_counter=clock))
 
     def steps(count: int, x: Tensor) -> list[str]:
         for _ in range(count):
@@ -234,7 +234,7 @@ def test_data_parallel_sees_one_graph_under_auto(inside: bool) -> None:
 def test_a_silent_step_needs_no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, x = settled_pipe(model(), "gpipe", False), torch.randn(8, 4).double()
     wanted = [pipe(x) for _ in range(2)][-1]  # the first observes, the second knows
-    monkeypatch.setattr("weft.pipeline.stage.Stage.scan", None)
+    monkeypatch.setattr("torchweft.pipeline.stage.Stage.scan", None)
     assert torch.equal(pipe(x), wanted)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.autotune import LayoutTuner, TimedCall
+from torchweft.pipeline.autotune import LayoutTuner, TimedCall
 
 TURNS = 6  # one to warm up, five that count
 NAMES = ("serial", "uncut", "threads")

@@ -18,12 +18,12 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft import NoChunk, Pipe
-from weft.compat.torchgpipe import GPipe
-from weft.core import pytree as tree
-from weft.core.errors import BatchError, SpecError, UsageError
-from weft.pipeline.config import BatchDims
-from weft.recurrent import LSTM, Bidirectional, Caffe2LSTM, Recurrent, Stack
+from torchweft import NoChunk, Pipe
+from torchweft.compat.torchgpipe import GPipe
+from torchweft.core import pytree as tree
+from torchweft.core.errors import BatchError, SpecError, UsageError
+from torchweft.pipeline.config import BatchDims
+from torchweft.recurrent import LSTM, Bidirectional, Caffe2LSTM, Recurrent, Stack
 
 
 class OverTime(nn.Module):
@@ -76,7 +76,7 @@ def test_a_mini_batch_is_cut_and_joined_along_axis_1(executor: str, checkpoint: 
         First(Recurrent(nn.GRUCell(4, 4))),
         nn.TransformerEncoderLayer(4, 2, 8, dropout=0),
     ],
-    ids=["nn.LSTM", "weft LSTM", "Recurrent", "TransformerEncoderLayer"],
+    ids=["nn.LSTM", "torchweft LSTM", "Recurrent", "TransformerEncoderLayer"],
 )
 def test_networks_with_time_first_are_exact_on_axis_1(net: nn.Module) -> None:
     pipe, plain = piped(nn.Sequential(net, nn.Linear(4, 2)).double(), chunks=2, batch_dim=1)
@@ -163,7 +163,7 @@ TIME_FIRST = {
     "Recurrent": lambda **more: Recurrent(nn.GRUCell(4, 4), **more),
     "LSTM": lambda **more: nn.LSTM(4, 4, **more),
     "GRU": lambda **more: nn.GRU(4, 4, **more),
-    "weft LSTM": lambda **more: LSTM(4, 4, **more),
+    "torchweft LSTM": lambda **more: LSTM(4, 4, **more),
     "Caffe2LSTM": lambda **_: Caffe2LSTM(4, 4),
     "Stack": lambda **more: Stack([Recurrent(nn.GRUCell(4, 4), **more)]),
     "Bidirectional": lambda **more: Bidirectional(*(Recurrent(nn.GRUCell(4, 4), **more) for _ in range(2))),
@@ -177,7 +177,7 @@ TIME_FIRST = {
 
 @pytest.mark.parametrize("kind", TIME_FIRST)
 def test_time_first_module_is_refused_by_name(kind: str) -> None:
-    name = kind.removeprefix("weft ")
+    name = kind.removeprefix("torchweft ")
     for make in (Pipe, lambda model, **more: GPipe(model, [len(model)], devices="cpu", **more)):
         with pytest.raises(UsageError, match=rf"batch_first=True(.|\n)*  - 1\.net \({name}\) has its batch on axis 1$"):
             make(nn.Sequential(nn.Tanh(), First(TIME_FIRST[kind]())), chunks=2)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.core.context import set_phase
-from weft.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from weft.pipeline.microbatch import split
+from torchweft.core.context import set_phase
+from torchweft.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from torchweft.pipeline.microbatch import split
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 

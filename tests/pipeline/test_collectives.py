@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.pipeline.pipe_cases import chain, rows
 from tests.processes import python
-from weft import Pipe
-from weft.core.errors import UsageError
+from torchweft import Pipe
+from torchweft.core.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.pipeline.pipe_cases import backward, rows
 from tests.pipeline.test_collectives import tensor_parallel
-from weft import Pipe
+from torchweft import Pipe
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 backward(Pipe(tensor_parallel(), chunks=2, devices=["cpu"] * 2, checkpoint={checkpoint!r}), rows(6, 4))
 dist.destroy_process_group()

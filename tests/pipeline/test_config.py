@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.type_checks import without_type_checks
-from weft import Pipe
-from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError
-from weft.core.validation import Validator
-from weft.pipeline.config import (
+from torchweft import Pipe
+from torchweft.core.errors import PartitionError, ScheduleError, SpecError, UsageError
+from torchweft.core.validation import Validator
+from torchweft.pipeline.config import (
     check_schedule,
     check_settings,
     checkpoint_rules,
@@ -25,7 +25,7 @@ from weft.pipeline.config import (
     resolve_layout,
     sizes_of,
 )
-from weft.pipeline.schedule import Schedule, gpipe
+from torchweft.pipeline.schedule import Schedule, gpipe
 
 CPU = torch.device("cpu")
 MODES = st.sampled_from(["always", "except_last", "never"])
@@ -275,7 +275,9 @@ def test_gpus_without_peer_access_are_rejected(devices: Any, options: Any, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one.index, other.index) == (0, 1))
-    with pytest.raises(UsageError, match="cuda:0 and cuda:1 have no peer access, which weft is not tested without"):
+    with pytest.raises(
+        UsageError, match="cuda:0 and cuda:1 have no peer access, which torchweft is not tested without"
+    ):
         Pipe(linears(1, 2), chunks=1, devices=devices, **options)
     assert places_of(["cuda:1", "cuda:1", "cpu"]) == [torch.device("cuda:1"), torch.device("cuda:1"), CPU]
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import weft
-from weft.core.errors import UsageError
-from weft.pipeline.schedule import Action, build
-from weft.pipeline.simulate import MemoryRecorder, costs_from
-from weft.pipeline.step import Observer
-from weft.pipeline.tracing import ActionEvent, Recorder
+import torchweft as weft
+from torchweft.core.errors import UsageError
+from torchweft.pipeline.schedule import Action, build
+from torchweft.pipeline.simulate import MemoryRecorder, costs_from
+from torchweft.pipeline.step import Observer
+from torchweft.pipeline.tracing import ActionEvent, Recorder
 
 
 @weft.skippable(stash=["far", "same"])

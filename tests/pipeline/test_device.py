@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft import Pipe
-from weft.core.errors import UsageError
-from weft.core.segment import detached_leaf
-from weft.pipeline.routing import CudaStageDevice, Message, StageDevice, join_walk, leave_walk, message_of
+from torchweft import Pipe
+from torchweft.core.errors import UsageError
+from torchweft.core.segment import detached_leaf
+from torchweft.pipeline.routing import CudaStageDevice, Message, StageDevice, join_walk, leave_walk, message_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import weft
+import torchweft as weft
 from tests.processes import forked, only_with_fork
 from tests.strategies import any_schedules
-from weft.core.context import ExecutionContext
-from weft.core.rng import RngVote, lock_generators
-from weft.pipeline.actions import Action, needs
-from weft.pipeline.executor import SerialExecutor, ThreadExecutor, WalkAborted
-from weft.pipeline.routing import OUTSIDE, Address, Message
-from weft.pipeline.schedule import Schedule, gpipe, one_f_one_b
+from torchweft.core.context import ExecutionContext
+from torchweft.core.rng import RngVote, lock_generators
+from torchweft.pipeline.actions import Action, needs
+from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor, WalkAborted
+from torchweft.pipeline.routing import OUTSIDE, Address, Message
+from torchweft.pipeline.schedule import Schedule, gpipe, one_f_one_b
 
 
 class Chain:
@@ -87,7 +87,7 @@ def test_a_walk_does_everything_once_in_the_order_of_every_list(
     assert all(place[need] < place[action] for action, before in chain.waits.items() for need in before)
     assert {message.value for message in left.values()} == {a for a, r in chain.readers.items() if not r}
     if threaded:
-        wanted = {f"weft-test-{w}": {a.stage for a in row} for w, row in enumerate(schedule.workers)}
+        wanted = {f"torchweft-test-{w}": {a.stage for a in row} for w, row in enumerate(schedule.workers)}
         assert chain.threads == wanted
     else:
         assert set(chain.threads) == {threading.current_thread().name}
@@ -169,9 +169,9 @@ def test_threads_last_as_long_as_their_executor() -> None:
         chain = Chain(gpipe(3, 2))
         executor.walk(gpipe(3, 2), chain, {}, current_context())
         seen.append(set(chain.threads))
-    assert seen == [{"weft-gone-0", "weft-gone-1", "weft-gone-2"}] * 3
+    assert seen == [{"torchweft-gone-0", "torchweft-gone-1", "torchweft-gone-2"}] * 3
     assert executor.workers == 3
-    mine = [thread for thread in threading.enumerate() if thread.name.startswith("weft-gone")]
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("torchweft-gone")]
     assert len(mine) == 3
     gone = weakref.ref(executor)
     del executor
@@ -280,7 +280,7 @@ def test_walk_inside_a_walk_runs_in_its_own_thread() -> None:
     )
     walking.start()
     walking.join(10)
-    assert set(chain.threads) == {"weft-own-0"} and sorted(chain.done) == sorted(chain.waits)
+    assert set(chain.threads) == {"torchweft-own-0"} and sorted(chain.done) == sorted(chain.waits)
 
 
 def test_holder_of_a_turn_does_not_wait_for_its_waiters() -> None:
@@ -379,7 +379,7 @@ def test_an_interrupt_is_part_of_no_cycle(threads: ThreadExecutor, monkeypatch: 
             return weakref.ref(interrupt)
         raise AssertionError("nothing was raised")
 
-    monkeypatch.setattr("weft.pipeline.executor._Walk.wait", wait)
+    monkeypatch.setattr("torchweft.pipeline.executor._Walk.wait", wait)
     gc.disable()
     try:
         assert interrupted()() is None

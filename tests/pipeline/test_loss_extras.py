@@ -18,7 +18,7 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft.core.errors import BatchError, SpecError
+from torchweft.core.errors import BatchError, SpecError
 
 
 def with_metrics(output: Tensor, target: Tensor) -> Any:

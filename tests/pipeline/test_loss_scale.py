@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.pipeline.pipe_cases import TABLE, assert_gradients_equal, chain, every_run, every_schedule, piped, rows
-from weft import Pipe
-from weft.core.errors import UsageError
+from torchweft import Pipe
+from torchweft.core.errors import UsageError
 
 
 class Half(nn.Module):

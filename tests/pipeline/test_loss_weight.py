@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pipeline.pipe_cases import EXECUTORS, assert_close, chain, every_run, every_schedule, piped, rows
-from weft import NoChunk, Pipe
-from weft.core.errors import SpecError, UsageError
-from weft.pipeline.loss import LossWeights, WeightedLoss, checked_loss
-from weft.pipeline.microbatch import MiniBatch
+from torchweft import NoChunk, Pipe
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.pipeline.loss import LossWeights, WeightedLoss, checked_loss
+from torchweft.pipeline.microbatch import MiniBatch
 
 CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64)
 

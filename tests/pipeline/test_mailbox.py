@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.executor import LocalQueue, Mailbox, WalkAborted
-from weft.pipeline.routing import Address
+from torchweft.pipeline.executor import LocalQueue, Mailbox, WalkAborted
+from torchweft.pipeline.routing import Address
 
 addresses = st.builds(Address, st.integers(0, 2), st.integers(0, 2), st.integers(-2, 2))
 

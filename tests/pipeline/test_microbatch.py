@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.pipeline.pipe_cases import assert_close, rows
-from weft.core.errors import BatchError
-from weft.core.pytree import flatten
-from weft.pipeline.microbatch import JoinedOutput, MiniBatch, NoChunk, micro_sizes, plan_split, split
+from torchweft.core.errors import BatchError
+from torchweft.core.pytree import flatten
+from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch, NoChunk, micro_sizes, plan_split, split
 
 SIZES = {"count": st.integers(1, 9), "chunks": st.integers(1, 5)}
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.type_checks import without_type_checks
-from weft import NoChunk, Pipe
-from weft.core.errors import BatchError, PartitionError, UsageError
-from weft.pipeline.partition import (
+from torchweft import NoChunk, Pipe
+from torchweft.core.errors import BatchError, PartitionError, UsageError
+from torchweft.pipeline.partition import (
     balance_by_parameters,
     balance_by_size,
     balance_by_time,
@@ -22,7 +22,7 @@ from weft.pipeline.partition import (
     profile_sizes,
     profile_times,
 )
-from weft.pipeline.skip import pop, skippable, stash
+from torchweft.pipeline.skip import pop, skippable, stash
 
 Case = tuple[list[int], int, list[tuple[int, int, int]]]
 

@@ -16,7 +16,7 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft import Pipe
+from torchweft import Pipe
 
 
 @every_run

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import weft
+import torchweft as weft
 
 ROOT = Path(__file__).parents[2]
 WORLD = 2

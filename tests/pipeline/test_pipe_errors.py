@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as checkpoint_again
 
 from tests.pipeline.pipe_cases import CHECKPOINTS, EXECUTORS, backward, chain, every_run, piped, rows
-from weft import Pipe, pop, skippable
-from weft.core.context import is_recomputing
-from weft.core.errors import (
+from torchweft import Pipe, pop, skippable
+from torchweft.core.context import is_recomputing
+from torchweft.core.errors import (
     BatchError,
     SkipWiringError,
     SpecError,
@@ -94,12 +94,12 @@ def test_an_exception_says_where_it_was_and_the_next_step_works(executor: str, c
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
 @pytest.mark.parametrize("full", [False, True])
-def test_a_traceback_has_the_frames_of_the_user_and_one_of_weft(
+def test_traceback_has_the_users_frames_and_one_of_torchweft(
     executor: str, checkpoint: str, where: str, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (checkpoint, where) == ("never", "recomputation"):
         return
-    monkeypatch.setenv("WEFT_FULL_TRACEBACK", str(int(full)))
+    monkeypatch.setenv("TORCHWEFT_FULL_TRACEBACK", str(int(full)))
     mine = FailingLayer(where)
     pipe, _ = piped(nn.Sequential(nn.Identity(), nn.Sequential(mine)), balance=[1, 1], executor=executor)
     pipe.checkpoint = checkpoint
@@ -107,7 +107,7 @@ def test_a_traceback_has_the_frames_of_the_user_and_one_of_weft(
         step(pipe)
     frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
     names = [(str(frame.f_globals["__name__"]), frame.f_code.co_name) for frame in frames]
-    ours = [name for name in names if name[0].startswith("weft.")]
+    ours = [name for name in names if name[0].startswith("torchweft.")]
     user = [name for module, name in names if module == __name__]
     assert user[1:] == ["step", "backward" if where == "backward" else "forward"]
     assert len(ours) > 9 if full else len(ours) == 1
@@ -115,7 +115,7 @@ def test_a_traceback_has_the_frames_of_the_user_and_one_of_weft(
 
 def test_internal_error_keeps_its_full_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, _ = piped(chain(4, 4), executor="serial")
-    monkeypatch.setattr("weft.pipeline.pipe_runtime.build", lambda schedule, *_: schedule.nothing)
+    monkeypatch.setattr("torchweft.pipeline.pipe_runtime.build", lambda schedule, *_: schedule.nothing)
     with pytest.raises(AttributeError) as caught:
         pipe(rows(5, 4))
     assert len(traceback.extract_tb(caught.value.__traceback__)) > 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_alike, backward, chain, every_cut_run, every_run, piped, rows
 
 

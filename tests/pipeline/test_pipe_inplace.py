@@ -20,8 +20,8 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft import NoChunk
-from weft.core.errors import InPlaceError
+from torchweft import NoChunk
+from torchweft.core.errors import InPlaceError
 
 
 def linear() -> nn.Module:

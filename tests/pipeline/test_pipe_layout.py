@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.pipeline.pipe_cases import assert_gradients_equal, backward, chain, piped, rows
 from tests.type_checks import without_type_checks
-from weft import Pipe, Recorder, is_recomputing
-from weft.core.errors import UsageError
+from torchweft import Pipe, Recorder, is_recomputing
+from torchweft.core.errors import UsageError
 
 
 def test_partitions_are_the_very_same_layers_under_their_names() -> None:
@@ -118,7 +118,7 @@ def test_changed_settings_are_validated(name: str, value: Any, told: str) -> Non
 @pytest.mark.parametrize("observer", [None, 3, object(), Recorder])
 def test_invalid_observer_is_refused_before_a_step(observer: Any) -> None:
     pipe, _ = piped(chain(4, 4))
-    with without_type_checks(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.observed_by(observer):
+    with without_type_checks(), pytest.raises(UsageError, match=r"torchweft\.Recorder"), pipe.observed_by(observer):
         raise AssertionError("the block began")
 
 

@@ -21,7 +21,7 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft import Pipe
+from torchweft import Pipe
 
 
 class Tracked(torch.autograd.Function):
@@ -170,7 +170,7 @@ def test_a_dropped_pipe_is_gone_at_once_and_its_threads_with_it(executor: str, c
         backward(pipe, rows(7, 4))
     mine = set(threading.enumerate()) - before
     assert len(mine) == (3 if executor in ("threads", "auto") else 0) == pipe.statistics()["threads"]
-    assert all(thread.name.startswith("weft-") and thread.daemon for thread in mine)
+    assert all(thread.name.startswith("torchweft-") and thread.daemon for thread in mine)
     gone = [weakref.ref(target) for target in (pipe, *pipe.parameters())]
     del pipe, census
     if executor == "graph":

@@ -20,7 +20,7 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft import Pipe, Schedule
+from torchweft import Pipe, Schedule
 
 
 def pipe_with_loss(loss: Any, **settings: Any) -> tuple[Pipe, nn.Sequential]:

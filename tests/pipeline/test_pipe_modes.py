@@ -22,8 +22,8 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft import Pipe
-from weft.pipeline.microbatch import split
+from torchweft import Pipe
+from torchweft.pipeline.microbatch import split
 
 
 class Spy(nn.Module):

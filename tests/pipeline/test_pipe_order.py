@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.pipeline.pipe_cases import CHECKPOINTS, assert_gradients_equal, backward, chain, piped, rows
-from weft import Pipe, Recorder
-from weft.core.context import is_recomputing
+from torchweft import Pipe, Recorder
+from torchweft.core.context import is_recomputing
 
 DEADLINE = 20.0  # seconds; only a test that fails takes them
 

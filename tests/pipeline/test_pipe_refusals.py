@@ -27,8 +27,8 @@ from tests.pipeline.pipe_cases import (
     rows,
     runs,
 )
-from weft import Pipe
-from weft.core.errors import BatchError, SpecError, UsageError
+from torchweft import Pipe
+from torchweft.core.errors import BatchError, SpecError, UsageError
 
 every_cut = pytest.mark.parametrize(("executor", "checkpoint"), runs(*CUTS))
 

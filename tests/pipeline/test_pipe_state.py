@@ -20,7 +20,7 @@ from tests.pipeline.pipe_cases import (
     rows,
     torch_save_copy,
 )
-from weft import Namespace, Pipe
+from torchweft import Namespace, Pipe
 
 
 def varied_model() -> nn.Sequential:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.pipeline.pipe_cases import EXECUTORS, assert_alike, assert_close, backward, every_run, piped, rows
-from weft import NoChunk, Pipe
-from weft.core import pytree as tree
-from weft.core.errors import BatchError, UsageError
+from torchweft import NoChunk, Pipe
+from torchweft.core import pytree as tree
+from torchweft.core.errors import BatchError, UsageError
 
 
 class FunctionLayer(nn.Module):

@@ -21,13 +21,13 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft.core.context import ExecutionContext, set_phase
-from weft.core.errors import ModuleChangedError
-from weft.core.rng import RandomUse, RngStreams, generators_of
-from weft.core.segment import MicroBatchContext
-from weft.pipeline.microbatch import split
-from weft.pipeline.routing import StreamLock
-from weft.pipeline.stage import Stage
+from torchweft.core.context import ExecutionContext, set_phase
+from torchweft.core.errors import ModuleChangedError
+from torchweft.core.rng import RandomUse, RngStreams, generators_of
+from torchweft.core.segment import MicroBatchContext
+from torchweft.pipeline.microbatch import split
+from torchweft.pipeline.routing import StreamLock
+from torchweft.pipeline.stage import Stage
 
 
 def linear() -> nn.Module:

@@ -18,8 +18,8 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft import Pipe
-from weft.core.errors import ModuleChangedError, UsageError
+from torchweft import Pipe
+from torchweft.core.errors import ModuleChangedError, UsageError
 
 
 def _step(pipe: Pipe) -> None:

@@ -5,10 +5,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.context import ExecutionContext
-from weft.core.segment import MicroBatchContext
-from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
-from weft.pipeline.step import StepState
+from torchweft.core.context import ExecutionContext
+from torchweft.core.segment import MicroBatchContext
+from torchweft.pipeline.routing import OUTSIDE, Address, Route, Wiring
+from torchweft.pipeline.step import StepState
 
 
 def run_of(wiring: Wiring, micro_batches: int) -> StepState:

@@ -12,8 +12,8 @@ from torch.distributed.pipelining import schedules as peer
 
 from tests.strategies import any_schedules, valid_schedules
 from tests.type_checks import without_type_checks
-from weft.core.errors import ScheduleError
-from weft.pipeline.schedule import (
+from torchweft.core.errors import ScheduleError
+from torchweft.pipeline.schedule import (
     Action,
     Schedule,
     dualpipev,
@@ -24,7 +24,7 @@ from weft.pipeline.schedule import (
     zbv,
     zero_bubble,
 )
-from weft.pipeline.simulate import StageCost, forecast
+from torchweft.pipeline.simulate import StageCost, forecast
 
 BUILT_IN = (peer.ScheduleInterleaved1F1B, peer.ScheduleInterleavedZeroBubble, peer.ScheduleLoopedBFS)
 IN_V = (peer.ScheduleZBVZeroBubble, peer.ScheduleDualPipeV)

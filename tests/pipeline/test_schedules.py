@@ -11,8 +11,8 @@ from torch import nn
 from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, chain, gradients, piped, rows
 from tests.strategies import any_schedules, fitting_schedules
 from tests.type_checks import without_type_checks
-from weft.core.errors import ScheduleError
-from weft.pipeline.schedule import (
+from torchweft.core.errors import ScheduleError
+from torchweft.pipeline.schedule import (
     SCHEDULES,
     Schedule,
     build,
@@ -24,7 +24,7 @@ from weft.pipeline.schedule import (
     zbv,
     zero_bubble,
 )
-from weft.pipeline.simulate import StageCost, forecast
+from torchweft.pipeline.simulate import StageCost, forecast
 
 IN_V = ("zbv", "dualpipev")
 ONE_STAGE_EACH = ("gpipe", "1f1b", "zero_bubble")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import any_schedules
-from weft.core.errors import ScheduleError
-from weft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
-from weft.pipeline.simulate import Forecast, StageCost, ValueCost, forecast
+from torchweft.core.errors import ScheduleError
+from torchweft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
+from torchweft.pipeline.simulate import Forecast, StageCost, ValueCost, forecast
 
 whole = st.integers(0, 5).map(float)  # whole numbers add up without rounding
 few = st.integers(0, 9)

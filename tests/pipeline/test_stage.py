@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from tests.pipeline.pipe_cases import rows
-from weft import pop, skippable, stash
-from weft.core.context import ExecutionContext, set_phase
-from weft.core.errors import SkipError
-from weft.core.rng import RandomUse, RngStreams, generators_of
-from weft.core.segment import MicroBatchContext
-from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.stage import CallArguments, Stage
+from torchweft import pop, skippable, stash
+from torchweft.core.context import ExecutionContext, set_phase
+from torchweft.core.errors import SkipError
+from torchweft.core.rng import RandomUse, RngStreams, generators_of
+from torchweft.core.segment import MicroBatchContext
+from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
+from torchweft.pipeline.stage import CallArguments, Stage
 
 CPU = torch.device("cpu")
 
@@ -156,4 +156,4 @@ def test_an_error_names_the_layer_and_the_stage() -> None:
 
     with pytest.raises(KeyError) as caught:
         stage_of(nn.Identity(), Fails(), index=3)(context(4), torch.ones(1))
-    assert caught.value.__notes__ == ["weft: in layer '1' (Fails) of stage 3"]
+    assert caught.value.__notes__ == ["torchweft: in layer '1' (Fails) of stage 3"]

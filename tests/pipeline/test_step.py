@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.core.context import ExecutionContext
-from weft.core.errors import BackwardTwiceError
-from weft.core.segment import Keep, MicroBatchContext, Segment, detach_leaves
-from weft.pipeline.executor import SerialExecutor, ThreadExecutor
-from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
-from weft.pipeline.schedule import gpipe
-from weft.pipeline.step import StepState
+from torchweft.core.context import ExecutionContext
+from torchweft.core.errors import BackwardTwiceError
+from torchweft.core.segment import Keep, MicroBatchContext, Segment, detach_leaves
+from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
+from torchweft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
+from torchweft.pipeline.schedule import gpipe
+from torchweft.pipeline.step import StepState
 
 WIDTH = 3
 Given = dict[int, dict[Address, Message]]
@@ -255,4 +255,4 @@ def test_an_exception_says_in_a_note_where_it_was(kind: str) -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         SerialExecutor().walk(gpipe(2, 2), run.perform, given, ExecutionContext.capture(["cpu"]))
     word = "forward" if kind == "F" else "backward"
-    assert caught.value.__notes__ == [f"weft: in {word} of stage 1, micro-batch 1 (1{kind}1)"]
+    assert caught.value.__notes__ == [f"torchweft: in {word} of stage 1, micro-batch 1 (1{kind}1)"]

@@ -18,13 +18,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.pipeline.stream_steps import Pipeline, ShuffledExecutor, with_own_streams
 from tests.pipeline.streams import Machine, OnGpu, Stream, in_a_thread
-from weft.core.context import ExecutionContext
-from weft.core.segment import MicroBatchContext
-from weft.pipeline import routing, step
-from weft.pipeline.autotune import _micro_batch
-from weft.pipeline.executor import SerialExecutor, ThreadExecutor
-from weft.pipeline.pipeline_plan import PipelinePlan
-from weft.pipeline.routing import (
+from torchweft.core.context import ExecutionContext
+from torchweft.core.segment import MicroBatchContext
+from torchweft.pipeline import routing, step
+from torchweft.pipeline.autotune import _micro_batch
+from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
+from torchweft.pipeline.pipeline_plan import PipelinePlan
+from torchweft.pipeline.routing import (
     OUTSIDE,
     CallerStreams,
     CudaStageDevice,
@@ -39,8 +39,8 @@ from weft.pipeline.routing import (
     leave_walk,
     record_stream,
 )
-from weft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
-from weft.pipeline.step import PipeStep, StepState
+from torchweft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
+from torchweft.pipeline.step import PipeStep, StepState
 
 MICRO_BATCHES = 3
 DEVICES = {

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.core.context import ExecutionContext
-from weft.core.segment import Keep, MicroBatchContext, Segment
-from weft.pipeline.executor import SerialExecutor, ThreadExecutor
-from weft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
-from weft.pipeline.schedule import Action, gpipe
-from weft.pipeline.step import StepState
-from weft.pipeline.tracing import Recorder
+from torchweft.core.context import ExecutionContext
+from torchweft.core.segment import Keep, MicroBatchContext, Segment
+from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
+from torchweft.pipeline.routing import OUTSIDE, Address, Message, Route, Wiring
+from torchweft.pipeline.schedule import Action, gpipe
+from torchweft.pipeline.step import StepState
+from torchweft.pipeline.tracing import Recorder
 
 CELLS = 1000
 BYTES = 8 * CELLS
@@ -73,7 +73,7 @@ def test_every_piece_of_work_is_an_event_of_its_worker(threads: bool, keep: Keep
     for event in recorder.events:
         assert event.start <= event.end
         here = threading.current_thread().name
-        assert event.thread == (f"weft-events-{event.action.stage}" if threads else here)
+        assert event.thread == (f"torchweft-events-{event.action.stage}" if threads else here)
     for stage in range(3):
         mine = sorted((e for e in recorder.events if e.action.stage == stage), key=lambda e: e.start)
         assert all(one.end <= other.start for one, other in pairwise(mine)), "a worker does one thing at a time"

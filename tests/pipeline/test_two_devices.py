@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.pipeline.pipe_cases import Early, Late, chain, rows
-from weft import Pipe
-from weft.core.pytree import flatten, unflatten
-from weft.core.segment import detached_leaf
-from weft.pipeline import pipe_runtime as engine
-from weft.pipeline.pipeline_plan import PipelinePlan, staged_plan
-from weft.pipeline.routing import Message, StageDevice
+from torchweft import Pipe
+from torchweft.core.pytree import flatten, unflatten
+from torchweft.core.segment import detached_leaf
+from torchweft.pipeline import pipe_runtime as engine
+from torchweft.pipeline.pipeline_plan import PipelinePlan, staged_plan
+from torchweft.pipeline.routing import Message, StageDevice
 
 EXECUTORS = ("serial", "threads", "auto", "graph")
 TOLERANCE = 1e-9

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.pipeline.pipe_cases import CUTS, assert_alike, assert_close, backward, chain, every_cut_run, piped, rows
-from weft import Pipe
-from weft.core.errors import UsageError
+from torchweft import Pipe
+from torchweft.core.errors import UsageError
 
 
 class Reads(nn.Module):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.errors import UsageError, WeightsError
+import torchweft as weft
+from torchweft.errors import UsageError, WeightsError
 
 safetensors = pytest.importorskip(
     "safetensors.torch", reason="weights: needs safetensors; the extra `weights` brings it"

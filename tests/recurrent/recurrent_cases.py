@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.core.pytree import flatten, map_leaves
-from weft.recurrent import Recurrent
-from weft.recurrent.cpp.compiler import compiler
+from torchweft.core.pytree import flatten, map_leaves
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.cpp.compiler import compiler
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 by_plan = pytest.mark.parametrize("backend", ["python", pytest.param("c", marks=needs_compiler)])

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.recurrent.capture import capture
-from weft.recurrent.cells import LayerNormLSTMCell
-from weft.recurrent.cpp.cpp_backend import CppBackend
-from weft.recurrent.cpp.lowering import decomposition_table
-from weft.recurrent.plan_backends import Backend
-from weft.recurrent.python_backend import PythonBackend
+from torchweft.recurrent.capture import capture
+from torchweft.recurrent.cells import LayerNormLSTMCell
+from torchweft.recurrent.cpp.cpp_backend import CppBackend
+from torchweft.recurrent.cpp.lowering import decomposition_table
+from torchweft.recurrent.plan_backends import Backend
+from torchweft.recurrent.python_backend import PythonBackend
 
 
 class Case(NamedTuple):
@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
 
 class Told(nn.Module):
-    """One of PyTorch's cells in the form of weft's."""
+    """One of PyTorch's cells in the form of torchweft's."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()

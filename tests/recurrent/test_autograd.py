@@ -22,11 +22,11 @@ from tests.recurrent.recurrent_cases import (
     run_by,
 )
 from tests.recurrent.step_cases import CASES, Case, engine_of
-from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
-from weft.core.pytree import flatten, unflatten
-from weft.recurrent import Recurrent
-from weft.recurrent.plan_backends import Memory
-from weft.recurrent.sequence_function import run_derived
+from torchweft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
+from torchweft.core.pytree import flatten, unflatten
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.plan_backends import Memory
+from torchweft.recurrent.sequence_function import run_derived
 
 
 def sequence(case: Case, steps: int = 5) -> tuple[list[Tensor], list[Tensor]]:

@@ -23,13 +23,13 @@ from tests.recurrent.recurrent_cases import (
     planned,
     run_by,
 )
-from weft.core.errors import UsageError
-from weft.recurrent import Recurrent, plan_cache
-from weft.recurrent.cpp.cpp_backend import CppBackend
-from weft.recurrent.cpp.ir import Unsupported
-from weft.recurrent.plan_cache import NoPlanWarning, PlanCache, PlannedCall
-from weft.recurrent.recurrent import check_arguments
-from weft.recurrent.verify import PlanError
+from torchweft.core.errors import UsageError
+from torchweft.recurrent import Recurrent, plan_cache
+from torchweft.recurrent.cpp.cpp_backend import CppBackend
+from torchweft.recurrent.cpp.ir import Unsupported
+from torchweft.recurrent.plan_cache import NoPlanWarning, PlanCache, PlannedCall
+from torchweft.recurrent.recurrent import check_arguments
+from torchweft.recurrent.verify import PlanError
 
 ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
 
@@ -53,7 +53,7 @@ def test_choice_of_auto_ignores_the_first_length(first: int, monkeypatch: pytest
         steps = float(len(run()[0]))
         return 4.0 + steps / 8 if isinstance(run, partial) else steps
 
-    monkeypatch.setattr("weft.recurrent.plan_cache.time_with_backward", seconds)
+    monkeypatch.setattr("torchweft.recurrent.plan_cache.time_with_backward", seconds)
     net = Recurrent(lambda x, h: (x + h, torch.fft.fft(h).real.tanh()), verify="never")
     for steps in (first, 200):
         net(torch.randn(steps, 2, 3), ZERO)
@@ -79,7 +79,7 @@ def test_one_plan_serves_all_lengths_of_one_kind(backend: str) -> None:
 
 
 def test_least_recently_used_plan_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.recurrent.plan_cache.MAX_PLANS", 2)
+    monkeypatch.setattr("torchweft.recurrent.plan_cache.MAX_PLANS", 2)
     net = planned(nn.RNNCell(3, 4), "python", verify="never")
     for rows in (1, 2, 1, 3):
         net(torch.randn(2, rows, 3))
@@ -103,7 +103,7 @@ def test_plans_see_new_weights_and_copies_get_their_own(backend: str) -> None:
 def test_only_ever_new_cells_count_as_unused_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weft.recurrent.plan_cache.MAX_UNUSED_PLANS", 2)
+    monkeypatch.setattr("torchweft.recurrent.plan_cache.MAX_UNUSED_PLANS", 2)
     net = planned(nn.RNNCell(3, 4), "python", verify="never")
     for rows in range(1, 6):
         net(torch.randn(2, rows, 3))

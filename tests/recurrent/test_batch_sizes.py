@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import at_once, equal, floats, gradients, needs_compiler, planned, run_by
-from weft.recurrent import Recurrent
+from torchweft.recurrent import Recurrent
 
 pytestmark = needs_compiler
 

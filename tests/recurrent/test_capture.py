@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.recurrent.recurrent_cases import at_once
 from tests.recurrent.step_cases import CASES, Case, every_case
-from weft.recurrent.capture import CaptureError, capture
+from torchweft.recurrent.capture import CaptureError, capture
 
 
 @every_case

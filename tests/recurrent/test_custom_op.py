@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, equal
-from weft.core import pytree as tree
-from weft.core.errors import BackwardTwiceError, UsageError
-from weft.core.pytree import flatten
-from weft.recurrent import GRU, LSTM, Caffe2LSTM, Recurrent, custom_op
+from torchweft.core import pytree as tree
+from torchweft.core.errors import BackwardTwiceError, UsageError
+from torchweft.core.pytree import flatten
+from torchweft.recurrent import GRU, LSTM, Caffe2LSTM, Recurrent, custom_op
 
 T, N, D, H = 5, 3, 3, 4
 

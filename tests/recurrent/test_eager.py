@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, fault_lines, gradients, random_case
-from weft.core.errors import SpecError
+from torchweft.core.errors import SpecError
 
 
 def test_output_that_is_a_state_is_stacked_once() -> None:
@@ -101,7 +101,7 @@ def test_error_of_the_cell_gets_a_note_with_the_step() -> None:
 
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         eagerly(breaks, time_step=True)(torch.ones(5, 2, 3), (torch.ones(2), torch.ones(2).int()), start=4)
-    note = "weft: in step 7 of cell breaks, x float32 (2, 3), state [float32 (2,), int32 (2,)]"
+    note = "torchweft: in step 7 of cell breaks, x float32 (2, 3), state [float32 (2,), int32 (2,)]"
     assert caught.value.__notes__ == [note]
 
 

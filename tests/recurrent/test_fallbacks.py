@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.recurrent.recurrent_cases import at_once, by_plan, close, eagerly, equal, run_by
-from weft.core.errors import SpecError
-from weft.recurrent import Recurrent
-from weft.recurrent.plan_cache import NoPlanWarning
+from torchweft.core.errors import SpecError
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.plan_cache import NoPlanWarning
 
 ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
 

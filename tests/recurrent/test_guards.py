@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tests.recurrent.recurrent_cases import at_once, by_plan, close, eagerly, equal, planned, run_by
-from weft.recurrent import NoPlanWarning
-from weft.recurrent.capture import CaptureError
-from weft.recurrent.guards import CellGuards, no_foreign_draws
+from torchweft.recurrent import NoPlanWarning
+from torchweft.recurrent.capture import CaptureError
+from torchweft.recurrent.guards import CellGuards, no_foreign_draws
 
 HERE = sys.modules[__name__]
 RATE = 2.0

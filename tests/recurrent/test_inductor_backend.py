@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close
-from weft.core.pytree import flatten
-from weft.recurrent import Recurrent
-from weft.recurrent import inductor_backend as module
+from torchweft.core.pytree import flatten
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent import inductor_backend as module
 
 T, N, D, H = 5, 2, 3, 4
 
@@ -44,7 +44,7 @@ def state() -> Any:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks in a sequence."""
     torch.manual_seed(0)
-    monkeypatch.setattr("weft.recurrent.python_backend.chunk_length", lambda *_: 2)
+    monkeypatch.setattr("torchweft.recurrent.python_backend.chunk_length", lambda *_: 2)
 
 
 def results(net: Recurrent, steps: int = T, all_states: bool = True, **call: Any) -> list[Tensor]:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, fault_lines, gradients
-from weft.core.errors import SpecError, UsageError
-from weft.recurrent import Window, recurrent_net
-from weft.recurrent import recurrent as network
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.recurrent import Window, recurrent_net
+from torchweft.recurrent import recurrent as network
 
 Named = dict[str, Any]
 

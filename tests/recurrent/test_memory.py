@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.recurrent.recurrent_cases import by_plan, grid, needs_compiler, planned
-from weft.core.errors import UsageError
-from weft.core.pytree import flatten
-from weft.recurrent import cells
-from weft.recurrent.cpp import workspace
-from weft.recurrent.cpp.cpp_backend import CppBackend
-from weft.recurrent.cpp.workspace import pool
-from weft.recurrent.plan_backends import Chunk, MemoryPolicy, SequenceSize, choose_policy, chunk_bounds
+from torchweft.core.errors import UsageError
+from torchweft.core.pytree import flatten
+from torchweft.recurrent import cells
+from torchweft.recurrent.cpp import workspace
+from torchweft.recurrent.cpp.cpp_backend import CppBackend
+from torchweft.recurrent.cpp.workspace import pool
+from torchweft.recurrent.plan_backends import Chunk, MemoryPolicy, SequenceSize, choose_policy, chunk_bounds
 
 TOLERANCE = 0.1  # relative error of a prediction
 

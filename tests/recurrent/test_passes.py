@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import as_the_loop, at_once, equal, planned, run_by
-from weft.recurrent import NoPlanWarning
-from weft.recurrent.capture import capture
-from weft.recurrent.cells import LSTMCell
-from weft.recurrent.graph import StepGraph
-from weft.recurrent.step_plan import partition
+from torchweft.recurrent import NoPlanWarning
+from torchweft.recurrent.capture import capture
+from torchweft.recurrent.cells import LSTMCell
+from torchweft.recurrent.graph import StepGraph
+from torchweft.recurrent.step_plan import partition
 
 
 class Weights(nn.Module):

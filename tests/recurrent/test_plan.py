@@ -9,11 +9,11 @@ from torch import fx
 
 from tests.recurrent.recurrent_cases import BACKENDS, as_the_loop, grid
 from tests.recurrent.step_cases import CASES, Case, every_case
-from weft.core.pytree import flatten
-from weft.recurrent.capture import capture
-from weft.recurrent.graph import StepGraph
-from weft.recurrent.python_backend import PythonBackend
-from weft.recurrent.step_plan import CARRIED, GIVEN, INPUT, STATE, dependences, explain, partition
+from torchweft.core.pytree import flatten
+from torchweft.recurrent.capture import capture
+from torchweft.recurrent.graph import StepGraph
+from torchweft.recurrent.python_backend import PythonBackend
+from torchweft.recurrent.step_plan import CARRIED, GIVEN, INPUT, STATE, dependences, explain, partition
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 

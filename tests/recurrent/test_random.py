@@ -17,8 +17,8 @@ from tests.recurrent.recurrent_cases import (
     planned,
     run_by,
 )
-from weft.core.errors import UsageError
-from weft.recurrent.plan_cache import NoPlanWarning
+from torchweft.core.errors import UsageError
+from torchweft.recurrent.plan_cache import NoPlanWarning
 
 
 class Drawing(nn.Module):

@@ -23,10 +23,10 @@ from tests.recurrent.recurrent_cases import (
     grid,
     random_case,
 )
-from weft.core.errors import SpecError, UsageError
-from weft.core.pytree import map_leaves
-from weft.recurrent import LSTM, Recurrent
-from weft.recurrent.cells import ElmanCell, GRUCell
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.core.pytree import map_leaves
+from torchweft.recurrent import LSTM, Recurrent
+from torchweft.recurrent.cells import ElmanCell, GRUCell
 
 
 class Timed(Awkward):

@@ -28,13 +28,13 @@ from tests.recurrent.recurrent_cases import (
     run_by,
     spoiled,
 )
-from weft.core.errors import SpecError, UsageError
-from weft.core.pytree import map_leaves
-from weft.core.validation import Validator
-from weft.recurrent import Recurrent
-from weft.recurrent.masking import read_rows
-from weft.recurrent.plan_cache import NoPlanWarning
-from weft.recurrent.sequence import read_inputs
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.core.pytree import map_leaves
+from torchweft.core.validation import Validator
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.masking import read_rows
+from torchweft.recurrent.plan_cache import NoPlanWarning
+from torchweft.recurrent.sequence import read_inputs
 
 STEPS, ROWS = 6, 3
 tables = st.lists(st.booleans(), min_size=STEPS * ROWS, max_size=STEPS * ROWS).map(

@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.recurrent_cases import at_once, close, eagerly, equal, fault_lines
 from tests.recurrent.test_recurrent import copied
-from weft.core.errors import SpecError, UsageError
-from weft.core.pytree import map_leaves
-from weft.core.validation import Validator
-from weft.recurrent.sequence import read_inputs
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.core.pytree import map_leaves
+from torchweft.core.validation import Validator
+from torchweft.recurrent.sequence import read_inputs
 
 
 def total(x: Any, state: Tensor) -> tuple[Any, Tensor]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.recurrent.recurrent_cases import by_plan, close, run_by
-from weft.core.errors import InPlaceError, UsageError
-from weft.recurrent import Recurrent, recurrent_net
-from weft.recurrent.cpp.workspace import WorkspacePool
+from torchweft.core.errors import InPlaceError, UsageError
+from torchweft.recurrent import Recurrent, recurrent_net
+from torchweft.recurrent.cpp.workspace import WorkspacePool
 
 Pair = tuple[Tensor, Tensor]
 

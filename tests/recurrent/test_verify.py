@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import BACKENDS, by_plan, grid
 from tests.recurrent.step_cases import CASES, Case, engine_of
 from tests.recurrent.test_autograd import sequence
-from weft.core.context import ProcessFlags
-from weft.recurrent import python_backend as python_engine
-from weft.recurrent.capture import capture
-from weft.recurrent.python_backend import PythonBackend
-from weft.recurrent.step_plan import partition
-from weft.recurrent.verify import PlanError, rounded_factors, verify
+from torchweft.core.context import ProcessFlags
+from torchweft.recurrent import python_backend as python_engine
+from torchweft.recurrent.capture import capture
+from torchweft.recurrent.python_backend import PythonBackend
+from torchweft.recurrent.step_plan import partition
+from torchweft.recurrent.verify import PlanError, rounded_factors, verify
 
 
 @grid(make=CASES, backend=BACKENDS)

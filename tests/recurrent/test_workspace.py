@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.recurrent.recurrent_cases import BACKENDS, grid, planned
-from weft.recurrent.cpp import workspace
-from weft.recurrent.cpp.workspace import WorkspacePool, pool
+from torchweft.recurrent.cpp import workspace
+from torchweft.recurrent.cpp.workspace import WorkspacePool, pool
 
 
 def test_returned_buffer_is_reused_for_similar_sizes() -> None:

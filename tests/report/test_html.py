@@ -12,10 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.schedule import Action
-from weft.pipeline.tracing import ActionEvent
-from weft.report import Axis, Section, figure, line_chart, loss_curve, memory_curve, page, paragraph, table, timeline
-from weft.report.html import Markup, join, number, tag, text
+from torchweft.pipeline.schedule import Action
+from torchweft.pipeline.tracing import ActionEvent
+from torchweft.report import (
+    Axis,
+    Section,
+    figure,
+    line_chart,
+    loss_curve,
+    memory_curve,
+    page,
+    paragraph,
+    table,
+    timeline,
+)
+from torchweft.report.html import Markup, join, number, tag, text
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ANY = st.text(st.characters(codec=None, exclude_categories=()))

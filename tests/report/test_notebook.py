@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 import torch
 from torch import nn
 
-from weft import Pipe, Recorder, Recurrent, Schedule
-from weft.pipeline.schedule import one_f_one_b
+from torchweft import Pipe, Recorder, Recurrent, Schedule
+from torchweft.pipeline.schedule import one_f_one_b
 
 
 def test_recording_is_shown_as_a_timeline_and_its_memory() -> None:

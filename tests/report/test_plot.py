@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.report.plot import BYTES, Axis, Scale, line_chart, loss_curve, memory_curve, show_bytes, show_time, ticks
+from torchweft.report.plot import BYTES, Axis, Scale, line_chart, loss_curve, memory_curve, show_bytes, show_time, ticks
 
 POINTS = st.lists(st.tuples(st.floats(), st.floats()), max_size=8)
 NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import any_schedules
-from weft.pipeline.schedule import Action, one_f_one_b
-from weft.pipeline.simulate import Forecast, StageCost, forecast
-from weft.pipeline.tracing import ActionEvent, Recorder
-from weft.report.timeline import KINDS, live_bytes, timeline, trace, write_trace
+from torchweft.pipeline.schedule import Action, one_f_one_b
+from torchweft.pipeline.simulate import Forecast, StageCost, forecast
+from torchweft.pipeline.tracing import ActionEvent, Recorder
+from torchweft.report.timeline import KINDS, live_bytes, timeline, trace, write_trace
 
 TIMES = st.floats(0, 1e4)
 NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)

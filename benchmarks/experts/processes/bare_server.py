@@ -28,7 +28,7 @@ from module import feed_forward
 from torch import Tensor
 from words import answer_until_the_end, take_stdout_aside
 
-from weft.experts.server import keep_freed_memory, use_large_pages
+from torchweft.experts.server import keep_freed_memory, use_large_pages
 
 _aio: Any = grpc.aio
 

@@ -1,4 +1,4 @@
-"""A trainer's process with many callers, as `weft_client`, by hivemind's own client in the peer's own Python."""
+"""A trainer's process with many callers, as `torchweft_client`, by hivemind's own client in the peer's own Python."""
 
 import json
 import sys

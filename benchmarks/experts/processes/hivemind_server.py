@@ -22,7 +22,7 @@ def main() -> None:
     def sample(batch: int, width: int) -> Tensor:
         return torch.empty(batch, width)
 
-    @register_expert_class("weft_ffn", sample)
+    @register_expert_class("torchweft_ffn", sample)
     class Expert(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -35,7 +35,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     server = Server.create(
         expert_uids=[asked["uid"]],
-        expert_cls="weft_ffn",
+        expert_cls="torchweft_ffn",
         hidden_dim=asked["width"],
         optim_cls=partial(torch.optim.Adam, lr=1e-3),
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],

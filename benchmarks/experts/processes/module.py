@@ -1,9 +1,11 @@
-"""The expert of all these benchmarks: weft's feed-forward layer, with weights that every process knows by a number."""
+"""The expert of all these benchmarks: torchweft's feed-forward layer, with weights that every process knows by a
+number.
+"""
 
 import torch
 from torch import nn
 
-from weft.experts.registry import FeedForward
+from torchweft.experts.registry import FeedForward
 
 
 def feed_forward(width: int, seed: int = 0) -> nn.Module:

@@ -18,9 +18,9 @@ import grpc
 import torch
 from words import Answer, answer_until_the_end, take_stdout_aside
 
-from weft.experts.client import GrpcTransport
-from weft.experts.wire import Call, Header, Kind, encode_parts
-from weft.experts.wire.service import INFO, STREAM
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.wire import Call, Header, Kind, encode_parts
+from torchweft.experts.wire.service import INFO, STREAM
 
 PAUSE = 0.05  # seconds between two attacks of a kind: the processor is shared with those who are attacked
 SILENT, HALVES = 200, 8

@@ -22,8 +22,8 @@ sys.path.insert(0, _GIVEN["root"])
 import torch  # noqa: E402
 
 from benchmarks.experts.survive_steps import marks  # noqa: E402
-from weft.experts.checkpoint import CheckpointStore  # noqa: E402
-from weft.experts.server import Server, ServerOptions  # noqa: E402
+from torchweft.experts.checkpoint import CheckpointStore  # noqa: E402
+from torchweft.experts.server import Server, ServerOptions  # noqa: E402
 
 SECONDS = 30.0
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.errors import UsageError
-from weft.core.validation import Validator, token_fault
-from weft.experts.client import ClientTls, Connections, GrpcTransport, LocalTransport, RemoteExpert, Retry
-from weft.experts.client.remote import check_remote_expert, create_remote_experts
-from weft.experts.compression import Policy
-from weft.experts.discovery import LocalDirectory
-from weft.experts.replication import ReplicaOptions
+from torchweft.core.errors import UsageError
+from torchweft.core.validation import Validator, token_fault
+from torchweft.experts.client import ClientTls, Connections, GrpcTransport, LocalTransport, RemoteExpert, Retry
+from torchweft.experts.client.remote import check_remote_expert, create_remote_experts
+from torchweft.experts.compression import Policy
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.replication import ReplicaOptions
 
 HERE = "127.0.0.1:1"
 NO_TOKENS = ["", " ", "s3cret\n", "\ts3cret", "s3\ncret", "s3cret\0", "s3crät", "s3cret\x7f"]

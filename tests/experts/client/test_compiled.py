@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.experts.client.transport_cases import reached
 from tests.experts.expert_cases import WIDTH, Fussy, fussy_backend, rows, seeded
-from weft.experts.client import RemoteExpert
+from torchweft.experts.client import RemoteExpert
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 same = partial(torch.testing.assert_close, rtol=0, atol=1e-12)

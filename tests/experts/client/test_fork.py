@@ -7,17 +7,17 @@ import torch
 
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.processes import forked, only_with_fork, python
-from weft.core.errors import UsageError
-from weft.experts.client import Connections, RemoteExpert
-from weft.experts.discovery import LocalDirectory
-from weft.experts.server import Server
+from torchweft.core.errors import UsageError
+from torchweft.experts.client import Connections, RemoteExpert
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.server import Server
 
 pytestmark = only_with_fork
 TRAINER = """
 import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from weft.experts.client import RemoteExpert
+from torchweft.experts.client import RemoteExpert
 
 data = TensorDataset(torch.ones(4, 4, dtype=torch.float64))
 with RemoteExpert("fussy", sys.argv[1]) as remote:

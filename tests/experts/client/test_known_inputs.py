@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tests.experts.client.transport_cases import FakeTransport, reached
 from tests.experts.expert_cases import close, fussy_backend, rows
-from weft.experts import ExpertBackend, GraphBudget
-from weft.experts.client import RemoteExpert, Retry
-from weft.experts.compression import Compression, Policy
-from weft.experts.errors import InputsGoneError
-from weft.experts.wire import Call, Header, Kind, Received
+from torchweft.experts import ExpertBackend, GraphBudget
+from torchweft.experts.client import RemoteExpert, Retry
+from torchweft.experts.compression import Compression, Policy
+from torchweft.experts.errors import InputsGoneError
+from torchweft.experts.wire import Call, Header, Kind, Received
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 

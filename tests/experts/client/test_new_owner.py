@@ -9,11 +9,11 @@ import pytest
 
 from tests.experts.client.test_retry import ANSWER, Scripted
 from tests.experts.concurrency import wait_until
-from weft.experts.client import NEVER, Connections, Retry
-from weft.experts.client.retry import DirectoryResolver, RetryingCaller
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import DeadlineError, LostError
-from weft.experts.wire import Call, Header, Kind, Received
+from torchweft.experts.client import NEVER, Connections, Retry
+from torchweft.experts.client.retry import DirectoryResolver, RetryingCaller
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import DeadlineError, LostError
+from torchweft.experts.wire import Call, Header, Kind, Received
 
 CALL = Call(Header(kind=Kind.BACKWARD, uid="x", key="once"))
 

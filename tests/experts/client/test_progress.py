@@ -3,15 +3,15 @@
 import pytest
 
 from tests.experts.client.test_retry import Scripted
-from weft.experts.client import Connections, StepsLostWarning
-from weft.experts.client.retry import DirectoryResolver, FixedResolver
-from weft.experts.client.stub import ExpertProgress, RequestBuilder
-from weft.experts.compression import Policy
-from weft.experts.discovery import LocalDirectory
-from weft.experts.discovery.fencing import token_of
-from weft.experts.errors import MalformedError, NotOwnerError
-from weft.experts.wire import Call, Header, Kind, decode, encode
-from weft.experts.wire.service import Receipt, read_receipt
+from torchweft.experts.client import Connections, StepsLostWarning
+from torchweft.experts.client.retry import DirectoryResolver, FixedResolver
+from torchweft.experts.client.stub import ExpertProgress, RequestBuilder
+from torchweft.experts.compression import Policy
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.discovery.fencing import token_of
+from torchweft.experts.errors import MalformedError, NotOwnerError
+from torchweft.experts.wire import Call, Header, Kind, decode, encode
+from torchweft.experts.wire.service import Receipt, read_receipt
 
 
 def new_progress() -> ExpertProgress:

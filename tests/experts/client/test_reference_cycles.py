@@ -16,16 +16,16 @@ from tests.experts.client.transport_cases import FakeTransport, reached
 from tests.experts.expert_cases import TROUBLE, fussy_backend, rows
 from tests.experts.mixture.commit_cases import Experts
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
-from weft.core.errors import SpecError, WeftError
-from weft.experts import GraphBudget
-from weft.experts.client import NEVER, RemoteExpert, Retry
-from weft.experts.wire import Kind, LostError, UnreachableError
+from torchweft.core.errors import SpecError, WeftError
+from torchweft.experts import GraphBudget
+from torchweft.experts.client import NEVER, RemoteExpert, Retry
+from torchweft.experts.wire import Kind, LostError, UnreachableError
 
 SWIFT = Retry(attempts=3, first=0.001)
 
 
 def uncollected_objects(work: Callable[[], object]) -> Counter[str]:
-    """Tensors, frames and weft's own objects that only a collection frees, by type."""
+    """Tensors, frames and torchweft's own objects that only a collection frees, by type."""
     work()  # what is made once is not meant
     gc.disable()
     gc.freeze()  # nor what is there already
@@ -42,7 +42,7 @@ def uncollected_objects(work: Callable[[], object]) -> Counter[str]:
 
 
 def _ours(each: object) -> bool:
-    return isinstance(each, Tensor | FrameType) or type(each).__module__.startswith("weft")
+    return isinstance(each, Tensor | FrameType) or type(each).__module__.startswith("torchweft")
 
 
 def trained(remote: RemoteExpert, factor: float = 1.0, columns: int = 4, *, there: float = 1.0) -> None:

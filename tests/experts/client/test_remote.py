@@ -17,13 +17,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
 from tests.experts.concurrency import FakeClock, in_threads, wait_until
 from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, close, fussy_backend, rows, seeded
-from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError, SpecError, UsageError
-from weft.experts import AccumulationOptions, ExpertBackend, GraphBudget, TensorSpec
-from weft.experts.client import GrpcTransport, RemoteExpert, Retry, Transport
-from weft.experts.compression import Policy
-from weft.experts.errors import CommitError, GradientError
-from weft.experts.server import Server
-from weft.experts.wire import (
+from torchweft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError, SpecError, UsageError
+from torchweft.experts import AccumulationOptions, ExpertBackend, GraphBudget, TensorSpec
+from torchweft.experts.client import GrpcTransport, RemoteExpert, Retry, Transport
+from torchweft.experts.compression import Policy
+from torchweft.experts.errors import CommitError, GradientError
+from torchweft.experts.server import Server
+from torchweft.experts.wire import (
     Call,
     DeadlineError,
     ExpertFailedError,
@@ -394,7 +394,10 @@ def test_the_first_call_and_its_question_have_one_deadline(
     fake: FakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock().install(
-        monkeypatch, "weft.experts.client.remote", "weft.experts.client.stub", "weft.experts.client.retry"
+        monkeypatch,
+        "torchweft.experts.client.remote",
+        "torchweft.experts.client.stub",
+        "torchweft.experts.client.retry",
     )
     slow = SlowToTell(fake, clock)
     remote = RemoteExpert("fussy", slow, timeout=10.0)

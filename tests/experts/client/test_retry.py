@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.concurrency import wait_until
-from weft.core.errors import SpecError, UsageError
-from weft.experts.client.retry import NEVER, FixedResolver, Retry, RetryingCaller
-from weft.experts.client.transport import TransportStatistics
-from weft.experts.errors import ExpiredError, GradientError, OverloadError, ResultEvictedError
-from weft.experts.wire import (
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.experts.client.retry import NEVER, FixedResolver, Retry, RetryingCaller
+from torchweft.experts.client.transport import TransportStatistics
+from torchweft.experts.errors import ExpiredError, GradientError, OverloadError, ResultEvictedError
+from torchweft.experts.wire import (
     Call,
     DeadlineError,
     DrainingError,
@@ -104,7 +104,7 @@ class Slow(threading.Event):
 @pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
 def test_a_pause_that_took_all_the_time_hides_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow()
-    monkeypatch.setattr("weft.experts.client.retry.time", SimpleNamespace(monotonic=lambda: slow.now))
+    monkeypatch.setattr("torchweft.experts.client.retry.time", SimpleNamespace(monotonic=lambda: slow.now))
     mine = RetryingCaller(FixedResolver(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)
     with pytest.raises(type(error), match="x") as caught:
         mine.call(CALL, 0.5)

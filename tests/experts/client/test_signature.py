@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, rows, seeded
-from weft.core.errors import SpecError
-from weft.experts import ExpertBackend
-from weft.experts.client.remote_function import RemoteFunction
-from weft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
-from weft.experts.wire import Call, Header, Kind, MalformedError, Received, decode, encode
-from weft.experts.wire.service import describe, read_description
+from torchweft.core.errors import SpecError
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client.remote_function import RemoteFunction
+from torchweft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
+from torchweft.experts.wire import Call, Header, Kind, MalformedError, Received, decode, encode
+from torchweft.experts.wire.service import describe, read_description
 
 CPU = torch.device("cpu")
 

@@ -12,15 +12,15 @@ import torch
 from tests.experts.client.transport_cases import WAYS, reached
 from tests.experts.concurrency import blocking_expert
 from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows
-from weft.core.errors import SpecError, UsageError
-from weft.experts.client import ClientTls, GrpcTransport, LocalTransport, Transport
-from weft.experts.client.transport import explain_failure
-from weft.experts.compression import Compression
-from weft.experts.errors import UnreachableError
-from weft.experts.server import Server
-from weft.experts.server.grpc_server import GrpcHandlers
-from weft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
-from weft.experts.wire.service import read_receipt
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.experts.client import ClientTls, GrpcTransport, LocalTransport, Transport
+from torchweft.experts.client.transport import explain_failure
+from torchweft.experts.compression import Compression
+from torchweft.experts.errors import UnreachableError
+from torchweft.experts.server import Server
+from torchweft.experts.server.grpc_server import GrpcHandlers
+from torchweft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
+from torchweft.experts.wire.service import read_receipt
 
 PATIENCE = 10.0
 
@@ -117,7 +117,7 @@ def test_statistics_count_calls_and_errors(there: tuple[Server, Transport]) -> N
 
 
 def test_stream_that_never_opens_executes_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.experts.client.stream.OPENING", 0.2)
+    monkeypatch.setattr("torchweft.experts.client.stream.OPENING", 0.2)
     opened = threading.Event()
 
     async def silent(self: GrpcHandlers, messages: object, context: Any) -> None:

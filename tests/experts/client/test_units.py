@@ -8,15 +8,15 @@ from torch import nn
 from tests.experts.client.test_retry import ANSWER, CALL, Scripted
 from tests.experts.concurrency import in_threads, wait_until
 from tests.experts.expert_cases import rows
-from weft.core.errors import UsageError
-from weft.experts.client import Connections, commit, discard
-from weft.experts.client.remote_function import RecomputeCache, RemoteLayer
-from weft.experts.client.retry import DirectoryResolver, FixedResolver, RetryingCaller
-from weft.experts.client.stream import PendingCalls
-from weft.experts.client.stub import CallOptions, ExpertStub, PendingCommit
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import CommitError
-from weft.experts.wire import DeadlineError, LostError, NotOwnerError, UnreachableError
+from torchweft.core.errors import UsageError
+from torchweft.experts.client import Connections, commit, discard
+from torchweft.experts.client.remote_function import RecomputeCache, RemoteLayer
+from torchweft.experts.client.retry import DirectoryResolver, FixedResolver, RetryingCaller
+from torchweft.experts.client.stream import PendingCalls
+from torchweft.experts.client.stub import CallOptions, ExpertStub, PendingCommit
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import CommitError
+from torchweft.experts.wire import DeadlineError, LostError, NotOwnerError, UnreachableError
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_the_clock_ends_what_is_late_and_nothing_else(pending: PendingCalls) -> 
 
 
 def test_the_clock_ends_and_is_started_again(pending: PendingCalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.experts.client.stream._IDLE", 1)
+    monkeypatch.setattr("torchweft.experts.client.stream._IDLE", 1)
     for _ in range(2):
         assert isinstance(pending.register(CALL, 0.03).future.exception(60.0), DeadlineError)
         wait_until(lambda: pending._clock is None)

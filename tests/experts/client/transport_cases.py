@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from weft.experts import ExpertBackend
-from weft.experts.client import GrpcTransport, LocalTransport, Transport, TransportStatistics
-from weft.experts.server import Server
-from weft.experts.wire import Call, Kind, LostError, Received, decode, encode, read_fault
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client import GrpcTransport, LocalTransport, Transport, TransportStatistics
+from torchweft.experts.server import Server
+from torchweft.experts.wire import Call, Kind, LostError, Received, decode, encode, read_fault
 
 WAYS = ("grpc", "local", "fake")
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.experts.mixture.mixture_cases import FOREVER, WIDTH, two_layers
-from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.client import Connections, LocalTransport, Retry
-from weft.experts.discovery import LocalDirectory
-from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
-from weft.experts.server import Server
-from weft.experts.wire import Call, Header, Kind, LostError, Received, write_fault
+from torchweft.experts import ExpertBackend, TensorSpec
+from torchweft.experts.client import Connections, LocalTransport, Retry
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from torchweft.experts.server import Server
+from torchweft.experts.wire import Call, Header, Kind, LostError, Received, write_fault
 
 X = TensorSpec((None, WIDTH), torch.float64)
 COUNT = 4

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tests.experts.mixture.commit_cases import Experts
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
-from weft.experts import GraphBudget
-from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.wire import Header, Kind
+from torchweft.experts import GraphBudget
+from torchweft.experts.mixture import RemoteMixtureOfExperts
+from torchweft.experts.wire import Header, Kind
 
 BUDGET = GraphBudget(1 << 20, 600.0)
 Work = Callable[[Experts, RemoteMixtureOfExperts], list[Tensor]]

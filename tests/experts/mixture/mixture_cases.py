@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weft.core.pytree import flatten, map_leaves, unflatten
-from weft.core.spec import TensorSpec
-from weft.experts.client.retry import NEVER
-from weft.experts.client.transport import Connections, LocalTransport
-from weft.experts.discovery import LocalDirectory
-from weft.experts.wire import Call, Header, Kind, Received, write_fault
-from weft.experts.wire.service import Receipt, describe
+from torchweft.core.pytree import flatten, map_leaves, unflatten
+from torchweft.core.spec import TensorSpec
+from torchweft.experts.client.retry import NEVER
+from torchweft.experts.client.transport import Connections, LocalTransport
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.wire import Call, Header, Kind, Received, write_fault
+from torchweft.experts.wire.service import Receipt, describe
 
 WIDTH = 5
 GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]

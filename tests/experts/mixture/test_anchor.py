@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.experts.mixture.mixture_cases import GRID, WIDTH, World, numbers, routed
-from weft.core.errors import UsageError
-from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
-from weft.experts.wire import Kind
+from torchweft.core.errors import UsageError
+from torchweft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from torchweft.experts.wire import Kind
 
 OLD_KEYS = ["proj.weight", "proj.bias"]
 kinds = pytest.mark.parametrize("kind", [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts])

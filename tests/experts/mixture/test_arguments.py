@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.processes import python
-from weft.core.validation import Validator
-from weft.experts.mixture.fanout import MixtureOptions
-from weft.experts.mixture.routing import check_grid
+from torchweft.core.validation import Validator
+from torchweft.experts.mixture.fanout import MixtureOptions
+from torchweft.experts.mixture.routing import check_grid
 
 GOOD: dict[str, Any] = {
     "k_best": 4,
@@ -28,10 +28,10 @@ CONSTRUCTED = """
 import math
 
 import torch
-from weft.core.errors import UsageError
-from weft.experts.client import Connections
-from weft.experts.discovery import LocalDirectory
-from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from torchweft.core.errors import UsageError
+from torchweft.experts.client import Connections
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 
 directory = LocalDirectory()
 connections = Connections(directory)

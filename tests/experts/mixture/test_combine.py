@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.core.errors import SpecError
-from weft.experts.mixture.routing import CombineBuffer
+from torchweft.core.errors import SpecError
+from torchweft.experts.mixture.routing import CombineBuffer
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool]
 

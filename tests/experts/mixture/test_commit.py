@@ -21,11 +21,11 @@ from tests.experts.mixture.commit_cases import (
     step_here,
 )
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
-from weft.core.errors import UsageError
-from weft.experts.client import RemoteExpert, commit, discard
-from weft.experts.errors import MixtureCommitError, StepError, TooFewAnswersError
-from weft.experts.mixture.mixture_function import MixtureCommit
-from weft.experts.wire import Kind
+from torchweft.core.errors import UsageError
+from torchweft.experts.client import RemoteExpert, commit, discard
+from torchweft.experts.errors import MixtureCommitError, StepError, TooFewAnswersError
+from torchweft.experts.mixture.mixture_function import MixtureCommit
+from torchweft.experts.wire import Kind
 
 
 @pytest.mark.parametrize("switch", [False, True])

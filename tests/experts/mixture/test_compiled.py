@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.experts.mixture.mixture_cases import GRID, WIDTH, World, numbers
-from weft.experts.client.retry import NEVER
-from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from torchweft.experts.client.retry import NEVER
+from torchweft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute"

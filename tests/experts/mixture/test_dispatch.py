@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.mixture.mixture_cases import numbers
-from weft.experts.mixture.routing import Dispatch
+from torchweft.experts.mixture.routing import Dispatch
 
 
 @st.composite

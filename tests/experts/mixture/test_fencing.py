@@ -12,13 +12,13 @@ from tests.experts.mixture.commit_cases import UIDS, Experts
 from tests.experts.mixture.mixture_cases import WIDTH as GRID_WIDTH
 from tests.experts.mixture.mixture_cases import numbers
 from tests.experts.server.replica_cases import PATIENCE, HungTransport, backend_of, die, expert, hang, make, role
-from weft.experts.client import NEVER, Connections, RemoteExpert, Retry
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import CommitError, TooFewAnswersError
-from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.server import Server
-from weft.experts.wire import Kind, NotOwnerError
-from weft.experts.wire.service import Receipt, read_receipt
+from torchweft.experts.client import NEVER, Connections, RemoteExpert, Retry
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import CommitError, TooFewAnswersError
+from torchweft.experts.mixture import RemoteMixtureOfExperts
+from torchweft.experts.server import Server
+from torchweft.experts.wire import Kind, NotOwnerError
+from torchweft.experts.wire.service import Receipt, read_receipt
 
 UID = "fussy.0"
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.experts.discovery import Snapshot
-from weft.experts.mixture.routing import Grid
+from torchweft.experts.discovery import Snapshot
+from torchweft.experts.mixture.routing import Grid
 
 
 @given(st.lists(st.integers(1, 1200), min_size=1, max_size=4), st.data())

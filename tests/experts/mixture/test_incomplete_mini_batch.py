@@ -7,11 +7,11 @@ import pytest
 
 from tests.experts.mixture.commit_cases import ALL, UIDS, Experts, LocalMixture, assert_commit_steps, only, run
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
-from weft.experts.client import NEVER
-from weft.experts.errors import CommitError, GradientError, MalformedError, MixtureCommitError, TooFewAnswersError
-from weft.experts.mixture.fanout import MixtureSignature
-from weft.experts.mixture.mixture_function import MixtureCommit
-from weft.experts.wire import Kind
+from torchweft.experts.client import NEVER
+from torchweft.experts.errors import CommitError, GradientError, MalformedError, MixtureCommitError, TooFewAnswersError
+from torchweft.experts.mixture.fanout import MixtureSignature
+from torchweft.experts.mixture.mixture_function import MixtureCommit
+from torchweft.experts.wire import Kind
 
 # Torn: a part of an expert's gradients is missing.
 

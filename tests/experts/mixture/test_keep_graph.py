@@ -21,11 +21,11 @@ from tests.experts.mixture.commit_cases import (
 )
 from tests.experts.mixture.keep_graph_cases import BUDGET, compared, graphs, headers, keys, turn
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
-from weft import Pipe
-from weft.core.context import set_phase
-from weft.experts.client import NEVER, commit
-from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.wire import Kind
+from torchweft import Pipe
+from torchweft.core.context import set_phase
+from torchweft.experts.client import NEVER, commit
+from torchweft.experts.mixture import RemoteMixtureOfExperts
+from torchweft.experts.wire import Kind
 
 
 @pytest.mark.parametrize("switch", [False, True])

@@ -31,18 +31,18 @@ from tests.experts.mixture.mixture_cases import (
     only,
     routed,
 )
-from weft import Recurrent
-from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
-from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.client import Connections, RemoteExpert, StepsLostWarning
-from weft.experts.client.retry import NEVER, Retry
-from weft.experts.compression import Policy
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import AnomalyError, NoExpertsError, TooFewAnswersError
-from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.server import Server
-from weft.experts.wire import Header, Kind, UnreachableError
-from weft.recurrent import NoPlanWarning
+from torchweft import Recurrent
+from torchweft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
+from torchweft.experts import ExpertBackend, TensorSpec
+from torchweft.experts.client import Connections, RemoteExpert, StepsLostWarning
+from torchweft.experts.client.retry import NEVER, Retry
+from torchweft.experts.compression import Policy
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import AnomalyError, NoExpertsError, TooFewAnswersError
+from torchweft.experts.mixture import RemoteMixtureOfExperts
+from torchweft.experts.server import Server
+from torchweft.experts.wire import Header, Kind, UnreachableError
+from torchweft.recurrent import NoPlanWarning
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -225,7 +225,7 @@ def test_nobody_is_waited_for_longer_than_was_said(world: World) -> None:
 
 
 def test_description_shares_the_deadline_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = [f"weft.experts.mixture.{name}" for name in ("mixture", "fanout")]
+    modules = [f"torchweft.experts.mixture.{name}" for name in ("mixture", "fanout")]
     clock = FakeClock().install(monkeypatch, *modules)
 
     def slowly(header: Header, answer: list[Tensor]) -> list[Tensor]:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.mixture.mixture_cases import numbers
-from weft.experts.mixture import routing
-from weft.experts.mixture.routing import all_scores, choose_experts, chosen_scores
+from torchweft.experts.mixture import routing
+from torchweft.experts.mixture.routing import all_scores, choose_experts, chosen_scores
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 6), st.integers(0, 7), st.data())

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.experts.mixture.mixture_cases import GRID, WIDTH, World, fails, hangs, numbers, routed
-from weft import Pipe
-from weft.experts.mixture import RemoteSwitchMixtureOfExperts, load_balancing_loss
-from weft.experts.wire import Kind
+from torchweft import Pipe
+from torchweft.experts.mixture import RemoteSwitchMixtureOfExperts, load_balancing_loss
+from torchweft.experts.wire import Kind
 
 
 def make_mixture(world: World, **more: Any) -> RemoteSwitchMixtureOfExperts:

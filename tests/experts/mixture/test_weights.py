@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.mixture.mixture_cases import numbers
-from weft.experts.mixture.routing import load_balancing_loss, weighted_mean, weights_of_answered
+from torchweft.experts.mixture.routing import load_balancing_loss, weighted_mean, weights_of_answered
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.data())

@@ -1,4 +1,4 @@
-"""`weft serve` in a process of its own, so that its memory and its descriptors are its own."""
+"""`torchweft serve` in a process of its own, so that its memory and its descriptors are its own."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ class Served:
     def __init__(self, folder: Path, more: str, descriptors: int | None) -> None:
         file = folder / "serve.toml"
         file.write_text(CONFIG.format(more=more), "utf-8")
-        words = [sys.executable, "-m", "weft", "serve", str(file)]
+        words = [sys.executable, "-m", "torchweft", "serve", str(file)]
         if descriptors is not None:
             words = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *words]
         env = {**os.environ, "PYTHONPATH": str(SOURCE)}

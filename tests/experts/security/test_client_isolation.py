@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from tests.experts.concurrency import BlockingProcess, FakeClock, wait_until
 from tests.experts.expert_cases import answered, backward, fussy_backend, rows, work
-from weft.core.errors import UsageError
-from weft.experts import AccumulationOptions, ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, TaskPool
-from weft.experts.client import GrpcTransport, RemoteExpert
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import CommitError, OverloadError, QuotaError
-from weft.experts.replication import ReplicaOptions, streams
-from weft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions
-from weft.experts.server.auth import authenticate
-from weft.experts.server.server_stream import ByteBudget
-from weft.experts.task import CallerStream
-from weft.experts.wire import Call, ForbiddenError, Header, Kind, Received
-from weft.experts.wire.service import STATE
+from torchweft.core.errors import UsageError
+from torchweft.experts import AccumulationOptions, ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, TaskPool
+from torchweft.experts.client import GrpcTransport, RemoteExpert
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import CommitError, OverloadError, QuotaError
+from torchweft.experts.replication import ReplicaOptions, streams
+from torchweft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions
+from torchweft.experts.server.auth import authenticate
+from torchweft.experts.server.server_stream import ByteBudget
+from torchweft.experts.task import CallerStream
+from torchweft.experts.wire import Call, ForbiddenError, Header, Kind, Received
+from torchweft.experts.wire.service import STATE
 
 MIXED = Access(
     [Grant("*", "*", Role.TRAIN), Grant("boss", "*", Role.ADMIN)],
@@ -203,7 +203,7 @@ def test_discard_reaches_queued_gradients(backend: ExpertBackend) -> None:
 
 
 def test_mini_batches_of_a_gone_client_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock().install(monkeypatch, "weft.experts.gradients")
+    clock = FakeClock().install(monkeypatch, "torchweft.experts.gradients")
     backend = fussy_backend(mini_batches=AccumulationOptions(mini_batches=2, orphan_seconds=30.0))
     backend.executor.mini_batches._clock = clock.monotonic
     gone, back = CallerStream(), CallerStream()

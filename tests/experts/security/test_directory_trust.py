@@ -19,14 +19,14 @@ from tests.experts.etcd_cases import WHERE, free_ports, wait_for_port
 from tests.experts.expert_cases import fussy_backend, weights
 from tests.experts.server.replica_cases import expert, make
 from tests.type_checks import without_type_checks
-from weft.core.errors import UsageError
-from weft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, RemoteExpert
-from weft.experts.discovery import LocalDirectory
-from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError
-from weft.experts.errors import DirectoryUnavailableError
-from weft.experts.replication import ReplicaOptions
-from weft.experts.server import Access, Grant, Role, Server, ServerTls
-from weft.experts.wire import UnreachableError
+from torchweft.core.errors import UsageError
+from torchweft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, RemoteExpert
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError
+from torchweft.experts.errors import DirectoryUnavailableError
+from torchweft.experts.replication import ReplicaOptions
+from torchweft.experts.server import Access, Grant, Role, Server, ServerTls
+from torchweft.experts.wire import UnreachableError
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 
@@ -50,16 +50,16 @@ def test_token_is_never_sent_in_plain_text(directory: LocalDirectory) -> None:
 
 
 def test_client_connects_only_to_matching_servers(authority: Authority) -> None:
-    tls = ClientTls(authority.pem, servers=["weft-*.weft", "LOCALHOST"])
-    for address in ("weft-0.weft:7070", "Weft-17.WEFT:7070", "localhost:1"):
+    tls = ClientTls(authority.pem, servers=["torchweft-*.torchweft", "LOCALHOST"])
+    for address in ("torchweft-0.torchweft:7070", "Weft-17.WEFT:7070", "localhost:1"):
         GrpcTransport(address, tls=tls).close()
-    for address in ("weft-0.evil:7070", "trainer.example:7070", "127.0.0.1:1"):
+    for address in ("torchweft-0.evil:7070", "trainer.example:7070", "127.0.0.1:1"):
         with pytest.raises(UsageError, match="does not match servers="):
             GrpcTransport(address, tls=tls)
     GrpcTransport("10.0.0.7:1", tls=ClientTls(authority.pem, server_name="localhost", servers=["localhost"])).close()
 
 
-@pytest.mark.parametrize("wrong", ["weft-*", [""], [5]])
+@pytest.mark.parametrize("wrong", ["torchweft-*", [""], [5]])
 def test_servers_that_are_no_patterns_are_misuse(wrong: Any) -> None:
     with without_type_checks(), pytest.raises(UsageError, match="servers is "):
         ClientTls(servers=wrong)
@@ -112,7 +112,7 @@ def test_follower_loads_no_weights_of_an_impostor(authority: Authority) -> None:
             for parameter in fresh.module.parameters():
                 parameter.add_(1.0)
         before = weights(fresh)
-        with make(directory, fresh, replicas=replicas("weft-*"), **options) as victim:
+        with make(directory, fresh, replicas=replicas("torchweft-*"), **options) as victim:
             wait_until(lambda: "does not match servers=" in victim.statistics().replicas["fussy"].failure)
             assert weights(fresh) == before
             assert victim.statistics().replicas["fussy"].received == 0
@@ -213,12 +213,12 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
 
 def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str, Certificates]) -> None:
     at, _, certificates = secured
-    with EtcdDirectory(at, tls=certificates.tls("weft-server")) as servers:
-        lease = servers.declare(["ffn.0"], "weft-0.weft:7070", ttl=30.0)
+    with EtcdDirectory(at, tls=certificates.tls("torchweft-server")) as servers:
+        lease = servers.declare(["ffn.0"], "torchweft-0.torchweft:7070", ttl=30.0)
         owned = servers.claim("ffn.0", lease)
         servers.renew(lease)
-        with EtcdDirectory(at, tls=certificates.tls("weft-client")) as clients, clients.watch() as watch:
-            assert clients.get().addresses("ffn.0") == ("weft-0.weft:7070",)
+        with EtcdDirectory(at, tls=certificates.tls("torchweft-client")) as clients, clients.watch() as watch:
+            assert clients.get().addresses("ffn.0") == ("torchweft-0.torchweft:7070",)
             for forbidden in (
                 lambda: clients.declare(["ffn.0"], "evil:1", ttl=30.0),
                 lambda: clients.claim("ffn.0", lease),
@@ -228,9 +228,9 @@ def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str,
                 with pytest.raises(RefusedByEtcdError, match="PERMISSION_DENIED"):
                     forbidden()
             assert clients.get().owner("ffn.0") == owned
-            servers.declare(["ffn.1"], "weft-1.weft:7070", ttl=30.0)
-            wait_until(lambda: watch.snapshot().addresses("ffn.1") == ("weft-1.weft:7070",))
-        with EtcdDirectory(at, tls=certificates.tls("weft-server"), namespace="elsewhere") as other:
+            servers.declare(["ffn.1"], "torchweft-1.torchweft:7070", ttl=30.0)
+            wait_until(lambda: watch.snapshot().addresses("ffn.1") == ("torchweft-1.torchweft:7070",))
+        with EtcdDirectory(at, tls=certificates.tls("torchweft-server"), namespace="elsewhere") as other:
             for outside in (lambda: other.declare(["x"], "a:1", ttl=30.0), other.get):
                 with pytest.raises(RefusedByEtcdError, match="PERMISSION_DENIED"):
                     outside()
@@ -244,7 +244,7 @@ def test_etcd_rejects_other_readers_and_writers(secured: tuple[str, str, Certifi
             pytest.raises(DirectoryUnavailableError),
         ):
             directory.get()
-    mine = EtcdTls(certificates.authority.pem, *authority.issue("weft-server"))  # of the servers' authority
+    mine = EtcdTls(certificates.authority.pem, *authority.issue("torchweft-server"))  # of the servers' authority
     for wrong in (mine, EtcdTls(certificates.authority.pem), EtcdTls(), None):
         with EtcdDirectory(at, tls=wrong, timeout=1.0) as directory, pytest.raises(DirectoryUnavailableError):
             directory.get()
@@ -269,4 +269,4 @@ def test_a_users_certificate_makes_no_member(secured: tuple[str, str, Certificat
 
     assert members("etcd")
     with pytest.raises(OSError):
-        members("weft-server")
+        members("torchweft-server")

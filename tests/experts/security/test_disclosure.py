@@ -9,13 +9,13 @@ import pytest
 
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.server.server_cases import access_of
-from weft.cli import main
-from weft.core.errors import UsageError, escape
-from weft.experts.client import GrpcTransport
-from weft.experts.client import status as client_status
-from weft.experts.server import Access, Audit, Caller, Grant, Role, Server
-from weft.experts.server.config import build, parse_expert, read_config
-from weft.experts.wire import Call, ForbiddenError, Header, Kind, UnknownExpertError
+from torchweft.cli import main
+from torchweft.core.errors import UsageError, escape
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.client import status as client_status
+from torchweft.experts.server import Access, Audit, Caller, Grant, Role, Server
+from torchweft.experts.server.config import build, parse_expert, read_config
+from torchweft.experts.wire import Call, ForbiddenError, Header, Kind, UnknownExpertError
 
 HOSTILE = "\x1b]0;owned\x07\n\u202e2026-01-01 accepted: client='root'"
 
@@ -60,7 +60,7 @@ def test_open_server_on_a_network_is_refused(address: str, more: dict[str, Any])
 
 def test_the_command_line_says_insecure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("weft.experts.server.command.serve", seen.append)
+    monkeypatch.setattr("torchweft.experts.server.command.serve", seen.append)
     words = ["serve", "--expert", "f=ffn:hidden=8", "--address", "0.0.0.0:0"]
     main([*words, "--insecure"])
     assert seen[0]["insecure"] is True
@@ -71,7 +71,7 @@ def test_the_command_line_says_insecure(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_open_server_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "weft.experts.server"):
+    with caplog.at_level(logging.WARNING, "torchweft.experts.server"):
         with Server([], address="0.0.0.0:0", access=Access([])):
             pass
         assert not caplog.text
@@ -83,7 +83,7 @@ def test_open_server_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_stranger_cannot_fill_the_audit_log(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     audit = Audit(lambda: now[0])
-    with caplog.at_level(logging.WARNING, "weft.experts.audit"):
+    with caplog.at_level(logging.WARNING, "torchweft.experts.audit"):
         for number in range(3000):  # 1000 a second
             now[0] = number / 1000
             audit.refused(Caller(HOSTILE * 20, "1.2.3.4:5"), "x\0" * 500, "INFO", "why " * 500)
@@ -102,7 +102,7 @@ def test_foreign_text_cannot_control_a_terminal(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     audit = Audit()
-    with caplog.at_level(logging.WARNING, "weft.experts.audit"):
+    with caplog.at_level(logging.WARNING, "torchweft.experts.audit"):
         audit.refused(Caller(HOSTILE, HOSTILE), HOSTILE, "INFO", HOSTILE)
     assert len(caplog.messages) == 1 and caplog.messages[0].isprintable()
     with Server([fussy_backend()]) as server:
@@ -172,7 +172,7 @@ def test_a_token_comes_from_a_file_or_the_environment(
     seen: list[str | None] = []
     monkeypatch.setattr(client_status, "status", lambda address, **more: seen.append(more["token"]))
     main(["status", "127.0.0.1:1", "--token-file", str(file)])
-    monkeypatch.setenv("WEFT_TOKEN", "other")
+    monkeypatch.setenv("TORCHWEFT_TOKEN", "other")
     main(["status", "127.0.0.1:1"])
     main(["status", "127.0.0.1:1", "--token", "third"])
     assert seen == ["s3cret", "other", "third"]

@@ -12,10 +12,10 @@ from tests.experts.certificates import Authority
 from tests.experts.concurrency import wait_until
 from tests.experts.security.raw_http2 import RawHttp2
 from tests.experts.security.serve_process import served
-from weft.experts.client import RemoteExpert
-from weft.experts.server import Server, ServerTls
-from weft.experts.wire import Limits
-from weft.experts.wire.service import Options, server_options
+from torchweft.experts.client import RemoteExpert
+from torchweft.experts.server import Server, ServerTls
+from torchweft.experts.wire import Limits
+from torchweft.experts.wire.service import Options, server_options
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
 LIMIT = 200
@@ -46,7 +46,7 @@ def test_connection_without_a_stream_is_closed(encrypted: bool, monkeypatch: pyt
         soon = {"grpc.server_handshake_timeout_ms": 200, "grpc.max_connection_idle_ms": 200}
         return [(name, soon.get(name, value)) for name, value in server_options(limits, connections)]
 
-    monkeypatch.setattr("weft.experts.server.grpc_server.server_options", hasty)
+    monkeypatch.setattr("torchweft.experts.server.grpc_server.server_options", hasty)
     tls = ServerTls(*Authority("authority").issue("server")) if encrypted else None
     with Server([], address="localhost:0", tls=tls) as server:
         host, port = server.address.split(":")

@@ -19,13 +19,13 @@ from tests.experts.security.raw_http2 import RawHttp2, framed
 from tests.experts.security.serve_process import ADMITTED, Served, served
 from tests.experts.server.raw_stream import raw_stream
 from tests.experts.server.server_cases import budget_of
-from weft.experts.client import GrpcTransport, RemoteExpert
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import QuotaError
-from weft.experts.replication import ReplicaOptions
-from weft.experts.server import Access, Grant, Server, ServerOptions
-from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode_parts, read_fault
-from weft.experts.wire.service import INFO, MESSAGE_BYTES, SERVICE, STATE, STATUS, STREAM
+from torchweft.experts.client import GrpcTransport, RemoteExpert
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import QuotaError
+from torchweft.experts.replication import ReplicaOptions
+from torchweft.experts.server import Access, Grant, Server, ServerOptions
+from torchweft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode_parts, read_fault
+from torchweft.experts.wire.service import INFO, MESSAGE_BYTES, SERVICE, STATE, STATUS, STREAM
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc")
 MB = 1 << 20
@@ -173,7 +173,7 @@ def test_invalid_parts_end_their_stream_and_free_memory(parts: list[bytes | None
 
 
 def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.experts.server.grpc_server._PART_SECONDS", 0.05)
+    monkeypatch.setattr("torchweft.experts.server.grpc_server._PART_SECONDS", 0.05)
     with Server([fussy_backend()]) as server, raw_stream(server.address) as stream:
         stream.send(FIRST)
         (answer,) = stream.receive()
@@ -182,7 +182,7 @@ def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPat
 
 
 def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.experts.server.grpc_server._ROOM_SECONDS", 0.05)
+    monkeypatch.setattr("torchweft.experts.server.grpc_server._ROOM_SECONDS", 0.05)
     with Server([fussy_backend()], options=ServerOptions(total_bytes=13 * MB)) as server, ExitStack() as stack:
         streams = [stack.enter_context(raw_stream(server.address)) for _ in range(8)]
         for stream in streams[:7]:

@@ -9,14 +9,14 @@ import torch
 from tests.experts.concurrency import blocking_expert
 from tests.experts.expert_cases import WIDTH, fussy_backend, rows
 from tests.experts.security.raw_http2 import RawHttp2
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import LocalTransport, RemoteExpert
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import ClosedError
-from weft.experts.expert import ExpertBackend
-from weft.experts.replication import ReplicaOptions
-from weft.experts.server import Server, ServerOptions
-from weft.experts.wire import Call, Header, Kind
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.client import LocalTransport, RemoteExpert
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import ClosedError
+from torchweft.experts.expert import ExpertBackend
+from torchweft.experts.replication import ReplicaOptions
+from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.wire import Call, Header, Kind
 
 PATIENCE = 10.0
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-import weft
-from weft.experts import ExpertFactory, register_expert
+import torchweft as weft
+from torchweft.experts import ExpertFactory, register_expert
 
 
 class _Breaking(nn.Module):

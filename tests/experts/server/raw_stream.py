@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from weft.experts.wire import Call, Received, decode, encode
-from weft.experts.wire.service import STREAM
+from torchweft.experts.wire import Call, Received, decode, encode
+from torchweft.experts.wire.service import STREAM
 
 PATIENCE = 10.0
 

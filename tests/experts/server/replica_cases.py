@@ -8,13 +8,13 @@ from typing import Any
 
 from tests.experts.expert_cases import fussy_backend, rows, work
 from tests.experts.server.server_cases import backend_of
-from weft.experts import ExpertBackend
-from weft.experts.client import Connections, GrpcTransport, RemoteExpert
-from weft.experts.discovery import Directory, Lease, LocalDirectory, Ownership
-from weft.experts.errors import DirectoryUnavailableError
-from weft.experts.replication import Replica, ReplicaOptions
-from weft.experts.server import Server, ServerOptions
-from weft.experts.wire import Call, Received
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client import Connections, GrpcTransport, RemoteExpert
+from torchweft.experts.discovery import Directory, Lease, LocalDirectory, Ownership
+from torchweft.experts.errors import DirectoryUnavailableError
+from torchweft.experts.replication import Replica, ReplicaOptions
+from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.wire import Call, Received
 
 PATIENCE = 15.0
 LEASE = 1.0

@@ -1,8 +1,8 @@
 """Parts of a server that its public methods do not show."""
 
-from weft.experts import ExpertBackend
-from weft.experts.server import Access, Server
-from weft.experts.server.server_stream import ByteBudget
+from torchweft.experts import ExpertBackend
+from torchweft.experts.server import Access, Server
+from torchweft.experts.server.server_stream import ByteBudget
 
 
 def backend_of(server: Server, uid: str = "fussy") -> ExpertBackend:

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from weft.core.errors import UsageError
-from weft.experts.server import Access, Audit, Caller, Grant, Role
-from weft.experts.server.auth import authenticate
-from weft.experts.wire import ForbiddenError
+from torchweft.core.errors import UsageError
+from torchweft.experts.server import Access, Audit, Caller, Grant, Role
+from torchweft.experts.server.auth import authenticate
+from torchweft.experts.wire import ForbiddenError
 
 ACCESS = Access(
     [
@@ -82,7 +82,7 @@ def test_token_that_no_header_can_carry_is_misuse(token: str) -> None:
 
 def test_refusals_are_logged_counted_and_remembered(caplog: pytest.LogCaptureFixture) -> None:
     audit = Audit()
-    with caplog.at_level(logging.WARNING, "weft.experts.audit"):
+    with caplog.at_level(logging.WARNING, "torchweft.experts.audit"):
         for number in range(300):
             audit.refused(Caller("eve", "1.2.3.4:5"), f"ffn.{number}", "BACKWARD", "no role")
     assert audit.counts() == {"BACKWARD": 300} and len(audit.last()) == 256

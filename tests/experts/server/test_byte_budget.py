@@ -10,12 +10,12 @@ from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.server.raw_stream import PATIENCE, raw_stream
 from tests.experts.server.server_cases import budget_of
 from tests.experts.server.test_grpc_server import forward
-from weft.experts.client import GrpcTransport, RemoteExpert
-from weft.experts.errors import OverloadError
-from weft.experts.server import Server, ServerOptions
-from weft.experts.server.server_stream import ByteBudget
-from weft.experts.wire import Kind
-from weft.experts.wire.frame import MESSAGE_BYTES
+from torchweft.experts.client import GrpcTransport, RemoteExpert
+from torchweft.experts.errors import OverloadError
+from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.server.server_stream import ByteBudget
+from torchweft.experts.wire import Kind
+from torchweft.experts.wire.frame import MESSAGE_BYTES
 
 BYTES = rows(2, 0).nbytes
 

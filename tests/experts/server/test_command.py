@@ -1,4 +1,4 @@
-"""``weft serve`` and ``weft status``: what they read, what they print, and how a served process ends."""
+"""``torchweft serve`` and ``torchweft status``: what they read, what they print, and how a served process ends."""
 
 import gc
 import json
@@ -16,20 +16,20 @@ import torch
 from tests.experts.concurrency import wait_until
 from tests.experts.server.server_cases import access_of, backend_of
 from tests.processes import SOURCE, python
-from weft.cli import main
-from weft.core.errors import UsageError
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import RemoteExpert, Retry
-from weft.experts.client.status import status
-from weft.experts.errors import ClosedError
-from weft.experts.gradients import AccumulationOptions
-from weft.experts.graph_cache import GraphBudget
-from weft.experts.idempotency import IdempotencyOptions
-from weft.experts.journal import Entry, journal_lines, read_journal
-from weft.experts.server import Role
-from weft.experts.server.command import serve
-from weft.experts.server.config import build, parse_expert, read_config
-from weft.experts.wire import RemoteError
+from torchweft.cli import main
+from torchweft.core.errors import UsageError
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.client import RemoteExpert, Retry
+from torchweft.experts.client.status import status
+from torchweft.experts.errors import ClosedError
+from torchweft.experts.gradients import AccumulationOptions
+from torchweft.experts.graph_cache import GraphBudget
+from torchweft.experts.idempotency import IdempotencyOptions
+from torchweft.experts.journal import Entry, journal_lines, read_journal
+from torchweft.experts.server import Role
+from torchweft.experts.server.command import serve
+from torchweft.experts.server.config import build, parse_expert, read_config
+from torchweft.experts.wire import RemoteError
 
 CONFIG = """
 address = "127.0.0.1:0"
@@ -148,7 +148,7 @@ def test_non_list_in_a_file_is_reported_despite_flags(
 @pytest.fixture
 def process(tmp_path: Path) -> Any:
     words = ["--address", "127.0.0.1:0", "--checkpoints", str(tmp_path), "--optimizer", "SGD", "--lr", "1e-6"]
-    words = [sys.executable, "-m", "weft", "serve", "--expert", "f=ffn:hidden=8", *words]
+    words = [sys.executable, "-m", "torchweft", "serve", "--expert", "f=ffn:hidden=8", *words]
     env, pipe = {**os.environ, "PYTHONPATH": str(SOURCE)}, subprocess.PIPE
     child = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=env)
     yield child
@@ -158,7 +158,7 @@ def process(tmp_path: Path) -> Any:
 
 def test_terminated_server_answers_accepted_calls_and_saves(process: Any, tmp_path: Path) -> None:
     line = process.stdout.readline()
-    assert line.startswith("weft: serving 1 experts at ")
+    assert line.startswith("torchweft: serving 1 experts at ")
     with RemoteExpert("f", line.split()[-1], retry=Retry(attempts=1)) as remote:
         steps = 0
         remote(torch.ones(2, 8)).sum().backward()
@@ -202,7 +202,7 @@ def test_failed_serve_restores_the_signal_handlers(wrong: str) -> None:
 
 _IMPORTS = """
 import gc, sys
-from weft.experts.server import command
+from torchweft.experts.server import command
 
 def build(config):
     print(full.count(2), gc.isenabled(), gc.get_freeze_count() > 10_000, "torch._dynamo" in sys.modules)

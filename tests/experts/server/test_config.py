@@ -11,15 +11,15 @@ import torch
 
 from tests.experts.expert_cases import work
 from tests.experts.server.server_cases import access_of, backend_of
-from weft.cli import main
-from weft.core.errors import UsageError
-from weft.experts.errors import GradientError
-from weft.experts.gradients import Guards
-from weft.experts.graph_cache import GraphBudget
-from weft.experts.registry import ExpertFactory, register_expert
-from weft.experts.replication import ReplicaOptions
-from weft.experts.server.auth import Grant, Role
-from weft.experts.server.config import ExpertTable, JournalTable, PanelTable, ServeConfig, build
+from torchweft.cli import main
+from torchweft.core.errors import UsageError
+from torchweft.experts.errors import GradientError
+from torchweft.experts.gradients import Guards
+from torchweft.experts.graph_cache import GraphBudget
+from torchweft.experts.registry import ExpertFactory, register_expert
+from torchweft.experts.replication import ReplicaOptions
+from torchweft.experts.server.auth import Grant, Role
+from torchweft.experts.server.config import ExpertTable, JournalTable, PanelTable, ServeConfig, build
 
 EXPERT: dict[str, Any] = {"name": "a", "kind": "ffn", "arguments": {"hidden": 8}}
 GOOD: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [EXPERT]}

@@ -14,11 +14,11 @@ from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows, weig
 from tests.experts.server.raw_stream import PATIENCE, RawStream, raw_stream
 from tests.experts.server.server_cases import backend_of
 from tests.experts.wire_cases import frames
-from weft.core.errors import SpecError
-from weft.experts.client import GrpcTransport
-from weft.experts.errors import ExpiredError, GradientError
-from weft.experts.server import Server, ServerOptions
-from weft.experts.wire import (
+from torchweft.core.errors import SpecError
+from torchweft.experts.client import GrpcTransport
+from torchweft.experts.errors import ExpiredError, GradientError
+from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.wire import (
     Call,
     DrainingError,
     ExpertFailedError,
@@ -34,7 +34,7 @@ from weft.experts.wire import (
     encode_parts,
     read_fault,
 )
-from weft.experts.wire.service import INFO
+from torchweft.experts.wire.service import INFO
 
 
 def forward(number: int, x: torch.Tensor | None = None, uid: str = "fussy") -> Call:

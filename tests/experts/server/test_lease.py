@@ -9,12 +9,12 @@ import pytest
 from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.server.replica_cases import expert, make
-from weft.experts.client.status import shown
-from weft.experts.discovery import Lease, LocalDirectory
-from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import DirectoryUnavailableError
-from weft.experts.server import Server, ServerOptions
-from weft.experts.server.background import PeriodicTask
+from torchweft.experts.client.status import shown
+from torchweft.experts.discovery import Lease, LocalDirectory
+from torchweft.experts.discovery.registration import LeaseHeartbeat
+from torchweft.experts.errors import DirectoryUnavailableError
+from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.server.background import PeriodicTask
 
 
 def test_a_renewal_does_not_wait_behind_a_look_at_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_failed_renewal_is_retried_soon(monkeypatch: pytest.MonkeyPatch) -> None
             raise DirectoryUnavailableError("away")
         now[0] += 0.125
 
-    monkeypatch.setattr("weft.experts.server.background.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("torchweft.experts.server.background.time", SimpleNamespace(monotonic=lambda: now[0]))
     task = PeriodicTask("lease", 0.5, 0.05, act)
     task._stop = Waits()
     task._run_turns()

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import ROOT, SOURCE
-from weft import ExpertBackend, RemoteExpert, Server, TensorSpec
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import Retry
-from weft.experts.errors import ClosedError, DeviceLostError, ExpertError
+from torchweft import ExpertBackend, RemoteExpert, Server, TensorSpec
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.client import Retry
+from torchweft.experts.errors import ClosedError, DeviceLostError, ExpertError
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def serving(kind: str, folder: Path) -> "Iterator[subprocess.Popen[str]]":
     pipe = subprocess.PIPE
     env = {**os.environ, "PYTHONPATH": path}
     child = subprocess.Popen(
-        [sys.executable, "-m", "weft", "serve", *words], stdout=pipe, stderr=pipe, text=True, env=env
+        [sys.executable, "-m", "torchweft", "serve", *words], stdout=pipe, stderr=pipe, text=True, env=env
     )
     try:
         yield child
@@ -49,7 +49,7 @@ def test_a_failed_gpu_ends_the_server_with_one_message(kind: str, tmp_path: Path
                 expert(torch.full((2, 2), 1000.0))
         _, errors = child.communicate(timeout=60)
     assert child.returncode == 1
-    (message,) = [line for line in errors.splitlines() if line.startswith("weft: ")]
+    (message,) = [line for line in errors.splitlines() if line.startswith("torchweft: ")]
     assert "CUDA error: device-side assert triggered" in message and "restart it" in message
     saved = CheckpointStore(tmp_path)
     assert saved.steps("g")[0] == 3, "the experts of other devices are saved"

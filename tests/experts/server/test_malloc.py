@@ -11,7 +11,7 @@ from tests.processes import python
 _PROGRAM = """
 import json, resource, threading
 import torch
-from weft.experts.server import keep_freed_memory
+from torchweft.experts.server import keep_freed_memory
 
 def batches(count):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -57,8 +57,8 @@ def test_malloc_settings_of_the_environment_are_respected() -> None:
 
 _PAGES = """
 import os, torch
-from weft.experts.server import use_large_pages
-from weft.experts.server.command import serve  # with all that it imports, where no tensor is made
+from torchweft.experts.server import use_large_pages
+from torchweft.experts.server.command import serve  # with all that it imports, where no tensor is made
 
 before = dict(os.environ)
 use_large_pages()

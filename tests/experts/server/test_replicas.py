@@ -22,17 +22,17 @@ from tests.experts.server.replica_cases import (
     same_steps,
     step,
 )
-from weft.core.errors import UsageError
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import NEVER, Connections, LocalTransport, RemoteExpert
-from weft.experts.client.status import shown
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import CommitError
-from weft.experts.replication import ReplicaOptions
-from weft.experts.server import Access, Grant, Role, Server
-from weft.experts.server.config import build
-from weft.experts.wire import Call, Header, Kind, NotOwnerError
-from weft.experts.wire.service import Receipt
+from torchweft.core.errors import UsageError
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.client import NEVER, Connections, LocalTransport, RemoteExpert
+from torchweft.experts.client.status import shown
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import CommitError
+from torchweft.experts.replication import ReplicaOptions
+from torchweft.experts.server import Access, Grant, Role, Server
+from torchweft.experts.server.config import build
+from torchweft.experts.wire import Call, Header, Kind, NotOwnerError
+from torchweft.experts.wire.service import Receipt
 
 
 def backward(key: str, token: int = 0, seed: int = 0) -> Call:
@@ -64,7 +64,7 @@ def test_patterns_select_replicas(caplog: pytest.LogCaptureFixture) -> None:
     directory = LocalDirectory()
     with make(directory, expert(), expert("other"), replicas=ReplicaOptions(["oth*", "fnn.*"])) as server:
         assert list(server.statistics().replicas) == ["other"] and list(directory.get().owners) == ["other"]
-        told = [each.getMessage() for each in caplog.records if each.name == "weft.experts.server"]
+        told = [each.getMessage() for each in caplog.records if each.name == "torchweft.experts.server"]
     assert told == ["replicas: pattern 'fnn.*' matches none of the experts here, such as 'fussy'"]
     for wrong in (["ffn.*", ""], "ffn"):
         with pytest.raises(UsageError, match=r"experts is .*, wanted a list of patterns"):

@@ -23,14 +23,14 @@ from tests.experts.server.replica_cases import (
     same_steps,
     step,
 )
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import Connections, RemoteExpert
-from weft.experts.discovery import LocalDirectory, Ownership
-from weft.experts.discovery.fencing import epoch_of, token_of
-from weft.experts.errors import FencedError
-from weft.experts.replication import Leadership, Replica
-from weft.experts.replication.replica import StateVersion, newer
-from weft.experts.wire import NotOwnerError
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.client import Connections, RemoteExpert
+from torchweft.experts.discovery import LocalDirectory, Ownership
+from torchweft.experts.discovery.fencing import epoch_of, token_of
+from torchweft.experts.errors import FencedError
+from torchweft.experts.replication import Leadership, Replica
+from torchweft.experts.replication.replica import StateVersion, newer
+from torchweft.experts.wire import NotOwnerError
 
 MANY = 60  # more revisions than a test needs: tokens of an epoch that begins there are larger than any of another
 NOW, BEFORE = 5, 9  # lives of the directory

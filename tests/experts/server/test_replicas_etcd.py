@@ -18,11 +18,11 @@ from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import cluster, free_ports
 from tests.experts.server.replica_cases import expert, make, role, same_steps, step
 from tests.processes import SOURCE
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import Connections, RemoteExpert
-from weft.experts.client.status import status
-from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.registry import make_expert
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.client import Connections, RemoteExpert
+from torchweft.experts.client.status import status
+from torchweft.experts.discovery.etcd import EtcdDirectory
+from torchweft.experts.registry import make_expert
 
 CONFIG = """
 address = "127.0.0.1:{port}"
@@ -57,7 +57,7 @@ def serving(
     for port in ports:
         file = folder / f"{port}.toml"
         file.write_text(CONFIG.format(port=port, etcd=etcd, folder=folder, lease=lease), "utf-8")
-        words = [sys.executable, "-m", "weft", "serve", str(file)]
+        words = [sys.executable, "-m", "torchweft", "serve", str(file)]
         process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
         stack.callback(process.communicate, timeout=10)
         stack.callback(process.kill)

@@ -9,10 +9,10 @@ from tests.experts.certificates import Authority
 from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import weights
 from tests.experts.server.replica_cases import backend_of, expert, make, role, same_steps, step
-from weft.experts.client import ClientTls, Connections, RemoteExpert
-from weft.experts.discovery import LocalDirectory
-from weft.experts.replication import ReplicaOptions
-from weft.experts.server import Access, Grant, Role, Server, ServerTls
+from torchweft.experts.client import ClientTls, Connections, RemoteExpert
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.replication import ReplicaOptions
+from torchweft.experts.server import Access, Grant, Role, Server, ServerTls
 
 ACCESS = Access([Grant("server", "*", Role.ADMIN), Grant("trainer", "*", Role.TRAIN)])
 

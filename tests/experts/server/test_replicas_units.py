@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import LEASED, owning
-from weft.experts.discovery import Ownership
-from weft.experts.errors import DamagedError, FencedError
-from weft.experts.replication import Leadership, Replica
-from weft.experts.replication.replica import StateVersion
-from weft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response
-from weft.experts.wire import MalformedError, NotOwnerError
+from torchweft.experts.discovery import Ownership
+from torchweft.experts.errors import DamagedError, FencedError
+from torchweft.experts.replication import Leadership, Replica
+from torchweft.experts.replication.replica import StateVersion
+from torchweft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response
+from torchweft.experts.wire import MalformedError, NotOwnerError
 
 numbers = st.integers(0, 2**64 - 1)
 versions = st.builds(StateVersion, numbers, numbers, numbers)

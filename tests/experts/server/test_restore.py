@@ -23,13 +23,13 @@ from torch.optim.lr_scheduler import (
 )
 
 from tests.experts.crashing_disk import CrashingDisk
-from weft.core.errors import UsageError
-from weft.experts import ExpertBackend
-from weft.experts.checkpoint import CheckpointStore, EncodedCheckpoint
-from weft.experts.client.status import shown
-from weft.experts.errors import CheckpointError
-from weft.experts.registry import make_expert
-from weft.experts.server import Server
+from torchweft.core.errors import UsageError
+from torchweft.experts import ExpertBackend
+from torchweft.experts.checkpoint import CheckpointStore, EncodedCheckpoint
+from torchweft.experts.client.status import shown
+from torchweft.experts.errors import CheckpointError
+from torchweft.experts.registry import make_expert
+from torchweft.experts.server import Server
 
 
 def expert(optimizer: Any = Adam, hidden: int = 4, name: str = "f", **more: Any) -> ExpertBackend:
@@ -247,7 +247,7 @@ def test_a_periodic_save_rests_for_as_long_as_it_worked(tmp_path: Path, monkeypa
             return super().write(encoded)
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append)
-    monkeypatch.setattr("weft.experts.server.server.time", clock)
+    monkeypatch.setattr("torchweft.experts.server.server.time", clock)
     server = Server([expert(name=name) for name in ("a", "b")], checkpoints=Slow(tmp_path))
     assert server._save_all(pause=True) == 2 and rests == [0.125, 0.125]
     assert server._save_all(pause=True) == 0 and rests[2:] == [0.0, 0.0]  # nothing has stepped: nothing is written

@@ -13,12 +13,12 @@ from tests.experts.certificates import Authority
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.server.raw_stream import raw_stream
 from tests.type_checks import without_type_checks
-from weft.core.errors import UsageError
-from weft.experts.client import NEVER, ClientTls, GrpcTransport, RemoteExpert
-from weft.experts.errors import CommitError
-from weft.experts.server import Access, Grant, Role, Server, ServerTls
-from weft.experts.wire import Call, CertificateError, ForbiddenError, Header, Kind, Received, UnreachableError
-from weft.experts.wire import frame as frame_module
+from torchweft.core.errors import UsageError
+from torchweft.experts.client import NEVER, ClientTls, GrpcTransport, RemoteExpert
+from torchweft.experts.errors import CommitError
+from torchweft.experts.server import Access, Grant, Role, Server, ServerTls
+from torchweft.experts.wire import Call, CertificateError, ForbiddenError, Header, Kind, Received, UnreachableError
+from torchweft.experts.wire import frame as frame_module
 
 ACCESS = Access(
     [Grant("reader", "*", Role.FORWARD), Grant("trainer", "*", Role.TRAIN), Grant("boss", "*", Role.ADMIN)],
@@ -78,7 +78,7 @@ def test_wrong_certificate_fails_before_the_deadline(
         "stranger": ClientTls(authority.pem, *Authority("other").issue("trainer")),
         "mistrusts": ClientTls(Authority("other").pem, *authority.issue("trainer")),
         "plain": None,
-        "other name": ClientTls(authority.pem, *authority.issue("trainer"), server_name="weft.example"),
+        "other name": ClientTls(authority.pem, *authority.issue("trainer"), server_name="torchweft.example"),
     }[who]
     accepted = secured.statistics().accepted
     with expert(secured, tls=tls) as remote, pytest.raises(UnreachableError, match=words):

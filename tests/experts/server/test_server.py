@@ -11,19 +11,19 @@ from torch import nn
 from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import X, fussy_backend, rows, weights
 from tests.experts.server.test_units import Silent
-from weft.core.errors import UsageError
-from weft.experts import ExpertBackend
-from weft.experts.checkpoint import Checkpoint, CheckpointStorage, CheckpointStore, EncodedCheckpoint
-from weft.experts.client import LocalTransport, RemoteExpert
-from weft.experts.client.status import shown
-from weft.experts.discovery import Lease, LocalDirectory, Snapshot
-from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import AlreadyDeclaredError, CommitError
-from weft.experts.replication import ReplicaOptions
-from weft.experts.serialization import deserialize, serialize
-from weft.experts.server import Server, ServerOptions
-from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
-from weft.experts.wire.service import Receipt
+from torchweft.core.errors import UsageError
+from torchweft.experts import ExpertBackend
+from torchweft.experts.checkpoint import Checkpoint, CheckpointStorage, CheckpointStore, EncodedCheckpoint
+from torchweft.experts.client import LocalTransport, RemoteExpert
+from torchweft.experts.client.status import shown
+from torchweft.experts.discovery import Lease, LocalDirectory, Snapshot
+from torchweft.experts.discovery.registration import LeaseHeartbeat
+from torchweft.experts.errors import AlreadyDeclaredError, CommitError
+from torchweft.experts.replication import ReplicaOptions
+from torchweft.experts.serialization import deserialize, serialize
+from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
+from torchweft.experts.wire.service import Receipt
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 PATIENCE = 10.0

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from tests.experts.concurrency import wait_until
-from weft.cli import main
-from weft.core.errors import UsageError
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.discovery import LocalDirectory
-from weft.experts.errors import DirectoryUnavailableError
-from weft.experts.registry import make_expert
-from weft.experts.server import Server, command
-from weft.experts.server.command import serve
-from weft.experts.server.config import parse_expert
+from torchweft.cli import main
+from torchweft.core.errors import UsageError
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import DirectoryUnavailableError
+from torchweft.experts.registry import make_expert
+from torchweft.experts.server import Server, command
+from torchweft.experts.server.command import serve
+from torchweft.experts.server.config import parse_expert
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the signals of POSIX")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -140,7 +140,7 @@ def test_late_failure_of_a_start_closes_everything(tmp_path: Path, capsys: pytes
         with pytest.raises(SystemExit) as stop:
             main(["serve", "--expert", "f=ffn:hidden=8", "--address", "127.0.0.1:0", "--panel", panel])
         said = capsys.readouterr().err
-        assert stop.value.code == 2 and said.startswith("weft: ") and panel in said and "Traceback" not in said
+        assert stop.value.code == 2 and said.startswith("torchweft: ") and panel in said and "Traceback" not in said
         backend = make_expert("ffn", hidden=8).backend("f", torch.optim.Adam)
         store = CheckpointStore(tmp_path)
         server = Server([backend], panel=panel, directory=directory, checkpoints=store)
@@ -166,4 +166,4 @@ def test_closed_pipe_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) ->
         serve(CONFIG)
         reading.join()
         stdout.flush()  # as the interpreter does when it ends
-    assert lines[0].startswith("weft: serving")
+    assert lines[0].startswith("torchweft: serving")

@@ -10,11 +10,11 @@ from cryptography.hazmat.primitives import serialization
 
 from tests.experts.certificates import Authority
 from tests.experts.expert_cases import fussy_backend, rows
-from weft.core.errors import UsageError
-from weft.experts.client import NEVER, ClientTls, RemoteExpert
-from weft.experts.discovery.etcd import EtcdDirectory, EtcdTls
-from weft.experts.server import Server, ServerTls
-from weft.experts.wire import UnreachableError
+from torchweft.core.errors import UsageError
+from torchweft.experts.client import NEVER, ClientTls, RemoteExpert
+from torchweft.experts.discovery.etcd import EtcdDirectory, EtcdTls
+from torchweft.experts.server import Server, ServerTls
+from torchweft.experts.wire import UnreachableError
 
 LOCAL = "localhost:0"
 
@@ -98,7 +98,7 @@ def test_certificate_with_wrong_dates_is_not_served(
         with pytest.raises(UsageError, match=f"{why}; renew it, or .* allow_expired=True"):
             Server([], address=LOCAL, tls=ServerTls(*pair)).start()
     tls = ServerTls(*pair, allow_expired=bool(why))
-    with caplog.at_level(logging.WARNING, "weft.experts.tls"), Server([], address=LOCAL, tls=tls):
+    with caplog.at_level(logging.WARNING, "torchweft.experts.tls"), Server([], address=LOCAL, tls=tls):
         pass
     assert (why in caplog.text) if why else not caplog.text
 
@@ -119,7 +119,7 @@ def test_renewed_certificates_are_reloaded(
         call(server, mine)
         key, certificate = new.issue("server")
         write(key)  # half of it: the old ones stay
-        with caplog.at_level(logging.WARNING, "weft.experts.tls"):
+        with caplog.at_level(logging.WARNING, "torchweft.experts.tls"):
             call(server, mine)
             call(server, mine)
         assert caplog.text.count("that of another certificate") == 1

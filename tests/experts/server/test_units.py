@@ -9,13 +9,13 @@ import torch
 from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import Away
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.discovery import LocalDirectory
-from weft.experts.discovery.registration import LeaseHeartbeat
-from weft.experts.errors import DirectoryUnavailableError
-from weft.experts.server import HostedExpert
-from weft.experts.server.background import PeriodicTask
-from weft.experts.wire.service import read_receipt
+from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.discovery.registration import LeaseHeartbeat
+from torchweft.experts.errors import DirectoryUnavailableError
+from torchweft.experts.server import HostedExpert
+from torchweft.experts.server.background import PeriodicTask
+from torchweft.experts.wire.service import read_receipt
 
 
 def test_periodic_task_continues_after_failures(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.server.test_signals import CONFIG
-from weft.core.errors import UsageError
-from weft.experts.address import address_fault, is_wildcard, parse_address
-from weft.experts.client import Connections, GrpcTransport, RemoteExpert
-from weft.experts.discovery import LocalDirectory
-from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.registry import make_expert
-from weft.experts.server import Server
-from weft.experts.server.config import build
+from torchweft.core.errors import UsageError
+from torchweft.experts.address import address_fault, is_wildcard, parse_address
+from torchweft.experts.client import Connections, GrpcTransport, RemoteExpert
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.discovery.etcd import EtcdDirectory
+from torchweft.experts.registry import make_expert
+from torchweft.experts.server import Server
+from torchweft.experts.server.config import build
 
 HOSTS = {name: name for name in ("127.0.0.1", "localhost", "ffn-0.experts.svc.cluster.local", "a_b")}
 HOSTS |= {"[::1]": "::1", "[fe80::1%eth0]": "fe80::1%eth0"}

@@ -8,12 +8,12 @@ import pytest
 from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
-from weft.experts.client import GrpcTransport, Retry
-from weft.experts.client.retry import FixedResolver, RetryingCaller
-from weft.experts.server import Server
-from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
-from weft.experts.wire.frame import MESSAGE_BYTES
-from weft.experts.wire.service import Options, client_options, server_options
+from torchweft.experts.client import GrpcTransport, Retry
+from torchweft.experts.client.retry import FixedResolver, RetryingCaller
+from torchweft.experts.server import Server
+from torchweft.experts.wire import LIMITS, Call, Header, Kind, Limits
+from torchweft.experts.wire.frame import MESSAGE_BYTES
+from torchweft.experts.wire.service import Options, client_options, server_options
 
 PING = Call(Header(kind=Kind.PING, call_id=0))
 CLIENT = dict(client_options(LIMITS))
@@ -40,11 +40,11 @@ def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.Monk
     def of_server(limits: Limits, connections: int) -> Options:
         return sooner(server_options(limits, connections), number(CLIENT, "keepalive_time_ms") / asks)
 
-    monkeypatch.setattr("weft.experts.client.transport.client_options", of_client)
-    monkeypatch.setattr("weft.experts.server.grpc_server.server_options", lambda *_: [])
+    monkeypatch.setattr("torchweft.experts.client.transport.client_options", of_client)
+    monkeypatch.setattr("torchweft.experts.server.grpc_server.server_options", lambda *_: [])
     with ExitStack() as stack:
         bare = stack.enter_context(Server([fussy_backend()]))
-        monkeypatch.setattr("weft.experts.server.grpc_server.server_options", of_server)
+        monkeypatch.setattr("torchweft.experts.server.grpc_server.server_options", of_server)
         ours = stack.enter_context(Server([fussy_backend()]))
         borne = stack.enter_context(GrpcTransport(ours.address))
         RetryingCaller(FixedResolver(borne), SOON).call(PING, 30.0)
@@ -69,7 +69,7 @@ def test_unresponsive_connection_is_closed_during_a_call(monkeypatch: pytest.Mon
     def hasty(limits: Limits) -> Options:
         return [(name, 300 if name.endswith(times) else value) for name, value in client_options(limits)]
 
-    monkeypatch.setattr("weft.experts.client.transport.client_options", hasty)
+    monkeypatch.setattr("torchweft.experts.client.transport.client_options", hasty)
     with (
         Server([fussy_backend()]) as server,
         FaultyProxy(server.address) as network,

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, seeded
-from weft.core.errors import UsageError
-from weft.core.spec import TensorSpec
-from weft.experts import ExpertBackend
-from weft.experts.wire import MalformedError
-from weft.experts.wire.frame import CODES
-from weft.experts.wire.service import Receipt, describe, read_description, read_receipt
+from torchweft.core.errors import UsageError
+from torchweft.core.spec import TensorSpec
+from torchweft.experts import ExpertBackend
+from torchweft.experts.wire import MalformedError
+from torchweft.experts.wire.frame import CODES
+from torchweft.experts.wire.service import Receipt, describe, read_description, read_receipt
 
 specs = st.builds(
     TensorSpec,

@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from tests.experts.expert_cases import fussy_backend, rows
-from weft.experts.client import Connections, RemoteExpert, transport
-from weft.experts.discovery import LocalDirectory
-from weft.experts.fork_guard import GrpcThreads
-from weft.experts.server import Server
-from weft.experts.wire import LIMITS
+from torchweft.experts.client import Connections, RemoteExpert, transport
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.fork_guard import GrpcThreads
+from torchweft.experts.server import Server
+from torchweft.experts.wire import LIMITS
 
 Way = Callable[[Server, LocalDirectory], AbstractContextManager[Any]]
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from tests.experts.expert_cases import X, adam
-from weft.experts import ExpertBackend
-from weft.experts.client import LocalTransport, RemoteExpert
-from weft.experts.server import Server
+from torchweft.experts import ExpertBackend
+from torchweft.experts.client import LocalTransport, RemoteExpert
+from torchweft.experts.server import Server
 
 PATIENCE = 10.0
 NASTY = "</title><script>alert(1)</script>\"'&\u202e\x00\ud800"

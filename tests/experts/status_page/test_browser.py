@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.experts.status_page.panel_cases import NASTY, layer, status, train
-from weft.experts.server import Server
-from weft.experts.status_page import http
-from weft.experts.status_page.metrics import page_status
+from torchweft.experts.server import Server
+from torchweft.experts.status_page import http
+from torchweft.experts.status_page.metrics import page_status
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, and there is no chromium on the PATH")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.experts.status_page.panel_cases import PATIENCE, address, exchange, get, status
-from weft.core.errors import UsageError
-from weft.experts.status_page import http
-from weft.experts.status_page.http import PanelOptions, StatusServer
+from torchweft.core.errors import UsageError
+from torchweft.experts.status_page import http
+from torchweft.experts.status_page.http import PanelOptions, StatusServer
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 TOKEN = "a-token-of-20-characters"
@@ -52,7 +52,7 @@ def test_only_the_token_opens_a_panel_that_has_one(listening: Listening) -> None
     url = listening(PanelOptions("0.0.0.0:0", allowed_hosts=["gpu7.example"], token=TOKEN))
     for path in ("/", "/status.json", "/metrics", "/nothing"):
         code, fields, body = get(url, path, Host="gpu7.example")
-        assert code == 401 and "Basic" in fields["www-authenticate"] and "weft_" not in body
+        assert code == 401 and "Basic" in fields["www-authenticate"] and "torchweft_" not in body
     wrong = ["Bearer wrong", f"Bearer {TOKEN}x", basic(""), "Basic ???", "Bearer", f"Digest {TOKEN}"]
     assert [get(url, Authorization=each)[0] for each in wrong] == [401] * len(wrong)
     assert [get(url, Authorization=each)[0] for each in (f"Bearer {TOKEN}", basic(TOKEN))] == [200, 200]

@@ -8,8 +8,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.experts.status_page.panel_cases import NASTY, layer, status, train
-from weft.experts.server import Server
-from weft.experts.status_page.metrics import METRICS, exposition, page_status
+from torchweft.experts.server import Server
+from torchweft.experts.status_page.metrics import METRICS, exposition, page_status
 
 LABELS = {"expert", "direction", "reason", "kind", "device", "what", "le"}
 
@@ -31,16 +31,18 @@ def test_numbers_types_and_labels_are_those_of_the_status() -> None:
         train(server, "a", 3)
         found = server.status()
     seen = samples(found)
-    assert seen["weft_expert_steps_total", "a"] == 3.0 and seen["weft_expert_steps_total", "b"] == 0.0
-    assert seen["weft_expert_batches_total", "a", "backward"] == 3.0
-    assert seen["weft_tasks_answered_total", "a", "forward"] == 3.0
-    assert seen["weft_batch_rows_total", "a", "backward"] == 9.0
-    assert seen["weft_calls_total", "BACKWARD"] == 3.0
-    assert seen["weft_queue_oldest_age_seconds", "b", "forward"] == 0.0
-    assert seen["weft_runtime_busy_seconds_total", "cpu"] > 0.0
-    buckets = [seen["weft_batch_tasks_bucket", "a", "forward", str(float(1 << n))] for n in range(13)]
-    assert buckets == [3.0] * 13 == [seen["weft_batch_tasks_bucket", "a", "forward", "+Inf"]] * 13
-    assert seen["weft_batch_tasks_count", "a", "forward"] == seen["weft_batch_tasks_sum", "a", "forward"] == 3.0
+    assert seen["torchweft_expert_steps_total", "a"] == 3.0 and seen["torchweft_expert_steps_total", "b"] == 0.0
+    assert seen["torchweft_expert_batches_total", "a", "backward"] == 3.0
+    assert seen["torchweft_tasks_answered_total", "a", "forward"] == 3.0
+    assert seen["torchweft_batch_rows_total", "a", "backward"] == 9.0
+    assert seen["torchweft_calls_total", "BACKWARD"] == 3.0
+    assert seen["torchweft_queue_oldest_age_seconds", "b", "forward"] == 0.0
+    assert seen["torchweft_runtime_busy_seconds_total", "cpu"] > 0.0
+    buckets = [seen["torchweft_batch_tasks_bucket", "a", "forward", str(float(1 << n))] for n in range(13)]
+    assert buckets == [3.0] * 13 == [seen["torchweft_batch_tasks_bucket", "a", "forward", "+Inf"]] * 13
+    assert (
+        seen["torchweft_batch_tasks_count", "a", "forward"] == seen["torchweft_batch_tasks_sum", "a", "forward"] == 3.0
+    )
     assert {family.name for family in REGISTRY.collect()} == before  # nothing of it is global
 
 
@@ -50,7 +52,7 @@ def test_every_family_has_help_a_type_and_a_name_with_its_unit() -> None:
     families = list(open_families(text.decode()))
     assert len(families) > 35
     for family in families:
-        assert family.name.startswith("weft_") and family.documentation
+        assert family.name.startswith("torchweft_") and family.documentation
         assert family.type in ("counter", "gauge", "histogram")
         assert re.fullmatch("[a-z_]+", family.name)
         assert all(set(sample.labels) <= LABELS for sample in family.samples)
@@ -65,12 +67,12 @@ def test_page_shows_rows_of_the_same_table() -> None:
 
 def test_directory_and_checkpoints_have_metrics() -> None:
     nasty = samples(status([NASTY, "\udc00", "\udc01", 'a\\b"\n']))  # any name is a label, and two names stay two
-    assert sum(key[0] == "weft_expert_steps_total" for key in nasty) == 4
+    assert sum(key[0] == "torchweft_expert_steps_total" for key in nasty) == 4
     assert not any("directory" in key[0] or "durable" in key[0] for key in samples(status()))
     directory = {"here": "", "away_seconds": 2.5, "servers": {"b:2": {"experts": 3, "owns": 2}}}
     found = status(directory=directory, keeping={"a": {"durable": 7, "restored": None}}, failures={"lease": "x"})
     found["replicas"] = {"a": {"role": "follower", "behind": 3, "token": 7}}
     seen = samples(found)
-    assert seen["weft_replica_behind_steps", "a"] == 3.0 and seen["weft_replica_owned", "a"] == 0.0
-    assert seen["weft_directory_servers",] == 1.0 and seen["weft_directory_away_seconds",] == 2.5
-    assert seen["weft_expert_durable_step", "a"] == 7.0 and seen["weft_failing", "lease"] == 1.0
+    assert seen["torchweft_replica_behind_steps", "a"] == 3.0 and seen["torchweft_replica_owned", "a"] == 0.0
+    assert seen["torchweft_directory_servers",] == 1.0 and seen["torchweft_directory_away_seconds",] == 2.5
+    assert seen["torchweft_expert_durable_step", "a"] == 7.0 and seen["torchweft_failing", "lease"] == 1.0

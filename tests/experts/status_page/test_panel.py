@@ -15,15 +15,15 @@ import torch
 
 from tests.experts.concurrency import blocking_expert, wait_until
 from tests.experts.status_page.panel_cases import NASTY, PATIENCE, address, get, layer, train
-from weft.cli import main
-from weft.core.errors import UsageError
-from weft.experts.client import LocalTransport, RemoteExpert
-from weft.experts.client.status import status
-from weft.experts.discovery import LocalDirectory
-from weft.experts.server import Server, ServerOptions
-from weft.experts.server.config import build, parse_expert
-from weft.experts.status_page import http
-from weft.experts.wire import Call, Header, Kind
+from torchweft.cli import main
+from torchweft.core.errors import UsageError
+from torchweft.experts.client import LocalTransport, RemoteExpert
+from torchweft.experts.client.status import status
+from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.server.config import build, parse_expert
+from torchweft.experts.status_page import http
+from torchweft.experts.wire import Call, Header, Kind
 
 LOCAL = "127.0.0.1:0"
 
@@ -54,7 +54,7 @@ def test_page_json_metrics_and_terminal_agree(monkeypatch: pytest.MonkeyPatch) -
         assert "/status.json" in page
         found = json.loads(get(url(server), "/status.json")[2])
         assert found["experts"] == json.loads(status(server.address, as_json=True))["experts"]
-        assert 'weft_expert_steps_total{expert="a"} 2.0' in get(url(server), "/metrics")[2]
+        assert 'torchweft_expert_steps_total{expert="a"} 2.0' in get(url(server), "/metrics")[2]
         assert status(server.address).splitlines()[2].split() == ["a", "2", "-", "4", "0", "0"]
     assert server.panel_url is not None
 
@@ -90,7 +90,7 @@ def test_a_module_that_hangs_hides_nothing() -> None:
             pool = found["experts"]["gate"]["pools"]["gate.forward"]
             assert pool["running_tasks"] == 1 and pool["waiting_tasks"] == 3 and pool["oldest_age"] > 0.2
             assert found["runtimes"]["cpu"]["working_on"] == "gate.forward" and found["experts"]["a"]["steps"] == 2
-            assert 'weft_queue_tasks{direction="forward",expert="gate"} 3.0' in metrics
+            assert 'torchweft_queue_tasks{direction="forward",expert="gate"} 3.0' in metrics
             assert told.splitlines()[3].split() == ["gate", "0", "-", "0", "3", "0"]
         finally:
             gate.go.set()
@@ -170,8 +170,10 @@ def test_serve_prints_the_address_of_the_page(capsys: pytest.CaptureFixture[str]
     assert main(["serve", "--expert", "f=ffn:hidden=8", "--address", LOCAL, "--panel", LOCAL]) == 0
     looking.join()
     first, second = "".join(said).splitlines()
-    assert first.startswith("weft: serving 1 experts") and second.startswith("weft: status page at http://127.0.0.1:")
-    assert "<title>weft server</title>" in pages[0]
+    assert first.startswith("torchweft: serving 1 experts") and second.startswith(
+        "torchweft: status page at http://127.0.0.1:"
+    )
+    assert "<title>torchweft server</title>" in pages[0]
 
 
 def test_panel_ends_with_its_server() -> None:
@@ -189,7 +191,7 @@ def test_panel_is_configured_by_file_and_command_line(tmp_path: Path, capsys: py
     config = {"address": LOCAL, "panel": LOCAL, "experts": [parse_expert("f=ffn:hidden=8")]}
     with build(config) as server, RemoteExpert("f", server.address) as remote:
         remote(torch.ones(2, 8))
-        assert "weft server" in get(url(server))[2]
+        assert "torchweft server" in get(url(server))[2]
     secret = tmp_path / "token"
     secret.write_text("a-token-of-20-characters\n")
     config["panel"] = {"address": "0.0.0.0:0", "allowed_hosts": ["gpu7.example"], "token_file": str(secret)}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 
 mse = nn.MSELoss()
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-import weft
+import torchweft as weft
 from tests.pipeline.processes.compositions import net
 
 

@@ -6,7 +6,7 @@
     ranks(2).outcomes(work, 3)                   for each rank its result or its error, and None if it died
     with fresh_ranks(2) as two: two.run(...)     ranks of this test alone, which it may kill
 
-Ranks are forked from a server that has imported torch and weft, so that a start takes milliseconds. They have the
+Ranks are forked from a server that has imported torch and torchweft, so that a start takes milliseconds. They have the
 environment of torchrun. The store lives in the test process, so no port is guessed. Every wait has a deadline, after
 which all ranks are killed and their stacks are shown.
 """
@@ -48,10 +48,12 @@ class Ranks:
         self.size, self.broken = size, False
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-        self._stacks = tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True)
+        self._stacks = tempfile.TemporaryDirectory(prefix="torchweft-ranks-", ignore_cleanup_errors=True)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        _context.set_forkserver_preload(["torch", "torch.distributed", "weft", "weft.pipeline.processes.links"])
+        _context.set_forkserver_preload(
+            ["torch", "torch.distributed", "torchweft", "torchweft.pipeline.processes.links"]
+        )
         for rank in range(size):
             mine, theirs = _context.Pipe()
             arguments = (rank, size, self._store.port, timeout, theirs, self._stacks.name)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 
 
 class Tied(nn.Module):

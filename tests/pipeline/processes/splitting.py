@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from tests.pipeline.split.zoo import HUGGING, UNet, ids, text
-from weft.core.errors import SpecError
-from weft.pipeline.microbatch import split
-from weft.pipeline.split import split_pipe
-from weft.pipeline.weights import map_tensors
+from torchweft.core.errors import SpecError
+from torchweft.pipeline.microbatch import split
+from torchweft.pipeline.split import split_pipe
+from torchweft.pipeline.weights import map_tensors
 
 ROWS = (8, 7, 3, 1, 8)
 

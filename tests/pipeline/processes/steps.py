@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import weft
-from weft import pop, skippable, stash
+import torchweft as weft
+from torchweft import pop, skippable, stash
 
 
 @skippable(stash=["a"])

@@ -9,9 +9,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-import weft
+import torchweft as weft
 from tests.pipeline.processes import weights
-from weft.errors import UsageError, WeightsError
+from torchweft.errors import UsageError, WeightsError
 
 
 def plain_run(folder: Path | None = None) -> tuple[list[float], dict[str, Any]]:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.pipeline.processes import weights
-from weft.errors import UsageError
+from torchweft.errors import UsageError
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])

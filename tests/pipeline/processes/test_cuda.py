@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-import weft
+import torchweft as weft
 from tests.pipeline.processes.steps import batch, layers
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from weft.core.errors import SpecError
-from weft.core.pytree import flatten
-from weft.pipeline.processes.frames import (
+from torchweft.core.errors import SpecError
+from torchweft.core.pytree import flatten
+from torchweft.pipeline.processes.frames import (
     CPU_LANE,
     FRAME,
     INLINE,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import weft
+import torchweft as weft
 
 
 def model(tied: bool) -> nn.Sequential:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tests.pipeline.processes.launch import Outcome, Ranks, fresh_ranks
-from weft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError
-from weft.pipeline.processes.frames import SHAPES
-from weft.pipeline.processes.links import Links
+from torchweft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError
+from torchweft.pipeline.processes.frames import SHAPES
+from torchweft.pipeline.processes.links import Links
 
 Find = Callable[[int], Ranks]
 LARGE = 200_000
@@ -318,7 +318,7 @@ def test_a_closed_rank_is_missed_only_when_needed(ranks: Find) -> None:
 
 
 def leave_nothing() -> list[str]:
-    """Threads of weft and descriptors that are left by links that were closed, dropped, or dropped in a cycle."""
+    """Threads of torchweft and descriptors that are left by links that were closed, dropped, or dropped in a cycle."""
     gc.collect()
     before, gone = len(os.listdir("/proc/self/fd")), []
     for how in ("close", "drop", "cycle"):
@@ -339,7 +339,7 @@ def leave_nothing() -> list[str]:
     names = ["?"]
     while names and time.monotonic() < end:
         time.sleep(0.05)
-        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("weft-")]
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("torchweft-")]
         names += ["links"] * sum(reference() is not None for reference in gone)
         names += ["descriptors"] * (len(os.listdir("/proc/self/fd")) > before)
     return names
@@ -360,7 +360,7 @@ def write_while_sending() -> str:
                 walk.agree(None)
             walk.fail(caught.value)
             return str(caught.value)
-        with pytest.raises(InPlaceError) as failed:  # an error of weft's own is raised as such on every rank
+        with pytest.raises(InPlaceError) as failed:  # an error of torchweft's own is raised as such on every rank
             walk.agree(None)
         return str(failed.value)
 

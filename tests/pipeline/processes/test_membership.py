@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from weft.core.errors import RankLostError, UsageError
-from weft.pipeline.processes import membership
-from weft.pipeline.processes.membership import Rendezvous
+from torchweft.core.errors import RankLostError, UsageError
+from torchweft.pipeline.processes import membership
+from torchweft.pipeline.processes.membership import Rendezvous
 
 
 def connect(store: Any, ranks: list[int], rank: int, seconds: float, found: dict[int, Any]) -> None:
@@ -42,7 +42,7 @@ def start_meetings(
 
 def port_of(store: Any, rank: int) -> int:
     """The port of a rank, as soon as it is in the store."""
-    key, end = f"weft/links/1/member/{rank}", time.monotonic() + 10
+    key, end = f"torchweft/links/1/member/{rank}", time.monotonic() + 10
     while not store.check([key]):
         assert time.monotonic() < end
         time.sleep(0.01)

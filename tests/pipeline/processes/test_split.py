@@ -12,9 +12,9 @@ import torch.distributed as dist
 from tests.pipeline.processes import splitting
 from tests.pipeline.processes.launch import Ranks
 from tests.pipeline.split.test_zoo import needs_transformers
-from weft.pipeline.processes.collective_forward import CollectiveCalls
-from weft.pipeline.processes.links import Links
-from weft.pipeline.processes.rank_executor import Channel
+from torchweft.pipeline.processes.collective_forward import CollectiveCalls
+from torchweft.pipeline.processes.links import Links
+from torchweft.pipeline.processes.rank_executor import Channel
 
 Find = Callable[[int], Ranks]
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import weft
+import torchweft as weft
 from tests.pipeline.processes import split_weights as work
 
 

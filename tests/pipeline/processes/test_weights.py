@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.pipeline import loading
 from tests.pipeline.processes import weights
-from weft.errors import UsageError, WeightsError
+from torchweft.errors import UsageError, WeightsError
 
 
 def joined(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-import weft
+import torchweft as weft
 from tests.pipeline.processes.steps import Pop, Stash
 
 mse = nn.functional.mse_loss

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from weft.core.errors import SkipWiringError
-from weft.pipeline.skip import Namespace, inspect_skip_layout, skippable
+from torchweft.core.errors import SkipWiringError
+from torchweft.pipeline.skip import Namespace, inspect_skip_layout, skippable
 
 
 class Nothing(nn.Module):

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.pipeline.pipe_cases import pickle_copy, torch_save_copy
 from tests.processes import python
-from weft.core.errors import SkipError, SkipWiringError
-from weft.pipeline.skip import Namespace, Skippable, SkipTracker, pop, skippable, stash, use_skip_tracker
+from torchweft.core.errors import SkipError, SkipWiringError
+from torchweft.pipeline.skip import Namespace, Skippable, SkipTracker, pop, skippable, stash, use_skip_tracker
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +380,7 @@ def test_inner_modules_can_be_compiled() -> None:
 COMPILED = """
 import torch
 from torch import nn
-from weft.pipeline.skip import pop, skippable, stash
+from torchweft.pipeline.skip import pop, skippable, stash
 
 @skippable(stash=["early"])
 class Early(nn.Linear):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.pipeline.skip import Skippable, skippable
+from torchweft.pipeline.skip import Skippable, skippable
 
 
 class Affine(nn.Module):

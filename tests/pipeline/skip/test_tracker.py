@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.core.errors import SkipError, SkipWiringError
-from weft.pipeline.skip import Namespace, SkipTracker, current_skip_tracker, pop, skippable, stash, use_skip_tracker
+from torchweft.core.errors import SkipError, SkipWiringError
+from torchweft.pipeline.skip import (
+    Namespace,
+    SkipTracker,
+    current_skip_tracker,
+    pop,
+    skippable,
+    stash,
+    use_skip_tracker,
+)
 
 CLONES = {
     "copy": copy.copy,

@@ -14,8 +14,8 @@ PROGRAM = """
 from typing import assert_type
 
 from torch import Tensor, nn
-from weft import Namespace, pop, skippable, stash
-from weft.pipeline.skip import Skippable
+from torchweft import Namespace, pop, skippable, stash
+from torchweft.pipeline.skip import Skippable
 
 class Plain(nn.Module):
     def __init__(self, width: int, *, bias: bool = True) -> None:

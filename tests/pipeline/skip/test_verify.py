@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from weft.pipeline.skip import Namespace, skippable, verify_skippables
+from torchweft.pipeline.skip import Namespace, skippable, verify_skippables
 
 
 class Nothing(nn.Module):

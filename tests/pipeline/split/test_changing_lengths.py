@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal
 from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import gpt2
-from weft.pipeline.microbatch import micro_sizes
-from weft.pipeline.split import split_pipe
+from torchweft.pipeline.microbatch import micro_sizes
+from torchweft.pipeline.split import split_pipe
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -12,12 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
 from tests.pipeline.test_pipe_modes import Sees
-from weft.core.errors import BatchError, SplitError, UsageError
-from weft.pipeline.split import split_pipe
+from torchweft.core.errors import BatchError, SplitError, UsageError
+from torchweft.pipeline.split import split_pipe
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -80,7 +80,7 @@ def test_states_with_the_batch_on_another_axis_are_refused() -> None:
         assert_close(cut(model, "second", chunks=2, **settings)(x := torch.randn(4, 3, 8)), model(x))
 
 
-def test_states_of_weft_lstm_have_the_batch_axis_of_pytorch() -> None:
+def test_states_of_torchweft_lstm_have_the_batch_axis_of_pytorch() -> None:
     model = nn.Sequential(nn.Linear(8, 8), weft.LSTM(8, 8))
     for settings in ({"balance": [1, 1]}, {"split": ["1"]}):
         pipe = weft.Pipe(model, chunks=2, batch_dim=1, devices=["cpu"] * 2, **settings)
@@ -121,9 +121,9 @@ def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.M
             self.scale = 1.0
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.remote(self.first(x))) * float(os.environ["WEFT_TEST_SCALE"])
+            return self.second(self.remote(self.first(x))) * float(os.environ["TORCHWEFT_TEST_SCALE"])
 
-    monkeypatch.setenv("WEFT_TEST_SCALE", "1.0")
+    monkeypatch.setenv("TORCHWEFT_TEST_SCALE", "1.0")
     inner = nn.Linear(8, 8)
     plain = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(inner), nn.Linear(8, 8))
     schema = (weft.TensorSpec((None, 8), torch.float64),)
@@ -143,7 +143,7 @@ def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.M
         assert_close(inner.state_dict(), plain[1].state_dict())
         pipe = cut(model, "second", chunks=1)  # outputs are compared all the same
         pipe(rows(2, 8))
-        monkeypatch.setenv("WEFT_TEST_SCALE", "2.0")
+        monkeypatch.setenv("TORCHWEFT_TEST_SCALE", "2.0")
         with pytest.raises(SplitError, match="compute different values"):
             pipe(rows(2, 8))
         model.remote.close()

@@ -1,17 +1,17 @@
-"""`weft plan` and the report draw the values that cross stages."""
+"""`torchweft plan` and the report draw the values that cross stages."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-import weft
+import torchweft as weft
 from tests.pipeline.split.zoo import UNet
-from weft.cli import main
-from weft.report import routes
+from torchweft.cli import main
+from torchweft.report import routes
 
 MODULE = """
-import torch, weft
+import torch, torchweft
 from torch import nn
 
 def build():

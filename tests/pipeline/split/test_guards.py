@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, rows
-from weft.core.errors import GuardError, InPlaceError, SplitError
-from weft.pipeline.split import split_pipe, user_code
+from torchweft.core.errors import GuardError, InPlaceError, SplitError
+from torchweft.pipeline.split import split_pipe, user_code
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
 from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import HUGGING, gpt2, hugging, ids
-from weft.core.errors import BatchError, SplitError
+from torchweft.core.errors import BatchError, SplitError
 
 pytestmark = [needs_transformers, pytest.mark.filterwarnings("ignore")]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weft.pipeline.split.isolation import moved_to_device
+from torchweft.pipeline.split.isolation import moved_to_device
 
 
 def test_blocks_have_copies_on_the_device_of_their_stage() -> None:

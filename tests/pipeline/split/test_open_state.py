@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close
-from weft.core.errors import SplitError
+from torchweft.core.errors import SplitError
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -140,10 +140,10 @@ def test_counters_of_blocks_cause_no_new_recording() -> None:
 
 def test_hidden_state_is_found_at_rarer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden state is compared at the steps 10, 100, 1,000."""
-    monkeypatch.setenv("WEFT_TEST_SCALE", "1.0")
-    pipe, x = cut(Scaled(lambda _: float(os.environ["WEFT_TEST_SCALE"]))), torch.randn(4, 4)
+    monkeypatch.setenv("TORCHWEFT_TEST_SCALE", "1.0")
+    pipe, x = cut(Scaled(lambda _: float(os.environ["TORCHWEFT_TEST_SCALE"]))), torch.randn(4, 4)
     pipe(x)
-    monkeypatch.setenv("WEFT_TEST_SCALE", "2.0")
+    monkeypatch.setenv("TORCHWEFT_TEST_SCALE", "2.0")
     for _ in range(8):
         pipe(x)
     with pytest.raises(SplitError, match="compute different values") as seen:

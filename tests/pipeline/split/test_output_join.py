@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal
-from weft.core.errors import BatchError
-from weft.pipeline.split.record import ForwardRecorder
+from torchweft.core.errors import BatchError
+from torchweft.pipeline.split.record import ForwardRecorder
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, event, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close
-from weft.core.errors import WeftError
-from weft.core.pytree import flatten, unflatten
-from weft.pipeline.microbatch import plan_split
+from torchweft.core.errors import WeftError
+from torchweft.core.pytree import flatten, unflatten
+from torchweft.pipeline.microbatch import plan_split
 
 WIDTH = 3
 KINDS = ("linear", "norm", "inplace", "double", "route")

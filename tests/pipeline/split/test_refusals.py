@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
-from weft.core.errors import GuardError, PartitionError, SpecError, SplitError, UsageError
+from torchweft.core.errors import GuardError, PartitionError, SpecError, SplitError, UsageError
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -110,7 +110,7 @@ def _checkpointing(reentrant: bool) -> nn.Module:
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
-    """Around blocks by weft, and in a block by PyTorch, with advice, where stages run apart."""
+    """Around blocks by torchweft, and in a block by PyTorch, with advice, where stages run apart."""
 
     class Around(Chain):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, pickle_copy, rows, torch_save_copy
 from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import Dropping, Shared, UNet, gpt2
-from weft.core.errors import BatchError, PartitionError, UsageError
-from weft.pipeline import tracing
-from weft.pipeline.split import split_pipe
+from torchweft.core.errors import BatchError, PartitionError, UsageError
+from torchweft.pipeline import tracing
+from torchweft.pipeline.split import split_pipe
 
 pytestmark = pytest.mark.usefixtures("double")
 

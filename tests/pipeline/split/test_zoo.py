@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal
 from tests.pipeline.split.zoo import HUGGING, OWN, REFUSED, Dropping, Entry, gpt2, speech, wav2vec2
-from weft.core.errors import BatchError, SplitError
-from weft.core.pytree import flatten, unflatten
-from weft.pipeline.microbatch import plan_split
+from torchweft.core.errors import BatchError, SplitError
+from torchweft.core.pytree import flatten, unflatten
+from torchweft.pipeline.microbatch import plan_split
 
 pytestmark = pytest.mark.usefixtures("double")
 

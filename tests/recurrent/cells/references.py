@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, gradients
-from weft.core.pytree import map_leaves
-from weft.recurrent import Recurrent
+from torchweft.core.pytree import map_leaves
+from torchweft.recurrent import Recurrent
 
 Step = Callable[[Tensor, Any], tuple[Any, Any]]
 

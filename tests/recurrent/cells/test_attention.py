@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tests.recurrent.cells.references import randomized
 from tests.recurrent.recurrent_cases import close, equal, fault_lines, gradients
-from weft.core.errors import SpecError, UsageError
-from weft.recurrent import Recurrent, cells
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.recurrent import Recurrent, cells
 
 LENGTHS = [5, 2, 0, 1]
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.recurrent.recurrent_cases import at_once, close, fault_lines
-from weft.core.errors import UsageError
-from weft.core.pytree import flatten, map_leaves
-from weft.recurrent import Recurrent, cells
-from weft.recurrent.cells.gated import GatedCell
+from torchweft.core.errors import UsageError
+from torchweft.core.pytree import flatten, map_leaves
+from torchweft.recurrent import Recurrent, cells
+from torchweft.recurrent.cells.gated import GatedCell
 
 
 def test_all_faults_of_a_constructor_are_listed() -> None:

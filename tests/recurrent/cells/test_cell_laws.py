@@ -24,8 +24,8 @@ from tests.recurrent.recurrent_cases import (
     planned,
     run_by,
 )
-from weft.core.pytree import flatten, map_leaves
-from weft.recurrent import Recurrent, plan_backends
+from torchweft.core.pytree import flatten, map_leaves
+from torchweft.recurrent import Recurrent, plan_backends
 
 STEPS, ROWS = 4, 2
 every_plan = pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.recurrent.cells.references import (
     run_formula,
 )
 from tests.recurrent.recurrent_cases import at_once, close, gradients, grid
-from weft.recurrent import Recurrent, cells
+from torchweft.recurrent import Recurrent, cells
 
 State = tuple[Tensor, Tensor]
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, equal, grid
-from weft.core.errors import SpecError, UsageError
-from weft.core.validation import Validator
-from weft.recurrent import Recurrent, cells
-from weft.recurrent.cells.wrappers import check_rates, rates_for
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.core.validation import Validator
+from torchweft.recurrent import Recurrent, cells
+from torchweft.recurrent.cells.wrappers import check_rates, rates_for
 
 
 class Stateless(nn.Module):

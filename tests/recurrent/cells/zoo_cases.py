@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.recurrent import cells
+from torchweft.recurrent import cells
 
 INPUT, HIDDEN, SOURCE, MEMORY = 3, 4, 5, 2
 

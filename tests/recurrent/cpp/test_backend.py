@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, grid, needs_compiler, planned, run_by
-from weft.core.errors import UsageError
-from weft.core.pytree import flatten
-from weft.recurrent import Recurrent, cells
-from weft.recurrent.cpp import cpp_backend
+from torchweft.core.errors import UsageError
+from torchweft.core.pytree import flatten
+from torchweft.recurrent import Recurrent, cells
+from torchweft.recurrent.cpp import cpp_backend
 
 pytestmark = needs_compiler
 
@@ -70,7 +70,7 @@ def test_any_number_of_threads_gives_the_same_bits(
         assert equal(results_and_gradients(net, x), single)
         assert threads in thread_counts, "a hundred steps are"
         thread_counts.clear()
-    bind, pointers = cpp_backend.kernels().weft_bind_openmp, ctypes.c_void_p * 3
+    bind, pointers = cpp_backend.kernels().torchweft_bind_openmp, ctypes.c_void_p * 3
     try:
         bind(pointers(None, None, None))
         assert equal(results_and_gradients(net, x), single)

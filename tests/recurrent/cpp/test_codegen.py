@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import as_the_loop, equal, needs_compiler, outcome, planned
 from tests.recurrent.step_cases import CASES, engine_of
-from weft.recurrent.cpp import cpp_backend
+from torchweft.recurrent.cpp import cpp_backend
 
 pytestmark = needs_compiler
 

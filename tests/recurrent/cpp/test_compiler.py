@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, grid, needs_compiler
-from weft.core.errors import UsageError
-from weft.recurrent import Recurrent
-from weft.recurrent.cpp import compiler, cpp_backend
-from weft.recurrent.cpp.compiler import CompileError, cache_folder, load
+from torchweft.core.errors import UsageError
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.cpp import compiler, cpp_backend
+from torchweft.recurrent.cpp.compiler import CompileError, cache_folder, load
 
 TEXT = 'extern "C" int answer() { return 42; }'
 CACHED = (
@@ -27,7 +27,7 @@ CACHED = (
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache; facts about this machine are forgotten before and after."""
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHWEFT_CACHE", str(tmp_path / "cache"))
     for function in CACHED:
         function.cache_clear()
     yield tmp_path / "cache" / "compiled"
@@ -94,15 +94,15 @@ def test_cache_drops_the_least_recently_used(place: Path, monkeypatch: pytest.Mo
         os.utime(path, (1000 + age, 1000 + age))
         paths.append(path)
     load(texts[0], exact=True)  # used again, so that the second is the oldest now
-    monkeypatch.setenv("WEFT_CACHE_MIB", str(3.5 * paths[0].stat().st_size / 2**20))
+    monkeypatch.setenv("TORCHWEFT_CACHE_MIB", str(3.5 * paths[0].stat().st_size / 2**20))
     load(texts[3], exact=True)
     assert {*place.iterdir()} >= {paths[0], paths[2]} and not paths[1].exists()
-    monkeypatch.setenv("WEFT_CACHE_MIB", "0")
+    monkeypatch.setenv("TORCHWEFT_CACHE_MIB", "0")
     assert load(texts[1], exact=True).answer() == 1
     assert not [*place.iterdir()]
     for wrong in ("much", "nan", "-1"):
-        monkeypatch.setenv("WEFT_CACHE_MIB", wrong)
-        with pytest.raises(UsageError, match=f"WEFT_CACHE_MIB is '{wrong}', wanted a number of mebibytes"):
+        monkeypatch.setenv("TORCHWEFT_CACHE_MIB", wrong)
+        with pytest.raises(UsageError, match=f"TORCHWEFT_CACHE_MIB is '{wrong}', wanted a number of mebibytes"):
             load(TEXT, exact=True)
 
 
@@ -110,7 +110,7 @@ def test_cache_drops_the_least_recently_used(place: Path, monkeypatch: pytest.Mo
 @needs_compiler
 def test_two_processes_compile_the_same_text_at_once(place: Path) -> None:
     code = (
-        f"from weft.recurrent.cpp.compiler import load\nprint('ready', flush=True)\ninput()\n"
+        f"from torchweft.recurrent.cpp.compiler import load\nprint('ready', flush=True)\ninput()\n"
         f"print(load({TEXT!r}, exact=True).answer())"
     )
     command = [sys.executable, "-c", code]
@@ -139,7 +139,7 @@ def test_compiler_errors_and_timeouts_are_raised(place: Path, monkeypatch: pytes
 def test_a_folder_that_others_could_change_is_not_used(place: Path, mode: int, depth: int) -> None:
     place.mkdir(parents=True)
     [place, *place.parents][depth].chmod(mode)
-    with pytest.warns(RuntimeWarning, match=rf"(?s)others can write to .* \(mode {mode:04o}\).*set WEFT_CACHE"):
+    with pytest.warns(RuntimeWarning, match=rf"(?s)others can write to .* \(mode {mode:04o}\).*set TORCHWEFT_CACHE"):
         assert cache_folder() != place
     assert not stat.S_IMODE(cache_folder().stat().st_mode) & 0o077
 
@@ -155,10 +155,10 @@ def test_a_link_that_others_could_repoint_is_resolved_once(
     (shared / "link").symlink_to("../safe")
     (tmp_path / "there").symlink_to("shared/link")
     for path in (shared / "link", tmp_path / "there", safe / ".." / "safe"):
-        monkeypatch.setenv("WEFT_CACHE", str(path))
+        monkeypatch.setenv("TORCHWEFT_CACHE", str(path))
         cache_folder.cache_clear()
         assert cache_folder() == safe.resolve() / "compiled"
-    monkeypatch.setenv("WEFT_CACHE", str(shared / "own"))
+    monkeypatch.setenv("TORCHWEFT_CACHE", str(shared / "own"))
     cache_folder.cache_clear()
     if mode == 0o1777:  # with the sticky bit, other users cannot replace a folder of ours
         assert cache_folder() == shared.resolve() / "own" / "compiled"
@@ -178,12 +178,12 @@ def test_folder_below_another_users_is_not_used(place: Path) -> None:
 def test_cache_folder_follows_the_environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that cannot be created is replaced by a temporary one."""
     assert cache_folder() == place and stat.S_IMODE(place.stat().st_mode) == 0o700
-    monkeypatch.delenv("WEFT_CACHE")
+    monkeypatch.delenv("TORCHWEFT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     cache_folder.cache_clear()
-    assert cache_folder() == place / "weft" / "compiled"
+    assert cache_folder() == place / "torchweft" / "compiled"
     (place / "file").write_text("a file")
-    monkeypatch.setenv("WEFT_CACHE", str(place / "file"))
+    monkeypatch.setenv("TORCHWEFT_CACHE", str(place / "file"))
     cache_folder.cache_clear()
     assert not cache_folder().is_relative_to(place) and cache_folder().is_dir()
 

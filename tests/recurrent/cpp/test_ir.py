@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recurrent.recurrent_cases import at_once
-from weft.recurrent.cpp.codegen import literal
-from weft.recurrent.cpp.ir import C_TYPES, Unsupported, check_dtype
+from torchweft.recurrent.cpp.codegen import literal
+from torchweft.recurrent.cpp.ir import C_TYPES, Unsupported, check_dtype
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**63), 2**63 - 1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.recurrent.recurrent_cases import grid, needs_compiler
-from weft.recurrent.cpp.cpp_backend import kernels, panel_width
+from torchweft.recurrent.cpp.cpp_backend import kernels, panel_width
 
 pytestmark = needs_compiler
 LETTER = {torch.float32: "f", torch.float64: "d"}
@@ -26,7 +26,7 @@ def call_kernel(name: str, dtype: torch.dtype, *arguments: Any) -> None:
             return ctypes.c_void_p(argument.data_ptr())
         return ctypes.c_void_p() if argument is None else ctypes.c_long(argument)
 
-    getattr(kernels(), f"weft_{name}_{LETTER[dtype]}")(*map(as_c, arguments))
+    getattr(kernels(), f"torchweft_{name}_{LETTER[dtype]}")(*map(as_c, arguments))
 
 
 def random_matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:

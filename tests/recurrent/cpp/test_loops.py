@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.recurrent.recurrent_cases import grid, needs_compiler
-from weft.recurrent.cpp import compiler
-from weft.recurrent.cpp.compiler import load
+from torchweft.recurrent.cpp import compiler
+from torchweft.recurrent.cpp.compiler import load
 
 pytestmark = needs_compiler
 ONE_ARGUMENT = ("exp", "tanh", "sigmoid", "sign", "sqrt", "abs", "log", "expm1", "log1p")

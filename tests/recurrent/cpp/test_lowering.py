@@ -9,10 +9,10 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.recurrent.recurrent_cases import as_the_loop, at_once, close, eagerly, needs_compiler, outcome, planned
-from weft.recurrent.capture import capture
-from weft.recurrent.cpp.ir import Elementwise, LoopValue, LoweringContext, Unsupported, whole_view
-from weft.recurrent.cpp.lowering import decomposition_table, lower
-from weft.recurrent.cpp.operators import aten, lower_node
+from torchweft.recurrent.capture import capture
+from torchweft.recurrent.cpp.ir import Elementwise, LoopValue, LoweringContext, Unsupported, whole_view
+from torchweft.recurrent.cpp.lowering import decomposition_table, lower
+from torchweft.recurrent.cpp.operators import aten, lower_node
 
 pytestmark = needs_compiler
 

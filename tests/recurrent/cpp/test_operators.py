@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import as_the_loop, needs_compiler
-from weft.recurrent import Recurrent
+from torchweft.recurrent import Recurrent
 
 pytestmark = needs_compiler
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import as_the_loop, equal, gradients, needs_compiler, outcome, planned
-from weft.recurrent import Recurrent, cells
-from weft.recurrent.cpp.cpp_backend import CppBackend
-from weft.recurrent.cpp.partitioner import ForwardBackwardSplit
-from weft.recurrent.step_plan import summed_at_once
+from torchweft.recurrent import Recurrent, cells
+from torchweft.recurrent.cpp.cpp_backend import CppBackend
+from torchweft.recurrent.cpp.partitioner import ForwardBackwardSplit
+from torchweft.recurrent.step_plan import summed_at_once
 
 pytestmark = needs_compiler
 
@@ -106,7 +106,7 @@ def test_unknown_operators_run_outside_the_loops(name: str, lengths: tuple[int, 
 
 @pytest.mark.parametrize("name", ["both ends", "a tied embedding"])
 def test_all_memory_modes_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.recurrent.cpp.cpp_backend.chunk_length", lambda *_: 2)
+    monkeypatch.setattr("torchweft.recurrent.cpp.cpp_backend.chunk_length", lambda *_: 2)
     cell, (x, h) = Outside(AROUND[name]), inputs_of(name)
     results = []
     for memory in ("full", "states", "sqrt"):

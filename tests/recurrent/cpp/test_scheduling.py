@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import at_once
 from tests.recurrent.step_cases import Told
-from weft.recurrent import cells
-from weft.recurrent.capture import capture
-from weft.recurrent.cpp.ir import (
+from torchweft.recurrent import cells
+from torchweft.recurrent.capture import capture
+from torchweft.recurrent.cpp.ir import (
     Cat,
     Elementwise,
     LoopValue,
@@ -25,8 +25,8 @@ from weft.recurrent.cpp.ir import (
     operand_values,
     whole_view,
 )
-from weft.recurrent.cpp.lowering import Lowered, decomposition_table, lower
-from weft.recurrent.cpp.scheduling import axis_in_view, row_axes
+from torchweft.recurrent.cpp.lowering import Lowered, decomposition_table, lower
+from torchweft.recurrent.cpp.scheduling import axis_in_view, row_axes
 
 ROWS, INPUT, HIDDEN = 6, 3, 5
 

@@ -16,9 +16,9 @@ from tests.recurrent.recurrent_cases import (
     planned,
     run_by,
 )
-from weft.recurrent import Recurrent
-from weft.recurrent.cpp.cpp_backend import CppBackend
-from weft.recurrent.plan_cache import NoPlanWarning
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.cpp.cpp_backend import CppBackend
+from torchweft.recurrent.plan_cache import NoPlanWarning
 
 F = nn.functional
 H = 8
@@ -244,7 +244,7 @@ def test_failure_in_c_leads_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError("val")
 
     monkeypatch.setattr(CppBackend, "__init__", fail)
-    monkeypatch.setattr("weft.recurrent.plan_cache.PlannedCall.race", lambda self, engine: (1.0, 2.0))
+    monkeypatch.setattr("torchweft.recurrent.plan_cache.PlannedCall.race", lambda self, engine: (1.0, 2.0))
     net = Recurrent(nn.GRUCell(3, 4))
     net(torch.randn(3, 2, 3))
     assert run_by(net) == {"python"} and "not c: KeyError" in net.why()[0][2]

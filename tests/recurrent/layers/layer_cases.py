@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import floats, gradients
-from weft.recurrent import Recurrent
-from weft.recurrent.layers import GRU, LSTM, RNN
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.layers import GRU, LSTM, RNN
 
 DROP_INS = {"LSTM": (nn.LSTM, LSTM), "GRU": (nn.GRU, GRU), "RNN": (nn.RNN, RNN)}
 WIDTH, HIDDEN = 3, 4

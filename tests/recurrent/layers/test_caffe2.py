@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.recurrent.layers.layer_cases import everything
 from tests.recurrent.recurrent_cases import close, fault_lines
-from weft.core.errors import SpecError, UsageError
-from weft.recurrent.layers import Caffe2LSTM
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.recurrent.layers import Caffe2LSTM
 
 
 def reference(layer: Caffe2LSTM, x: Any, lengths: list[int], state: Any) -> tuple[Any, ...]:

@@ -10,8 +10,8 @@ from tests.processes import python
 NETWORKS = """
 import torch
 from torch import nn
-from weft.recurrent import Recurrent
-from weft.recurrent.layers import Bidirectional, Stack
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.layers import Bidirectional, Stack
 
 def network():
     return Recurrent(nn.GRUCell(4, 4), backend="python").double()
@@ -31,7 +31,7 @@ LAYERS = """
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from weft.recurrent.layers import LSTM
+from torchweft.recurrent.layers import LSTM
 
 graphs = []
 

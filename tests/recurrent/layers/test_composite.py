@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.layers.layer_cases import WIDTH, everything, layers
 from tests.recurrent.recurrent_cases import Awkward, close, fault_lines, floats, gradients, per_row, random_case
-from weft.core.errors import SpecError, UsageError
-from weft.core.pytree import map_leaves
-from weft.recurrent import Recurrent
-from weft.recurrent.layers import Bidirectional, Stack
-from weft.recurrent.layers.composite import SequenceAxes, reverse
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.core.pytree import map_leaves
+from torchweft.recurrent import Recurrent
+from torchweft.recurrent.layers import Bidirectional, Stack
+from torchweft.recurrent.layers.composite import SequenceAxes, reverse
 
 
 def by_hand(stack: Stack, x: Tensor, **tables: Any) -> tuple[Tensor, list[Any], list[Any]]:
@@ -100,7 +100,7 @@ def test_error_names_the_layer() -> None:
     for run in (lambda: stack(x), lambda: stack.step(x[0])):
         with pytest.raises(RuntimeError) as caught:
             run()
-        assert "weft: in layer 1 (Recurrent) of a Stack" in caught.value.__notes__
+        assert "torchweft: in layer 1 (Recurrent) of a Stack" in caught.value.__notes__
 
 
 def flip(value: Any) -> Any:

@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.layers.layer_cases import DROP_INS, HIDDEN, WIDTH, everything, first_state, pair
 from tests.recurrent.recurrent_cases import close, fault_lines, grid
-from weft.core.errors import SpecError, UsageError
-from weft.recurrent import GRU, LSTM
-from weft.recurrent.layers.rnn import LayerInputError, WeightKeyedCache
+from torchweft.core.errors import SpecError, UsageError
+from torchweft.recurrent import GRU, LSTM
+from torchweft.recurrent.layers.rnn import LayerInputError, WeightKeyedCache
 
 KINDS = sorted(DROP_INS)
 
@@ -188,7 +188,7 @@ def test_error_of_a_layer_names_it() -> None:
     ours._layer_networks()[1].backward_net.cell.forward = None
     with pytest.raises(TypeError) as caught:
         ours(torch.randn(4, 2, WIDTH).double())
-    assert "weft: in layer 1" in caught.value.__notes__
+    assert "torchweft: in layer 1" in caught.value.__notes__
     assert any("backward network" in note for note in caught.value.__notes__)
 
 

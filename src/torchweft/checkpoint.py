@@ -1,0 +1,325 @@
+"""Checkpoints of training: model and optimizer, saved by any number of stages and loaded by any other number.
+
+    weft.checkpoint.save("run/latest", pipe, optimizer, extra={"step": 100})
+    extra = weft.checkpoint.load("run/latest", pipe, optimizer)
+
+The format is that of `torch.distributed.checkpoint`. Each tensor is stored once, under a key of the plain model. The
+optimizer's state is stored by parameter, under the keys of PyTorch's ``flatten_optimizer_state_dict``:
+
+    model.<key>    optimizer.state.<key>.<name>    optimizer.param_groups.<key>.<option>    extra
+
+A checkpoint therefore does not depend on the cut, and a plain module can load that of a `Pipe`, or the reverse.
+PyTorch's `get_optimizer_state_dict` is not used: it steps the optimizer to create state, and knows one name per tensor.
+Metadata and plain values are pickles: load only checkpoints that you trust.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from torchweft.core.errors import UsageError, WeightsError, join_faults
+from torchweft.pipeline.pipe import Pipe
+from torchweft.pipeline.weights import names_by_tensor, unwrap_module
+
+__all__ = ["load", "save"]
+
+_dcp: Any = torch.distributed.checkpoint  # it is typed in part
+_MODEL, _STATE, _GROUPS, _EXTRA = "model.", "optimizer.state.", "optimizer.param_groups.", "extra"
+
+
+def save(
+    folder: str | PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Save a `Pipe`, or any module, and the state of its optimizer, into a folder that all processes share.
+
+    Args:
+        folder: the folder of this checkpoint. It is written under a hidden name and renamed when all is there. An
+            earlier checkpoint in `folder` is replaced then, and stays whole if the save is interrupted.
+        module: the pipe, the DistributedDataParallel around it, or a plain module.
+        optimizer: that of the module's parameters; with a pipe over processes that of this rank.
+        extra: plain values, such as the step number and a scheduler's state; those of the first process count.
+        group: the processes that call this together. Default: all of them, if `torch.distributed` is initialised.
+            Tensors that several of them have are written once.
+
+    Raises WeightsError on all processes if one of them failed, and UsageError for a folder of something else.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(2, 2)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> weft.checkpoint.save(f"{tempfile.mkdtemp()}/latest", model, optimizer, extra={"step": 1})
+    """
+    distributed = dist.is_available() and dist.is_initialized()
+    first = not distributed or dist.get_rank(group) == 0
+    agree = partial(_gather, group) if distributed else _alone
+    target = Path(folder).absolute()
+    module = unwrap_module(module)
+
+    def prepare() -> dict[str, Any]:
+        if first:
+            _clear_way(target)
+        state = {_MODEL + key: value for key, value in _model_state(module).items()}
+        state |= {} if optimizer is None else _optimizer_state(module, optimizer)
+        return state if extra is None or not first else {**state, _EXTRA: extra}
+
+    state = _run_on_all(agree, "saved", prepare)
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns when it saves in one process
+        _dcp.save(
+            state,
+            storage_writer=FileSystemWriter(_hidden_name(target, "tmp")),
+            planner=DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
+            process_group=group,
+            no_dist=not distributed,
+        )
+    _run_on_all(agree, "saved", lambda: _publish(target) if first else None)
+
+
+def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | None = None) -> Any:
+    """Load a checkpoint of `save` into a module that can be cut in another way. Returns `extra`, or None.
+
+    Each process reads its own tensors, in place. The ranks of a pipe call this together. A tied weight can be saved
+    under any of its names. Raises WeightsError that lists all missing and unexpected keys and wrong shapes, before
+    anything has changed.
+
+    Example:
+        >>> import tempfile
+        >>> folder = f"{tempfile.mkdtemp()}/latest"
+        >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), chunks=2, devices=["cpu", "cpu"])
+        >>> weft.checkpoint.save(folder, pipe, extra={"step": 1})
+        >>> plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> weft.checkpoint.load(folder, plain)
+        {'step': 1}
+        >>> torch.equal(plain[1].weight, pipe[1].weight)
+        True
+    """
+    path = Path(folder).absolute()
+    if not path.exists() and _hidden_name(path, "old").exists():
+        path = _hidden_name(path, "old")  # a save was interrupted between its two renames
+    module = unwrap_module(module)
+    agree = partial(module._exchange_reports, "torchweft.checkpoint.load") if isinstance(module, Pipe) else _alone
+    reader = FileSystemReader(path)
+    saved: Mapping[str, Any] = {}
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except OSError as error:
+        keys, faults = dict[str, str](), [f"{type(error).__name__}: {error}"]
+    else:
+        keys, faults = _match_model(module, saved)
+    states, options = _keys_by_name(saved, _STATE), _keys_by_name(saved, _GROUPS)
+    groups: list[list[str]] = []
+    if optimizer is not None and saved:
+        groups, more = _match_optimizer(module, optimizer, keys, options.keys())
+        faults += more
+    # All ranks raise together, before anything has changed. A rank that went on alone would wait for the others.
+    if faults := list(dict.fromkeys(fault for report in agree(faults) for fault in report)):
+        raise WeightsError(join_faults(f"the checkpoint in {path} does not fit:", faults))
+
+    def read() -> Any:
+        local = module.state_dict()
+        state: dict[str, Any] = {saved_key: local[key] for key, saved_key in keys.items()}
+        names = [name for group in groups for name in group]
+        entries = [key for name in names for key in (*states.get(name, {}).values(), *options[name].values())]
+        state |= {key: _empty_like(saved[key]) for key in [*entries, _EXTRA] if key in saved}
+        # Each of the two flags would let the planner read plain values into a copy of `state`.
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with warnings.catch_warnings(action="ignore"):  # PyTorch warns that its own TypedStorage is deprecated
+            _dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        local.update((key, state[saved_key]) for key, saved_key in keys.items())
+        module.load_state_dict(local)  # for hooks and extra state; tensors are in place already
+        if optimizer is not None:
+            optimizer.load_state_dict(_optimizer_from(optimizer, groups, states, options, state))
+        return state.get(_EXTRA)
+
+    return _run_on_all(agree, "loaded", read)
+
+
+def _model_state(module: nn.Module) -> dict[str, Any]:
+    """The state_dict, with tied tensors once."""
+    once = {names[0] for _, names in names_by_tensor(module).values()}
+    return {key: x for key, x in module.state_dict().items() if not isinstance(x, Tensor) or key in once}
+
+
+def _parameter_names(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
+    """The keys of the model by group and parameter of the optimizer. Raises UsageError for parameters of others."""
+    tensors = names_by_tensor(module)
+    groups: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
+    foreign = sum(id(parameter) not in tensors for group in groups for parameter in group)
+    if foreign:
+        raise UsageError(
+            f"the optimizer has {foreign} parameters that are not of this {type(module).__name__}, so they have no "
+            "name in a checkpoint; make the optimizer after materialize(), and give other modules their own"
+        )
+    return [[tensors[id(parameter)][1] for parameter in group] for group in groups]
+
+
+def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state and options, by parameter."""
+    state: dict[str, Any] = {}
+    for group, names in zip(optimizer.param_groups, _parameter_names(module, optimizer), strict=True):
+        for parameter, (name, *_) in zip(group["params"], names, strict=True):
+            values: Mapping[str, Any] = optimizer.state.get(parameter, {})
+            state |= {f"{_STATE}{name}.{key}": value for key, value in values.items()}
+            state |= {f"{_GROUPS}{name}.{key}": value for key, value in group.items() if key != "params"}
+    return state
+
+
+def _match_model(module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """The key in the checkpoint by key of the model's state_dict; and a list of faults."""
+    local = module.state_dict()
+    with module._with_placeholders() if isinstance(module, Pipe) else nullcontext():
+        known = set(module.state_dict())
+    keys: dict[str, str] = {}
+    faults = [
+        f"{key}: in the checkpoint, but not in the model"
+        for key in saved
+        if key.startswith(_MODEL) and key.removeprefix(_MODEL) not in known
+    ]
+    tied = [names for _, names in names_by_tensor(module).values()]
+    for names in [*tied, *([key] for key, value in local.items() if not isinstance(value, Tensor))]:
+        saved_key = next((_MODEL + name for name in names if _MODEL + name in saved), None)
+        value = local[names[0]]
+        size = list(getattr(saved.get(saved_key or ""), "size", ()))
+        if saved_key is None:
+            faults.append(f"{' or '.join(names)}: in the model, but not in the checkpoint")
+        elif isinstance(value, Tensor) and value.is_meta:
+            faults.append(f"{names[0]}: on the meta device; call materialize() first")
+        elif isinstance(value, Tensor) and size != list(value.shape):
+            faults.append(f"{names[0]}: {size} in the checkpoint, but {list(value.shape)} in the model")
+        else:
+            keys |= dict.fromkeys(names, saved_key)
+    return keys, faults
+
+
+def _match_optimizer(
+    module: nn.Module, optimizer: Optimizer, keys: Mapping[str, str], saved: Collection[str]
+) -> tuple[list[list[str]], list[str]]:
+    """The name in the checkpoint by group and parameter of the optimizer; and a list of faults. `saved` are the names
+    of parameters that the optimizer of the checkpoint had."""
+    groups = [
+        [keys[names[0]].removeprefix(_MODEL) for names in group if names[0] in keys]
+        for group in _parameter_names(module, optimizer)
+    ]
+    current = {name for group in groups for name in group}
+    local = {key.removeprefix(_MODEL) for key in keys.values()}
+    return groups, [
+        *sorted(f"{name}: in the optimizer, but not in that of the checkpoint" for name in current.difference(saved)),
+        *(f"{name}: in the optimizer of the checkpoint, but not here" for name in saved if name in local - current),
+    ]
+
+
+def _keys_by_name(saved: Iterable[str], kind: str) -> dict[str, dict[str, str]]:
+    """The keys of one kind in the checkpoint, by parameter and by entry of its state or options."""
+    keys: dict[str, dict[str, str]] = {}
+    for key in saved:
+        if key.startswith(kind):
+            name, _, entry = key.removeprefix(kind).rpartition(".")
+            keys.setdefault(name, {})[entry] = key
+    return keys
+
+
+def _optimizer_from(
+    optimizer: Optimizer,
+    groups: list[list[str]],
+    states: Mapping[str, Mapping[str, str]],
+    options: Mapping[str, Mapping[str, str]],
+    values: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A state_dict for the optimizer. Raises WeightsError if options of one group differ in the checkpoint."""
+    names = [name for group in groups for name in group]
+    numbers = {name: number for number, name in enumerate(names)}
+    loaded: list[dict[str, Any]] = []
+    for group, current in zip(groups, optimizer.param_groups, strict=True):
+        of_names = [{entry: values[key] for entry, key in options[name].items()} for name in group]
+        # A rank can have no parameter of a group. Its options are then those that it has.
+        first = of_names[0] if group else {key: value for key, value in current.items() if key != "params"}
+        for name, other in zip(group, of_names, strict=True):
+            if str(sorted(other.items())) != str(sorted(first.items())):  # as strings, because values can be tensors
+                raise WeightsError(
+                    f"{group[0]} and {name} are in one group of the optimizer, but have different options in the "
+                    f"checkpoint: {first} and {other}; make the same groups as when it was saved"
+                )
+        loaded.append({**first, "params": [numbers[name] for name in group]})
+    state = {
+        numbers[name]: {entry: values[key] for entry, key in states[name].items()} for name in names if name in states
+    }
+    return {"state": state, "param_groups": loaded}
+
+
+def _empty_like(saved: Any) -> Tensor | None:
+    """A tensor to read a value of the checkpoint into; None for a plain value."""
+    is_tensor = isinstance(saved, TensorStorageMetadata)
+    return torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else None
+
+
+def _hidden_name(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{kind}")
+
+
+def _clear_way(target: Path) -> None:
+    """Remove the remains of interrupted saves. Raises UsageError if the folder is not a checkpoint."""
+    old, temporary = _hidden_name(target, "old"), _hidden_name(target, "tmp")
+    if target.exists() and not (target / ".metadata").exists() and (target.is_file() or any(target.iterdir())):
+        raise UsageError(f"{target} is not a checkpoint, and would be replaced by one; give another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if old.exists() and not target.exists():
+        old.rename(target)
+    for left in (old, temporary):
+        if left.exists():
+            shutil.rmtree(left)
+
+
+def _publish(target: Path) -> None:
+    """Give the checkpoint its name."""
+    # Two renames, because a folder cannot replace one that has files. After an interrupt between them, `load` finds the
+    # previous checkpoint by its hidden name.
+    old = _hidden_name(target, "old")
+    if target.exists():
+        target.rename(old)
+    _hidden_name(target, "tmp").rename(target)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _run_on_all(agree: Callable[[str | None], list[str | None]], done: str, work: Callable[[], Any]) -> Any:
+    """The result of the work. All processes wait for each other, and all raise if it failed on one of them."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    reports = agree(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if faults := [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]:
+        raise WeightsError(join_faults(f"the checkpoint could not be {done}, because of other ranks:", faults))
+    return result
+
+
+def _alone(report: Any) -> list[Any]:
+    return [report]
+
+
+def _gather(group: ProcessGroup | None, report: Any) -> list[Any]:
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group=group)
+    return reports

@@ -1,0 +1,335 @@
+"""RemoteExpert: a module whose forward, backward and optimizer step happen on a server.
+
+    layer = RemoteExpert("ffn.0", "10.0.0.7:7070")
+    model = nn.Sequential(nn.Linear(8, 512), layer, nn.Linear(512, 2))
+    loss(model(x)).backward()           # also trains the expert at its server
+
+To PyTorch it is an ordinary layer. `torch.distributed.rpc` has remote modules too, but needs a fixed group of
+processes that trust each other. The idea of one autograd function that joins two remote calls is hivemind's.
+"""
+
+import inspect
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.core.autograd import apply_as_node, graph_break
+from torchweft.core.context import is_checkpointing, is_recomputing
+from torchweft.core.errors import UsageError
+from torchweft.core.validation import Validator, uid_fault
+from torchweft.experts.address import address_fault
+from torchweft.experts.client.remote_function import RecomputeCache, RemoteFunction, RemoteLayer, forbid_tangents
+from torchweft.experts.client.retry import DirectoryResolver, FixedResolver, Retry, RetryingCaller
+from torchweft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey
+from torchweft.experts.client.transport import Connections, GrpcTransport, Transport, fixed_faults
+from torchweft.experts.compression import Policy
+from torchweft.experts.discovery import Directory
+from torchweft.experts.fork_guard import finalizer
+from torchweft.experts.tls import ClientTls, credential_faults
+from torchweft.experts.wire.service import Description
+
+_LAST_DISCARD = 1.0  # longest wait of `close`, in seconds, until the server has dropped an open mini-batch
+_LOCAL = ("_stub", "_cache", "_finalizer")  # valid in this process only, and made again in another
+_SHARED = ("_where", "_credentials", "_retry", "_options")  # shared by copies
+
+
+class RemoteExpert(RemoteLayer):
+    """An expert of a server as a layer. Any number of threads can call it at once.
+
+    Args:
+        uid: the expert's name.
+        where: the server's address (``host:port``), for a separate connection until `close` or garbage collection; or
+            a shared `Transport`; or `Connections` with a directory, which locates the expert at every call.
+        timeout: seconds for one forward, backward or commit, including its retries.
+        retry: rule for retries (see `Retry`).
+        compression: of tensors on the wire (see `weft.experts.compression`).
+        client: name of this caller in the server's quotas; by default one name per process.
+        accumulate: gradients of backward add up at the server until `commit`, which is one optimizer step: for
+            micro-batches, of a `weft.Pipe` or by hand. ``False``: every backward steps.
+        keep_graph: ask the server to keep the graph of a forward for its backward. If the server does, backward does
+            not send the inputs again.
+        tls, token: see `GrpcTransport`; for an address only.
+
+    Arguments and results are those of the server's module, with the same nesting. Outputs are placed on the device of
+    the first input tensor. With gradients enabled, each backward is one call with one step of the server's optimizer,
+    even if no input requires a gradient. A call with more rows than the server accepts is sent in parts, which together
+    are one step. A `weft.Pipe` that recomputes does not send forward again.
+
+    Its parameters are at the server. The local parameter ``anchor``, a single zero, makes autograd reach the expert. It
+    is in `parameters`, not in `state_dict`. Freezing it forbids backward. A copy or a pickle is another client of the
+    same expert. With a `Transport` or `Connections` the layer can be copied, but not pickled.
+
+    Raises ``UsageError`` that lists all invalid arguments. A call raises ``SpecError`` for arguments that do not fit
+    (before anything is sent), ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``, ``DeadlineError``,
+    ``LostError``, and errors of the expert (see `weft.experts.errors`).
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows)
+        >>> with weft.Server([expert]) as server, weft.RemoteExpert("ffn.0", server.address) as remote:
+        ...     nn.Sequential(nn.Linear(3, 8), remote)(torch.randn(4, 3)).sum().backward()
+        ...     remote.steps
+        1
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        where: "str | Transport | Connections",
+        *,
+        timeout: float = 30.0,
+        retry: Retry | None = None,
+        compression: Policy | None = None,
+        client: str = "",
+        accumulate: bool = False,
+        keep_graph: bool = False,
+        tls: ClientTls | None = None,
+        token: str | None = None,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"timeout": timeout, "client": client, "accumulate": accumulate}
+        options |= {"keep_graph": keep_graph, "retry": retry, "compression": compression, "tls": tls, "token": token}
+        with Validator("invalid remote expert") as check:
+            check_remote_expert(check, uid, where, options)
+        self.uid = uid
+        self.make_anchor()
+        self._where = where
+        self._credentials = (tls, token)
+        self._retry = retry or Retry()
+        self._options = CallOptions(timeout, compression or Policy(), client, accumulate, keep_graph)
+        self._connect()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The expert's outputs; see the class."""
+        return graph_break(self._forward, args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stub = self._stub
+        deadline = time.monotonic() + self._options.timeout
+        signature = stub.signature(deadline)
+        inputs = signature.flatten_call(args, kwargs)
+        forbid_tangents(f"expert {self.uid!r}", inputs)
+        key, cached = IdempotencyKey(evaluation=not self.training), None
+        if is_recomputing():
+            # With the key of the original forward, so that the server draws the same random numbers in backward.
+            key, cached = self._cache.pop_match(inputs) or (key, None)
+        elif is_checkpointing():
+            outputs = stub.forward(inputs, key, deadline)
+            # Clones, because the caller can modify the outputs in place before the recomputation reads these.
+            self._cache.store(inputs, (key, [tensor.detach().clone() for tensor in outputs]))
+            return signature.outputs.pack(outputs)
+        leaves = [*inputs, self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves):
+            if cached is None and self._options.keep_graph:
+                key.request_graph()
+            function = RemoteFunction(stub, signature, inputs, self.anchor, key, deadline, cached)
+            outputs = list(apply_as_node(function, leaves))
+        else:
+            outputs = stub.forward(inputs, key, deadline) if cached is None else cached
+        return signature.outputs.pack(outputs)
+
+    def describe(self) -> Description:
+        """The server's current description of the expert: schemas, steps, durable steps."""
+        return self._stub.describe()
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the expert, according to the last answer, or None before the first."""
+        return self._stub.progress.steps
+
+    @property
+    def durable_step(self) -> int | None:
+        """The last step that survives a crash of the server, according to the last answer. None: unknown, or none."""
+        return self._stub.progress.durable_step
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that were lost by restarts of servers. Each loss is reported by a `StepsLostWarning`."""
+        return self._stub.progress.steps_lost
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for `commit`."""
+        return self._options.accumulate
+
+    def commit(self) -> bool:
+        """Take one optimizer step with all gradients since the last commit. Returns False without gradients.
+
+        Raises ``UsageError`` without ``accumulate``, and ``CommitError`` if gradients are missing, because a backward
+        failed or the server was restarted: call `discard`, and run the mini-batch again.
+        """
+        if not self._options.accumulate:
+            raise UsageError(f"expert {self.uid!r} steps at every backward: to commit, make it with accumulate=True")
+        return self._stub.commit()
+
+    def discard(self) -> None:
+        """Drop the gradients since the last commit, without waiting for the server."""
+        self._stub.discard()
+
+    def close(self) -> None:
+        """Discard an open mini-batch, close a separate connection, and fail calls in flight. Waits up to a second."""
+        if self._options.accumulate:
+            self._stub.discard(_LAST_DISCARD)
+        self._finalizer()
+
+    def __enter__(self) -> "RemoteExpert":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of this layer, including additions of subclasses, without connections of this process."""
+        if not isinstance(self._where, str):
+            text = f"remote expert {self.uid!r} uses connections of this process, which cannot be pickled"
+            raise UsageError(f"{text}; make it from an address, or make it again in the other process")
+        return {name: value for name, value in super().__getstate__().items() if name not in _LOCAL}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._connect()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteExpert":
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = {name: value for name, value in super().__getstate__().items() if name not in _LOCAL}
+        copied.__setstate__({name: v if name in _SHARED else deepcopy(v, memo) for name, v in state.items()})
+        return copied
+
+    def extra_repr(self) -> str:
+        where = self._where if isinstance(self._where, str) else type(self._where).__name__
+        return f"{self.uid!r}, {where!r}"
+
+    def _connect(self) -> None:
+        where, (tls, token) = self._where, self._credentials
+        separate = GrpcTransport(where, tls=tls, token=token) if isinstance(where, str) else None
+        if isinstance(where, Connections):
+            resolver = DirectoryResolver(self.uid, where)
+        else:
+            resolver = FixedResolver(cast("Transport", separate or where))
+        caller = RetryingCaller(resolver, self._retry)
+        self._stub = ExpertStub(self.uid, caller, self._options)
+        self._cache = RecomputeCache[tuple[IdempotencyKey, list[Tensor]]]()
+        # Bound to the stub, not to this module: a graph with a pending backward holds the stub and needs it to work.
+        self._finalizer = finalizer(self._stub, _close, caller, separate)
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(RemoteExpert.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+
+
+def check_remote_expert(check: Validator, uid: Any, where: Any, options: Mapping[str, Any]) -> None:
+    """Check the arguments of `RemoteExpert`."""
+    check.add(*uid_fault(uid))
+    if isinstance(where, str):
+        check.add(*address_fault("where", where))
+    elif isinstance(where, Directory):
+        check.add("where is a directory, wanted Connections(directory), which several experts share")
+    else:
+        kinds = "the server's address (host:port), a Transport, or Connections to a directory"
+        check.instance("where", where, (Connections, Transport), kinds)
+    check_options(check, isinstance(where, str), options)
+
+
+def check_options(check: Validator, has_address: bool, options: Mapping[str, Any]) -> None:
+    """Check keyword arguments of `RemoteExpert`. ``has_address``: it is made from an address."""
+    values = {**_DEFAULTS, **options}
+    check.seconds("timeout", values["timeout"])
+    check.instance("retry", values["retry"], Retry, "a Retry, such as Retry(attempts=3)", optional=True)
+    check.instance("compression", values["compression"], Policy, "a Policy, such as Policy('fp16')", optional=True)
+    check.instance("client", values["client"], str, "a text: the name by which servers know this caller")
+    check.boolean("accumulate", values["accumulate"])
+    check.boolean("keep_graph", values["keep_graph"])
+    check.add(*credential_faults(values["tls"], values["token"]))
+    allowed = has_address or (values["tls"] is None and values["token"] is None)
+    check.require(allowed, "tls= and token= are for an address; a transport or connections have their own")
+    unknown = [name for name in options if name not in _DEFAULTS]
+    check.add(*(f"there is no option {name!r}; help(weft.RemoteExpert) lists them" for name in unknown))
+
+
+def _close(caller: RetryingCaller, transport: Transport | None) -> None:
+    caller.closed.set()
+    if transport is not None:
+        transport.close()
+
+
+def create_remote_experts(
+    uids: Sequence[str], directory: Directory | Connections | Mapping[str, str], **options: Any
+) -> list[RemoteExpert | None]:
+    """Create one `RemoteExpert` per uid, in order. None stands for those that the directory does not list now.
+
+    ``Connections`` stay open. For a directory, or addresses by uid, connections are made, which close when the last of
+    the experts is garbage-collected. ``options``: those of `RemoteExpert` except ``tls`` and ``token``.
+
+    Raises ``DirectoryUnavailableError`` if the directory does not answer, ``UsageError`` that lists all invalid
+    arguments.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
+        ...     (remote,) = weft.create_remote_experts(["ffn.0"], {"ffn.0": server.address})
+        ...     remote(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
+    """
+    with Validator("invalid remote experts") as check:
+        names: list[Any] = []
+        if isinstance(uids, str) or not isinstance(cast("Any", uids), Iterable):
+            check.add(f"uids is {uids!r}, wanted a list of names")
+        else:
+            names = list(uids)
+            check.add(*(fault for uid in names for fault in uid_fault(uid)))
+        if isinstance(directory, Mapping):
+            check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
+        else:
+            kinds = "a directory, Connections to one, or addresses by uid; a single address is for RemoteExpert"
+            check.instance("directory", directory, (Directory, Connections), kinds)
+        check_options(check, False, options)
+    connections = directory if isinstance(directory, Connections) else Connections(directory)
+    known = connections.snapshot()
+    return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in names]
+
+
+def commit(module: nn.Module) -> dict[str, bool]:
+    """Commit every accumulating remote expert and mixture inside ``module``. Returns by uid whether it stepped.
+
+    Call it together with the step of the local optimizer. Raises as `RemoteExpert.commit`; layers before the failed one
+    have stepped. After a `CommitError`, `discard` begins a new mini-batch.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows)
+        >>> with weft.Server([expert]) as server, weft.RemoteExpert("ffn.0", server.address, accumulate=True) as remote:
+        ...     remote(torch.randn(2, 8)).sum().backward()
+        ...     weft.experts.client.commit(remote)
+        {'ffn.0': True}
+    """
+    results: dict[str, bool] = {}
+    for layer in _accumulating_layers(module):
+        result = layer.commit()
+        for uid, stepped in ({layer.uid: result} if isinstance(layer, RemoteExpert) else result).items():
+            results[uid] = stepped or results.get(uid, False)
+    return results
+
+
+def discard(module: nn.Module) -> None:
+    """Drop the gradients since the last commit, of every accumulating remote expert and mixture inside ``module``.
+
+    For a failed mini-batch, before it is run again or skipped. Until then, every `commit` fails.
+
+    Example:
+        >>> from torchweft.experts.client import discard
+        >>> discard(nn.Sequential(nn.Linear(8, 8)))  # has no remote experts, so nothing is dropped
+    """
+    for layer in _accumulating_layers(module):
+        layer.discard()
+
+
+def _accumulating_layers(module: nn.Module) -> list[RemoteLayer]:
+    return [layer for layer in module.modules() if isinstance(layer, RemoteLayer) and layer.accumulates]

@@ -1,0 +1,88 @@
+"""The text of ``torchweft status``: the numbers of a server's status page, for a terminal.
+
+torchweft server 10.0.0.7:7070, up 1:02:03, 12 connections, 3 calls under way
+expert   steps   durable  batches    waiting  refused
+ffn.0      412       400     1033          0        2
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+from torchweft.core.errors import escape
+from torchweft.experts.client.transport import GrpcTransport
+from torchweft.experts.tls import ClientTls
+
+Json = Mapping[str, Any]
+
+
+def status(address: str, *, tls: ClientTls | None = None, token: str | None = None, as_json: bool = False) -> str:
+    """The text of a server's status. Raises ``UnreachableError``, ``ForbiddenError`` or ``DeadlineError``."""
+    with GrpcTransport(address, tls=tls, token=token) as transport:
+        statistics = json.loads(transport.status())
+    return json.dumps(statistics) if as_json else shown(statistics)
+
+
+def shown(status: Json) -> str:
+    """The status as lines."""
+    state = f", draining: {status['draining']}" if status["draining"] else ""
+    head = (
+        f"torchweft server {status['address']}, up {timedelta(seconds=round(status['seconds']))}, "
+        f"{status['connections']} connections, {status['calls']} calls under way{state}"
+    )
+    rows = [("expert", "steps", "durable", "batches", "waiting", "refused")]
+    rows += [_expert_row(name, expert, status["keeping"][name]) for name, expert in sorted(status["experts"].items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    lines += [f"{name} goes wrong: {why}" for name, why in status["failures"].items()]
+    lines += [f"{uid}: {note}" for uid, keeping in status["keeping"].items() for note in keeping.get("notes", ())]
+    refusals = sorted(_refusal_counts(status), key=lambda refusal: (-refusal[0], refusal))
+    lines += [f"refused {count} times: {reason} ({where})" for count, where, reason in refusals]
+    lines += [f"{uid}: {_replica_text(replica)}" for uid, replica in sorted(status.get("replicas", {}).items())]
+    if lease := status.get("lease"):
+        left = f"{lease['left']:.1f} of {lease['seconds']:g} s left"
+        lines.append(f"lease: {left}, last renewed {lease['late']:.2f} s late, at worst {lease['latest']:.2f} s")
+    if directory := status.get("directory"):
+        others = sorted(directory["servers"].items())
+        here = directory["here"]
+        lines += [f"alive: {where}, {server['experts']} experts" for where, server in others if where != here]
+    # Names come from other machines, and could contain line breaks or control sequences of the terminal.
+    return "\n".join(escape(line) for line in [head, *lines])
+
+
+def _expert_row(name: str, expert: Json, keeping: Json) -> tuple[str, ...]:
+    pools = expert["pools"].values()
+    refused = sum(expert["refused_gradients"].values()) + sum(sum(pool["refused"].values()) for pool in pools)
+    batches = expert["forward_batches"] + expert["backward_batches"]
+    waiting = sum(pool["waiting_tasks"] for pool in pools)
+    durable = "-" if keeping["durable"] is None else keeping["durable"]
+    return (escape(name), *map(str, (expert["steps"], durable, batches, waiting, refused)))
+
+
+def _refusal_counts(status: Json) -> Iterator[tuple[int, str, str]]:
+    tasks: Counter[str] = Counter()
+    gradients: Counter[str] = Counter()
+    for expert in status["experts"].values():
+        gradients.update(expert["refused_gradients"])
+        for pool in expert["pools"].values():
+            tasks.update(pool["refused"])
+    connections = {"server full": status["turned_away"], "no frame": status["broken"]}
+    groups = {"task": tasks, "gradients": gradients, "not allowed": status["refusals"], "connection": connections}
+    for where, counts in groups.items():
+        yield from ((count, where, reason) for reason, count in counts.items() if count)
+
+
+def _replica_text(replica: Json) -> str:
+    token = f"with token {replica['token']}"
+    if replica["role"] == "owner":
+        others = ", ".join(f"{name} ({steps} steps behind)" for name, steps in sorted(replica["followers"].items()))
+        lapsed = "" if replica["lasts"] else ", its lease has lapsed"
+        text = f"owner {token}{lapsed}; followed by {others or 'no replica'}"
+    elif replica["role"] == "follower":
+        behind = "its state is not here yet" if replica["behind"] is None else f"{replica['behind']} steps behind"
+        text = f"follows {replica['owner']} {token}, {behind}" if replica["owner"] else "has no owner"
+    else:
+        text = f"is taking over {token}"
+    return text + (f"; goes wrong: {replica['failure']}" if replica["failure"] else "")

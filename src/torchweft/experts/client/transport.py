@@ -1,0 +1,452 @@
+"""Transports: calls to servers and their answers, over gRPC or within the process; and all transports of one client.
+
+    submit(call, timeout) ──> future of the answer, or of an error
+
+    GrpcTransport    one channel, one stream at a time, reopened after its end, e.g. because the server has restarted
+    LocalTransport   encode ── decode ──> handler ── encode ── decode ──> future; the same frames without a network
+    Connections      one transport per server, shared by all its experts, and the directory's snapshot
+
+Every future completes: with an answer, with an error of the server, with `LostError` or `UnreachableError` if the
+connection ends, with `DeadlineError` after the timeout, or at `close`. Experts and retries belong to
+`weft.experts.client.retry`, so that tests can replace the network by a transport of few lines. One protocol for real,
+local and fake transports is httpx's idea.
+"""
+
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast, runtime_checkable
+
+import grpc
+
+from torchweft.core.errors import UsageError, WeftError
+from torchweft.core.validation import MAX_SECONDS, Validator, uid_fault
+from torchweft.experts.address import address_fault, parse_address
+from torchweft.experts.client.stream import PendingCalls, Stream
+from torchweft.experts.discovery import Directory, LocalDirectory, Snapshot, Watch
+from torchweft.experts.errors import CertificateError, DeadlineError, DrainingError, ForbiddenError, UnreachableError
+from torchweft.experts.fork_guard import GrpcThreads, check_fork, finalizer
+from torchweft.experts.tls import (
+    ClientTls,
+    address_faults,
+    check_address,
+    credential_faults,
+    directory_faults,
+    pair_faults,
+    read_pem,
+)
+from torchweft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode, read_fault
+from torchweft.experts.wire.service import (
+    AUTHORIZATION,
+    BEARER,
+    STATUS,
+    STREAM,
+    TRACEPARENT,
+    client_options,
+    read_status,
+)
+
+_grpc = cast("Any", grpc)
+_REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
+_HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset")
+"""gRPC's messages for connections with missing or wrong certificates."""
+# The last two are for a renewed authority, which has its old name and another key. BoringSSL takes it for the signer
+# because of the name, and then reports an error of the signature algorithm instead of a failed verification.
+_REJECTED = ("certificate_verify_failed", "hostname verification", "certificate signature failure", "bad_signature")
+_DIRECTORY_HINT = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
+_PROBE = 1.0  # timeout of each message of the handshake in `_rejects_certificate`
+Handler = Callable[[Received, Callable[[Call], None]], Any]
+"""Receives a call and a function for its answer, such as ``server.handler()``."""
+
+
+@dataclass(frozen=True)
+class TransportStatistics:
+    """``calls`` so far, those ``waiting`` for answers, ``failed``: errors by class, ``streams``: opened connections.
+
+    Example:
+        >>> with weft.GrpcTransport("10.0.0.7:7070") as transport:
+        ...     transport.statistics().calls
+        0
+    """
+
+    address: str
+    calls: int
+    answered: int
+    waiting: int
+    failed: Mapping[str, int]
+    streams: int
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """A connection to one server. All methods can be called in any thread.
+
+    Example:
+        >>> transport: weft.experts.client.Transport = weft.GrpcTransport("10.0.0.7:7070")
+        >>> transport.close()
+    """
+
+    @property
+    def address(self) -> str:
+        """Address of the server, for errors and statistics."""
+        ...
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        """Send a call without waiting. Its tensors must not be modified before the future is done.
+
+        Callbacks of the future run in a thread of the transport and must not wait. Raises ``UsageError`` after `close`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Fail calls in flight with ``LostError``, and end all threads. Can be called twice."""
+        ...
+
+    def statistics(self) -> TransportStatistics:
+        """Numbers of calls so far and in flight."""
+        ...
+
+
+class _BaseTransport:
+    def __init__(self, address: str) -> None:
+        self._pending = PendingCalls(address)
+        self._finalizer: Callable[[], object] = self._pending.close
+        self._opened = 1
+
+    @property
+    def address(self) -> str:
+        return self._pending.address
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def statistics(self) -> TransportStatistics:
+        return TransportStatistics(self.address, *self._pending.counts(), self._opened)
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class GrpcTransport(_BaseTransport):
+    """A `Transport` to the server at ``address`` (host:port). A context manager.
+
+    Args:
+        address: host:port, such as 10.0.0.7:7070 or [::1]:7070. The first call connects.
+        tls: certificates. None: no encryption.
+        token: authenticates this client if certificates do not.
+        limits: of a frame; those of the server apply as well.
+        trace: returns the traceparent of a new stream, such as ``current`` of a `weft.experts.telemetry.SpanObserver`.
+
+    Raises ``UsageError`` for an address that is malformed or not one of ``tls.servers``, a token that a header cannot
+    hold, and a token without TLS to another machine.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)
+        >>> with weft.Server([expert]) as server, weft.GrpcTransport(server.address) as transport:
+        ...     weft.RemoteExpert("ffn.0", transport)(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: ClientTls | None = None,
+        token: str | None = None,
+        limits: Limits = LIMITS,
+        trace: Callable[[], str | None] | None = None,
+    ) -> None:
+        with Validator("invalid transport options") as check:
+            check.add(*address_fault("address", address), *credential_faults(tls, token))
+        check_address(address, tls, token)
+        super().__init__(address)
+        self._limits = limits
+        self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
+        self._channel = open_channel(address, tls, limits)
+        self._trace = trace
+        self._process = os.getpid()
+        self._explain = partial(unreachable, address, tls)
+        self._name = f"the transport to {address}"
+        self._lock = threading.Lock()
+        # At most one stream. A list, because the finalizer shares it, and must not reference this object.
+        self._streams: list[Stream] = []
+        self._opened = 0
+        self._threads = GrpcThreads()
+        self._finalizer = finalizer(self, _close_transport, self._pending, self._streams, self._channel, self._threads)
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        if os.getpid() != self._process:
+            check_fork(self._name)
+        entry = self._pending.register(call, timeout)
+        # Repeats only if the stream ends between `_current_stream` and `enqueue`.
+        while not self._pending.closed:
+            try:
+                stream = self._current_stream()
+            except ValueError as error:  # gRPC's, of a channel that `close` has just closed
+                self._pending.set_outcome(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
+                break
+            if stream.is_draining and call.header.kind is not Kind.INFO:
+                error = DrainingError(f"{self.address} is shutting down and accepts no new work")
+                self._pending.set_outcome(entry.number, error)
+                break
+            if stream.enqueue(entry):
+                break
+        return entry.future
+
+    def status(self, timeout: float = 10.0) -> str:
+        """The server's status, as JSON. Raises ``ForbiddenError``, ``UnreachableError`` or ``DeadlineError``."""
+        try:
+            return read_status(self._channel.unary_unary(STATUS)(b"", timeout=timeout, metadata=self._metadata))
+        except _grpc.RpcError as error:
+            code, text = error.code(), str(error.details())
+            if code in _REFUSED:
+                raise ForbiddenError(f"{self.address} rejects this client: {text}") from None
+            if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineError(f"{self.address} did not report its status within {timeout:g} s") from None
+            raise self._explain("did not report its status", text) from None
+
+    def __enter__(self) -> "GrpcTransport":
+        return self
+
+    def _current_stream(self) -> Stream:
+        # Opening does not wait for the server, so the lock is held only briefly.
+        with self._lock:
+            if not self._streams or self._streams[0].is_gone:
+                trace = None if self._trace is None else self._trace()
+                metadata = self._metadata if trace is None else (*self._metadata, (TRACEPARENT, trace))
+                start = partial(self._threads.stream, self._channel.stream_stream(STREAM), metadata=metadata)
+                self._streams[:] = [Stream(start, self._pending, self._limits, self._explain)]
+                self._opened += 1
+            return self._streams[0]
+
+
+class LocalTransport(_BaseTransport):
+    """A `Transport` to a handler of this process, for tests. A context manager.
+
+    Only bytes are exchanged, so neither end can write into the other's tensors.
+
+    Example:
+        >>> from torchweft.experts.client import LocalTransport
+        >>> with LocalTransport(lambda received, answer: None) as transport:
+        ...     transport.address
+        'here'
+    """
+
+    def __init__(self, handler: Handler, *, name: str = "here", limits: Limits = LIMITS) -> None:
+        super().__init__(name)
+        self._handler = handler
+        self._limits = limits
+        self._finalizer = finalizer(self, self._pending.close)
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        entry = self._pending.register(call, timeout)
+        try:
+            header = call.header._replace(call_id=entry.number, deadline_ms=int(timeout * 1000))
+            (received,) = decode(encode([call._replace(header=header)], self._limits), self._limits)
+        except WeftError as error:
+            self._pending.set_outcome(entry.number, error)
+            return entry.future
+        entry.begin_send()
+        self._handler(received, partial(_deliver_answer, self._pending, self._limits, entry.number))
+        return entry.future
+
+    def __enter__(self) -> "LocalTransport":
+        return self
+
+
+class Connections:
+    """Transports by address, and the directory's snapshot. Thread-safe. A context manager.
+
+    Args:
+        directory: where experts are looked up. It is not closed, and its last snapshot is used while it does not
+            answer. Or fixed addresses of all experts by uid: ``{"ffn.0": "10.0.0.1:31330", ...}``.
+        tls, token, limits: see `GrpcTransport`.
+        open_transport: makes the transport to an address, instead of `GrpcTransport`.
+
+    Does not connect to an address of the directory that is not one of ``tls.servers``, or to which a token would be
+    sent in plain text. Raises ``DirectoryUnavailableError`` if the directory does not answer at first, and
+    ``UsageError`` that lists all invalid arguments, including ``tls`` without ``servers`` for a directory of several
+    machines.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
+        ...     with weft.Connections({"ffn.0": server.address}) as connections:
+        ...         weft.RemoteExpert("ffn.0", connections)(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
+    """
+
+    def __init__(
+        self,
+        directory: Directory | Mapping[str, str] | None = None,
+        *,
+        tls: ClientTls | None = None,
+        token: str | None = None,
+        limits: Limits = LIMITS,
+        open_transport: Callable[[str], Transport] | None = None,
+    ) -> None:
+        with Validator("invalid connections") as check:
+            check.add(*credential_faults(tls, token))
+            is_unused = open_transport is not None and (tls is not None or token is not None)
+            check.require(not is_unused, "tls= and token= are for GrpcTransport, and open_transport= is in use")
+            if isinstance(directory, Mapping):
+                check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
+            elif check.instance("directory", directory, Directory, _DIRECTORY_HINT, optional=True) and not check.faults:
+                check.add(*([] if isinstance(directory, LocalDirectory | None) else directory_faults(tls)))
+        self._credentials = None if open_transport is not None else (tls, token)
+        self._open_transport = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
+        self.fixed = isinstance(directory, Mapping)
+        """Whether all addresses are known from the start, so that an unlisted expert will never be listed."""
+        source = _list_addresses(directory) if isinstance(directory, Mapping) else directory
+        self._watch = None if source is None else source.watch()
+        self._lock = threading.Lock()
+        self._transports: dict[str, Transport] = {}
+        self._finalizer = finalizer(self, _close_connections, self._lock, self._transports, self._watch)
+
+    def to(self, address: str) -> Transport:
+        """The transport to this address. Raises ``UsageError`` after `close`."""
+        with self._lock:
+            if not self._finalizer.alive:
+                raise UsageError("these connections were closed; make new ones")
+            if address not in self._transports:
+                self._transports[address] = self._open_transport(address)
+            return self._transports[address]
+
+    def refusal(self, address: str) -> str | None:
+        """The reason not to connect to an address that a directory or a server names, or None."""
+        faults = [] if self._credentials is None else address_faults(address, *self._credentials)
+        return faults[0] if faults else None
+
+    def snapshot(self) -> Snapshot:
+        """The newest known snapshot of the directory. Raises ``UsageError`` without a directory."""
+        if self._watch is None:
+            raise UsageError("these connections have no directory to look up experts; use Connections(directory)")
+        return self._watch.snapshot()
+
+    def statistics(self) -> dict[str, TransportStatistics]:
+        """Statistics of every transport, by address."""
+        with self._lock:
+            transports = dict(self._transports)
+        return {address: transport.statistics() for address, transport in transports.items()}
+
+    def close(self) -> None:
+        """Close all transports. Calls in flight fail with ``LostError``. Can be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> "Connections":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
+    """The faults of addresses by uid."""
+    return [
+        fault
+        for uid, address in addresses.items()
+        for fault in (*uid_fault(uid), *address_fault(f"the address of {uid!r}", address))
+    ]
+
+
+def _list_addresses(addresses: Mapping[str, str]) -> Directory:
+    # A directory with leases that practically never end, so that lookups need no second code path.
+    directory = LocalDirectory()
+    for uid, address in addresses.items():
+        directory.declare(uid, address, ttl=MAX_SECONDS)
+    return directory
+
+
+def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
+    """Open a gRPC channel to a server of experts. Raises ``UsageError`` in a fork (see `weft.experts.fork_guard`)."""
+    check_fork(f"the transport to {address}")
+    options = client_options(limits)
+    if tls is None:
+        return _grpc.insecure_channel(address, options)
+    return _grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
+
+
+def _deliver_answer(pending: PendingCalls, limits: Limits, number: int, answer: Call) -> None:
+    try:
+        (received,) = decode(encode([answer], limits), limits)
+        outcome = read_fault(received.header.data) if received.header.kind is Kind.ERROR else received
+    except WeftError as error:
+        outcome = error
+    pending.set_outcome(number, outcome)
+
+
+def _close_transport(pending: PendingCalls, streams: list[Stream], channel: Any, threads: GrpcThreads) -> None:
+    pending.close()
+    for stream in streams:
+        stream.close()
+    channel.close()
+    threads.wait()
+
+
+def _close_connections(lock: threading.Lock, transports: dict[str, Transport], watch: Watch | None) -> None:
+    with lock:  # waits for a running `Connections.to`, after which no other transport is opened
+        opened = list(transports.values())
+    for transport in opened:
+        transport.close()
+    if watch is not None:
+        watch.close()
+
+
+def unreachable(
+    address: str, tls: ClientTls | None, action: str, text: str, end: str = "this client", option: str = "tls="
+) -> UnreachableError:
+    """The error of a failed connection: a `CertificateError` if the certificates are certainly the cause."""
+    lower, rejected = text.lower(), False
+    if tls is not None:
+        ended = any(words in lower for words in _HANDSHAKE_ENDED)
+        rejected = any(words in lower for words in _REJECTED) or (ended and _rejects_certificate(address, tls))
+    kind = CertificateError if rejected else UnreachableError
+    return kind(f"{address} {action}: {explain_failure(text, tls, end, option)}")
+
+
+def explain_failure(text: str, tls: ClientTls | None, end: str = "this client", option: str = "tls=") -> str:
+    """gRPC's message for a failed connection with advice. ``tls`` is the ``option`` of ``end``."""
+    if "hostname verification" in text.lower():
+        return f"{text} Call it by a name (subjectAltName) of its certificate, or pass that as server_name= ({option})"
+    if not any(words in text.lower() for words in _HANDSHAKE_ENDED):
+        return text
+    if tls is None:
+        return f"{text}; it was called without TLS: if it requires TLS, give {end} certificates ({option})"
+    sent = "no certificate was sent, which it may require" if tls.certificate is None else "a certificate was sent"
+    return (
+        f"{text}; {sent}; check the certificates of both ends ({option}): each must be signed by the other's "
+        "authority=, with its present key if that was renewed, and neither may have expired"
+    )
+
+
+def _rejects_certificate(address: str, tls: ClientTls) -> bool:
+    """Whether the server ends a complete handshake because of the client's certificate, or for lack of one.
+
+    In TLS 1.3 a server can reject a client after the handshake without a message, and gRPC reports a closed
+    connection. Otherwise the server sends first, because HTTP/2 demands it.
+    """
+    host, port = parse_address(address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # gRPC has verified the server before, and nothing is sent to it here
+    context.set_alpn_protocols(["h2"])
+    if tls.key is not None and tls.certificate is not None:
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")
+        if pair_faults(context, read_pem(tls.key), read_pem(tls.certificate)):
+            return False
+    try:
+        with (
+            socket.create_connection((host, port), _PROBE) as plain,
+            context.wrap_socket(plain, server_hostname=tls.server_name or host) as secured,
+        ):
+            return not secured.recv(1)
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "") and "CERT" in (error.reason or "")
+    except OSError:
+        return False

@@ -1,0 +1,353 @@
+"""Optimizer of an expert: it is made, steps with gradients in memory of their own, is logged, saved and loaded.
+
+gradients ── private ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
+                                 '────────raises──> StepError                    in every case
+
+A fused step is one kernel over all parameters, and takes a tenth of the time. But PyTorch rejects complex parameters
+and sparse gradients only within the step, when some weights have changed already. So complex parameters are never
+fused, and at the first sparse gradient the optimizer continues unfused, before it changes anything.
+
+``loss.backward()`` copies gradients where needed before it puts them into ``.grad``. `torch.autograd.grad`, which does
+not touch ``.grad``, does not copy:
+
+    y = x @ (a + b)                  one gradient tensor for both a and b
+    y = (x + p) * 2, one row         the gradient of p is also the answer to the client
+    y = x + p.sum()                  one number, expanded: its strides are 0
+    y = x @ torch.cat([q, k], 1)     the gradients of q and k are columns of one matrix
+
+Clipping would scale the first one twice, and the client's answer. Fused steps walk raw memory, and would run past the
+end of the others. Gradients that fit are not copied: on the CPU, copying all of them takes as long as the step.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from secrets import token_hex
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchweft.core.errors import UsageError
+from torchweft.core.validation import Validator
+from torchweft.experts.errors import StepError
+from torchweft.experts.journal import Entry, Journal, Member
+from torchweft.experts.task import Task
+
+
+def private_gradients(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], shared_storages: set[int]
+) -> list[Tensor | None]:
+    """The gradients, each in memory of its own and in the layout of its parameter."""
+    seen, private = set(shared_storages), list[Tensor | None]()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            gradient = gradient.clone()
+        elif gradient is not None:
+            address = gradient.untyped_storage().data_ptr()
+            gradient = match_layout(parameter, gradient, copy=address in seen)
+            seen.add(address)
+        private.append(gradient)
+    return private
+
+
+def match_layout(parameter: Tensor, tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """``tensor``, or a copy in the memory layout of ``parameter`` if the layouts differ or ``copy`` is set."""
+    if not copy and has_same_layout(parameter, tensor):
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def has_same_layout(parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether a kernel that walks both memories from end to end meets the same elements, and all of them."""
+    if parameter.is_contiguous():
+        return gradient.is_contiguous()
+    dense = torch.empty_like(parameter, device="meta")  # the layout of optimizer states
+    return gradient.stride() == dense.stride()
+
+
+OptimizerLike = Optimizer | Callable[..., Optimizer]
+"""An optimizer, or a function that makes one for a list of parameters."""
+ScheduleLike = LRScheduler | Callable[[Optimizer], LRScheduler]
+"""A schedule, or a function that makes one for an optimizer."""
+
+
+def make_stepping(
+    name: str,
+    parameters: Sequence[nn.Parameter],
+    optimizer: OptimizerLike | None,
+    schedule: ScheduleLike | None,
+    *,
+    without_arguments: bool,
+) -> tuple[Optimizer | None, LRScheduler | None]:
+    """An optimizer of these parameters and its schedule. Raises ``UsageError`` that lists why they can never step.
+
+    ``without_arguments``: both are stepped without any. Only an overridden ``apply_gradients`` can pass some.
+    """
+    trainable = [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
+    made = None if optimizer is None else make_optimizer(optimizer, trainable)
+    made_schedule = make_schedule(schedule, made)
+    with Validator(f"expert {name!r} cannot take steps") as check:
+        own = {id(parameter) for parameter in parameters}
+        if made is not None and not any(id(p) in own for group in made.param_groups for p in group["params"]):
+            check.add("optimizer has none of the module's parameters; make it of module.parameters()")
+        for word, part in (("optimizer", made), ("schedule", made_schedule)):
+            if part is None or not without_arguments:
+                continue
+            # Read from the class, because schedules wrap the method of the instance.
+            arguments = [*inspect.signature(type(part).step).parameters.values()][1:]
+            free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            required = [arg.name for arg in arguments if arg.default is arg.empty and arg.kind not in free]
+            check.require(
+                not required,
+                f"{word} is a {type(part).__name__}, whose step requires {', '.join(required)}, which it does not get; "
+                "use another, or override apply_gradients in a subclass",
+            )
+    return made, made_schedule
+
+
+def make_optimizer(optimizer: OptimizerLike, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """``optimizer``, or the one that a factory makes for these parameters. Raises ``UsageError`` for others."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    # Fused kernels walk raw memory of real numbers, so all parameters must be dense.
+    dense = all(not p.is_complex() and has_same_layout(p, p) for p in parameters)
+    fused = {"fused": True} if dense and _accepts_fused(optimizer) else {}
+    # Trying it is the only test: support depends on device, dtype, options and the version of PyTorch.
+    try:
+        made: Any = optimizer(list(parameters), **fused)
+    except RuntimeError:  # this device, dtype or option has no fused step
+        if not fused:
+            raise
+        made, fused = optimizer(list(parameters)), {}
+    if not isinstance(made, Optimizer):
+        raise UsageError(
+            f"optimizer made a {type(made).__name__}, wanted a torch.optim.Optimizer, or a function that makes one of "
+            "a list of parameters"
+        )
+    if fused:
+        _unfuse_on_demand(made)
+    return made
+
+
+def make_schedule(schedule: ScheduleLike | None, optimizer: Optimizer | None) -> LRScheduler | None:
+    """``schedule``, or the one that a factory makes for this optimizer. Raises ``UsageError``."""
+    if schedule is None:
+        return None
+    if optimizer is None:
+        raise UsageError("a schedule was given, but no optimizer that it could adjust")
+    made: Any = schedule if isinstance(schedule, LRScheduler) else schedule(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise UsageError(f"schedule made a {type(made).__name__}, wanted an LRScheduler")
+    if made.optimizer is not optimizer:
+        raise UsageError("the schedule adjusts another optimizer; pass a function that makes it for one")
+    return made
+
+
+def _unfuse_on_demand(optimizer: Optimizer) -> None:
+    """Switch to the unfused step before the fused one would fail: at a sparse gradient, and if some parameters have
+    momentum and others do not yet. Both kinds have the same states."""
+
+    def before_step(*_: object) -> None:
+        for group in optimizer.param_groups:
+            stepped = [p for p in group["params"] if p.grad is not None] if group.get("fused") else []
+            without_momentum = {optimizer.state.get(p, {}).get("momentum_buffer") is None for p in stepped}
+            mixed = group.get("momentum") and len(without_momentum) == 2
+            if mixed or any([p.grad.is_sparse for p in stepped]):
+                for other in optimizer.param_groups:
+                    other["fused"] = None
+
+    optimizer.register_step_pre_hook(before_step)
+
+
+def _accepts_fused(factory: Callable[..., Optimizer]) -> bool:
+    """Whether a factory has a keyword ``fused`` that is not bound yet."""
+    if isinstance(factory, partial) and "fused" in factory.keywords:
+        return False
+    with suppress(TypeError, ValueError):
+        return "fused" in inspect.signature(cast("Callable[..., Any]", factory)).parameters
+    return False
+
+
+class OptimizerStep:
+    """Steps of one expert and their log. Guarded by the expert's lock.
+
+    ``backward_batches`` counts those that were applied. ``branch`` names the history that led to these weights.
+    """
+
+    def __init__(self, name: str, apply: Callable[[], None] | None, journal: Journal | None) -> None:
+        self.steps = self.backward_batches = 0
+        self.branch = self._next_branch = ""
+        self.journal_failures = 0
+        self.trains = apply is not None
+        self.journal = journal
+        self._name = name
+        self._apply = apply
+        if journal is not None:
+            journal.own(name)
+        self.resume_from(0, 0, "")
+
+    def step(
+        self,
+        every: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+        shared_storages: set[int],
+    ) -> None:
+        """One optimizer step. Raises `StepError` if the optimizer or a hook does, and then does not count it.
+
+        ``every`` holds all parameters of the module, ``parameters`` those with these ``gradients``. ``shared_storages``
+        are addresses of memory that must not be written to, because others continue to use it.
+        """
+        # The optimizer can hold parameters that are frozen now. A gradient that was left on them would be applied.
+        for parameter in every:
+            parameter.grad = None
+        try:
+            private = private_gradients(parameters, gradients, shared_storages)
+            for parameter, gradient in zip(parameters, private, strict=True):
+                parameter.grad = gradient
+                # Autograd calls these hooks only where it accumulates into ``.grad`` itself.
+                if gradient is not None and parameter._post_accumulate_grad_hooks:
+                    hooks: Any = parameter._post_accumulate_grad_hooks
+                    with torch.no_grad():
+                        for hook in list(hooks.values()):
+                            hook(parameter)
+            if self._apply is not None:
+                self._apply()
+        except Exception as error:
+            raise StepError(
+                f"applying the gradients of expert {self._name!r} raised {type(error).__name__}: {error}. Some weights "
+                "may have changed; load a checkpoint"
+            ) from error
+        finally:
+            for parameter in every:
+                parameter.grad = None
+        self.steps += 1
+
+    def resume_from(self, steps: int, batches: int, branch: str) -> None:
+        """Continue after so many steps and backward batches, the last of ``branch``, on a new branch."""
+        self.steps, self.backward_batches = steps, batches
+        self.branch, self._next_branch = branch, token_hex(8)
+        if self.journal is not None:
+            self.journal.restored(steps, batches, branch)
+
+    @contextmanager
+    def replaying(self, branch: str) -> Generator[None]:
+        """Batches within this block are repetitions of batches of ``branch``."""
+        self._next_branch = branch
+        try:
+            yield
+        finally:
+            self._next_branch = token_hex(8)
+
+    def log(
+        self,
+        kind: Literal["backward", "commit", "dropped"],
+        tasks: Sequence[Task],
+        seed: int = 0,
+        *,
+        failed: bool = False,
+        terms: int = 0,
+    ) -> None:
+        """Count a batch, and write it, or a dropped mini-batch, into the journal. ``terms``: of the sum of a commit.
+
+        Failures are counted and not raised, because a full disk must not make a step look as if it had failed.
+        """
+        self.backward_batches += kind == "backward"
+        if failed:
+            # A failed commit can change the weights, but changes no count. Only the branch tells the states apart.
+            self._next_branch = token_hex(8)
+        self.branch = self._next_branch
+        if self.journal is None:
+            return
+        members = tuple([Member(task.client, task.key, task.rows, task.number) for task in tasks])
+        more = (torch.get_num_threads(), failed, self.backward_batches, tasks[0].evaluation, self.branch, terms)
+        try:
+            self.journal.write(Entry(kind, self.steps, seed, tasks[0].mini_batch, members, *more), tasks)
+        except Exception:
+            self.journal_failures += 1
+
+
+# Names of classes by part. Without them, torch would load the state of another class of optimizer.
+_CLASS_KEYS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}
+_COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
+
+
+def copy_state(
+    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, counts: Mapping[str, int | str]
+) -> dict[str, Any]:
+    """A copy of the state of an expert with these parts."""
+    state: dict[str, Any] = {"module": module.state_dict(), **counts}
+    for name, part in {"optimizer": optimizer, "schedule": schedule}.items():
+        state[name] = None if part is None else part.state_dict()
+        state[_CLASS_KEYS[name]] = None if part is None else type(part).__name__
+    return copy.deepcopy(state)
+
+
+def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
+    """Raise ``UsageError`` that lists why this is not a state of the expert of this name, with these parts."""
+    fields = {"module", "branch", *_COUNTS, *_CLASS_KEYS, *_CLASS_KEYS.values()}
+    with Validator(f"this is not a state of expert {name!r}") as check:
+        check.add(*(f"{key!r} is missing" for key in sorted(fields - state.keys())))
+        check.add(*(f"{key!r} is not known" for key in sorted(state.keys() - fields)))
+        for key in sorted(_COUNTS & state.keys()):
+            check.count(key, state[key], least=0)
+        for word, part in {"optimizer": optimizer, "schedule": schedule}.items():
+            saved, saved_class = state.get(word), state.get(_CLASS_KEYS[word])
+            if word in state and (saved is None) != (part is None):
+                check.add(
+                    f"there is {'no' if saved is None else 'a'} state of the {word}, but this expert has "
+                    f"{'none' if part is None else 'one'}"
+                )
+            elif part is not None and saved_class is not None and saved_class != type(part).__name__:
+                check.add(f"the state is of {word} {saved_class}, but this expert has {type(part).__name__}")
+
+
+def load_parts(
+    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, state: Mapping[str, Any]
+) -> None:
+    """Load the three parts of ``state``, or none. Raises ``UsageError`` for other parameters. Errors of parts pass."""
+    weights = copy.deepcopy(module.state_dict())
+    # A shallow copy, because loading replaces the optimizer's attributes and does not write into them.
+    attributes = {} if optimizer is None else dict(vars(optimizer))
+    times = {} if schedule is None else copy.deepcopy(schedule.state_dict())
+    try:
+        if optimizer is not None:
+            _load_optimizer(optimizer, state["optimizer"])
+        if schedule is not None:
+            schedule.load_state_dict(copy.deepcopy(state["schedule"]))
+        module.load_state_dict(state["module"])
+    except BaseException:
+        if optimizer is not None:
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+        if schedule is not None:
+            schedule.load_state_dict(times)
+        module.load_state_dict(weights)
+        raise
+
+
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if saved != sizes:
+        raise UsageError(
+            f"the state is that of an optimizer with groups of {saved} parameters, but this expert's has {sizes}; make "
+            "the expert with the same layers and the same optimizer"
+        )
+    optimizer.load_state_dict(copy.deepcopy(cast("dict[str, Any]", state)))
+    with Validator("the state of the optimizer is that of other parameters") as check:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                        continue
+                    # A fused step walks parameter and state as raw memory, and files do not store strides.
+                    if value.shape == parameter.shape:
+                        optimizer.state[parameter][name] = match_layout(parameter, value)
+                    elif group.get("fused") and value.numel() != 1:
+                        check.add(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")

@@ -1,0 +1,118 @@
+"""``torchweft serve``: a server in a process of its own, until a signal ends it.
+
+SIGTERM, SIGINT, SIGHUP ──> drain: accepted work is answered, new work is sent elsewhere ── save ── exit 0
+    during the start    ──> the start is aborted ── exit 0
+a GPU fails             ──> its experts cannot run any more; those of other devices are saved ── exit 1
+SIGKILL                 ──> nothing that was reported as durable is lost; the next start continues from there
+"""
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from importlib import import_module
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torchweft.experts.errors import ExpertError
+from torchweft.experts.server.config import ServeConfig
+from torchweft.experts.server.options import keep_freed_memory, use_large_pages
+
+_POLL_SECONDS = 0.25
+# Seconds until a computing thread releases the GIL. With Python's default of 0.005, a call waits that long in each of
+# its threads while another thread writes a checkpoint.
+_SWITCH_SECONDS = 0.0005
+# Frozen objects above which the caller of `serve` has frozen them: Python 3.12 starts with 400.
+_FROZEN = 10_000
+
+
+class _StopSignal:
+    """Signal handler that records the request to stop. During the start it also aborts the main thread.
+
+    An Event would not work: a handler runs in a thread that can hold the Event's lock. A `SimpleQueue` has no lock.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._started = False
+        self._signals: SimpleQueue[int] = SimpleQueue()
+
+    def __call__(self, number: int, frame: object) -> None:
+        repeated, self.received = self.received, True
+        self._signals.put(number)
+        if not (repeated or self._started):  # a second signal must not disturb the cleanup after the first
+            raise SystemExit(0)
+
+    def finish_start(self) -> None:
+        """Let later signals end the server in order."""
+        self._started = True
+
+    def wait(self, seconds: float) -> None:
+        with suppress(Empty):
+            self._signals.get(timeout=seconds)
+
+
+def serve(config: Mapping[str, Any]) -> None:
+    """Serve as configured until SIGTERM, SIGINT or SIGHUP. Runs in the main thread of the process.
+
+    An ignored SIGHUP (``nohup``) stays ignored. Prints one line with the address when it listens. Raises the errors of
+    `weft.experts.server.config.build` and `Server.start`, ``SystemExit`` for a signal during the start, and
+    ``ExpertError`` if a module did not end in time or a GPU failed.
+    """
+    keep_freed_memory()
+    use_large_pages()
+    stop = _StopSignal()
+    with ExitStack() as restored:  # whatever happens, the caller gets its signal handlers and settings back
+        restored.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        for number in _stop_signals():
+            restored.callback(signal.signal, number, signal.signal(number, stop))
+        if gc.get_freeze_count() < _FROZEN:
+            restored.callback(gc.unfreeze)
+        restored.callback(gc.enable)
+        table = ServeConfig.parse(config)
+        if any(expert.optimizer is not None for expert in table.experts):
+            # The first optimizer imports this. The import creates objects that live forever, and garbage collections
+            # of them would take 0.5 s of the start.
+            gc.disable()
+            import_module("torch._dynamo")
+            gc.freeze()
+            gc.enable()
+        server = table.server()
+        try:
+            server.start()
+            stop.finish_start()
+            # Without this, a full collection would stop all threads for 0.2 s to visit the permanent objects of torch.
+            gc.freeze()
+            _print_line(f"torchweft: serving {len(server.experts)} experts at {server.address}")
+            if server.panel_url is not None:
+                _print_line(f"torchweft: status page at {server.panel_url}")
+            while not (stop.received or server.lost):
+                # With a timeout: a signal that the system delivers to another thread does not wake this one.
+                stop.wait(_POLL_SECONDS)
+            if server.lost:  # `shutdown` below still saves the experts of other devices
+                raise ExpertError(server.lost)
+            _print_line("torchweft: draining")
+            if not server.shutdown():
+                raise ExpertError("a module did not end in time; what it worked on was not answered")
+        finally:
+            server.shutdown()
+
+
+def _stop_signals() -> list[signal.Signals]:
+    hang_up: signal.Signals | None = getattr(signal, "SIGHUP", None)  # missing on Windows
+    ignored = hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if hang_up is None or ignored else [hang_up])]
+
+
+def _print_line(line: str) -> None:
+    """Print one line. A closed pipe, such as ``| head -1``, does not end the server."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        # The interpreter flushes the buffer again at its end, which must not fail then.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

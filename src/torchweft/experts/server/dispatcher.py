@@ -1,0 +1,292 @@
+"""Dispatch of calls to experts: each call gets exactly one answer. This layer knows nothing of networks.
+
+    call ── role? ── draining? ── known? ── its owner? ── tensors ── pool.submit_task ──> RESULT, steps, receipt
+      |       |          |           |          |            |             |
+      '───────┴──────────┴───────────┴──────────┴────────────┴─────────────┴────────────> ERROR, to its author only
+
+All checks of the header come before the first tensor is made, so that a rejected call costs almost nothing. A task
+carries the deadline of its call, and is dropped if its turn comes later. `ObservedDispatcher` adds spans, see
+`weft.experts.telemetry` (their names begin with ``torchweft.``):
+
+    dispatch ── receive ──> future, and the trace it belongs to ──┐
+    batch of tasks, whose waiters are such futures <──────────────┘ ── queue (each task) ── batch ── step
+"""
+
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+from torch import Tensor
+
+from torchweft.core.errors import UsageError
+from torchweft.experts.errors import CommitError, InputsGoneError, reason_of
+from torchweft.experts.server.auth import Access, Audit, Caller, Role
+from torchweft.experts.server.hosted_expert import HostedExpert
+from torchweft.experts.task import Results, Task
+from torchweft.experts.telemetry import SafeObserver, SpanObserver
+from torchweft.experts.wire import (
+    Call,
+    DrainingError,
+    ForbiddenError,
+    Header,
+    Kind,
+    MalformedError,
+    Received,
+    UnknownExpertError,
+    WireError,
+    write_fault,
+)
+from torchweft.experts.wire.service import read_receipt
+
+Reply = Callable[[Call], None]
+"""Receives the one answer of a call. It can be called in any thread, and must neither raise nor block."""
+
+_ROLES = {
+    Kind.INFO: Role.FORWARD,
+    Kind.FORWARD: Role.FORWARD,
+    Kind.BACKWARD: Role.TRAIN,
+    Kind.COMMIT: Role.TRAIN,
+    Kind.DISCARD: Role.TRAIN,
+}
+
+
+class RequestDispatcher:
+    """The experts of one server, and access to them. ``longest``: the largest deadline of a call, in seconds."""
+
+    def __init__(self, access: Access | None = None, audit: Audit | None = None, longest: float = 600.0) -> None:
+        self.access = access or Access()
+        self.audit = audit or Audit()
+        self.incarnation = secrets.randbits(63)
+        self.draining: str | None = None
+        self._longest = longest
+        self._experts: dict[str, HostedExpert] = {}
+        self._lock = threading.Lock()  # of the counters
+        self._calls: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+
+    def add(self, hosted: HostedExpert) -> None:
+        """Serve one more expert. Raises ``UsageError`` if its name is taken."""
+        self.check_new(hosted.backend.name)
+        self._experts[hosted.backend.name] = hosted
+
+    def check_new(self, uid: str) -> None:
+        if uid in self._experts:
+            raise UsageError(f"expert {uid!r} is served already; give each expert its own name")
+
+    def remove(self, uid: str) -> HostedExpert:
+        """Stop serving an expert. Raises ``UnknownExpertError``."""
+        hosted = self._experts.pop(uid, None)
+        if hosted is None:
+            raise self._unknown_expert(uid, None)
+        return hosted
+
+    def experts(self) -> dict[str, HostedExpert]:
+        return dict(self._experts)
+
+    def refuse_new_work(self, why: str) -> None:
+        """Reject all calls from now on, except INFO and PING."""
+        self.draining = why
+
+    def close(self) -> None:
+        for hosted in self._experts.values():
+            hosted.close()
+
+    def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+        """Answer a call through ``reply``, now or later. Never raises.
+
+        If a future is returned, cancel it when the client has disconnected. Then no answer comes.
+        """
+        header = call.header
+        self._calls[header.kind.name] += 1
+        try:
+            return self._dispatch_checked(call, caller, reply)
+        except Exception as error:
+            self.answer_error(header.call_id, error, reply)
+            return None
+
+    def check_role(self, caller: Caller, uid: str, wanted: Role, what: str, kind: str) -> None:
+        """`Access.check`, with an entry in the audit log if it raises."""
+        try:
+            self.access.check(caller, uid, wanted, what)
+        except ForbiddenError as error:
+            self.audit.refused(caller, uid, kind, str(error))
+            raise
+
+    def answer_error(self, call_id: int, error: BaseException, reply: Reply) -> None:
+        with self._lock:
+            self._errors["wire" if isinstance(error, WireError) else reason_of(error)] += 1
+        reply(error_call(call_id, error))
+
+    def counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        with self._lock:
+            return dict(self._calls), dict(self._errors)
+
+    def _dispatch_checked(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+        header = call.header
+        if header.kind is Kind.PING:
+            reply(Call(Header(kind=Kind.PING, call_id=header.call_id)))
+            return None
+        if header.kind not in _ROLES:
+            wanted = ", ".join(kind.name for kind in _ROLES)
+            text = f"a call of kind {header.kind.name} is not a request; wanted one of {wanted}"
+            raise MalformedError(text, reason="kind", call_id=header.call_id)
+        # The role comes first, so that a client learns nothing of experts that it cannot use, not even their names.
+        self.check_role(caller, header.uid, _ROLES[header.kind], header.kind.name.lower(), header.kind.name)
+        hosted = self._experts.get(header.uid)
+        if header.kind is not Kind.INFO and self.draining is not None:
+            raise DrainingError(f"the server takes no new work: {self.draining}; ask another one, or later")
+        if hosted is None:
+            raise self._unknown_expert(header.uid, caller.name)
+        if header.kind is Kind.INFO:
+            reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=hosted.describe())))
+            return None
+        hosted.admit(header)
+        if header.kind is Kind.DISCARD:
+            client, mini_batch = _mini_batch_of(caller, header)
+            hosted.backend.discard(mini_batch, client=client, principal=caller.principal)
+            reply(result_call(header, (), hosted.backend.steps, hosted.receipt()))
+            return None
+        future = self._submit_task(call, caller, hosted)
+        future.add_done_callback(partial(self._answer_result, header, caller, hosted, reply))
+        return future
+
+    def _submit_task(self, call: Received, caller: Caller, hosted: HostedExpert) -> "Future[Results]":
+        header, backend = call.header, hosted.backend
+        seconds = self._longest if header.deadline_ms is None else min(self._longest, header.deadline_ms / 1000)
+        deadline = time.monotonic() + seconds
+        if header.kind is Kind.COMMIT:
+            client, name = _mini_batch_of(caller, header)
+            _check_incarnation(header, hosted, client, name)
+            return backend.commit(name, client=client, deadline=deadline, principal=caller.principal)
+        client, mini_batch = caller.owner(header.client, header.mini_batch or None)
+        tensors, backward = call.tensors(), header.kind is Kind.BACKWARD
+        if backward and header.keep:
+            inputs = backend.kept_inputs(client, header.key)
+            if inputs is None:
+                raise InputsGoneError(
+                    f"expert {backend.name!r} does not hold the inputs of this backward (any more); send it with them"
+                )
+            tensors = [*inputs, *tensors]
+        return (backend.backward_pool if backward else backend.forward_pool).submit_task(
+            *tensors,
+            deadline=deadline,
+            client=client,
+            key=header.key or None,
+            mini_batch=mini_batch if backward else None,
+            evaluation=header.evaluation,
+            keep=header.keep,
+            principal=caller.principal,
+            stream=caller.stream,
+        )
+
+    def _answer_result(
+        self, header: Header, caller: Caller, hosted: HostedExpert, reply: Reply, future: "Future[Results]"
+    ) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            self.answer_error(header.call_id, error, reply)
+            return
+        # A client may leave out the inputs of the backward only if they are still kept at this moment.
+        asked = header.kind is Kind.FORWARD and header.keep
+        keep = asked and hosted.backend.kept_inputs(caller.owner(header.client, None)[0], header.key) is not None
+        reply(result_call(header, future.result(), hosted.backend.steps, hosted.receipt(), keep=keep))
+
+    def _unknown_expert(self, uid: str, client: str | None) -> UnknownExpertError:
+        """The error lists only experts that ``client`` can use. None: all."""
+        known = [name for name in sorted(self._experts) if client is None or self.access.role(client, name) > Role.NONE]
+        some = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
+        return UnknownExpertError(f"there is no expert {uid!r} here; there are {len(known)}: {some or 'none'}")
+
+
+def result_call(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes, keep: bool = False) -> Call:
+    """The answer to a successful call, compressed as the call asks for."""
+    answer = Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, keep=keep, step=step, data=receipt)
+    return Call(answer, tensors, [header.reply] * len(tensors))
+
+
+def error_call(call_id: int, error: BaseException) -> Call:
+    """The answer to a failed call. Call 0 stands for the stream itself."""
+    return Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
+
+
+def _mini_batch_of(caller: Caller, header: Header) -> tuple[str, str]:
+    """Owner and name of the mini-batch of a call. Raises ``UsageError`` if the call does not name one."""
+    client, mini_batch = caller.owner(header.client, header.mini_batch or None)
+    if mini_batch is None:
+        raise UsageError(f"{header.kind.name.lower()} requires a mini_batch id")
+    return client, mini_batch
+
+
+def _check_incarnation(header: Header, hosted: HostedExpert, client: str, mini_batch: str) -> None:
+    """Raise ``CommitError`` if the gradients of this mini-batch were summed in an earlier incarnation."""
+    if not header.data or hosted.backend.idempotency.step_of("commit", client, mini_batch) is not None:
+        return  # a commit that was applied before can be repeated at any time
+    if read_receipt(header.data).incarnation != hosted.incarnation:
+        raise CommitError(
+            f"the server was started again, or another took the expert over, while mini-batch {mini_batch!r} was "
+            "open, and its gradients are gone; run its micro-batches again"
+        )
+
+
+class ObservedDispatcher(RequestDispatcher):
+    """A `RequestDispatcher` that opens spans around the calls, batches and steps of its experts."""
+
+    def __init__(self, observer: SpanObserver, access: Access | None, audit: Audit, longest: float) -> None:
+        super().__init__(access, audit, longest)
+        self._observer = SafeObserver(observer)
+        # Held for a whole dispatch: the runtime can take a task before its trace is stored, and must wait for it.
+        # Reentrant, because an answer can arrive within the dispatch.
+        self._traces_lock = threading.RLock()
+        self._traces: dict[Future[Results], str] = {}
+
+    def add(self, hosted: HostedExpert) -> None:
+        super().add(hosted)
+        hosted.backend.observe(self)
+
+    def remove(self, uid: str) -> HostedExpert:
+        hosted = super().remove(uid)
+        hosted.backend.observe(None)
+        return hosted
+
+    def close(self) -> None:
+        super().close()
+        for hosted in self.experts().values():
+            hosted.backend.observe(None)
+
+    def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+        attributes = {"torchweft.expert": call.header.uid, "torchweft.direction": call.header.kind.name.lower()}
+        attributes["torchweft.client"] = caller.name or call.header.client
+        parents = (caller.trace,) if caller.trace else ()
+        with self._traces_lock, self._observer.span("torchweft.receive", attributes, parents=parents):
+            future = super().dispatch(call, caller, reply)
+            trace = self._observer.current()
+            if future is not None and trace is not None and not future.done():
+                self._traces[future] = trace
+                future.add_done_callback(lambda done: self._traces.pop(done, None))
+        return future
+
+    def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
+        return self._observer.span("torchweft.step", {"torchweft.expert": expert, "torchweft.steps": step})
+
+    @contextmanager
+    def batch_span(self, pool: str, tasks: Sequence[Task]) -> Generator[None]:
+        expert, _, direction = pool.rpartition(".")
+        attributes = {"torchweft.expert": expert, "torchweft.direction": direction}
+        with self._traces_lock:
+            traces = [[self._traces[waiter] for waiter in task.waiters if waiter in self._traces] for task in tasks]
+        now = time.monotonic()
+        for task, known in zip(tasks, traces, strict=True):
+            rows = {**attributes, "torchweft.rows": task.rows}
+            with self._observer.span("torchweft.queue", rows, parents=known[:1], waited=max(0.0, now - task.arrival)):
+                pass
+        size: dict[str, str | int] = {"torchweft.tasks": len(tasks), "torchweft.rows": sum(task.rows for task in tasks)}
+        parents = [trace for known in traces for trace in known]
+        with self._observer.span("torchweft.batch", {**attributes, **size}, parents=parents):
+            yield

@@ -1,0 +1,417 @@
+"""The gRPC server: streams, unary calls, health and reflection, all in one asyncio loop.
+
+    Stream   authenticate ── admit ── read frames ──> ServerStream ──> write frames      until the client ends,
+                '── rejected before a byte is read       '── an invalid frame: error of call 0, and the end
+    Info     frame of INFO calls -> frame of answers
+    Status   -> JSON, for role ADMIN; reads no message
+    State    states of experts, for followers with role ADMIN; see `weft.experts.replication.LeaderStreams`
+    grpc.reflection.v1alpha.ServerReflection    as published, for admitted clients
+    grpc.health.v1.Health                       Check alone, for everybody; of the whole server; reads no message
+
+For gRPC every method is a stream, also those that clients call as unary: gRPC reads a unary request completely before
+it calls the handler. With streams, it holds only the headers of unknown callers, and of a client no more than the
+budget has room for. Frames are decoded with the server's limits. Data of one client never reaches another stream.
+"""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, cast
+
+import grpc
+from google.protobuf import descriptor_pool
+from grpc import aio
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from torchweft.core.errors import UsageError
+from torchweft.experts.errors import OverloadError, QuotaError
+from torchweft.experts.fork_guard import check_fork
+from torchweft.experts.replication import LeaderStreams
+from torchweft.experts.server.auth import Caller, Role, authenticate
+from torchweft.experts.server.dispatcher import RequestDispatcher, error_call
+from torchweft.experts.server.options import ServerOptions
+from torchweft.experts.server.server_stream import ByteBudget, ServerStream, goaway_call
+from torchweft.experts.tls import ServerTls
+from torchweft.experts.wire import (
+    Call,
+    ForbiddenError,
+    Frame,
+    Kind,
+    MalformedError,
+    Received,
+    TruncatedError,
+    WireError,
+    decode,
+    encode,
+)
+from torchweft.experts.wire.frame import MESSAGE_BYTES
+from torchweft.experts.wire.service import FRAME_BYTES, PROTO, SERVICE, server_options, write_status
+
+_aio = cast("Any", aio)
+_grpc = cast("Any", grpc)
+_health = cast("Any", health_pb2)
+_reflection, _reflection_pb2 = cast("Any", reflection), cast("Any", reflection_pb2)
+_HEALTH = cast("Any", health).SERVICE_NAME
+# Health checks that can run at a time, in all and for one host: a client that does not read its answer keeps one open.
+_CHECKS, _HOST_CHECKS = 32, 8
+_ROOM_SECONDS = 5.0  # that a frame in parts waits for room
+_PART_SECONDS = 30.0  # for its next part
+_START_SECONDS = 30.0  # for the start of listening
+_STOP_SECONDS = 1.0  # for closing connections, after answers have left
+_DESCRIPTORS = 64  # file descriptors reserved for checkpoints, the log and the directory
+
+
+class GrpcServer:
+    """The network thread, from `start` to `stop`. ``status``: data of a status call, as JSON values."""
+
+    def __init__(
+        self,
+        address: str,
+        tls: ServerTls | None,
+        dispatcher: RequestDispatcher,
+        options: ServerOptions,
+        status: Callable[[], Mapping[str, Any]],
+        leader_streams: LeaderStreams | None = None,
+    ) -> None:
+        self.handlers = GrpcHandlers(dispatcher, options, status, leader_streams)
+        self.port = 0  # 0 before the start
+        self._address, self._tls, self._options = address, tls, options
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping, self._deadline = asyncio.Event(), 0.0
+
+    @property
+    def address(self) -> str:
+        return f"{self._address.rpartition(':')[0]}:{self.port}" if self.port else self._address
+
+    @property
+    def authenticates(self) -> bool:
+        return self._tls is not None and self._tls.authority is not None
+
+    def start(self) -> None:
+        """Listen. Raises ``UsageError`` if the address is not available, or a certificate is invalid."""
+        check_fork("a server")
+        listening: Future[int] = Future()
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=_Loop) as runner:
+                runner.run(self._serve(listening))
+
+        self._thread = threading.Thread(target=run, name="torchweft-server", daemon=True)
+        self._thread.start()
+        self.port = listening.result(_START_SECONDS)
+
+    def announce_end(self) -> None:
+        self._call_in_loop(self.handlers.announce_end)
+
+    def stop(self, seconds: float) -> None:
+        """Let answers leave, for at most ``seconds``, and end all streams and the thread."""
+        if threading.current_thread() is self._thread:  # e.g. in the callback of a future
+            raise UsageError("a server cannot be ended from within its own network thread")
+        self._deadline = time.monotonic() + seconds
+        self._call_in_loop(self._stopping.set)
+        if self._thread is not None:
+            self._thread.join(seconds + _STOP_SECONDS)
+
+    def _call_in_loop(self, act: Callable[[], object]) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(act)
+
+    async def _serve(self, listening: "Future[int]") -> None:
+        """Network thread main loop."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            options = server_options(self._options.limits, _max_connections(self._options.connections))
+            server: Any = _aio.server(options=options)
+            server.add_generic_rpc_handlers(tuple(self.handlers.tables()))
+            port = _listen(server, self._address, self._tls)
+            await server.start()
+        except Exception as error:
+            listening.set_exception(error)
+            return
+        listening.set_result(port)
+        await self._stopping.wait()
+        connections = self.handlers.connections
+        for connection in connections:
+            connection.finish()
+        while connections and time.monotonic() < self._deadline:
+            await asyncio.sleep(0.005)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(server.stop(0), _STOP_SECONDS)
+        # gRPC ends calls in tasks of its own, which must not be destroyed with the loop.
+        if ending := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(ending, timeout=_STOP_SECONDS)
+
+
+class GrpcHandlers:
+    """Handlers of all methods, and the open connections. Everything belongs to the network loop."""
+
+    def __init__(
+        self,
+        dispatcher: RequestDispatcher,
+        options: ServerOptions,
+        status: Callable[[], Mapping[str, Any]],
+        leader_streams: LeaderStreams | None,
+    ) -> None:
+        self.connections: set[ServerStream] = set()
+        self.budget = ByteBudget(options.total_bytes)
+        self.leader_streams = leader_streams
+        self._accepted = self._turned_away = self._broken = 0
+        self._dispatcher = dispatcher
+        self._options = options
+        self._status = status
+        self._checks: list[str] = []  # hosts whose health checks are running
+        names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
+        self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
+
+    def tables(self) -> list[Any]:
+        stream = _grpc.stream_stream_rpc_method_handler
+        methods = {"Stream": stream(self._serve_stream), "Info": stream(self._answer_info)}
+        methods["Status"] = stream(self._send_status)
+        if self.leader_streams is not None:
+            methods["State"] = stream(self._serve_states)
+        reflect = stream(
+            self._reflect,
+            _reflection_pb2.ServerReflectionRequest.FromString,
+            _reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        services = {
+            SERVICE: methods,
+            _HEALTH: {"Check": stream(self._check_health)},
+            _reflection.SERVICE_NAME: {"ServerReflectionInfo": reflect},
+        }
+        return [_grpc.method_handlers_generic_handler(name, table) for name, table in services.items()]
+
+    def counts(self) -> dict[str, int]:
+        """Connections of now and since the start, by the names in `ServerStatistics`. Thread-safe."""
+        connections = list(self.connections)
+        return {
+            "connections": len(connections),
+            "calls": sum(connection.calls for connection in connections),
+            "nbytes": sum(connection.nbytes for connection in connections),
+            "accepted": self._accepted,
+            "turned_away": self._turned_away,
+            "broken": self._broken,
+        }
+
+    def announce_end(self) -> None:
+        for connection in self.connections:
+            connection.send(goaway_call())
+
+    # The handlers. gRPC passes arguments without types.
+
+    async def _check_health(self, _: Any, context: Any) -> None:
+        host = Caller("", context.peer()).principal
+        if len(self._checks) >= _CHECKS or self._checks.count(host) >= _HOST_CHECKS:
+            await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks leave their answer unread")
+        # Counted until the answer was read, because an unread answer keeps its call and its memory.
+        self._checks.append(host)
+        try:
+            response = _health.HealthCheckResponse
+            status = response.SERVING if self._dispatcher.draining is None else response.NOT_SERVING
+            await context.write(response(status=status).SerializeToString())
+        finally:
+            self._checks.remove(host)
+
+    async def _reflect(self, requests: Any, context: Any) -> AsyncGenerator[Any]:
+        async with self._admit_caller(context, "reflection"):
+            async for answer in self._reflection.ServerReflectionInfo(requests, context):
+                yield answer
+
+    async def _serve_stream(self, _: Any, context: Any) -> None:
+        async with self._admit_caller(context, "stream") as caller:
+            await self._check_connections(caller, context)
+            connection = ServerStream(caller, self._dispatcher, self._options, self.budget)
+            self.connections.add(connection)
+            self._accepted += 1
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                await context.send_initial_metadata(((FRAME_BYTES, str(self._options.limits.frame_bytes)),))
+                if self._dispatcher.draining is not None:
+                    connection.send(goaway_call())
+                reader = asyncio.create_task(self._read_calls(connection, context))
+                writer = asyncio.create_task(connection.write_answers(context.write))
+                tasks = [reader, writer]
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if reader.done() and reader.exception() is None:  # the client has ended its side: answer the rest
+                    connection.finish()
+                    await writer
+            finally:
+                self.connections.discard(connection)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                connection.abandon()
+
+    async def _check_connections(self, caller: Caller, context: Any) -> None:
+        if len(self.connections) >= self._options.connections:
+            text = f"{len(self.connections)} clients are connected, and no more are allowed; come back later"
+            await self._turn_away(context, text)
+        count = sum(connection.caller.principal == caller.principal for connection in self.connections)
+        if count >= self._options.client_connections:
+            text = f"client {caller.principal!r} has {count} connections, and one client may have no more; close some"
+            await self._turn_away(context, text)
+
+    async def _read_calls(self, connection: ServerStream, context: Any) -> None:
+        """Dispatch calls until the client ends its side, or sends an invalid frame."""
+        while True:
+            try:
+                calls = await self._read_frame(connection.caller.principal, context)
+                if calls is None:
+                    return
+            except (WireError, OverloadError, QuotaError) as error:
+                self._broken += isinstance(error, WireError)
+                connection.send(error_call(0, error))
+                return
+            while calls:  # popped, because every call refers to the memory of the whole frame
+                connection.dispatch_call(calls.pop(0))
+            await connection.wait_for_room()
+
+    async def _read_frame(self, client: str, context: Any) -> list[Received] | None:
+        """The calls of the next frame; None at the end of the stream.
+
+        The budget holds a whole frame in parts before its second part is read. Raises ``WireError`` for an invalid
+        frame, ``OverloadError`` or ``QuotaError`` if it does not fit into the budget.
+        """
+        part = await _next_message(context)
+        if part is None:
+            return None
+        frame = Frame(part, self._options.limits)
+        if not frame.partial:
+            return frame.received()
+        size = frame.body_bytes
+        await self.budget.reserve(size, client, _ROOM_SECONDS)
+        try:
+            async with asyncio.timeout(self._options.longest_seconds):
+                while frame.wanted:
+                    part = await asyncio.wait_for(_next_message(context), _PART_SECONDS)
+                    if part is None:
+                        break
+                    frame.append(part)
+            return frame.received()  # raises if the client ended the stream within the frame
+        except TimeoutError:
+            raise TruncatedError(f"a frame of {size} bytes was not sent to its end in time", reason="time") from None
+        finally:
+            # Released before the calls are admitted one by one. Nothing else runs in the loop between the two.
+            self.budget.release(size, client)
+
+    async def _answer_info(self, _: Any, context: Any) -> None:
+        async with self._admit_caller(context, "info") as caller:
+            answers, limits = list[Call](), self._options.limits
+            try:
+                for call in decode(await _next_message(context) or b"", limits):
+                    if call.header.kind is Kind.INFO:
+                        self._dispatcher.dispatch(call, caller, answers.append)
+                    else:
+                        text = f"a call of kind {call.header.kind.name} where only INFO is answered"
+                        answers.append(error_call(call.header.call_id, MalformedError(text, reason="kind")))
+                frame = encode(answers, limits)
+            except WireError as error:
+                frame = encode([error_call(0, error)], limits)
+            await context.write(frame)
+
+    async def _send_status(self, _: Any, context: Any) -> None:
+        async with self._admit_caller(context, "status") as caller:
+            try:
+                self._dispatcher.check_role(caller, "", Role.ADMIN, "the server's status", "STATUS")
+            except ForbiddenError as error:
+                await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
+            # In a thread of the pool: with many experts, JSON would block the loop for all clients.
+            loop = asyncio.get_running_loop()
+            await context.write(write_status(json.dumps(await loop.run_in_executor(None, self._status))))
+
+    async def _serve_states(self, _: Any, context: Any) -> None:
+        async with self._admit_caller(context, "state") as caller:
+            streams, dispatcher = self.leader_streams, self._dispatcher
+            # Checked before the stream counts as open, because the number of open streams is small.
+            if not dispatcher.access.admits(caller.name, Role.ADMIN):
+                text = f"{caller.described} has role ADMIN for no expert, and asked for states, which takes that role"
+                dispatcher.audit.refused(caller, "", "STATE", text)
+                await context.abort(_grpc.StatusCode.PERMISSION_DENIED, text)
+            if streams is None or len(streams.open) >= self._options.connections:
+                await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many servers follow this one")
+            else:
+                check = partial(dispatcher.check_role, caller, wanted=Role.ADMIN, what="its state", kind="STATE")
+                await streams.serve(partial(_next_message, context), context.write, check)
+
+    @asynccontextmanager
+    async def _admit_caller(self, context: Any, what: str) -> AsyncGenerator[Caller]:
+        """Authenticate, and count the stream in the budget. Nothing is read from a caller that is rejected."""
+        try:
+            caller = authenticate(
+                self._dispatcher.access, context.auth_context(), context.invocation_metadata(), context.peer()
+            )
+        except ForbiddenError as error:
+            self._dispatcher.audit.refused(Caller("", context.peer()), "", what.upper(), str(error))
+            await context.abort(_grpc.StatusCode.UNAUTHENTICATED, str(error))
+            raise
+        try:
+            self.budget.add_stream(MESSAGE_BYTES)
+        except OverloadError as error:
+            await self._turn_away(context, str(error))
+            raise
+        try:
+            yield caller
+        finally:
+            self.budget.remove_stream(MESSAGE_BYTES)
+
+    async def _turn_away(self, context: Any, why: str) -> None:
+        self._turned_away += 1
+        await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Event loop that ignores callbacks after it was closed, instead of raising.
+
+    All asyncio servers of a process share gRPC's poller. It also delivers late events of cancelled calls, and an
+    exception there would lose the events of the other servers.
+    """
+
+    def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
+        with suppress(RuntimeError):
+            return super().call_soon_threadsafe(*args, **options)
+
+
+async def _next_message(context: Any) -> bytes | None:
+    """The next message of a client; None at the end."""
+    message = await context.read()
+    return None if message is _aio.EOF else message
+
+
+def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
+    """Bind the address and return the port. Raises ``UsageError``."""
+    credentials = None if tls is None else tls.credentials()
+    open_port = partial(server.add_secure_port, server_credentials=credentials) if tls else server.add_insecure_port
+    try:
+        port: int = open_port(address)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"the server cannot listen at {address!r}: {error}; is the port taken?") from None
+    if not port:
+        raise UsageError(f"the server cannot listen at {address!r} with these certificates")
+    return port
+
+
+def _descriptor_pool() -> Any:
+    pool = cast("Any", descriptor_pool.DescriptorPool)()
+    for file in (PROTO, _health.DESCRIPTOR.serialized_pb, _reflection_pb2.DESCRIPTOR.serialized_pb):
+        pool.AddSerializedFile(file)
+    return pool
+
+
+def _max_connections(streams: int) -> int:
+    """The number of TCP connections: twice the streams, unless that would leave too few file descriptors."""
+    limit, used = float("inf"), _DESCRIPTORS
+    with suppress(ImportError, OSError):  # a system without such limits, or without /proc
+        from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit  # noqa: PLC0415
+
+        soft = getrlimit(RLIMIT_NOFILE)[0]
+        limit = limit if soft == RLIM_INFINITY else soft
+        used = len(os.listdir("/proc/self/fd"))
+    return max(1, int(min(2 * streams, limit - used - _DESCRIPTORS)))

@@ -1,0 +1,217 @@
+"""One client's stream: its running calls, its outgoing answers, and the bytes that all streams can take.
+
+    reader ── calls ──> dispatcher ──> runtime threads ── send() ──> outbox ──> writer: one frame for all that waits
+       |                                                                           |
+       '── waits while too much is running <── room <───────────── sent ───────────'
+
+Answers come in any thread and in any order. The writer packs all waiting answers into one frame, so many small answers
+cost as much as one. The server stops reading a client that does not read its answers, so each stays within its bound.
+A thousand streams within their bounds would still exhaust any machine. Therefore all share one `ByteBudget`:
+
+    add_stream  a stream         MESSAGE_BYTES, which gRPC can hold of it unseen   no room: the stream is rejected
+    reserve     a frame in parts its whole size, before its second part is read    no room: it waits, not long
+    admit       a call           its tensors, before the first is made             no room: OverloadError to its author,
+                                                                                   QuotaError for its client's share
+"""
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from torchweft.experts.errors import OverloadError, QuotaError
+from torchweft.experts.server.auth import Caller
+from torchweft.experts.server.dispatcher import RequestDispatcher, error_call
+from torchweft.experts.server.options import ServerOptions
+from torchweft.experts.task import Results
+from torchweft.experts.wire import Call, Header, Kind, Limits, Received, encode
+from torchweft.experts.wire.service import COALESCED
+
+Send = Callable[[bytes], Awaitable[Any]]
+
+
+class ByteBudget:
+    """Bytes of all streams and calls of a server. Not locked: it belongs to the thread of the network loop."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held = 0
+        self.streams = 0
+        self._clients: Counter[str] = Counter()
+        self._freed = asyncio.Event()
+
+    def add_stream(self, nbytes: int) -> None:
+        """Count one more stream. Raises ``OverloadError``, but never for the only stream."""
+        if self.streams and self.streams + self.held + nbytes > self.most:
+            raise OverloadError(f"{self._usage}; no more clients are let in now, come back later")
+        self.streams += nbytes
+
+    def remove_stream(self, nbytes: int) -> None:
+        self.streams -= nbytes
+        self._freed.set()
+
+    async def reserve(self, nbytes: int, client: str, seconds: float) -> None:
+        end = asyncio.get_running_loop().time() + seconds
+        while True:
+            try:
+                return self.admit(nbytes, client)
+            except (OverloadError, QuotaError) as error:
+                self._freed.clear()
+                try:
+                    await asyncio.wait_for(self._freed.wait(), end - asyncio.get_running_loop().time())
+                except TimeoutError:
+                    raise error from None
+
+    def admit(self, nbytes: int, client: str) -> None:
+        """Hold ``nbytes`` more for a client, which can have three quarters of the budget.
+
+        Raises ``OverloadError`` or ``QuotaError``, but never for the only call: the limits of a frame bound its size.
+        """
+        share, own = self.most * 3 // 4, self._clients[client]
+        # The first call of a client is exempt, as is the only call below. Otherwise a large call could never run.
+        if own and nbytes and own + nbytes > share:
+            raise QuotaError(
+                f"running calls of client {client!r} take {own} of the {share} bytes that one client may take at "
+                f"this server, and {nbytes} more were sent; wait for answers before sending more"
+            )
+        if self.held and nbytes and self.streams + self.held + nbytes > self.most:
+            raise OverloadError(f"{self._usage}, and {nbytes} more were sent; come back later")
+        self.held += nbytes
+        self._clients[client] += nbytes
+
+    def release(self, nbytes: int, client: str) -> None:
+        self.held -= nbytes
+        self._clients[client] -= nbytes
+        if not self._clients[client]:
+            del self._clients[client]
+        self._freed.set()
+
+    @property
+    def _usage(self) -> str:
+        return f"streams and running calls at this server take {self.streams + self.held} of {self.most} bytes"
+
+
+class ServerStream:
+    """A client's stream. `send` is thread-safe; everything else belongs to the network loop.
+
+    ``budget`` is shared by all streams of a server.
+    """
+
+    def __init__(
+        self, caller: Caller, dispatcher: RequestDispatcher, options: ServerOptions, budget: ByteBudget
+    ) -> None:
+        self.caller = caller
+        self.calls = self.nbytes = self._held = 0
+        self._dispatcher, self._options, self._budget = dispatcher, options, budget
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        # Guards the outbox, `_woken` and `nbytes`. `calls` and `_held` are changed by the loop only.
+        self._lock = threading.Lock()
+        self._outbox: deque[tuple[Call, int]] = deque()
+        self._woken = False
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._finishing = False
+        self._futures: set[Future[Results]] = set()
+
+    def dispatch_call(self, call: Received) -> None:
+        cost = sum(max(tensor.nbytes, tensor.decoded_bytes) for tensor in call.descriptors)
+        self.calls += 1
+        try:
+            self._budget.admit(cost, self.caller.principal)
+        except (OverloadError, QuotaError) as error:
+            self._dispatcher.answer_error(call.header.call_id, error, partial(self.send, cost=0))
+            return
+        self._held += cost
+        with self._lock:
+            self.nbytes += cost
+        future = self._dispatcher.dispatch(call, self.caller, partial(self.send, cost=cost))
+        if future is not None:
+            self._futures.add(future)
+            future.add_done_callback(self._futures.discard)
+
+    def send(self, answer: Call, cost: int = -1) -> None:
+        """Queue an answer. ``cost``: the bytes that its call holds; -1: it does not answer a call."""
+        with self._lock:
+            self._outbox.append((answer, cost))
+            self.nbytes += _answer_bytes(answer)
+            if self._woken:
+                return
+            self._woken = True
+        # One wake-up per frame: `call_soon_threadsafe` writes to a pipe, which costs more than a small answer.
+        if threading.get_ident() == self._thread:
+            self._wake.set()
+        else:
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def wait_for_room(self) -> None:
+        while self.calls >= self._options.connection_calls or self.nbytes >= self._options.connection_bytes:
+            self._room.clear()
+            await self._room.wait()
+
+    async def write_answers(self, send: Send) -> None:
+        """Send answers until `finish` was called and every call is answered."""
+        while not (self._finishing and not self.calls and not self._outbox):
+            await self._wake.wait()
+            self._wake.clear()
+            # Reset before the outbox is read: an answer that comes after the last read then wakes the loop again.
+            with self._lock:
+                self._woken = False
+            while batch := self._next_batch():
+                for frame in _encode_frames([call for call, _ in batch], self._options.limits):
+                    await send(frame)
+                self._release_sent(batch)
+
+    def finish(self) -> None:
+        """Announce that no more calls come, so that `write_answers` returns after the last answer."""
+        self._finishing = True
+        self._wake.set()
+
+    def abandon(self) -> None:
+        """The client has disconnected: cancel its waiting calls."""
+        self.caller.stream.end()
+        for future in list(self._futures):
+            future.cancel()
+        self._budget.release(self._held, self.caller.principal)
+        self._held = 0
+
+    def _next_batch(self) -> list[tuple[Call, int]]:
+        batch: list[tuple[Call, int]] = []
+        total = 0
+        while self._outbox and len(batch) < self._options.limits.calls:
+            total += _answer_bytes(self._outbox[0][0])
+            if batch and total > COALESCED:
+                break
+            batch.append(self._outbox.popleft())
+        return batch
+
+    def _release_sent(self, batch: list[tuple[Call, int]]) -> None:
+        with self._lock:
+            for call, cost in batch:
+                self.nbytes -= _answer_bytes(call) + max(0, cost)
+                self.calls -= cost >= 0
+        released = sum(max(0, cost) for _, cost in batch)
+        self._budget.release(released, self.caller.principal)
+        self._held -= released
+        self._room.set()
+
+
+def goaway_call() -> Call:
+    return Call(Header(kind=Kind.GOAWAY, call_id=0))
+
+
+def _answer_bytes(call: Call) -> int:
+    return sum(tensor.nbytes for tensor in call.tensors) + len(call.header.data)
+
+
+def _encode_frames(calls: list[Call], limits: Limits) -> list[bytes]:
+    """One frame for all calls. If that fails, one for each, with an error in place of an invalid answer."""
+    try:
+        return [encode(calls, limits)]
+    except Exception as error:
+        if len(calls) == 1:
+            return [encode([error_call(calls[0].header.call_id, error)], limits)]
+        return [frame for call in calls for frame in _encode_frames([call], limits)]

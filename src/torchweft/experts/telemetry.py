@@ -1,0 +1,206 @@
+"""Telemetry: statistics as plain numbers, and spans around the work of a server, reported to a `SpanObserver`.
+
+Every long-lived object here has ``statistics()``, after trio's example. It returns one of the classes below: values of
+one moment that never change and hold no tensor.
+
+    client     | network thread          | runtime thread
+    trace ─────┼─> receive ──────────────┼─> queue (arrival to now) ─> batch ── step within it
+      traceparent, in the metadata of    |     one for each task         one for all of them, which links
+      the connection: its trace, or none |                               to every task that it joined
+
+The name of a span begins with ``torchweft.``, as in ``torchweft.queue``.
+``Server(..., observer=...)`` opens the spans. ``GrpcTransport(..., trace=observer.current)`` propagates the trace, a
+W3C ``traceparent`` (Trace Context, 2021): ``00-<trace>-<span>-<flags>``. opentelemetry-api is optional.
+"""
+
+import logging
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+from torchweft.core.errors import UsageError
+from torchweft.experts.task import Task
+
+try:
+    from opentelemetry import context, propagate, trace  # pyright: ignore[reportMissingImports]
+except ImportError:
+    context = propagate = trace = None
+
+_context, _propagate, _trace = cast("Any", context), cast("Any", propagate), cast("Any", trace)
+_LOG = logging.getLogger("torchweft.experts.telemetry")
+Attributes = Mapping[str, str | int | float]
+"""``torchweft.expert``, ``torchweft.direction``, ``torchweft.client``, ``torchweft.tasks``, ``torchweft.rows``,
+``torchweft.steps``.
+"""
+
+
+@runtime_checkable
+class SpanObserver(Protocol):
+    """Receives the spans of a server, in the thread that does the work. It must not block."""
+
+    def span(
+        self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
+    ) -> AbstractContextManager[object]:
+        """A context around a piece of work. It must let the errors of the work pass.
+
+        ``parents`` are traceparents: one is the parent, several are links. Without any, the parent is the span that is
+        open in this thread. The work began ``waited`` seconds ago.
+        """
+        ...
+
+    def current(self) -> str | None:
+        """The traceparent of the span that is open in this thread."""
+        ...
+
+
+@runtime_checkable
+class WorkObserver(Protocol):
+    """Opens spans around the work of experts. Called in the runtime's thread."""
+
+    def batch_span(self, pool: str, tasks: Sequence[Task]) -> AbstractContextManager[object]: ...
+
+    def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
+        """``step``: the number of steps after this one."""
+        ...
+
+
+class SafeObserver:
+    """Wraps an observer, so that its errors are logged at ``weft.experts.telemetry`` and do not reach the work."""
+
+    def __init__(self, observer: SpanObserver) -> None:
+        self._observer = observer
+
+    @contextmanager
+    def span(
+        self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
+    ) -> Generator[None]:
+        stack, failure = ExitStack(), None
+        try:
+            stack.enter_context(self._observer.span(name, attributes, parents=parents, waited=waited))
+        except Exception:
+            _LOG.exception("an observer failed at the start of %s", name)
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            # Not a `with` statement: the errors of the observer must be told apart from those of the work.
+            try:
+                stack.__exit__(type(failure), failure, failure.__traceback__) if failure else stack.close()
+            except Exception as error:
+                if error is not failure:  # a context manager is allowed to raise the error of the work again
+                    _LOG.exception("an observer failed at the end of a span")
+
+    def current(self) -> str | None:
+        try:
+            return self._observer.current()
+        except Exception:
+            _LOG.exception("an observer failed to return its traceparent")
+            return None
+
+
+class OpenTelemetryObserver:
+    """A `SpanObserver` for opentelemetry-api. Raises ``UsageError`` if that is not installed.
+
+    ``tracer``: by default the one called ``weft.experts``.
+    """
+
+    def __init__(self, tracer: Any = None) -> None:
+        if _trace is None:
+            raise UsageError("OpenTelemetryObserver needs opentelemetry-api: pip install opentelemetry-api")
+        self._tracer = tracer or _trace.get_tracer("torchweft.experts")
+
+    @contextmanager
+    def span(
+        self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
+    ) -> Generator[None]:
+        # Extracted into an empty context: a span that is open in this thread belongs to another client.
+        empty = _context.Context()
+        contexts = [_propagate.extract({"traceparent": parent}, context=empty) for parent in parents]
+        links = [_trace.Link(_trace.get_current_span(parent).get_span_context()) for parent in contexts]
+        with self._tracer.start_as_current_span(
+            name,
+            context=None if not contexts else contexts[0] if len(contexts) == 1 else empty,
+            links=links if len(links) > 1 else None,
+            attributes=dict(attributes),
+            start_time=time.time_ns() - int(waited * 1e9),
+        ):
+            yield
+
+    def current(self) -> str | None:
+        carrier: dict[str, str] = {}
+        _propagate.inject(carrier)
+        return carrier.get("traceparent")
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """One pool. ``merged``: batches by the number of their tasks, rounded up to a power of two.
+
+    ``waited``: total seconds that batches which could have begun waited for more tasks. Ages are seconds, too.
+    """
+
+    name: str
+    submitted: int
+    answered: int
+    failed: Mapping[str, int]
+    refused: Mapping[str, int]
+    cancelled: int
+    expired: int
+    joined: int
+    batches: int
+    rows: int
+    merged: Mapping[int, int]
+    waited: float
+    waiting_tasks: int
+    waiting_rows: int
+    running_tasks: int
+    oldest_age: float
+
+
+@dataclass(frozen=True)
+class IdempotencyStatistics:
+    """Idempotency keys: ``keys`` are known as applied, ``results`` are still stored."""
+
+    running: int
+    keys: int
+    results: int
+    result_bytes: int
+    repeated: int
+
+
+@dataclass(frozen=True)
+class BackendStatistics:
+    """One expert. ``kept_graph_bytes`` include the inputs that are kept for their backward."""
+
+    name: str
+    steps: int
+    forward_batches: int
+    backward_batches: int
+    retried_batches: int
+    refused_gradients: Mapping[str, int]
+    open_mini_batches: int
+    open_mini_batch_bytes: int
+    kept_graphs: int
+    kept_graph_bytes: int
+    used_graphs: int
+    journal_failures: int
+    buffer_bytes: int
+    idempotency: IdempotencyStatistics
+    pools: Mapping[str, PoolStatistics]
+
+
+@dataclass(frozen=True)
+class RuntimeStatistics:
+    """One device, which worked on batches for ``busy`` of the ``seconds`` since its start."""
+
+    name: str
+    alive: bool
+    pools: int
+    batches: int
+    busy: float
+    seconds: float
+    working_on: str | None

@@ -1,0 +1,321 @@
+"""The choice of how the next step of a pipe runs, for ``executor="auto"``, by measuring the user's own steps.
+
+    serial    every stage a segment, in the caller's thread
+    threads   every stage a segment, in a thread of its own
+    uncut     plain autograd over all micro-batches, in the caller's thread
+
+Threads pay when the operators are long and cost when they are short: under the interpreter lock, two threads that both
+launch operators of 10 us run slower than one. No property of a model tells which it is, so the first steps of each kind
+try the candidates in turn, and the fastest is kept:
+
+    step      1        2        3        4        ...      11       12       13     ...
+    runs      serial   threads  serial   threads  ...      serial   threads  the faster one
+              warm-up  warm-up  '------------ measured -------------'
+
+All candidates give the same numbers. Afterwards one step of eight is timed. When five of these in a row took half as
+long again as the winner did when it was chosen, all candidates are measured again.
+
+"uncut" costs least where operators are small. It leaves the whole graph visible to autograd, is serial, and ignores the
+schedule. It needs one device and no recomputation, and is left out where it would not do the same:
+
+    the schedule begins backward early     it would hold all micro-batches at once
+    anomaly detection; autograd functions  an error in backward could not be told with its stage and micro-batch
+    written in Python
+    DistributedDataParallel                must find the same graph at every step and in every process: a parameter that
+                                           got no gradient is in that of a step that was cut, and not in this
+
+``executor="graph"`` runs uncut too, and has gradients of gradients.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as checkpointing
+
+from torchweft.core.autograd import CutFunction, backward_number, forbid_batched, forbid_double, is_graph_retained
+from torchweft.core.context import ExecutionContext, Phase, on_device, set_phase
+from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, add_advice
+from torchweft.core.pytree import Structure, flatten, unflatten
+from torchweft.core.rng import RngProbe, RngStreams
+from torchweft.core.segment import Keep, MicroBatchContext, SegmentFunction
+from torchweft.core.torch_internals import queue_callback
+from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch
+from torchweft.pipeline.pipeline_plan import PipelinePlan
+from torchweft.pipeline.step import PipeStep
+
+_WARM_UP = 1
+_SAMPLES = 5
+_WORTH = 0.95
+"""A candidate must take less than this share of the time of an earlier one, because a wrong choice for threads costs
+more than a wrong choice against them."""
+_EVERY = 8
+_SLOWER = 1.5
+
+
+Report = Callable[[float], None]
+"""Callback for the duration, in seconds, of a step that measures a candidate layout."""
+Clock = Callable[[], float]
+"""Waits until the devices of all stages have finished their work, and returns the time in seconds."""
+
+
+class TimedCall:
+    """A `CutFunction` that reports the time of its forward and first backward, or of its forward if it has no
+    backward."""
+
+    def __init__(self, function: CutFunction, report: Report, clock: Clock, *, with_backward: bool) -> None:
+        self._function = function
+        self._clock = clock
+        self._report: Report | None = report
+        self._with_backward = with_backward
+        self._seconds = 0.0
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """See `CutFunction.forward`."""
+        start = self._clock()
+        result = self._function.forward()
+        self._seconds = self._clock() - start
+        if not self._with_backward:
+            self._done()
+        return result
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
+        """See `CutFunction.backward`."""
+        start = self._clock()
+        result = self._function.backward(gradients, retain=retain)
+        self._seconds += self._clock() - start
+        self._done()
+        return result
+
+    def _done(self) -> None:
+        if self._report is not None:  # only once: a retained graph can run backward again
+            self._report(self._seconds)
+        self._report = None
+
+
+def time_graph(outputs: Sequence[Tensor], begun: float, report: Report, clock: Clock) -> None:
+    """Report the time of a step whose backward is left to autograd. Its forward started at `begun`.
+
+    The time of the backward goes from the first of the outputs to the end of the whole backward call. If the caller's
+    graph has more than this step, it is included.
+    """
+    nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+    seconds = clock() - begun
+    starts: list[float] = []
+
+    def begins(_: object) -> None:
+        if not starts:
+            starts.append(clock())
+            queue_callback(ends)
+
+    def ends() -> None:
+        report(seconds + clock() - starts[0])
+
+    if not nodes:
+        report(seconds)
+    for node in nodes:
+        node.register_prehook(begins)
+
+
+@dataclass
+class _Trial:
+    """Measurements of one kind of step."""
+
+    seconds: dict[str, list[float]]  # by candidate, of whole steps (forward, and backward if there is one)
+    best: str | None = None
+    expected: float = 0.0  # seconds of the best candidate when it was chosen
+    steps: int = 0  # steps since the choice
+    slow: int = 0  # timed steps in a row that took clearly longer than expected
+
+
+class LayoutTuner:
+    """Chooses the layout of each step by measuring. Steps of one `kind` take about the same time."""
+
+    def __init__(self, executor: str, stages: int, *, one_device: bool, uncut: bool) -> None:
+        self._executor = executor
+        rows = {"serial": one_device, "uncut": uncut, "threads": stages > 1}
+        self.candidates = [layout for layout, possible in rows.items() if possible]  # the simplest comes first
+        self.fixed: str | None = None
+        self._trials: dict[Hashable, _Trial] = {}
+
+    def pick(
+        self, kind: Hashable, *, must_cut: bool = False, watched: bool = False, local: bool = False
+    ) -> tuple[str, Report | None]:
+        """The layout for the next step of this kind, and the callback for its time if it is measured.
+
+        Every step is measured until the decision, then one of eight. With `must_cut` no step runs uncut. An observer
+        (`watched`) shows each stage in its own thread, and modes and hooks of the calling thread (`local`) would see
+        other operators in each layout. So both of them always get the same layout. `fixed` overrides the choice.
+        """
+        if self._executor != "auto":
+            return self._executor, None
+        if watched or local:
+            return self.candidates[-1 if watched and "threads" in self.candidates else 0], None
+        if self.fixed is not None:
+            return self.fixed, None
+        trial = self._trial(kind)
+        if trial.best is not None:
+            trial.steps += 1
+            return trial.best, partial(self.report, kind, trial.best) if trial.steps % _EVERY == 0 else None
+        if must_cut and "uncut" in trial.seconds:
+            trial.seconds["uncut"] = [math.inf] * (_WARM_UP + _SAMPLES)
+        layout = min(trial.seconds, key=lambda candidate: len(trial.seconds[candidate]))
+        return layout, partial(self.report, kind, layout)
+
+    def report(self, kind: Hashable, layout: str, seconds: float) -> None:
+        """Note the duration of a step of this kind in a layout."""
+        trial = self._trial(kind)
+        if trial.best is None:
+            trial.seconds[layout].append(seconds)
+            if all(len(times) >= _WARM_UP + _SAMPLES for times in trial.seconds.values()):
+                # The minimum, because other programs on the machine can only add to a time.
+                least = {candidate: min(times[_WARM_UP:]) for candidate, times in trial.seconds.items()}
+                trial.best = self.candidates[0]
+                for other in self.candidates[1:]:
+                    if least[other] < _WORTH * least[trial.best]:
+                        trial.best = other
+                trial.expected = least[trial.best]
+        elif layout == trial.best:
+            trial.slow = trial.slow + 1 if seconds > _SLOWER * trial.expected else 0
+            if trial.slow == _SAMPLES:
+                del self._trials[kind]
+
+    def chosen(self) -> dict[str, str]:
+        """The chosen layout for every kind of step whose measurement is complete."""
+        return {str(kind): trial.best for kind, trial in self._trials.items() if trial.best is not None}
+
+    def _trial(self, kind: Hashable) -> _Trial:
+        return self._trials.setdefault(kind, _Trial({candidate: [] for candidate in self.candidates}))
+
+
+def needs_cuts() -> bool:
+    """Whether anomaly detection or DDP surrounds this call. Both need every stage cut out of autograd."""
+    return torch.is_anomaly_enabled() or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
+_checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
+
+Keeps = Sequence[Sequence[Keep]] | None
+"""What every forward keeps, by stage and micro-batch. None: all forwards keep their graph."""
+
+
+def run_uncut(step: PipeStep, *, enter: bool = True) -> Any:
+    """The output of a mini-batch with its graph, or its loss if the loss is inside.
+
+    With `enter` it runs in the surroundings of the step, otherwise in those of the caller.
+    """
+
+    def forward(rng: RngStreams) -> list[Any]:
+        with ExitStack() as stack:
+            if enter:
+                stack.enter_context(step.ambient.here())
+                stack.enter_context(step.ambient.casting())
+            return _micro_batches(step.plan, step.mini_batch, step.keeps, step.ambient, rng)
+
+    return step.output.visible(step.run_until_rng_settled(forward))
+
+
+def run_uncut_unobserved(
+    plan: PipelinePlan, mini_batch: MiniBatch, output: JoinedOutput, ambient: ExecutionContext, probe: RngProbe
+) -> tuple[Any] | None:
+    """As `run_uncut` with all graphs kept, without a `PipeStep`. None if the step drew random numbers."""
+    results = _micro_batches(plan, mini_batch, None, ambient, probe)
+    return None if probe.has_drawn() else (output.visible(results),)
+
+
+def _micro_batches(
+    plan: PipelinePlan, mini_batch: MiniBatch, keeps: Keeps, ambient: ExecutionContext, random: RngStreams | RngProbe
+) -> list[Any]:
+    count = mini_batch.micro_batches
+    contexts = [MicroBatchContext(i, ambient, random, micro_batches=count) for i in range(count)]
+    return [
+        _micro_batch(plan, keeps, context, parts) for context, parts in zip(contexts, mini_batch.pieces(), strict=True)
+    ]
+
+
+def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, parts: Sequence[Any]) -> Any:
+    """Run one micro-batch through all stages. Values that cross between stages keep their graph."""
+    values: dict[int, Any] = {entry.route: part for entry, part in zip(plan.entry_points.entries, parts, strict=True)}
+    for stage, function in enumerate(plan.functions):
+        inputs = [values[route] for route in plan.wiring.inputs[stage]]
+        if (place := plan.places[stage]) is not None:
+            leaves, structure = flatten(inputs)
+            inputs = unflatten(structure, [x.to(place.device) if isinstance(x, Tensor) else x for x in leaves])
+        try:
+            repeated = keeps is not None and keeps[stage][context.micro_batch] == "inputs"
+            with nullcontext() if place is None else on_device(place.device):
+                outputs = _checkpointed(function, context, inputs) if repeated else function(context, *inputs)
+        except BaseException as error:
+            add_advice(error)
+            error.add_note(f"torchweft: in forward of stage {stage}, micro-batch {context.micro_batch}")
+            raise
+        values.update(zip(plan.wiring.outputs[stage], outputs, strict=True))
+    return values[plan.entry_points.result]
+
+
+def _checkpointed(function: SegmentFunction, context: MicroBatchContext, inputs: list[Any]) -> tuple[Any, ...]:
+    """Run one segment that keeps only its inputs, and is recomputed in backward."""
+    leaves, structure = flatten(inputs)
+    repeated = _Repeated(function, context, structure)
+    outputs = _checkpoint(repeated, *leaves, use_reentrant=False, preserve_rng_state=False)
+    if repeated.failed:
+        raise repeated.failed.pop()
+    return outputs
+
+
+class _Repeated:
+    """A function over leaves that sets the phase: its first call will be recomputed, and later calls recompute it.
+
+    Each call gets its own lists and dicts, because a layer can change them. An error of the first call is put into
+    ``failed``. If it were raised through `torch.utils.checkpoint`, hooks would stay in place for all graphs of the
+    thread as long as the error is referenced (PyTorch 2.11), and a ``StopIteration`` would become another error.
+    """
+
+    def __init__(self, function: Callable[..., Any], context: MicroBatchContext, structure: Structure) -> None:
+        self.failed: list[BaseException] = []
+        self._function, self._context, self._structure = function, context, structure
+        self._called = False
+
+    def __call__(self, *leaves: Any) -> Any:
+        if self._called:
+            return self._run("recomputing", leaves)
+        self._called = True
+        try:
+            return self._run("checkpointing", leaves)
+        except BaseException as error:
+            self.failed.append(error)
+            return ()
+
+    def _run(self, what: Phase, leaves: Sequence[Any]) -> Any:
+        with set_phase(what), self._context.ambient.process_flags():
+            return self._function(self._context, *unflatten(self._structure, leaves))
+
+
+def timed_result(result: Any, report: Report | None, begun: float, clock: Clock) -> Any:
+    """The result of an uncut step that started at `begun`. Its backward obeys the rules of a step that is cut.
+
+    Without these rules the same program would be rejected or accepted depending on which layout measured faster.
+    """
+    outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+    freed_by: list[int] = []
+
+    def before_backward(gradients: Sequence[Tensor | None]) -> None:
+        forbid_batched(gradients)
+        forbid_double()
+        task = backward_number()
+        if freed_by and task not in freed_by:
+            raise BackwardTwiceError(BACKWARD_TWICE)
+        if not is_graph_retained():
+            freed_by.append(task)
+
+    for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+        node.register_prehook(before_backward)
+    if report is not None:
+        time_graph(outputs, begun, report, clock)
+    return result

@@ -1,0 +1,444 @@
+"""The arguments of a Pipe: axes, layers, balance, devices, checkpointing, schedule, loss. Checked all at once.
+
+`BatchDims` holds the axis of the rows, along which a Pipe cuts its arguments and joins its outputs. A recurrent network
+or an attention without ``batch_first=True`` has time on axis 0. If it were cut along that axis, it would compute
+something else without any error. So a Pipe with such a module is rejected unless axes are given.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain, combinations, starmap
+from operator import index
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from torchweft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, join_faults
+from torchweft.core.pytree import flatten
+from torchweft.core.rng import require_supported
+from torchweft.core.validation import Validator, is_whole
+from torchweft.pipeline.loss import own_reduction
+from torchweft.pipeline.partition import balance_by_parameters, balance_by_time
+from torchweft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
+
+BatchDim = int | tuple[Any, ...] | dict[int | str, Any]
+OutputBatchDim = int | tuple[Any, ...] | list[Any] | dict[Any, Any]
+Layers = Sequence[tuple[str, nn.Module]]
+
+_ON_AXIS_0 = (_ConvNd, _NormBase, nn.GroupNorm)
+_KEEP_AXES = (nn.Linear, nn.Embedding, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.Dropout)
+OTHER_AXES = (
+    "these modules have their batch on another axis than batch_dim or output_batch_dim; change one of these settings, "
+    "or if a module next to them swaps axes, put both into one module:"
+)
+
+
+class BatchDims:
+    """The batch axis of every argument and of every output.
+
+    `arguments` and `outputs` are a Pipe's ``batch_dim`` and ``output_batch_dim``. Raises UsageError that lists every
+    invalid axis.
+    """
+
+    def __init__(self, arguments: Any, outputs: Any) -> None:
+        self.assumed = arguments is None
+        self.whole: int | None = (arguments or 0) if arguments is None or is_whole(arguments) else None
+        self._by_name: dict[Any, Any] = {}
+        self.outputs: Any = self.whole if outputs is None else outputs
+        self.outputs_assumed = outputs is None
+        with Validator("these axes are invalid; each is counted from the front") as check:
+            if isinstance(arguments, dict):
+                self._by_name = dict(cast("dict[Any, Any]", arguments))
+            elif isinstance(arguments, list | tuple):
+                self._by_name = dict(enumerate(cast("Sequence[Any]", arguments)))
+            elif self.whole is None:
+                check.add(f"batch_dim is {arguments!r}; give an int, a tuple, or a dict by position and keyword")
+            _check_axes(check, "batch_dim", self._by_name or self.whole, none=True)
+            if self.outputs is None:
+                check.add("output_batch_dim is missing; batch_dim is nested, so the axis of the output is not known")
+            else:
+                _check_axes(check, "output_batch_dim", self.outputs, none=False)
+
+    @property
+    def first(self) -> Any:
+        """The axis of the first positional argument, or the axes of the values nested in it."""
+        return self._by_name.get(0) if self.whole is None else self.whole
+
+    @property
+    def extras(self) -> int:
+        """The axis of the extras that a loss returns after its number."""
+        return self.outputs if isinstance(self.outputs, int) else 0
+
+    @property
+    def arguments(self) -> Any:
+        """The axes of the arguments, as a Pipe's ``batch_dim``."""
+        return self._by_name if self.whole is None else self.whole
+
+    def of_call(self, positional: int, keywords: Collection[str], *, target: bool, nested: bool = False) -> Any:
+        """The axes of a call, nested as its mini-batch (with the target) is.
+
+        A single positional argument is not nested in args and kwargs unless `nested`. Raises UsageError for missing
+        axes.
+        """
+        if self.whole is not None:
+            return self.whole
+        names: list[int | str] = [*range(positional), *keywords, *(["target"] if target else [])]
+        if missing := [name for name in names if name not in self._by_name]:
+            raise UsageError(
+                join_faults(
+                    "batch_dim lacks these arguments; name all of them, as in {0: 1, 'mask': 0, 'target': 1}:",
+                    [f"argument {name!r}" for name in missing],
+                )
+            )
+        axes = [self._by_name[name] for name in names]
+        arguments = (tuple(axes[:positional]), {name: self._by_name[name] for name in keywords})
+        main = axes[0] if positional == 1 and not keywords and not nested else arguments
+        return (main, axes[-1]) if target else main
+
+
+def _check_axes(check: Validator, name: str, value: Any, *, none: bool) -> None:
+    for axis in flatten(value)[0]:
+        valid = (is_whole(axis) and axis >= 0) or (axis is None and none)
+        check.require(valid, f"{name} has {axis!r}; an axis is an int, at least 0")
+
+
+def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
+    """Raise UsageError that names each module with its batch known to be on another axis.
+
+    If no axes are given, it rejects every module with its batch on another axis than 0. Code around such a module
+    can swap axes, but that is not visible here. If axes are given, it rejects only modules that the arguments reach, or
+    that make the output, through layers that are known to keep axes. If the last layer returns states with their batch
+    on another axis than its output, `output_batch_dim` must be given.
+    """
+    forbid_other_axes(layers, dims)
+    flat = [leaf for name, layer in layers for leaf in flatten_sequential(name, layer)]
+    faults: list[str] = []
+    for axis, ordered, words in (
+        (dims.first, flat, "gets the input, cut along"),
+        (dims.outputs, flat[::-1], "makes the output, joined along"),
+    ):
+        if is_whole(axis):
+            faults += [f"{fault}, but it {words} axis {axis}" for fault in _reached_on_other_axis(ordered, axis)]
+    if faults:
+        raise UsageError(join_faults(OTHER_AXES, list(dict.fromkeys(faults))))
+    if dims.outputs_assumed and flat:
+        forbid_several_axes(*flat[-1])
+
+
+def forbid_other_axes(layers: Layers, dims: BatchDims) -> None:
+    """Raise UsageError that names every module with its batch on axis 1, if no axes are given."""
+    if dims.assumed and (faults := [fault for name, layer in layers for fault in _modules_on_axis_1(name, layer)]):
+        headline = (
+            "these modules have their batch on axis 1, and a Pipe cuts along axis 0 by default; make them with "
+            "batch_first=True, or give Pipe batch_dim=1 if the rows of the model's input are on axis 1, or batch_dim=0 "
+            "if its layers swap axes before and after these:"
+        )
+        raise UsageError(join_faults(headline, faults))
+
+
+def forbid_several_axes(name: str, layer: nn.Module) -> None:
+    """Raise UsageError if the last layer is known to return tensors with their batch on different axes."""
+    if axes := _several_axes(layer):
+        raise UsageError(
+            f"{name} ({type(layer).__name__}), the last layer, returns tensors with their batch on different axes; "
+            f"give them, as in output_batch_dim={axes}, or add a layer after it that returns only one of them"
+        )
+
+
+def batch_axis(module: nn.Module) -> int | None:
+    """The axis of the module's input and output that holds the rows, if it is known."""
+    if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder) and len(module.layers):
+        return batch_axis(module.layers[0])
+    first = getattr(module, "batch_first", getattr(getattr(module, "self_attn", None), "batch_first", None))
+    if isinstance(first, bool):
+        return 0 if first else 1
+    return 0 if isinstance(module, _ON_AXIS_0) else None
+
+
+def _several_axes(module: nn.Module) -> str | None:
+    """The axes of the batch in the module's results, if they are known to differ, e.g. for outputs and states."""
+    axis = batch_axis(module)
+    if isinstance(module, nn.RNNBase):  # the states always have their batch on axis 1
+        return "(0, 1)" if axis == 0 else None
+    if isinstance(module, nn.MultiheadAttention) and axis == 1:
+        return "(1, 0)"
+    return "(1, 0, 1)" if axis == 1 and type(module).__module__.startswith("torchweft.recurrent.") else None
+
+
+def _modules_on_axis_1(name: str, module: nn.Module) -> Iterator[str]:
+    """The outermost modules with their batch on axis 1, in words."""
+    axis = batch_axis(module)
+    if axis == 1:
+        yield axis_in_words(name, module, axis)
+    elif axis is None:
+        for child_name, child in module.named_children():
+            yield from _modules_on_axis_1(f"{name}.{child_name}", child)
+
+
+def flatten_sequential(name: str, layer: nn.Module) -> Layers:
+    """The layers of an `nn.Sequential`, nested ones included. Any other layer is returned alone."""
+    if type(layer) is not nn.Sequential:
+        return [(name, layer)]
+    children = layer.named_children()
+    return [leaf for child_name, child in children for leaf in flatten_sequential(f"{name}.{child_name}", child)]
+
+
+def _reached_on_other_axis(layers: Layers, axis: int) -> Iterator[str]:
+    """The modules with their batch on another axis, in words, up to the first layer that can change axes."""
+    for name, layer in layers:
+        own = batch_axis(layer)
+        if own not in (None, axis):
+            yield axis_in_words(name, layer, own)
+        if own is None and not keeps_axes(layer):
+            return
+
+
+def keeps_axes(module: nn.Module) -> bool:
+    """Whether the module is known to keep the order of all axes except the last."""
+    return type(module) in _KEEP_AXES or type(module).__module__ == "torch.nn.modules.activation"
+
+
+def axis_in_words(name: str, module: nn.Module, axis: int | None) -> str:
+    """The batch axis of a module, in words."""
+    return f"{name} ({type(module).__name__}) has its batch on axis {axis}"
+
+
+Checkpoint = Literal["always", "except_last", "never"]
+CheckpointRule = Callable[[int, int, int], bool]
+"""``rule(stage, micro_batch, micro_batches)`` returns whether this forward keeps only its inputs and is recomputed."""
+
+_FORWARD = cast(Any, nn.Sequential).forward
+EXECUTORS = ("auto", "serial", "threads", "graph")
+_RULES: dict[str, CheckpointRule] = {
+    "always": lambda stage, micro_batch, micro_batches: True,
+    "except_last": lambda stage, micro_batch, micro_batches: micro_batch < micro_batches - 1,
+    "never": lambda stage, micro_batch, micro_batches: False,
+}
+
+
+def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of a sequential model with their names. Raises SpecError for any other model, and for one that has
+    parameters, buffers or hooks beyond those of its layers."""
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module) or type(module).forward is not _FORWARD:
+        raise SpecError(
+            "without split=, Pipe takes an nn.Sequential, whose layers it can spread over stages, but this is a "
+            f"{type(module).__name__} with its own forward; give the points to cut at (split=['name of a submodule', "
+            "...] or split='auto'), or list its layers in an nn.Sequential, and use skippable layers for long "
+            "connections"
+        )
+    if not len(module):
+        raise SpecError("Pipe takes an nn.Sequential with at least one layer, but this one is empty")
+    title = f"Pipe keeps the layers of the {type(module).__name__} and drops the rest of it, which would be lost"
+    with Validator(title, SpecError) as check:
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+            check.require(tensor is None, f"parameter or buffer {name!r}; put it into a layer")
+        for name, table in vars(module).items():
+            hooks = name.startswith("_") and name.endswith("_hooks") and bool(table)
+            check.require(
+                not hooks, f"{name[1:]}; register them with the pipe, for whole mini-batches, or with a layer"
+            )
+    forbid_lazy(module)
+    return list(module._modules.items())  # named_children() would list a layer that occurs twice only once
+
+
+def forbid_lazy(module: nn.Module) -> None:
+    """Raise SpecError that lists parameters and buffers without a size."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    if lazy := [name for name, tensor in named if is_lazy(tensor)]:
+        raise SpecError(
+            join_faults("lazy layers have no sizes yet, and cannot be spread; run the model once before that:", lazy)
+        )
+
+
+def checkpoint_rules(checkpoint: Any, stages: int) -> list[CheckpointRule]:
+    """One rule per stage. Raises UsageError that lists every invalid entry."""
+    choices = f"checkpoint is one of {', '.join(_RULES)}, a list of them with one per stage, or a function"
+    with Validator(f"{choices} (stage, micro_batch, micro_batches) -> bool; but") as check:
+        modes: list[Any] = []
+        if isinstance(checkpoint, str) or callable(checkpoint):
+            modes = [checkpoint] * stages
+        elif check.require(isinstance(checkpoint, Iterable), f"it is {checkpoint!r}"):
+            modes = list(cast("Iterable[Any]", checkpoint))
+            check.require(len(modes) == stages, f"it has {len(modes)} entries for {stages} stages")
+        for i, mode in enumerate(modes):
+            check.require(callable(mode) or (isinstance(mode, str) and mode in _RULES), f"entry {i} is {mode!r}")
+    return [_RULES[mode] if isinstance(mode, str) else mode for mode in modes]
+
+
+def never_recomputes(checkpoint: Any) -> bool:
+    """Whether the setting excludes any recomputation. A function does not, because its results are not known yet."""
+    modes = [checkpoint] if isinstance(checkpoint, str) or callable(checkpoint) else checkpoint
+    return all(mode == "never" for mode in modes)
+
+
+def check_settings(
+    check: Validator,
+    stages: int,
+    chunks: Any,
+    executor: Any,
+    loss: Any,
+    reduction: Any,
+    schedule: Any,
+    checkpoint: Any,
+    deferred_batch_norm: Any = False,
+) -> None:
+    """Add all faults of these settings to `check`. `stages` is 0 if the number of stages is not known."""
+    counted = check.count("chunks", chunks)
+    check.choice("executor", executor, EXECUTORS)
+    fault = f"loss is {type(loss).__name__}; give a function or module (output, target) -> number"
+    check.require(loss is None or callable(loss), fault)
+    check.choice("loss_reduction", reduction, ("mean", "sum"), optional=True)
+    names = ", ".join(map(repr, SCHEDULES))
+    kinds = f"one of {names}, a table as text, a weft.Schedule, or a function (stages, micro_batches) -> Schedule"
+    known = callable(schedule) or check.instance("schedule", schedule, (str, Schedule), kinds)
+    check.boolean("deferred_batch_norm", deferred_batch_norm)
+    if stages:
+        check.call(checkpoint_rules, checkpoint, stages)
+        if known:
+            check.call(check_schedule, schedule, stages, chunks if counted else 1, loss)
+
+
+def check_schedule(schedule: str | Schedule | ScheduleFunction, stages: int, chunks: int, loss: Any) -> None:
+    """Raise ScheduleError if the schedule does not fit, UsageError if it needs a loss inside and has none."""
+    table = build(schedule, stages, chunks)
+    if not any(table.backward_only.workers):
+        raise ScheduleError(
+            "the schedule has no backward, so it cannot train a model; add B, or I and W, for every F (in evaluation "
+            "they are left out automatically)"
+        )
+    if loss is None and not table.allows_external_loss:
+        name = schedule if schedule in SCHEDULES else "this function" if callable(schedule) else "this table"
+        raise UsageError(
+            f"schedule {name!r} starts backward before all forwards have ended, but the loss is computed outside, "
+            "after forward; give the Pipe a loss (loss=fn, then pipe(x, target=y)), or use schedule='gpipe'"
+        )
+
+
+def reduction_of(loss: Any, reduction: str | None, weight: Any = None) -> str:
+    """The reduction of the losses of the micro-batches: `reduction` if given, else the one that the loss declares.
+
+    Raises UsageError if it is neither a mean nor a sum, and for a `weight` (``loss_weight=``) without a mean.
+    """
+    if loss is None:
+        for name, value in (("loss_reduction", reduction), ("loss_weight", weight)):
+            if value is not None:
+                raise UsageError(f"{name} is {value!r}, but there is no loss; give the pipe one, or leave it out")
+        return "mean"
+    result = reduction or own_reduction(loss)
+    if result not in ("mean", "sum"):
+        raise UsageError(
+            f"the loss has reduction {result!r}, but the loss of a micro-batch must be one number; "
+            "use reduction 'mean' or 'sum'"
+        )
+    if weight is not None and (result == "sum" or not callable(weight)):
+        raise UsageError(
+            f"loss_weight is {weight!r}; give a function target -> number, the denominator of the mean over a "
+            f"micro-batch{', and leave it out for losses that are added up (reduction sum)' * (result == 'sum')}"
+        )
+    return result
+
+
+def cuda_devices() -> list[torch.device]:
+    """Every CUDA device of this machine."""
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def resolve_layout(
+    module: nn.Sequential,
+    balance: Sequence[int] | None,
+    devices: Sequence[str | int | torch.device] | str | int | torch.device | None,
+    sample: Any,
+) -> tuple[list[int], list[torch.device]]:
+    """Layers per stage and one device per stage. Raises PartitionError that lists all faults.
+
+    The default devices are all CUDA devices if there are any, else the CPU. The default balance has as many stages as
+    devices (two on the CPU). It goes by measured time if there is a sample, else by the number of parameters.
+    """
+    cuda = cuda_devices()
+    sizes = None if balance is None else sizes_of(balance)
+    default = cuda[: None if sizes is None else len(sizes)]
+    default = default or [torch.device("cpu")] * (min(2, len(module)) if sizes is None else len(sizes))
+    places = places_of(default if devices is None else devices)
+    if sizes is not None:
+        return checked_layout(sizes, places, len(module))
+    stages = min(len(places), len(module))
+    if sample is None:
+        return balance_by_parameters(stages, module), places[:stages]
+    return balance_by_time(stages, module, sample), places[:stages]
+
+
+def checked_layout(
+    sizes: Sequence[int], places: Sequence[torch.device], layers: int
+) -> tuple[list[int], list[torch.device]]:
+    """Layers per stage and one device per stage. Raises PartitionError that lists all faults."""
+    stages = len(sizes)
+    with Validator("these layers cannot be spread like this", PartitionError) as check:
+        for i, size in enumerate(sizes):
+            check.require(size > 0, f"stage {i} has {size} layers, but needs at least one")
+        fault = f"balance {list(sizes)} places {sum(sizes)} layers, but the module has {layers}"
+        check.require(sum(sizes) == layers, fault)
+        fault = (
+            f"balance has {stages} stages, but there are {len(places)} devices; give one per stage, which may repeat"
+        )
+        check.require(stages == len(places), f"{fault}, as in devices=['cpu'] * {stages}")
+    return list(sizes), list(places)
+
+
+def sizes_of(balance: Any) -> list[int]:
+    """A balance as a list of ints. Raises PartitionError that lists every entry that is not an integer."""
+    headline = "a balance is a list with the number of layers of each stage, each an int; but"
+    if not isinstance(balance, Iterable) or isinstance(balance, str | Mapping | Set):
+        raise PartitionError(f"{headline} it is {balance!r}")
+    sizes: list[int] = []
+    with Validator(headline, PartitionError) as check:
+        for stage, size in enumerate(cast("Iterable[Any]", balance)):
+            try:
+                sizes.append(index(size))  # accepts integers of NumPy and of tensors too
+                valid = not isinstance(size, bool)
+            except TypeError:
+                valid = False
+            check.require(valid, f"that of stage {stage} is {size!r}")
+    return sizes
+
+
+def places_of(devices: Any) -> list[torch.device]:
+    """Devices as tensors report them. Raises UsageError that lists every entry that is not a device of this machine."""
+    entries = [devices] if isinstance(devices, str | int | torch.device) else devices
+    headline = "devices are names such as 'cpu' or 'cuda:1', numbers, or torch.device, one per stage; but"
+    if not isinstance(entries, Iterable):
+        raise UsageError(f"{headline} it is {devices!r}")
+    places: list[torch.device] = []
+    with Validator(headline) as check:
+        for stage, entry in enumerate(cast("Iterable[Any]", entries)):
+            try:
+                device = torch.device(entry)
+                if device.type != "cuda" or (device.index or 0) < torch.cuda.device_count():
+                    places.append(_indexed(device))
+                else:
+                    count = torch.cuda.device_count()
+                    check.add(f"that of stage {stage} is {entry!r}, and the number of CUDA devices here is {count}")
+            except (TypeError, RuntimeError):
+                check.add(f"that of stage {stage} is {entry!r}")
+        for place in dict.fromkeys(places):
+            check.call(require_supported, place)
+        for pair in combinations([place for place in dict.fromkeys(places) if place.type == "cuda"], 2):
+            check.call(require_peer_access, *pair)
+    return places
+
+
+def require_peer_access(one: torch.device, other: torch.device) -> None:
+    """Raise UsageError for two GPUs if one of them cannot read the memory of the other."""
+    if not all(starmap(torch.cuda.can_device_access_peer, ((one, other), (other, one)))):
+        raise UsageError(
+            f"{one} and {other} have no peer access, which torchweft is not tested without; use one of them"
+        )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device as tensors report it: the CPU without a number, CUDA devices with theirs."""
+    if device.type == "cuda" and device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device

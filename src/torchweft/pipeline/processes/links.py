@@ -1,0 +1,369 @@
+"""Links: the connections between the ranks of a pipeline, and the walks over them.
+
+    walk.send(rank, address, value)  ── connection ──>  inbox of the same walk  ──>  walk.receive(address, source)
+
+Each message names its walk by number and its place in it by an address, so nothing depends on the order of arrival. A
+rank that is ahead sends into walks that its peers have not opened yet. Messages of a walk that has ended are dropped.
+
+A walk fails on all ranks or on none: an exception is broadcast, a dead process is noticed by its closed socket, and a
+process that hangs by a question to all ranks, after `timeout` seconds without progress.
+"""
+
+import json
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch.distributed import ProcessGroup, get_process_group_ranks
+
+from torchweft.core import errors
+from torchweft.core.errors import InPlaceError, RankFailedError, RankLostError, UsageError, WeftError
+from torchweft.pipeline.processes.connection import Connection, Handle, ReceivedFrame
+from torchweft.pipeline.processes.frames import (
+    BYE,
+    DATA,
+    DONE,
+    FAILED,
+    PING,
+    PONG,
+    encode_control,
+    encode_plain,
+    split_value,
+)
+from torchweft.pipeline.processes.lanes import Lanes, store_of, timeout_of
+from torchweft.pipeline.processes.membership import RankProcess, Rendezvous
+
+_ANSWER_SECONDS, _CLOSE_SECONDS = 1.5, 2.0
+_LONGEST_REPORT = 32_000  # characters of a traceback
+Address = tuple[int, int, int]
+Failure = tuple[type[WeftError], str]
+# Errors that every rank raises as such, so that `except UsageError` works on all of them.
+_SHARED_ERRORS: dict[str, type[WeftError]] = {
+    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeftError)
+}
+
+
+class WalkInbox:
+    """The messages to this rank in one walk. Readers put; the thread of the walk takes."""
+
+    def __init__(self) -> None:
+        self.walks: dict[int, str] = {}  # the name of this walk at each rank that has told it
+        self.waiting: int | None = None
+        self.failure: Failure | None = None
+        self._arriving: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
+        self._shelf: dict[Any, Any] = {}
+
+    def name_walk(self, rank: int, what: str) -> bool:
+        """Note which walk this is for a rank; whether all ranks are in the same one."""
+        self.walks[rank] = what
+        return len(set(self.walks.values())) == 1
+
+    def put(self, key: Any, item: Any) -> None:
+        self._arriving.put((key, item))
+
+    def fail(self, kind: type[WeftError], text: str) -> bool:
+        """Let the walk raise; whether this is its first failure."""
+        first = self.failure is None
+        self.failure = self.failure or (kind, text)
+        self.put(None, None)
+        return first
+
+    def check(self) -> None:
+        if self.failure is not None:
+            kind, text = self.failure
+            raise kind(text)
+
+    def wait_for(self, source: int | None) -> None:
+        """Note for which rank this one waits, so that peers can ask."""
+        self.waiting = source
+
+    def receive(self, key: Any, timeout: float, has_left: Callable[[], bool]) -> Any:
+        """The item of a key. Raises the failure of the walk; Empty after the timeout, or if the source has left."""
+        deadline = time.monotonic() + timeout
+        while key not in self._shelf:
+            self.check()
+            left = has_left()  # asked first: all that the source has sent is in the queue by then
+            rest = 0.0 if left else max(0.0, deadline - time.monotonic())
+            arrived, item = self._arriving.get(timeout=rest)
+            self._shelf[arrived] = item
+        return self._shelf.pop(key)
+
+
+class Links:
+    """The connections of this rank to all others of `group`. Making them is collective.
+
+    Args:
+        group: The process group. It serves to find each other; its own operations are not used.
+        timeout: Seconds that a rank waits without progress before it looks for a rank that hangs; by default those
+            after which an operation of the group fails.
+    """
+
+    def __init__(self, group: ProcessGroup, timeout: float | None = None) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.timeout = timeout_of(group) if timeout is None else timeout
+        deadline = time.monotonic() + self.timeout
+        rendezvous = Rendezvous(store_of(group), get_process_group_ranks(group), self.rank, deadline)
+        members, sockets, address = rendezvous.connect()
+        self._members: list[RankProcess] = members
+        lanes = self._lanes = Lanes(group, rendezvous.store, address, self.timeout)
+        self._connections = {rank: Connection(rank, socket, lanes) for rank, socket in sorted(sockets.items())}
+        self._lock, self._number = threading.Lock(), 0
+        self._inboxes: dict[int, WalkInbox] = {}
+        self._lost: dict[int, str] = {}
+        self._parted: set[int] = set()
+        self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._bytes: Counter[tuple[int, int]] = Counter()
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _part, list(self._connections.values()), lanes, self._process)
+        handle = _handler(weakref.ref(self))
+        for connection in self._connections.values():
+            connection.start(handle)
+
+    def name_of(self, rank: int) -> str:
+        """A rank of the group for messages: its rank in the whole run, its host and its process."""
+        return str(self._members[rank])
+
+    def open_walk(self, what: str) -> "Walk":
+        """Start the next walk. All ranks open the same walks in the same order; `what` names it in messages."""
+        if os.getpid() != self._process:
+            raise UsageError("this process was forked from a rank of a pipeline; only the rank itself can run the Pipe")
+        with self._lock:
+            self._number += 1
+            number, inbox = self._number, self._inboxes.setdefault(self._number, WalkInbox())
+            for text in self._lost.values():
+                inbox.fail(RankLostError, text)
+        self._name_walk(number, inbox, self.rank, what)
+        return Walk(self, number, what, inbox)
+
+    def close(self) -> None:
+        """Part from the others in peace. They notice only when they next wait for this rank."""
+        self._finalizer()
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Bytes of tensors that were sent, by destination rank and by route, the first number of the address."""
+        counts: dict[str, dict[str, int]] = {}
+        for (rank, route), count in sorted(self._bytes.items()):
+            counts.setdefault(str(rank), {})[str(route)] = count
+        return counts
+
+    def send_value(self, number: int, rank: int, address: Address, value: Any, greeting: str | None) -> None:
+        """Send the value of a walk; `greeting` tells which walk it is, in the first message to a rank."""
+        shape, plain, tensors = split_value(value, device_lane=self._lanes.device is not None)
+        # Most messages are tensors alone; nothing is encoded for them.
+        text = encode_plain([greeting, *plain]) if plain or greeting else b""
+        try:
+            self._connections[rank].send(number, address, shape, text, tensors)
+        except OSError as error:
+            raise RankLostError(self._lost.get(rank, f"{self.name_of(rank)} is gone: {error}")) from error
+        self._bytes[rank, address[0]] += sum(tensor.nbytes for tensor in tensors)
+
+    def broadcast(self, kind: int, number: int, content: Any) -> None:
+        """Send a plain message to every rank that is still there."""
+        frame = encode_control(kind, number, content)
+        for connection in self._connections.values():
+            with suppress(OSError):  # its reader reports it
+                connection.write(frame)
+
+    def receive(self, number: int, inbox: WalkInbox, key: Any, source: int) -> Any:
+        """Wait for an item. A rank that has left or hangs makes the walk fail, on all ranks."""
+        inbox.wait_for(source)
+        try:
+            return inbox.receive(key, self.timeout, lambda: source in self._parted)
+        except Empty:
+            if source in self._parted:
+                text = f"{self.name_of(source)} has closed its connections: its script ended, or it dropped the Pipe"
+            else:
+                text = self._find_culprit(inbox.walks[self.rank], source)
+            if inbox.fail(RankLostError, text):
+                self.broadcast(FAILED, number, [RankLostError.__name__, text])
+            inbox.check()
+        finally:
+            inbox.wait_for(None)
+
+    def check_sent(self, number: int) -> None:
+        """Raise if a tensor of a walk was written to while it was sent, so that other values may have arrived."""
+        connections = self._connections.items()
+        if changed := [rank for rank, other in connections if other.find_change(number, self.timeout)]:
+            raise InPlaceError(
+                f"a tensor was written to in place while it was sent to {self.name_of(changed[0])}; use the "
+                "out-of-place form of the operation, or let it write into a clone"
+            )
+
+    def close_walk(self, number: int) -> None:
+        with self._lock:
+            self._inboxes.pop(number, None)
+
+    def _find_culprit(self, what: str | None, source: int) -> str:
+        """Ask all ranks for their state; return which of them keeps the others waiting, in words."""
+        waited = f"waited {self.timeout:g} s in {what} for {self.name_of(source)}"
+        question = time.monotonic_ns()
+        self.broadcast(PING, 0, question)
+        answers: dict[int, tuple[str | None, int | None]] = {self.rank: (what, source)}
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while len(answers) < self.size and (rest := deadline - time.monotonic()) > 0:
+            try:
+                rank, (number, theirs, waiting) = self._answers.get(timeout=rest)
+            except Empty:
+                break
+            if number == question:
+                answers[rank] = theirs, waiting
+        mute = [rank for rank in range(self.size) if rank not in answers and rank not in self._parted]
+        if mute:
+            names = ", ".join(map(self.name_of, mute))
+            return f"{names} does not answer: its process is stopped or hangs. {self.name_of(self.rank)} {waited}"
+        idle = [rank for rank, (_, waiting) in answers.items() if waiting is None]
+        if idle:
+            states = [f"{self.name_of(rank)}, now {_in(answers[rank][0])}," for rank in idle]
+            return (
+                f"{' and '.join(states)} is alive but has not taken part in {what} for {self.timeout:g} s; it may be "
+                "in a long layer, or has called the Pipe a different number of times. Give the group a longer timeout, "
+                "or call the Pipe equally often on all ranks"
+            )
+        waits = [f"rank {rank} {_in(theirs)} for rank {waiting}" for rank, (theirs, waiting) in answers.items()]
+        return f"the ranks of the pipeline wait for each other: {'; '.join(waits)}. {self.name_of(self.rank)} {waited}"
+
+    def _name_walk(self, number: int, inbox: WalkInbox, rank: int, what: str) -> None:
+        """Fail a walk that is another one on another rank."""
+        if not inbox.name_walk(rank, what):
+            names = ", ".join(f"{self.name_of(rank)} in {what}" for rank, what in sorted(inbox.walks.items()))
+            text = f"the ranks are in different walks: {names}; call the Pipe in the same way on all ranks"
+            if inbox.fail(RankFailedError, text):
+                self.broadcast(FAILED, number, [RankFailedError.__name__, text])
+
+    def handle(self, connection: Connection, frame: ReceivedFrame | None, reason: str) -> None:
+        """Handle a frame, in the reader's thread; without one, the connection has ended."""
+        rank = connection.rank
+        if frame is None:
+            return self._lose(rank, reason)
+        content: Any = json.loads(frame.plain) if frame.plain else [None]
+        kind, number = frame.header.kind, frame.header.walk
+        if kind in (DATA, DONE, FAILED):
+            with self._lock:
+                if number <= self._number:
+                    inbox = self._inboxes.get(number) or WalkInbox()  # of a walk that has ended: dropped
+                else:
+                    inbox = self._inboxes.setdefault(number, WalkInbox())
+            if kind == FAILED:
+                inbox.fail(_SHARED_ERRORS.get(content[0], RankFailedError), content[1])
+            else:
+                if content[0] is not None:
+                    self._name_walk(number, inbox, rank, content[0])
+                key = frame.header.address if kind == DATA else ("done", rank)
+                connection.deliver(frame, lambda: inbox.put(key, (frame, content[1:])))
+        elif kind == PING:
+            inbox = self._inboxes.get(self._number) or WalkInbox()
+            connection.write(encode_control(PONG, 0, [content, inbox.walks.get(self.rank), inbox.waiting]))
+        elif kind == PONG:
+            self._answers.put((rank, content))
+        elif kind == BYE:
+            connection.finish()
+            connection.deliver(frame, lambda: self._part_from(rank))
+
+    def _part_from(self, rank: int) -> None:
+        with self._lock:
+            self._parted.add(rank)
+            for inbox in self._inboxes.values():
+                inbox.put(None, None)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        text = f"{self.name_of(rank)} is gone: {reason}. Start the ranks again, from the last checkpoint"
+        with self._lock:
+            self._lost.setdefault(rank, text)
+            for inbox in self._inboxes.values():
+                inbox.fail(RankLostError, text)
+        self._lanes.abort()
+
+
+def _in(what: str | None) -> str:
+    return "outside of any walk" if what is None else f"in {what}"
+
+
+def _handler(links: "weakref.ref[Links]") -> Handle:
+    """Handle frames for links that are dropped while a reader waits for the next one."""
+
+    def handle(connection: Connection, frame: ReceivedFrame | None, reason: str) -> bool:
+        if (alive := links()) is not None:
+            alive.handle(connection, frame, reason)
+        return alive is not None and frame is not None and frame.header.kind != BYE
+
+    return handle
+
+
+def _part(connections: Sequence[Connection], lanes: Lanes, process: int) -> None:
+    """End the connections of links that are closed or dropped."""
+    if os.getpid() != process:
+        return
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for connection in connections:
+        with suppress(OSError):
+            connection.write(encode_control(BYE, 0, None))
+        connection.finish()
+    for connection in connections:
+        connection.close(deadline)
+    lanes.close()
+
+
+class Walk:
+    """The messages of one walk: all ranks see it end well, or all see it fail."""
+
+    def __init__(self, links: Links, number: int, what: str, inbox: WalkInbox) -> None:
+        self._links, self._number, self._what, self._inbox = links, number, what, inbox
+        self._greeted: set[int] = set()
+
+    def send(self, rank: int, address: Address, value: Any) -> None:
+        """Send a nested value. Its tensors must not be written to before the walk ends."""
+        self._inbox.check()
+        greeting = None if rank in self._greeted else self._what
+        self._links.send_value(self._number, rank, address, value, greeting)
+        self._greeted.add(rank)
+
+    def receive(self, address: Address, source: int) -> Any:
+        """The value that `source` sends to an address of this rank; its tensors are new leaves."""
+        frame, plain = self._links.receive(self._number, self._inbox, address, source)
+        return frame.value(plain)
+
+    def agree(self, report: Any) -> list[Any]:
+        """End the walk well: the plain reports of all ranks, by rank. Raises if the walk failed on any of them."""
+        self._inbox.check()
+        links = self._links
+        links.check_sent(self._number)
+        links.broadcast(DONE, self._number, [self._what, report])
+        reports: list[Any] = [json.loads(encode_plain(report))] * links.size
+        for rank in range(links.size):
+            if rank != links.rank:
+                _, (reports[rank],) = links.receive(self._number, self._inbox, ("done", rank), rank)
+        self.close()
+        return reports
+
+    def fail(self, error: BaseException) -> None:
+        """End the walk on all ranks. The others raise the same error if it is one of torchweft's own checks. For any
+        other error they raise RankFailedError with its words and its traceback."""
+        links, known = self._links, self._inbox.failure
+        name, kind = links.name_of(links.rank), type(error).__name__
+        if known is not None and known[0] is RankLostError:
+            # A peer can see this rank leave before it notices the loss itself, and would then blame this rank.
+            links.broadcast(FAILED, self._number, [RankLostError.__name__, known[1]])
+        if kind in _SHARED_ERRORS:
+            text = f"{error}\n(raised on {name})"
+        else:
+            lines = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
+            text = f"{name} raised {kind}: {str(error)[:_LONGEST_REPORT]}\n\n{lines}"
+        if self._inbox.fail(RankFailedError, text):
+            links.broadcast(FAILED, self._number, [kind, text])
+        self.close()
+
+    def check(self) -> None:
+        """Raise if the walk has failed on another rank."""
+        if self._inbox.failure is not None:
+            self._inbox.check()
+
+    def close(self) -> None:
+        """Drop the messages that are still here or arrive later."""
+        self._links.close_walk(self._number)

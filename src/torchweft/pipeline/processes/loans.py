@@ -1,0 +1,115 @@
+"""Loans: parameters that stages of several ranks use.
+
+A parameter lives on the rank of the first stage that uses it, where optimizers, hooks and checkpoints see it. For each
+step its owner sends a copy to every other rank that uses it. The gradient of the copy returns before the owner's node
+of autograd returns, so that the parameter gets one gradient per step, as in a single process.
+
+    owner        parameter --copy--> borrower          once per step, before the forward
+    owner        sum <--gradient-- borrower            once per backward, before its commit
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from torchweft.core.segment import MicroBatchContext
+from torchweft.pipeline.processes.links import Walk
+from torchweft.pipeline.stage import ModuleScan, Skip, Stage
+from torchweft.pipeline.weights import Slot, replaced_in
+
+_LENT, _RETURNED = -3, -4  # routes of addresses; those of values are numbered from 0
+
+
+class Loan(NamedTuple):
+    """One parameter that one rank lends to another. `slot` is set on the owner."""
+
+    number: int
+    owner: int
+    borrower: int
+    slot: Slot | None
+    trainable: bool
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """On the owner the parameter, as it is now: another object after `Pipe.materialize`."""
+        return None if self.slot is None else cast(nn.Parameter, self.slot[0][self.slot[1]])
+
+
+class Loans:
+    """The loans of all ranks, as one of them sees them.
+
+    `loans` have the same order on all ranks, which makes sends and receives match. `slots` are the places for copies
+    on this rank by stage, each with the number of its loan.
+    """
+
+    def __init__(self, loans: Sequence[Loan], slots: Mapping[int, Sequence[tuple[int, Slot]]], rank: int) -> None:
+        self._loans, self.slots, self._rank = loans, slots, rank
+
+    @property
+    def lent_parameters(self) -> list[nn.Parameter]:
+        """The parameters that this rank lends."""
+        return list({id(x): x for loan in self._loans if (x := loan.parameter) is not None}.values())
+
+    def exchange_copies(self, walk: Walk) -> dict[int, Tensor]:
+        """Send copies of the parameters that this rank lends. Returns those that it borrows, by number of the loan."""
+        # All sends come before the first receive. Two ranks that borrow from each other would otherwise both wait.
+        for loan in self._loans:
+            if loan.parameter is not None:
+                walk.send(loan.borrower, (_LENT, 0, loan.number), loan.parameter.detach())
+        return {
+            loan.number: nn.Parameter(walk.receive((_LENT, 0, loan.number), loan.owner), loan.trainable)
+            for loan in self._loans
+            if loan.borrower == self._rank
+        }
+
+    def return_gradients(
+        self, walk: Walk, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
+    ) -> dict[int, dict[int, Tensor]]:
+        """Send the gradients of borrowed copies to their owners, and add those of parameters that this rank lent."""
+        local = by_worker.get(self._rank, {})
+        for loan in self._loans:
+            if loan.borrower == self._rank:
+                # Removed, because the copy is not an input of this rank's node of autograd.
+                gradient = local.pop(id(borrowed[loan.number]), None)
+                walk.send(loan.owner, (_RETURNED, loan.borrower, loan.number), gradient)
+        for loan in self._loans:
+            if loan.parameter is not None:
+                gradient = walk.receive((_RETURNED, loan.borrower, loan.number), loan.borrower)
+                # Filed under the borrower: gradients are summed by worker in a fixed order, not by arrival.
+                if gradient is not None:
+                    by_worker.setdefault(loan.borrower, {})[id(loan.parameter)] = gradient
+        return by_worker
+
+
+class BorrowingStage(Stage):
+    """A stage that uses parameters of another rank."""
+
+    _slots: Sequence[tuple[int, Slot]] = ()
+    _next_copies: Mapping[int, Tensor] = MappingProxyType({})
+
+    def set_slots(self, slots: Sequence[tuple[int, Slot]]) -> None:
+        """Set the places for copies, each with the number of its loan. Before the first step."""
+        self._slots = slots
+
+    def set_copies(self, copies: Mapping[int, Tensor]) -> None:
+        """Set the copies of the step that is about to begin, for its `scan`."""
+        self._next_copies = copies
+
+    def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
+        """See `Stage.run`."""
+        if not self._slots:
+            return super().run(context, main, skips)
+        # From the context, because a recomputation needs the copies of its own step, not of the latest one.
+        with self._with_copies(context.borrowed):
+            return super().run(context, main, skips)
+
+    def scan(self) -> ModuleScan:
+        """See `Stage.scan`."""
+        with self._with_copies(self._next_copies):
+            return super().scan()
+
+    def _with_copies(self, copies: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        return replaced_in((slot, copies[number]) for number, slot in self._slots)

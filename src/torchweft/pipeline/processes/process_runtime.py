@@ -1,0 +1,174 @@
+"""Runtime of a pipe over processes: how the ranks agree on a step before it begins.
+
+    first stage's rank    split the input --> the terms of the step --> all ranks
+    every other rank      the terms --> compare with its call --> split its target, if it has one
+    every rank            exchange copies of shared parameters, scan its stages, run its row
+
+The terms hold values that one rank knows and all need: the rows of the micro-batches, the seed of the random numbers,
+the loss gradient that backward begins with. They also hold the facts that must be equal on all ranks: whether gradients
+are on, whether there is a target, and the tag of the batch. Without the comparison, a rank that calls the pipe in
+another way would wait for messages that never come.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchweft.core.autograd import apply_as_node
+from torchweft.core.context import ExecutionContext
+from torchweft.core.errors import UsageError, join_faults
+from torchweft.core.rng import draw_seed, generators_of
+from torchweft.core.segment import Gradients
+from torchweft.pipeline.microbatch import ELSEWHERE, JoinedOutput, MiniBatch
+from torchweft.pipeline.pipe_runtime import PipeCall, PipeRuntime
+from torchweft.pipeline.pipeline_plan import PipelinePlan
+from torchweft.pipeline.processes.loans import BorrowingStage, Loans
+from torchweft.pipeline.processes.rank_executor import Channel, ProcessExecutor, ResultRoute
+from torchweft.pipeline.stage import ModuleScan, Stage
+from torchweft.pipeline.step import Agreement
+
+_TERMS = (-2, 0, 0)
+
+
+class Placement(NamedTuple):
+    """The channel of this rank, the rank of each stage, the loans, and whether all ranks get the output."""
+
+    channel: Channel
+    workers: Sequence[int]
+    loans: Loans
+    shares_output: bool
+
+    @property
+    def rank(self) -> int:
+        return self.channel.links.rank
+
+
+class RemoteOutput(JoinedOutput):
+    """In the place of an output that only the last stage's rank has: a zero, so that backward can be called."""
+
+    def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
+        """A zero with a gradient."""
+        self._at, self._rest = [0], [None]
+        return [torch.zeros(())], [True]
+
+    def scatter_gradients(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """No gradients: those of the output are on the last stage's rank."""
+        return []
+
+
+class ProcessRuntime(PipeRuntime):
+    """The stages of this rank, and the plans by which they run together with those of other ranks."""
+
+    def __init__(self, placement: Placement, stages: Sequence[Stage], *args: Any, **settings: Any) -> None:
+        super().__init__(stages, *args, **settings)
+        self._placement = placement
+        pairs = zip(stages, placement.workers, strict=True)
+        self._local_stages = [stage for stage, worker in pairs if worker == placement.rank]
+        self._has_first = placement.workers[0] == placement.rank
+        self._has_last = placement.workers[-1] == placement.rank
+        self._sources = generators_of({stage.device for stage in self._local_stages})
+        # Without an input that requires a gradient, a rank without parameters would have no node, and no backward.
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._steps = count(1)
+        self._rank_plans: dict[bool, PipelinePlan] = {}  # by whether the loss is inside; all are serial
+
+    def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
+        """The plan for steps with or without a loss; made when it is first needed."""
+        if with_loss not in self._rank_plans:
+            plan, placement = super().plan(layout, with_loss), self._placement
+            points = plan.entry_points
+            route = ResultRoute(points.result, points.source, shared=with_loss or placement.shares_output)
+            executor = ProcessExecutor(placement.channel, plan.wiring, route, placement.loans)
+            self._rank_plans[with_loss] = replace(plan, executor=executor)
+        return self._rank_plans[with_loss]
+
+    def serve(self, call: PipeCall, *, training: bool) -> Any:
+        """One step, on all ranks together.
+
+        Raises the errors of `PipeRuntime.serve`, UsageError for calls that differ between ranks, RankFailedError and
+        RankLostError for events on other ranks.
+        """
+        plan = self.plan("serial", bool(call.targets))
+        name = f" of step {next(self._steps)}"
+        plan.executor.open(f"the forward{name}")
+        # From here on a fault must reach the other ranks, because they wait for messages of this walk.
+        try:
+            mini_batch, agreed = self._agree_on_terms(call, name)
+            self._checks.check(mini_batch, "serial")
+            for stage in self._local_stages:
+                if isinstance(stage, BorrowingStage):
+                    stage.set_copies(agreed.borrowed)
+            scans = self._scan(call)
+            agreed = agreed._replace(anchors=[*agreed.anchors, *self._only_lent(scans.values())])
+            ambient = ExecutionContext.capture(self.device_types)
+            step = self._step(call, plan, mini_batch, scans, ambient, agreed)
+        except BaseException as error:
+            plan.executor.abort(error)
+            raise
+        # Without a gradient on any rank there is no node. The terms make all ranks take the same of the two ways.
+        if not step.tracked:
+            return step.output.fill(step.forward()[0])
+        results = apply_as_node(step, step.tensors)
+        self.plans.end_step(plan)
+        return step.output.fill(results)
+
+    def _only_lent(self, scans: Iterable[ModuleScan]) -> list[Tensor]:
+        """Parameters of this rank that only other ranks use. The node of autograd must have them as inputs, so that the
+        gradients which borrowers return reach them."""
+        used = {id(parameter) for scan in scans for parameter in scan.parameters}
+        return [x for x in self._placement.loans.lent_parameters if x.requires_grad and id(x) not in used]
+
+    def _scanned(self, call: PipeCall) -> list[Stage]:
+        loss = self._loss if call.targets and self._has_last else None
+        return self._local_stages if loss is None else [*self._local_stages, loss]
+
+    def _agree_on_terms(self, call: PipeCall, name: str) -> tuple[MiniBatch, Agreement]:
+        """The part of the mini-batch that is here, and the terms of the step."""
+        placement, walk = self._placement, self._placement.channel.walk
+        parts = [call.main if self._has_first else ELSEWHERE]
+        parts += [target if self._has_last else ELSEWHERE for target in call.targets]
+        # Every rank draws, so that its generator is where that of a single process would be.
+        drawn = draw_seed(self._sources)
+        equal = {
+            "gradients are on": torch.is_grad_enabled(),
+            "there is a target": bool(call.targets),
+            "pipe.batch_tag": call.batch_tag,
+        }
+        terms: dict[str, Any]
+        if self._has_first:
+            mini_batch = MiniBatch(parts, call.chunks, call.axis)
+            loss_seed = float(call.scale.seed()) if call.targets else None
+            terms = {"rows": list(mini_batch.rows), "seed": drawn.seed, "loss_seed": loss_seed, "equal": equal}
+            for rank in range(placement.channel.links.size):
+                if rank != placement.rank:
+                    walk.send(rank, _TERMS, terms)
+        else:
+            terms = walk.receive(_TERMS, placement.workers[0])
+            self._compare_calls(terms["equal"], equal)
+            mini_batch = MiniBatch(parts, call.chunks, call.axis, terms["rows"])
+        return mini_batch, Agreement(
+            name=name,
+            anchors=[self._anchor],
+            rng=drawn._replace(seed=terms["seed"]),
+            loss_seed=terms["loss_seed"],
+            borrowed=placement.loans.exchange_copies(walk),
+        )
+
+    def _compare_calls(self, first: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+        """Raise UsageError if this call differs from that of the first stage's rank."""
+        links = self._placement.channel.links
+        owner, me = links.name_of(self._placement.workers[0]), links.name_of(links.rank)
+        faults = [
+            f"{fact}: {first[fact]!r} on {owner}, {here[fact]!r} on {me}" for fact in here if first[fact] != here[fact]
+        ]
+        if faults:
+            raise UsageError(join_faults("all ranks must call the Pipe alike, with the same batch; but:", faults))
+
+    def _output(self, call: PipeCall, mini_batch: MiniBatch) -> JoinedOutput:
+        if not (call.targets or self._placement.shares_output or self._has_last):
+            return RemoteOutput()
+        return super()._output(call, mini_batch)

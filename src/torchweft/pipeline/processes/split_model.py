@@ -1,0 +1,276 @@
+"""A model with split points over ranks: the first stage's rank chooses programs, and all ranks record them together.
+
+    first stage's rank     find a program per micro-batch; if one is missing: announce, and record with the others
+    every other rank       follow the announcements, until "go" with the numbers of the programs
+
+A program cannot be sent, because its steps are Python functions. Ranks therefore record equal programs and compare
+digests of them. Ranks name a program by its number. The number also goes along the chain of the stages, in the place
+of a `StepPrograms`.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, count
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] # no public name
+
+from torchweft.core.errors import DeviceError, SplitError, join_faults
+from torchweft.core.segment import version
+from torchweft.pipeline.pipeline_plan import Crossing
+from torchweft.pipeline.processes.collective_forward import EQUAL_EVERYWHERE, CollectiveCalls, CollectiveRecorder
+from torchweft.pipeline.processes.loans import BorrowingStage, Loans
+from torchweft.pipeline.processes.ownership import HiddenTensors, Use, find_uses, forbid_shared, plan_loans
+from torchweft.pipeline.processes.rank_executor import Channel
+from torchweft.pipeline.split.open_state import PLAIN
+from torchweft.pipeline.split.output_join import Quiet
+from torchweft.pipeline.split.program import Copies, Program, Reads, SplitCall, SplitStage, StepPrograms
+from torchweft.pipeline.split.record import ForwardRecorder
+from torchweft.pipeline.split.split_pipe import SplitModel
+from torchweft.pipeline.stage import Stage
+
+CHOICE = "the choice of what a step runs"
+"""The name of the walk in which ranks choose and record programs."""
+
+
+class TensorPlacement(NamedTuple):
+    """The rank of each stage, the rank of each parameter and buffer by name, and those that this rank hides."""
+
+    workers: Sequence[int]
+    owners: Mapping[str, int]
+    hidden: HiddenTensors
+    rank: int
+    device: torch.device
+
+
+class ProcessSplitStage(BorrowingStage, SplitStage):
+    """A stage that knows programs by their numbers."""
+
+    _programs: Mapping[int, Program] = MappingProxyType({})
+
+    def set_programs(self, programs: Mapping[int, Program]) -> None:
+        """Set the programs that this stage can run, by number."""
+        self._programs = programs
+
+    def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Any]:
+        program = self._programs[main] if self.index else cast(SplitCall, main).choice.programs[micro_batch]
+        return program, {}, program.number
+
+
+class ProcessSplitModel(SplitModel):
+    """A model with parameters on several ranks."""
+
+    _stage_type = ProcessSplitStage
+    loans: Loans
+    """Set by `stages`."""
+
+    def __init__(self, placement: TensorPlacement, *args: Any, latest: Program | None = None) -> None:
+        self._placement, self._first = placement, placement.workers[0]
+        self._calls = CollectiveCalls(placement.rank, placement.device)
+        self._sent_buffers: dict[str, tuple[Tensor, int]] = {}
+        self._numbers = count()
+        self._by_number: dict[int, Program] = {}
+        self._dropped: list[int] = []
+        self._written: set[str] = set()  # buffers that the code between blocks writes to
+        super().__init__(*args)
+        # Guards on these run in their stage only, because the first rank cannot evaluate them before a step.
+        self._foreign = {name for name, rank in placement.owners.items() if rank != self._first}
+        self.latest = latest
+
+    def _new_recorder(self) -> ForwardRecorder:
+        self._collective_recorder = CollectiveRecorder(self._calls, self.model, self.split, self.devices)
+        return self._collective_recorder
+
+    def set_channel(self, channel: Channel) -> None:
+        """Set the channel, in which a walk is open during `choose`."""
+        self._calls.set_channel(channel)
+
+    def choose(self, *args: Any, **how: Any) -> tuple[SplitCall, str | None]:
+        """See `SplitModel.choose`. The arguments count on the rank of the first stage only."""
+        if self._calls.rank != self._first:
+            return self._follow_announcements()
+        # While programs are recorded, the others follow the announcements. An error ends the walk, so that no rank
+        # waits for a "go" that never comes.
+        call, scalars = super().choose(*args, **how)
+        numbers = [program.number for program in call.choice.programs]
+        self._calls.announce("go", scalars, self._dropped, numbers)
+        self._forget_programs(self._dropped, numbers)
+        self._dropped = []
+        return call, scalars
+
+    def _follow_announcements(self) -> tuple[SplitCall, str | None]:
+        """Follow the announcements of the first stage's rank, until it has chosen."""
+        while True:
+            action, *content = self._calls.receive_announcement(self._first)
+            if action == "go":
+                break
+            self._perform(action, *content)
+        scalars, dropped, numbers = content
+        # At the same point of the step as on the first rank, so that a number means one program on all ranks.
+        self._forget_programs(dropped, numbers)
+        self.latest = self._by_number[numbers[0]]
+        no_copies: list[Copies] = [{} for _ in self.devices]
+        return SplitCall(StepPrograms([], no_copies, ()), (), {}), scalars
+
+    def _recorded(self, call: Any, axes: Sequence[int | None]) -> Program:
+        return self._perform_everywhere("record", call, axes)
+
+    def _verify_on(self, program: Program, call: Any) -> None:
+        self._perform_everywhere("verify", program.number, call)
+
+    def _run(self, call: Any, quiet: Quiet) -> tuple[Any, bool]:
+        return self._perform_everywhere("run", call, quiet)
+
+    def _perform_everywhere(self, action: str, *args: Any) -> Any:
+        """Announce an action to the other ranks, and perform it with them."""
+        self._calls.announce(action, *args)
+        return self._perform(action, *args)
+
+    def _perform(self, action: str, first: Any, second: Any) -> Any:
+        # Only parameters of this rank: those of other ranks are None here, and placeholders on meta below.
+        if waiting := [name for name, parameter in self.model.named_parameters() if parameter.is_meta]:
+            raise DeviceError(
+                join_faults("parameters of this rank are still on the meta device; load them before a call:", waiting)
+            )
+        with self._placement.hidden.placeholders():
+            self._calls.set_owners(self._current_owners())
+            self._exchange_buffers()
+            if action == "record":
+                return super()._recorded(first, second)
+            if action == "verify":
+                return super()._verify_on(self._by_number[first], second)
+            return super()._run(first, second)
+
+    def _compare(self, program: Program) -> None:
+        """Raise SplitError on all ranks if their programs differ. Else the program gets its number."""
+        steps = program.recording.steps
+        # This ends the walk. If digests differ, all ranks raise here, and none is left with an open walk.
+        reports = self._calls.compare_reports(_digest_steps(program), CHOICE)
+        if faults := [(rank, other) for rank, other in enumerate(reports) if other != reports[0]]:
+            pairs = zip(reports[0], faults[0][1], strict=False)
+            at = next((k for k, (one, other) in enumerate(pairs) if one != other), len(steps))
+            raise SplitError(
+                f"the ranks {[0, *(rank for rank, _ in faults)]} of the group recorded different programs of the "
+                f"forward of {type(self.model).__name__}, which begin to differ at "
+                f"{steps[at] if at < len(steps) else 'the end (writes into memory that results of a block share)'}; "
+                f"{EQUAL_EVERYWHERE}"
+            )
+        self._written |= {x.key for step in steps for k in step.writes if (x := step.reads[k]).kind == "own"}
+        program.number = next(self._numbers)
+        self._by_number[program.number] = program
+
+    def _drop(self, program: Program) -> None:
+        super()._drop(program)
+        self._dropped.append(program.number)
+
+    def _forget_programs(self, dropped: Iterable[int], chosen: Iterable[int]) -> None:
+        """Forget programs that were dropped, unless this step runs them."""
+        for number in set(dropped).difference(chosen):
+            self._by_number.pop(number, None)
+
+    def _exchange_buffers(self) -> None:
+        """Send the buffers of this rank that have changed since they were last sent, and write those of others."""
+        buffers, owners, rank = dict(self.model.named_buffers()), self._placement.owners, self._placement.rank
+        before = self._sent_buffers
+        now = {name: (x, version(x)) for name, x in buffers.items() if owners[name] == rank}
+        changed = {
+            name: x
+            for name, (x, count) in now.items()
+            if name not in before or before[name][0] is not x or before[name][1] != count
+        }
+        self._sent_buffers = now
+        # Every rank sends, even if nothing changed: the others do not know that, and receive from all.
+        for contents in self._calls.exchange_contents(changed):
+            for name, content in contents.items():
+                if name not in now:
+                    buffers[name].copy_(content)
+
+    def _current_owners(self) -> dict[int, int]:
+        """The rank of each parameter and buffer that the model has just now, by its id()."""
+        return {id(tensor): self._placement.owners[name] for name, tensor in named_tensors(self.model)}
+
+    def homes(self) -> dict[int, int]:
+        """See `SplitModel.homes`. Parameters of this rank stay where they were put when the pipe was made."""
+        return {key: self._placement.workers.index(rank) for key, rank in self._current_owners().items()}
+
+    def place(self) -> None:
+        """Nothing moves: see `homes`."""
+
+    def _forbid_shared_buffers(self, uses: Iterable[Use]) -> None:
+        """Raise SpecError that names each buffer which stages of several ranks use, and a step writes to."""
+        written = {id(module._buffers.get(key)) for module, key in self._collective_recorder.written}
+        written |= {id(self._owner(name)) for name in self._written}
+        # Statistics count as written even if no recording was in training mode yet.
+        written |= {id(m.running_mean) for m in self.model.modules() if isinstance(m, _NormBase)}
+        names = {id(buffer): name for name, buffer in self.model.named_buffers()}
+        headline = (
+            "buffers that a step writes to cannot be used on several ranks, because each rank would write to a copy; "
+            "use them in one submodule, or let the stages be on one rank (split=):"
+        )
+        tensors = ((id(use.tensor), use.stage) for use in uses)
+        shared = ((key, names[key], stage) for key, stage in tensors if key in written and key in names)
+        forbid_shared(shared, self._placement.workers, headline)
+
+    def stages(self) -> tuple[list[Stage], Crossing]:
+        """See `SplitModel.stages`. Stages of this rank get copies of parameters of others by `loans`."""
+        workers, rank, hidden = self._placement.workers, self._placement.rank, self._placement.hidden
+        local = [blocks for blocks, worker in zip(self.blocks, workers, strict=True) if worker == rank]
+        hidden.keep_buffers(module for blocks in local for block in blocks for module in block.modules())
+        with hidden.placeholders():
+            stages, crossing = super().stages()
+            uses = list(find_uses([stage.layers for stage in stages]))
+            self._forbid_shared_buffers(uses)
+            # Slots of the model, because the code between blocks has tables of its own, which are filled at each scan.
+            model_slots = {id(use.tensor): use.slot for use in find_uses([[("", self.model)]])}
+            self.loans = plan_loans(uses, self._current_owners(), workers, rank, model_slots)
+        for stage in cast("list[ProcessSplitStage]", stages):
+            stage.set_programs(self._by_number)
+        for slots in self.loans.slots.values():
+            for _, (table, key) in slots:  # tables of the code between blocks still have the placeholders
+                table[key] = None
+        return stages, crossing
+
+
+def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """All parameters and buffers, under all their names."""
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
+def _digest_steps(program: Program) -> list[str]:
+    """One digest per step, and one of the stages. Equal on two ranks if the programs are."""
+    recording = program.recording
+    steps = [
+        (
+            *(step.name, step.where, step.names, str(step.structure), sorted(step.writes), step.draws, step.dynamic),
+            [*map(_describe_constant, step.leaves)],
+            _describe_reads(step.reads),
+            [value and (value.key, value.bytes) for value in step.makes],
+            [(k, _describe_constant(leaf)) for k, leaf in step.plain],
+            sorted(step.shapes.items()),
+            step.expects and _describe_constant(step.expects[0]),
+        )
+        for step in recording.steps
+    ]
+    # Clones and members follow from shared memory, which the steps do not show.
+    parts = [([number for number, *_ in part.steps], len(part.clones)) for part in program.parts]
+    leaves = [*map(_describe_constant, recording.leaves)]
+    result = program.routes, _describe_reads(recording.reads), leaves, str(recording.structure), recording.cuts
+    return [hashlib.sha256(repr(each).encode()).hexdigest()[:12] for each in (*steps, (parts, result))]
+
+
+def _describe_reads(reads: Reads) -> list[tuple[int, str]]:
+    return [
+        (k, f"{value.kind} {_describe_constant(value.key)} {value.step} {value.bytes}") for k, value in reads.items()
+    ]
+
+
+def _describe_constant(leaf: Any) -> str:
+    """A constant in words that are equal on all ranks."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)}"
+    if isinstance(leaf, torch.device):  # without the index, because each rank has a device of its own
+        return leaf.type
+    return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__

@@ -1,0 +1,217 @@
+"""Layouts cut the model of a pipe into stages. Here: that of an `nn.Sequential`, and the interface of the others.
+
+    Pipe --has--> PipeLayout          here
+                  SplitLayout         split/split_pipe.py                 with split=
+                  ProcessLayout       processes/process_pipe.py           with group=
+                  ProcessSplitLayout  processes/split_process_pipe.py     with both
+
+A pipe could be one of several subclasses instead. Then `Pipe` would have to import them to choose one, while they
+import `Pipe` to inherit from it. A layout does not know its pipe: it gets the settings with each call, so that a pipe
+and its layout are freed without the garbage collector.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+from torch import nn
+
+from torchweft.core.validation import Validator
+from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
+from torchweft.pipeline.config import (
+    BatchDims,
+    Layers,
+    check_batch_dims,
+    checked_layout,
+    layers_of,
+    places_of,
+    resolve_layout,
+    sizes_of,
+)
+from torchweft.pipeline.loss import LossFunction, LossScale, LossWeight
+from torchweft.pipeline.pipe_runtime import PipeRuntime, on_meta
+from torchweft.pipeline.pipeline_plan import Crossing, build_stages
+from torchweft.pipeline.skip import verify_skippables
+from torchweft.pipeline.stage import Stage
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@runtime_checkable
+class PipeSettings(Protocol):
+    """The attributes of a pipe that a user can assign, and that every kind of pipe has."""
+
+    chunks: Any
+    schedule: Any
+    checkpoint: Any
+    executor: Any
+    output: Any
+    batch_tag: Any
+    balance: list[int]
+    devices: list[torch.device]
+
+
+class FixedSettings(NamedTuple):
+    """The settings of a pipe that never change. `number_reduction` is that of numbers in a split model's output."""
+
+    dims: BatchDims
+    loss: LossFunction | None
+    reduction: str
+    loss_weight: LossWeight | None
+    loss_scale: LossScale
+    number_reduction: Literal["mean", "sum"] | None
+
+    @property
+    def of_runtime(self) -> tuple[LossFunction | None, str, LossWeight | None, BatchDims]:
+        """The part that a `PipeRuntime` needs."""
+        return self.loss, self.reduction, self.loss_weight, self.dims
+
+
+class LayoutArguments(NamedTuple):
+    """The arguments of a pipe that decide its stages, as given."""
+
+    balance: Any
+    devices: Any
+    sample: Any
+    split: Any
+    verify: Any
+    group: Any
+    executor: Any
+    schedule: Any
+    chunks: Any
+    loss_scale: Any
+
+
+class Cuts(NamedTuple):
+    """The number of stages (0: unknown), the number of layers of each, and their devices."""
+
+    stages: int
+    balance: list[int]
+    devices: list[torch.device]
+
+
+MakePipe = Callable[..., Any]
+CurrentRuntime = Callable[..., PipeRuntime]
+"""Builds the runtime again if settings have changed. With ``compare=False``, ranks do not compare them."""
+
+
+class PipeLayout:
+    """The layers of an `nn.Sequential` in a single process, and the base of the other layouts, which override it.
+
+    `balance` says how many layers each stage has.
+    """
+
+    _stage_type: type[Stage] = Stage
+    _fixed: FixedSettings
+    hides_tensors = False
+    """Whether tensors of other ranks are hidden."""
+
+    def __init__(self) -> None:
+        self._partitions: tuple[Any, list[nn.Sequential]] = (None, [])
+
+    def resolve(self, check: Validator, module: Any, dims: BatchDims | None, given: LayoutArguments) -> Cuts:
+        """Return the stages for the arguments of a pipe. Notes all faults of the arguments and the model in `check`."""
+        balance, devices = given.balance, given.devices
+        layers = check.call(layers_of, module)
+        if layers is not None:
+            check.call(verify_skippables, module)
+            if dims is not None:
+                check.call(check_batch_dims, layers, dims)
+        sizes = None if balance is None else check.call(sizes_of, balance)
+        places = None if devices is None else check.call(places_of, devices)
+        layout = None
+        if layers is not None and (sizes is None) == (balance is None) and (places is None) == (devices is None):
+            layout = check.call(resolve_layout, module, sizes, places, given.sample)
+        resolved_sizes, resolved_places = layout or ([], [])
+        return Cuts(len(resolved_sizes or sizes or places or ()), resolved_sizes, resolved_places)
+
+    def check_cuts(self, check: Validator, settings: PipeSettings, layers: Layers) -> Cuts:
+        """Return the stages for the current settings. Notes all faults of the settings in `check`."""
+        sizes, places = check.call(sizes_of, settings.balance), check.call(places_of, settings.devices)
+        layout = None
+        if sizes is not None and places is not None:
+            layout = check.call(checked_layout, sizes, places, len(layers))
+        return Cuts(len(sizes or ()), *(layout or (settings.balance, settings.devices)))
+
+    def take_model(self, fixed: FixedSettings, settings: PipeSettings, model: nn.Module, *, deferred: bool) -> Layers:
+        """Return the layers that become children of the pipe. `deferred`: convert their batch norms.
+
+        Layers move to the devices of their stages, except those on the meta device.
+        """
+        self._fixed = fixed
+        layers = cast("nn.Sequential", model)
+        pairs = zip(layers_of(layers), _device_per_layer(settings), strict=True)
+        converted = [
+            (name, convert_deferred_batch_norm(layer) if deferred else layer, device) for (name, layer), device in pairs
+        ]
+        return [(name, layer if on_meta(layer) else layer.to(device)) for name, layer, device in converted]
+
+    def stages(self, settings: PipeSettings, layers: Layers) -> tuple[list[Stage], Crossing]:
+        """The stages, and the values that cross between them."""
+        partitions = self.partitions(settings, layers)
+        return build_stages(layers, settings.balance, settings.devices, self._stage_type, partitions)
+
+    def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
+        """The batch axis of every argument, as `MiniBatch` takes it."""
+        return self._fixed.dims.of_call(len(args), kwargs.keys(), target=target)
+
+    def partitions(self, settings: PipeSettings, layers: Layers) -> list[nn.Sequential]:
+        """See `Pipe.partitions`."""
+        source = (layers, list(settings.balance))
+        if self._partitions[0] != source:
+            rest = iter(layers)
+            self._partitions = source, [nn.Sequential(OrderedDict(islice(rest, size))) for size in source[1]]
+        return self._partitions[1]
+
+    def devices_by_tensor(self, settings: PipeSettings, layers: Layers) -> dict[int, torch.device]:
+        """The device of each parameter and buffer, by its id(). A shared tensor is on that of its first stage."""
+        devices: dict[int, torch.device] = {}
+        for (_, layer), device in zip(layers, _device_per_layer(settings), strict=True):
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                devices.setdefault(id(tensor), device)
+        return devices
+
+    def new_runtime(self, settings: PipeSettings, layers: Layers, *, allows_external_loss: bool) -> PipeRuntime:
+        """A runtime for the current settings."""
+        built, options = self.stages(settings, layers), (settings.checkpoint, settings.executor)
+        return PipeRuntime(*built, *options, *self._fixed.of_runtime, allows_external_loss=allows_external_loss)
+
+    def key(self, settings: PipeSettings) -> tuple[Any, ...]:
+        """The state of the layout that requires another runtime if it changes."""
+        return ()
+
+    def statistics(self, settings: PipeSettings) -> dict[str, Any]:
+        """The layout's part of `Pipe.statistics`."""
+        return {"balance": list(settings.balance)}
+
+    @property
+    def group(self) -> "ProcessGroup | None":
+        """See `Pipe.group`."""
+        return None
+
+    def with_placeholders(self) -> AbstractContextManager[None]:
+        """Inside, tensors of other ranks are there as placeholders on the meta device."""
+        return nullcontext()
+
+    def exchange_reports(self, occasion: str, report: Any) -> list[Any]:
+        """The reports of all ranks, which call this together. A report is plain data."""
+        return [report]
+
+    def compare_settings(self, settings: PipeSettings, layers: Layers, state: Any, *, compare: bool) -> None:
+        """Raise UsageError on all ranks if their settings differ. `state` identifies the settings."""
+
+    def split_points(self, settings: PipeSettings, sample: Any, make_pipe: MakePipe) -> list[str]:
+        """The names of the submodules before which the model is cut. `make_pipe` makes a pipe to measure the model."""
+        raise NotImplementedError
+
+    def place(self, settings: PipeSettings, current_runtime: CurrentRuntime, sample: Any) -> None:
+        """Bring the tensors of a wrapped model to their stages."""
+
+
+def _device_per_layer(settings: PipeSettings) -> Iterator[torch.device]:
+    for device, size in zip(settings.devices, settings.balance, strict=True):
+        yield from [device] * size

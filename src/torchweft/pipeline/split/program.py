@@ -1,0 +1,566 @@
+"""A recording divided into stages: the instructions of each stage, and the values that cross between stages.
+
+recording    %0 %1 %2 | %3 %4 | %5 %6         cuts: before the first step of a split point
+stage           0        1       2
+crossing     %1: 0 -> (1, 2)                  a value goes straight from its source to each stage that reads it
+remade       %2 = mask(in1)                   depends only on inputs, and is larger than they: stages 1 and 2 remake it
+prelude      guards that depend on inputs     evaluated before a step starts, to choose between programs
+"""
+
+from bisect import bisect
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.core.errors import GuardError, InPlaceError, SplitError
+from torchweft.core.pytree import LEAF, Structure, flatten, unflatten
+from torchweft.core.rng import NextLayer
+from torchweft.core.segment import MicroBatchContext
+from torchweft.pipeline.routing import record_stream
+from torchweft.pipeline.split.isolation import moved_to_device
+from torchweft.pipeline.stage import ModuleScan, Skip, Stage
+
+
+@dataclass(eq=False, slots=True)
+class RecordedValue:
+    """A value that instructions read.
+
+    The meaning of `key` depends on `kind`: the name of an input ("in"), the name of a parameter or buffer ("own"), the
+    tensor itself ("const"), or the index of a leaf in the result of a step ("made"; -1: an argument written in place).
+    """
+
+    kind: Literal["in", "own", "const", "made"]
+    key: Any
+    step: int = -1  # the number of the step that made it
+    bytes: int = 0
+    storage: int | None = None
+    kept: Any = None  # a copy, if the recording keeps copies
+
+
+Reads = dict[int, RecordedValue]
+"""The values of leaves of the arguments or of the result, by the index of the leaf."""
+Values = dict[RecordedValue, Any]
+Owned = Callable[[str], Tensor]
+"""The parameter or buffer of that name."""
+
+HERE = object()
+"""Placeholder among the constants of a step for the device of the stage that runs it."""
+
+
+@dataclass(eq=False, slots=True)
+class Instruction:
+    """One instruction. Its arguments are `leaves`, which are None at the indices of `reads`. They are positional, the
+    last ones keywords with `names`. If `structure` is set, they are nested as it says."""
+
+    name: str
+    call: Callable[..., Any]
+    leaves: list[Any]
+    names: tuple[str, ...] = ()
+    structure: Structure | None = None
+    where: str = ""  # file and line of the user's code
+    module: nn.Module | None = None
+    reads: Reads = field(default_factory=Reads)
+    # Leaves of the result, then `writes`:
+    makes: list[RecordedValue | None] = field(default_factory=list[RecordedValue | None])
+    # Leaves of the result that are not tensors, and shapes of tensors. Python code can depend on both:
+    plain: list[tuple[int, Any]] = field(default_factory=list[tuple[int, Any]])
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    expects: tuple[Any] | None = None  # the recorded result of a guard, which makes no value
+    writes: list[int] = field(default_factory=list[int])  # indices of the argument leaves written in place
+    stored: set[int] = field(default_factory=set[int])  # the storages written in place
+    draws: bool = False
+    dynamic: bool = False  # the shape of its result depends on data
+    advice: str = "move that decision into a submodule, which can make it freely"  # for a guard
+
+    def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        if self.structure is not None:
+            return unflatten(self.structure, leaves)
+        count = len(leaves) - len(self.names)
+        return leaves[:count], dict(zip(self.names, leaves[count:], strict=True))
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.where})" if self.where else self.name
+
+
+@dataclass
+class Recording:
+    """The instructions of one run of forward(). `leaves` and `reads` hold its result, as for arguments."""
+
+    inputs: list[RecordedValue]  # the leaves of the arguments
+    steps: list[Instruction] = field(default_factory=list[Instruction])
+    cuts: dict[str, int] = field(default_factory=dict[str, int])  # split point -> the first step at or after its call
+    leaves: list[Any] = field(default_factory=list[Any])
+    reads: Reads = field(default_factory=Reads)
+    structure: Structure = LEAF
+    has_scalars: bool = False  # whether a leaf of the result is one number per micro-batch
+    # Tensors read after a write through a view: the steps that made them, and that wrote (-1: before the first one).
+    aliases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of that name that the model has now."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    return cast(Tensor, module._parameters[key] if key in module._parameters else module._buffers[key])
+
+
+class InterBlockParameters(nn.Module):
+    """The parameters and buffers of the model that the code between blocks of one stage reads."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self._names, self._find = list(names), partial(tensor_of, model)
+        modules = {model.get_submodule(name.rpartition(".")[0]) for name in self._names}
+        generators = [value for m in modules for value in vars(m).values() if type(value) is torch.Generator]
+        # As attributes, because the scan of a stage looks for generators there.
+        vars(self).update({f"generator{id(generator)}": generator for generator in generators})
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the tensors again that the model has now."""
+        for name in self._names:
+            tensor = cast("Tensor | None", self._find(name))
+            if tensor is None:  # another rank has it
+                continue
+            (self._parameters if isinstance(tensor, nn.Parameter) else self._buffers)[name] = cast(Any, tensor)
+
+    def get(self, name: str) -> Tensor:
+        return cast(Tensor, self._parameters[name] if name in self._parameters else self._buffers[name])
+
+
+class CrossingValue(NamedTuple):
+    """A value that goes from one stage to others: its `bytes` per micro-batch, and the stages that read it."""
+
+    name: str
+    bytes: int
+    source: int
+    readers: tuple[int, ...]
+
+
+class StageProgram:
+    """The part of a program that one stage runs."""
+
+    def __init__(self) -> None:
+        # Each step with its number, the constants among its arguments, and the values that this stage can drop then:
+        self.steps: list[tuple[int, Instruction, list[Any], list[RecordedValue]]] = []
+        self.takes: dict[int, list[RecordedValue]] = {}  # values from other stages, by source
+        self.gives: dict[int, list[RecordedValue]] = {}  # values for other stages, by reader
+        self.held: list[RecordedValue] = []  # the model's tensors and constants that it reads
+        self.clones: set[RecordedValue] = set()  # incoming values that this stage writes to
+
+
+@dataclass(eq=False, slots=True)
+class ProgramGroup:
+    """Progress of comparing programs with forward(), for programs with the same steps that differ only in sizes."""
+
+    verified: int = 0  # programs that were compared on another micro-batch than their own
+    steps: int = 0  # calls that ran one of them
+    next_check: int = 10  # the step in which one of them is compared again
+
+    def count_step(self) -> bool:
+        """Count a call. Whether it is one of the calls 10, 100, 1,000 and so on, which compare again."""
+        self.steps += 1
+        is_due = self.steps == self.next_check
+        self.next_check *= 10 if is_due else 1
+        return is_due
+
+    def distrust(self) -> None:
+        """Start the comparisons again, after one that failed."""
+        self.verified = 0
+
+
+class Program:
+    """The instructions of all stages for micro-batches of one key. Its only tensors are constants of the model's code.
+
+    Raises SplitError if a stage would be empty or an object would hide tensors, InPlaceError for a write through a view
+    to a tensor of another stage.
+    """
+
+    def __init__(
+        self, recording: Recording, devices: Sequence[torch.device], foreign: Collection[str] = frozenset()
+    ) -> None:
+        """`foreign` names parameters and buffers that the first stage's process does not have."""
+        self.recording, self._foreign = recording, foreign
+        self.verified = False
+        self.group = ProgramGroup()
+        self.number = 0  # identifies the program in messages between ranks
+        self.used = 0  # time of the last use, as a count
+        self.anchors: Sequence[Any] = ()
+        self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)
+        self.parts = [StageProgram() for _ in devices]
+        self._device = list(devices) if len(set(devices)) > 1 else [None] * len(devices)
+        steps = recording.steps
+        starts = [0, *(recording.cuts[name] for name in self.order)]
+        for name, start, before in zip(self.order, starts[1:], starts, strict=False):
+            if start == before:
+                where = "forward begins with it" if not start else "another split point comes right before it"
+                raise SplitError(f"the stage before {name!r} would be empty, because {where}; leave it out of split")
+        self._stage_at = [bisect(starts, k) - 1 for k in range(len(steps))]
+        self._written = {storage for step in steps for storage in step.stored}
+        self._check_writes()
+        members = [{k for k, at in enumerate(self._stage_at) if at == s} for s in range(len(devices))]
+        self.prelude = self._prelude(members)
+        crossing = self._readers(members)
+        for s, part in enumerate(self.parts):
+            self._fill(s, part, sorted(members[s]), crossing)
+        self.routes = [
+            CrossingValue(self._name(value), value.bytes, self._source(value), tuple(readers))
+            for value, readers in crossing.items()
+        ]
+
+    def mark_verified(self) -> None:
+        """Note that the program agreed with forward() on another micro-batch than its own."""
+        self.group.verified += not self.verified
+        self.verified = True
+
+    def _check_writes(self) -> None:
+        """Raise InPlaceError for writes to tensors that several stages use."""
+        # Stages work on several micro-batches at one time, so a stage can write only to its own tensors.
+        steps = self.recording.steps
+        for made, written in self.recording.aliases:
+            if self._stage_at[max(made, 0)] != self._stage_at[max(written, 0)]:
+                raise InPlaceError(
+                    f"{steps[written]} writes through a view into a tensor of another stage "
+                    f"({self._stage_at[max(made, 0)]}), which is read afterwards; use the out-of-place form there, or "
+                    "split elsewhere"
+                )
+        readers: dict[RecordedValue, set[int]] = {}
+        for s, step in zip(self._stage_at, steps, strict=True):
+            for value in step.reads.values():
+                readers.setdefault(value, set()).add(s)
+        for step, value in [(writer, writer.reads[k]) for writer in steps for k in writer.writes]:
+            if value.kind == "own" and len(readers[value]) > 1:
+                raise InPlaceError(
+                    f"{step} writes into {value.key!r}, which the code between blocks of several stages "
+                    f"{readers[value]} uses; use it in one submodule, or split elsewhere"
+                )
+
+    def _prelude(self, members: Sequence[set[int]]) -> list[Instruction]:
+        """The guards that depend only on inputs, and the steps that they need.
+
+        Guards that also depend on parameters or buffers are evaluated again in their stage, because a step can change
+        these. If the process of the first stage lacks them, they are evaluated only there.
+        """
+        ahead: set[int] = set()
+        for k, step in enumerate(self.recording.steps):
+            decides = step.expects is not None or (step.shapes and step.dynamic)
+            if decides and (needed := self._from_inputs(k, own=True)) is not None:
+                ahead |= needed
+                if step.expects is not None and self._from_inputs(k) is not None:
+                    members[self._stage_at[k]].discard(k)
+        return [self.recording.steps[k] for k in sorted(ahead)]
+
+    def _from_inputs(self, last: int, *, own: bool = False) -> set[int] | None:
+        """The steps that compute the result of step `last` from inputs (and `own` parameters) only. None if it depends
+        on anything else, or if a step has side effects."""
+        needed: set[int] = set()
+        todo = [last]
+        while todo:
+            k = todo.pop()
+            if k in needed:
+                continue
+            step = self.recording.steps[k]
+            pure = step.module is None and not (step.writes or step.draws)
+            if not pure or any(value and value.storage in self._written for value in step.makes):
+                return None
+            needed.add(k)
+            for value in step.reads.values():
+                if value.kind == "made":
+                    todo.append(value.step)
+                barred = (not own or value.key in self._foreign) if value.kind == "own" else False
+                if barred or (value.kind == "in" and value.storage in self._written):
+                    return None
+        return needed
+
+    def _readers(self, members: Sequence[set[int]]) -> dict[RecordedValue, list[int]]:
+        """Every value that crosses, with its readers. Adds to `members` the steps that a stage repeats."""
+        steps, crossing = self.recording.steps, dict[RecordedValue, list[int]]()
+        for s in range(1, len(members)):
+            takes: dict[RecordedValue, None] = {}
+            reads = [value for k in sorted(members[s]) for value in steps[k].reads.values()]
+            for value in [*reads, *self._leaves_at(s)]:
+                present = value.kind in ("own", "const") or value.step in members[s]
+                if present or value in takes:
+                    continue
+                again = sorted(self._from_inputs(value.step) or ()) if value.kind == "made" else []
+                inputs = {read: None for k in again for read in steps[k].reads.values() if read.kind == "in"}
+                # Sending the inputs and repeating the steps is cheaper than sending a larger result.
+                if again and sum(read.bytes for read in inputs if read not in takes) < value.bytes:
+                    members[s].update(again)
+                    takes |= inputs
+                else:
+                    takes[value] = None
+            for value in takes:
+                crossing.setdefault(value, []).append(s)
+        return crossing
+
+    def _leaves_at(self, stage: int) -> Iterable[RecordedValue]:
+        """The values that forward() returns, if `stage` is the last one. Otherwise empty."""
+        return self.recording.reads.values() if stage == len(self.parts) - 1 else ()
+
+    def _source(self, value: RecordedValue) -> int:
+        return self._stage_at[value.step] if value.kind == "made" else 0
+
+    def _fill(
+        self, stage: int, part: StageProgram, members: Sequence[int], crossing: Mapping[RecordedValue, Sequence[int]]
+    ) -> None:
+        """Fill in the steps of a stage, and the values that it takes, gives, clones and drops."""
+        for value, readers in crossing.items():
+            source = self._source(value)
+            if stage in readers:
+                part.takes.setdefault(source, []).append(value)
+            for reader in readers if stage == source else ():
+                part.gives.setdefault(reader, []).append(value)
+        steps = [self.recording.steps[k] for k in members]
+        last: dict[RecordedValue, int] = {}
+        for k, step in zip(members, steps, strict=True):
+            last.update({value: k for value in step.reads.values() if value.kind in ("in", "made")})
+            last.update({value: k for value in step.makes if value is not None})
+        stays = {*chain(*part.gives.values()), *self._leaves_at(stage)}
+        done: dict[int, list[RecordedValue]] = {k: [] for k in members}
+        for value in last.keys() - stays:
+            done[last[value]].append(value)
+        for k, step in zip(members, steps, strict=True):
+            leaves = [self._device[stage] if leaf is HERE else leaf for leaf in step.leaves]
+            part.steps.append((k, step, leaves, done[k]))
+        part.held = _held(steps, *self._leaves_at(stage))
+        stored = {storage for step in steps for storage in step.stored}
+        comes = [*chain(*part.takes.values()), *(value for value in last if value.kind == "in" and not stage)]
+        part.clones = {value for value in comes if value.storage in stored}
+
+    def _name(self, value: RecordedValue) -> str:
+        if value.kind == "in":
+            return f"input {value.key}"
+        step = self.recording.steps[value.step]
+        return f"{step}[{step.makes.index(value)}]" if len(step.makes) > 1 else str(step)
+
+    def blocks(self, stage: int) -> dict[nn.Module, str]:
+        return {step.module: step.name for _, step, *_ in self.parts[stage].steps if step.module is not None}
+
+    def owned(self, stage: int) -> set[str]:
+        """The parameters and buffers that the code between blocks of a stage reads."""
+        held = self.parts[stage].held + (_held(self.prelude) if not stage else [])
+        return {value.key for value in held if value.kind == "own"}
+
+    def fits(self, leaves: Sequence[Any], owned: Owned) -> bool:
+        """Whether forward() takes the branches of this program for these inputs, as far as inputs determine them."""
+        if not self.prelude:
+            return True
+        with suppress(GuardError), torch.no_grad():
+            values = self.given(leaves, owned, self.prelude)
+            for step in self.prelude:
+                perform(step, step.leaves, values)
+            return True
+        return False
+
+    def given(
+        self, leaves: Sequence[Any], owned: Owned, steps: Iterable[Instruction], more: Iterable[RecordedValue] = ()
+    ) -> Values:
+        """The values before these steps: inputs, and the tensors and constants that steps and `more` read."""
+        values: Values = dict(zip(self.recording.inputs, leaves, strict=True))
+        _load(values, _held(steps, *more), owned)
+        return values
+
+    def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = None) -> Values:
+        """Run one stage on its incoming values. Returns the values that it has at the end. For random numbers, blocks
+        and steps that draw count as layers."""
+        part, device = self.parts[stage], self._device[stage]
+        _load(values, part.held, owned)
+        for value in part.clones:
+            values[value] = values[value].clone()
+        for number, step, leaves, done in part.steps:
+            try:
+                if next_layer is not None and (step.draws or step.module is not None):
+                    next_layer(number)
+                perform(step, leaves, values, device)
+            except BaseException as error:
+                what = f"block {step.name!r}" if step.module is not None else str(step)
+                error.add_note(f"torchweft: in {what} of stage {stage}")
+                raise
+            for value in done:
+                values.pop(value, None)
+        return values
+
+    def replay(self, leaves: Sequence[Any], owned: Owned) -> Any:
+        """Run all stages in turn, on the leaves of the arguments."""
+        sent: list[Values] = [{} for _ in self.parts]
+        sent[0].update(zip(self.recording.inputs, leaves, strict=True))
+        for s, part in enumerate(self.parts):
+            with moved_to_device(self.blocks(s), self._device[s]):
+                values = self.run(s, sent[s], owned)
+            for reader, crossing in part.gives.items():
+                sent[reader].update({value: values[value] for value in crossing})
+        return self.result(sent[-1])
+
+    def result(self, values: Values) -> Any:
+        """The result of forward(), from the values of the last stage."""
+        return unflatten(self.recording.structure, _fill_leaves(self.recording.leaves, self.recording.reads, values))
+
+
+def perform(
+    step: Instruction,
+    constants: Sequence[Any],
+    values: Values,
+    device: torch.device | None = None,
+    call: Callable[..., Any] | None = None,
+) -> None:
+    """Run one step on `values`, and add its results to them. `call` replaces the function of the step. Raises
+    GuardError."""
+    leaves = _fill_leaves(constants, step.reads, values)
+    if device is not None:
+        leaves = [moved(x, device) for x in leaves]
+    args, kwargs = step.arguments(leaves)
+    result = (call or step.call)(*args, **kwargs)
+    if step.expects is not None:
+        _check_equal(step, step.expects[0], result)
+        return
+    results = [result] if type(result) is Tensor else flatten(result)[0]
+    if step.writes:
+        results = [*results, *(leaves[k] for k in step.writes)]
+    if len(results) != len(step.makes):
+        _check_equal(step, f"{len(step.makes)} values", f"{len(results)} values")
+    for k, shape in step.shapes.items():
+        _check_equal(step, shape, tuple(results[k].shape))
+    for k, plain in step.plain:
+        _check_equal(step, plain, results[k])
+    for value, x in zip(step.makes, results, strict=True):
+        if value is not None:
+            values[value] = x
+
+
+def _held(steps: Iterable[Instruction], *more: RecordedValue) -> list[RecordedValue]:
+    """The model's tensors and the constants that `steps` read, and those among `more`."""
+    reads = chain(*(step.reads.values() for step in steps), more)
+    return list(dict.fromkeys(value for value in reads if value.kind in ("own", "const")))
+
+
+def _load(values: Values, held: Iterable[RecordedValue], owned: Owned) -> None:
+    for value in held:
+        values[value] = value.key if value.kind == "const" else owned(value.key)
+
+
+def _fill_leaves(constants: Sequence[Any], reads: Reads, values: Values) -> list[Any]:
+    """The constants, with the values that are read inserted at their indices."""
+    leaves = list(constants)
+    for k, value in reads.items():
+        leaves[k] = values[value]
+    return leaves
+
+
+def moved(leaf: Any, device: torch.device) -> Any:
+    """An argument on the device of a stage. Tensors without dimensions can be on any device."""
+    return leaf.to(device) if isinstance(leaf, Tensor) and leaf.dim() and leaf.device != device else leaf
+
+
+def _check_equal(step: Instruction, before: Any, now: Any) -> None:
+    """Raise GuardError if Python code sees another value than when the step was recorded."""
+    if type(now) is not type(before) or now != before:
+        raise GuardError(
+            f"the model's code between blocks depends on {step}, which was {before!r} when recorded and is {now!r} "
+            f"now, so forward() can take another branch; {step.advice}"
+        )
+
+
+Copies = dict[int, Tensor]
+"""Copies of parameters that an earlier stage has on another device, by the id() of the parameter. For one step."""
+
+
+class StepPrograms:
+    """The programs of one step, one per micro-batch, and the copies of parameters for each stage.
+
+    It goes from stage to stage with the values, so that a recomputation uses the programs and copies of its forward.
+    `lent` are the copies and their originals: trainable tensors that a stage can use besides those of its modules.
+    """
+
+    __slots__ = ("copies", "lent", "programs")
+
+    def __init__(self, programs: Sequence[Program], copies: Sequence[Copies], originals: Iterable[Tensor]) -> None:
+        self.programs, self.copies = programs, copies
+        self.lent = [*originals, *(copy for of_stage in copies for copy in of_stage.values())]
+
+
+class SplitCall(NamedTuple):
+    """The main value of the first stage."""
+
+    choice: StepPrograms
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class SplitStage(Stage):
+    """A stage that runs its part of a program instead of a chain of layers. `turns` is held while modules that other
+    stages call as well have copies of parameters."""
+
+    def __init__(
+        self,
+        index: int,
+        blocks: dict[nn.Module, str],
+        code: InterBlockParameters,
+        device: torch.device,
+        pairs: set[tuple[int, int]],
+        turns: AbstractContextManager[object],
+    ) -> None:
+        layers = [(name, block) for block, name in blocks.items()]
+        popped = [bundle(*pair) for pair in sorted(pairs) if pair[1] == index]
+        stashed = [bundle(*pair) for pair in sorted(pairs) if pair[0] == index]
+        super().__init__(index, [*layers, ("the code between blocks", code)], device, popped, stashed)
+        self.code, self.turns, self.copies = code, turns, Copies()
+        self._copies_input = False
+
+    def _tracked(
+        self, context: MicroBatchContext, main: Any, skips: Any, next_layer: NextLayer
+    ) -> tuple[Any, dict[Skip, Any]]:
+        program, copies, onward = self._chosen(main, context.micro_batch)
+        part = program.parts[self.index]
+        values: Values = {}
+        if not self.index:
+            values.update(zip(program.recording.inputs, flatten((main.args, main.kwargs))[0], strict=True))
+        for source, crossing in part.takes.items():
+            values.update(zip(crossing, skips[bundle(source, self.index)], strict=True))
+        stashed: dict[Skip, Any] = dict.fromkeys(self.stashed, ())
+        for copy in copies.values():
+            # The copy was allocated on the caller's stream, which must not reuse its memory while this stream reads it.
+            if copy.is_cuda:
+                record_stream(copy, torch.cuda.current_stream(copy.device))
+        with self._substituted(copies):
+            values = program.run(self.index, values, self.code.get, next_layer)
+            for reader, crossing in part.gives.items():
+                stashed[bundle(self.index, reader)] = tuple([values[value] for value in crossing])
+            last = self.index == len(program.parts) - 1
+            return (program.result(values) if last else onward), stashed
+
+    def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Any]:
+        """The program of a micro-batch, its copies of parameters, and the main value for the next stage."""
+        choice: StepPrograms = main if self.index else main.choice
+        return choice.programs[micro_batch], choice.copies[self.index], choice
+
+    def scan(self) -> ModuleScan:
+        """As for any stage, with copies instead of parameters on other devices."""
+        self.code.refresh()
+        with self._substituted(self.copies):
+            return super().scan()
+
+    @contextmanager
+    def _substituted(self, copies: Copies) -> Generator[None]:
+        """Context in which the stage's modules have these copies."""
+        with self.turns:
+            modules = [module for _, layer in self.layers for module in layer.modules()] if copies else []
+            before = [(m, k, p) for m in modules for k, p in m._parameters.items() if p is not None and id(p) in copies]
+            try:
+                for module, key, parameter in before:
+                    module._parameters[key] = cast(nn.Parameter, copies[id(parameter)])
+                yield
+            finally:
+                for module, key, parameter in before:
+                    module._parameters[key] = parameter
+
+
+def bundle(source: int, reader: int) -> Skip:
+    """The name of the values that go from one stage to another for one micro-batch."""
+    return None, f"{source} to {reader}"

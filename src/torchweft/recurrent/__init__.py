@@ -1,0 +1,41 @@
+"""Recurrent networks from one time step: any cell that plain PyTorch can express.
+
+recurrent.py    Recurrent, recurrent_net; one call       eager.py      the exact loop
+sequence.py     time and batch axes, packed sequences    masking.py    lengths, masks, resets
+cell.py         cells, step nets over named values, and the initial state
+layers/         LSTM, GRU, RNN, Stack, ...               cells/        known cells, and wrappers
+
+A plan replaces the loop:
+capture.py, graph.py, passes.py                the graph of one step and its backward
+step_plan.py                                   the operators that must run step by step, and those that need not
+plan_cache.py, guards.py, verify.py            the calls for which a plan holds, its check, and its backend
+sequence_function.py                           a whole sequence, as one autograd node
+plan_backends.py, backend_registry.py          the protocol of backends, the values kept for backward; the known ones:
+cpp/, inductor_backend.py, python_backend.py   a loop in C++, compiled steps, loops in Python
+custom_op.py, traced_networks.py               under torch.compile and torch.export: one operator
+pytorch_internals.py                           the private names of PyTorch that these modules use
+"""
+
+from torchweft.recurrent.cell import InputWidthError, Window
+from torchweft.recurrent.cpp.workspace import release
+from torchweft.recurrent.layers import GRU, LSTM, RNN, Bidirectional, Caffe2LSTM, Stack
+from torchweft.recurrent.layers.rnn import LayerInputError
+from torchweft.recurrent.plan_cache import NoPlanWarning
+from torchweft.recurrent.recurrent import Recurrent, Result, recurrent_net
+
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Bidirectional",
+    "Caffe2LSTM",
+    "InputWidthError",
+    "LayerInputError",
+    "NoPlanWarning",
+    "Recurrent",
+    "Result",
+    "Stack",
+    "Window",
+    "recurrent_net",
+    "release",
+]

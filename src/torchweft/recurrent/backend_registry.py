@@ -1,0 +1,61 @@
+"""The backends by name, and the order in which ``backend="auto"`` tries them.
+
+    name        module                 devices    limits
+    c           cpp/                   CPU        a C++ compiler, and operators that it can lower
+    inductor    inductor_backend.py    all        compiles for seconds; only on request
+    python      python_backend.py      all        none, but a loop of small operators can lose against the eager loop
+
+`plan_cache.py` decides when a plan is made and for which calls it holds. A new backend is added here, not there.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeGuard
+
+import torch
+
+from torchweft.recurrent.cpp.cpp_backend import CppBackend
+from torchweft.recurrent.cpp.ir import Unsupported
+from torchweft.recurrent.cpp.lowering import decomposition_table
+from torchweft.recurrent.graph import StepGraph
+from torchweft.recurrent.inductor_backend import InductorBackend
+from torchweft.recurrent.plan_backends import Backend
+from torchweft.recurrent.python_backend import PythonBackend
+
+BackendName = Literal["auto", "c", "inductor", "python", "eager"]
+_Builder = Callable[[StepGraph], Backend]
+_BUILDERS: dict[str, _Builder] = {"c": CppBackend, "inductor": InductorBackend, "python": PythonBackend}
+
+
+def candidate_backends(name: BackendName, device: torch.device) -> tuple[str, ...]:
+    """The backends to try, the fastest first."""
+    if name != "auto":
+        return (name,)
+    # Inductor is left out on CUDA too, because its recorded graphs have never run on a GPU.
+    return ("python",) if device.type == "cuda" else ("c", "python")
+
+
+def is_always_faster(name: str) -> bool:
+    """Whether a plan by this backend is used without a race against the eager loop."""
+    return name == "c"
+
+
+def composed_operators(name: str, device: torch.device) -> Mapping[Any, Any] | None:
+    """Decompositions of operators that the backend does not know, for `capture`; None if it knows all.
+
+    Raises Unsupported if the backend cannot run on this device.
+    """
+    if name != "c":
+        return None
+    if device.type != "cpu":
+        raise Unsupported(f"loops in C run on the CPU, and the inputs are on {device}")
+    return decomposition_table()
+
+
+def build_backend(name: str, captured: StepGraph) -> Backend:
+    """A runnable plan. Raises Unsupported and CompileError."""
+    return _BUILDERS[name](captured)
+
+
+def serves_smaller_batches(backend: Backend | None) -> TypeGuard[CppBackend]:
+    """Whether the plan can also run smaller batches that are filled up with rows, by `for_rows`."""
+    return isinstance(backend, CppBackend)

@@ -1,1 +1,0 @@
-"""The interfaces of other libraries, implemented on weft, for programs that were written for them."""

@@ -1,5 +1,0 @@
-"""Replacement for ``torchgpipe.balance``."""
-
-from weft.pipeline.partition import balance_by_size, balance_by_time
-
-__all__ = ["balance_by_size", "balance_by_time"]
