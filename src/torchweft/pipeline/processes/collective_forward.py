@@ -28,7 +28,7 @@ from torchweft.pipeline.processes.packing import pack, unpack
 from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.program import Instruction, Owned, Program, Values, perform
-from torchweft.pipeline.split.provenance import ValueProvenanceMode
+from torchweft.pipeline.split.provenance import Observed
 from torchweft.pipeline.split.record import SHAPES, ForwardRecorder
 from torchweft.pipeline.weights import replaced_in
 
@@ -39,8 +39,6 @@ EQUAL_EVERYWHERE = (
     "on all ranks"
 )
 Finding = TypeVar("Finding")
-Observed = tuple[Any, list[bool]]
-"""The result of a call, and flags that only the rank which ran it knows."""
 
 
 class CollectiveCalls:
@@ -223,20 +221,13 @@ class CollectiveRecorder(ForwardRecorder):
         self.written: set[tuple[nn.Module, str]] = set()
         """Buffers that blocks were seen to write to: the module, and the name in it."""
 
-    def run_step(
-        self, step: Instruction, run: Callable[..., Any], args: Any, kwargs: Any, provenance: ValueProvenanceMode
-    ) -> Any:
+    def run_step(self, step: Instruction, run: Callable[..., Observed], args: Any, kwargs: Any) -> Observed:
         """See `ForwardRecorder.run_step`."""
-
-        def observed(*args: Any, **kwargs: Any) -> Observed:
-            return run(*args, **kwargs), [provenance.drew, provenance.dynamic]
-
         modules: list[nn.Module] = [] if step.module is None else list(step.module.modules())
         held = [(m, key, x, version(x)) for m in modules for key, x in m._buffers.items() if x is not None]
-        result, flags = self._calls.run_step(step, observed, args, kwargs)
-        provenance.set_flags(*flags)
+        observed = self._calls.run_step(step, run, args, kwargs)
         self.written |= {(m, key) for m, key, x, before in held if m._buffers[key] is not x or version(x) != before}
-        return result
+        return observed
 
     def replay(self, program: Program, leaves: Sequence[Any], owned: Owned) -> Any:
         """See `ForwardRecorder.replay`. Steps run in the order of the recording, because stages are on other ranks."""
