@@ -78,8 +78,8 @@ def has_local_modes() -> bool:
     return any(type(mode) is not internals.DeviceContext for mode in modes)
 
 
+# The precision of float32 products of a backend and operator: "tf32", "bf16", or without rounding "ieee" or "none".
 float32_precision = internals.get_precision
-"""The precision of float32 products of a backend and operator: "tf32", "bf16", or without rounding "ieee" or "none"."""
 
 
 class ProcessFlags(NamedTuple):

@@ -89,11 +89,11 @@ class WeightsError(WeftError, RuntimeError):
     """The tensors of a file or checkpoint do not match the model or the optimizer."""
 
 
+# The message of a `BackwardTwiceError`.
 BACKWARD_TWICE = (
     "backward ran a second time over a step whose intermediates were freed by the first; "
     "call the first backward with retain_graph=True to keep them"
 )
-"""The message of a `BackwardTwiceError`."""
 
 
 _EACH = "\n  - "
@@ -159,6 +159,7 @@ _NO_MEMORY = (
     "or 'always', or a list with such a mode for this stage; or cut the mini-batch into more chunks, or give the "
     "device fewer layers (balance=)"
 )
+# Advice by a part of PyTorch's message, for operations that work in a lone layer but not inside a segment.
 _ADVICE = {
     "out of memory": _NO_MEMORY,  # of an accelerator
     "not enough memory: you tried to allocate": _NO_MEMORY,  # of the CPU
@@ -179,7 +180,6 @@ _ADVICE = {
         "torch.utils.checkpoint, or the checkpoint= of the Pipe instead"
     ),
 }
-"""Advice by a part of PyTorch's message, for operations that work in a lone layer but not inside a segment."""
 
 
 def add_advice(error: BaseException) -> None:

@@ -20,17 +20,16 @@ from torch.utils import _pytree as pytree
 
 from torchweft.core.errors import SpecError
 
+# The nesting of a value. Hashable; two are equal if containers, keys and their order are equal.
 Structure = pytree.TreeSpec
-"""The nesting of a value. Hashable; two are equal if containers, keys and their order are equal."""
 
-LEAF: Structure = pytree.tree_structure(None)
-"""The structure of a value that is one leaf."""
+LEAF: Structure = pytree.tree_structure(None)  # the structure of a value that is one leaf
 
+# Advice for a class that hides tensors.
 CONTAINER_ADVICE = (
     "use a tuple, list, dict or NamedTuple, or register the class "
     "(torch.utils._pytree.register_dataclass, register_pytree_node)"
 )
-"""Advice for a class that hides tensors."""
 
 
 def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:

@@ -53,8 +53,7 @@ class _ProcessLock:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.changes = 0
-        """Number of acquisitions and releases, which is odd while it is held."""
+        self.changes = 0  # number of acquisitions and releases, which is odd while it is held
 
     def acquire(self) -> None:
         self._lock.acquire()
@@ -235,8 +234,8 @@ def _saved_names(kind: type[Node]) -> list[str]:
 
 Result = TypeVar("Result")
 
+# Maximum number of times that a recomputation runs until its random numbers are those of its forward.
 MAX_RECOMPUTATIONS = 3
-"""Maximum number of times that a recomputation runs until its random numbers are those of its forward."""
 
 _MASK = (1 << 64) - 1
 _FREE = nullcontext()
@@ -313,8 +312,8 @@ def draw_seed(sources: Sequence[torch.Generator]) -> DrawnSeed:
     return DrawnSeed(seed, before, after)
 
 
+# Callback of a stage before each layer, with the layer's number in the model. None if the stage draws nothing.
 NextLayer = Callable[[int], None] | None
-"""Callback of a stage before each layer, with the layer's number in the model. None if the stage draws nothing."""
 
 
 class RngStreams:

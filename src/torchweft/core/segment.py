@@ -77,8 +77,8 @@ def hidden_tensors(value: Any) -> list[Tensor]:
 
 
 _COLLECTIONS = (list, tuple, set, frozenset, deque)
+# Whether values of a type can hide tensors. Most leaves cannot: None, numbers, strings.
 _can_hide: dict[type, bool] = {}
-"""Whether values of a type can hide tensors. Most leaves cannot: None, numbers, strings."""
 
 
 def held_values(value: Any) -> list[Any]:
@@ -134,8 +134,7 @@ class GradientSum:
             torch._foreach_add_(into, more)  # pyright: ignore[reportPrivateImportUsage] # no public name
 
 
-Node = Any
-"""A node of the autograd graph. PyTorch has several types for them, without a public base."""
+Node = Any  # A node of the autograd graph. PyTorch has several types for them, without a public base.
 
 
 class _FrontierNode(NamedTuple):
@@ -289,8 +288,7 @@ def _leading_to(order: Sequence[Node], goals: Sequence[Node]) -> set[Node]:
 
 
 Keep = Literal["graph", "inputs", "nothing"]
-Gradients = list[Tensor | None]
-"""One entry per leaf of a value, which is None if the leaf has no gradient."""
+Gradients = list[Tensor | None]  # one entry per leaf of a value, which is None if the leaf has no gradient
 
 
 @dataclass(frozen=True)
@@ -309,8 +307,8 @@ class MicroBatchContext:
     borrowed: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor], compare=False)
 
 
+# ``function(context, *values) -> values``: one value per route that it reads, then per route that it writes.
 SegmentFunction = Callable[..., tuple[Any, ...]]
-"""``function(context, *values) -> values``: one value per route that it reads, then per route that it writes."""
 
 
 def detach_leaves(value: Any, tracked: bool | None = None) -> Any:
@@ -390,17 +388,15 @@ class Tape:
         flat = [([value], LEAF) if type(value) is Tensor else flatten(value) for value in values]
         self._inputs = [leaves for leaves, _ in flat]
         self._structures = [structure for _, structure in flat]
-        self.recomputes = keep == "inputs"
-        """Whether backward must run the function again."""
+        self.recomputes = keep == "inputs"  # whether backward must run the function again
         # Tensor versions reveal writes in place. A recomputation from changed inputs would be silently wrong.
         self._versions = versions(self._tensors()) if self.recomputes else []
-        self.tracks: bool | None = None
-        """The argument `tracked` of `detach_leaves` for the outputs."""
+        self.tracks: bool | None = None  # the argument `tracked` of `detach_leaves` for the outputs
         if self.recomputes:
             # The first forward runs without a graph, so its outputs cannot tell whether they will require a gradient.
             self.tracks = bool(segment.parameters) or any(x.requires_grad for x in self._tensors())
+        # For each leaf of each output, the edge at which its gradient enters the graph. None without a graph.
         self.edges: list[list[GradientEdge | None]] | None = None
-        """For each leaf of each output, the edge at which its gradient enters the graph. None without a graph."""
 
     def _tensors(self) -> list[Tensor]:
         return [x for leaves in self._inputs for x in leaves if isinstance(x, Tensor)]

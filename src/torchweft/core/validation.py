@@ -18,8 +18,7 @@ from torchweft.core.errors import SpecError, UsageError, WeftError, join_faults
 
 Result = TypeVar("Result")
 
-MAX_SECONDS = 1e9
-"""Seconds, about thirty years, for "unlimited"."""
+MAX_SECONDS = 1e9  # seconds, about thirty years, for "unlimited"
 
 
 class Validator:

@@ -48,8 +48,7 @@ class Cell:
     def __init__(self, function: Callable[..., Any], *, time_step: bool = False) -> None:
         self.function = function
         self.time_step = time_step
-        self.form: Hashable = (type(self), time_step)
-        """The part of a plan's key that does not come from the function."""
+        self.form: Hashable = (type(self), time_step)  # the part of a plan's key that does not come from the function
 
     def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
         """One step. The loop checks the result."""

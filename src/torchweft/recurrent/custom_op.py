@@ -43,10 +43,9 @@ from torchweft.recurrent.traced_networks import GONE, TraceableNetwork, find_net
 
 _numbers = itertools.count(1)
 _specs: dict[int, "CallSpec"] = {}
+# By the number in their token, the sequences that can still run backward.
 live_sequences: "weakref.WeakValueDictionary[int, _TokenMemory]" = weakref.WeakValueDictionary()
-"""By the number in their token, the sequences that can still run backward."""
-_NONE = "torchweft: None"
-"""Stands for None, which a traced call cannot take."""
+_NONE = "torchweft: None"  # stands for None, which a traced call cannot take
 
 
 # -- a call as it is traced -------------------------------------------------------------------------------------------
@@ -111,14 +110,12 @@ class CallSpec:
     """One kind of call: everything about it except the tensors."""
 
     network: int
-    structure: Structure
-    """Nesting of (inputs, state, row options by name)."""
-    constants: tuple[Any, ...]
-    """Their leaves. None stands for a tensor."""
+    structure: Structure  # nesting of (inputs, state, row options by name)
+    constants: tuple[Any, ...]  # their leaves. None stands for a tensor.
     ambient: ExecutionContext
     number: int = field(default_factory=lambda: next(_numbers))
+    # Nesting of (outputs, last, states), and which of the leaves are tensors. The others are None.
     results: tuple[Structure, list[bool]] | None = None
-    """Nesting of (outputs, last, states), and which of the leaves are tensors. The others are None."""
 
     def run_network(
         self, tensors: Sequence[Tensor], references: Sequence[Tensor], start: int, fake: bool

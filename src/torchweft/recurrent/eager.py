@@ -26,8 +26,8 @@ from torchweft.recurrent.cell import Cell, InputWidthError, StepSpec, expand_lik
 from torchweft.recurrent.masking import ALL_ROWS, RowMasks, padding_values, replace_padding, select_rows
 from torchweft.recurrent.sequence import SequenceInputs
 
+# Outputs (T x N x ...), the last state (N x ...), and all states (rows 1 to T, T x N x ...).
 Unrolled = tuple[Any, Any, Any]
-"""Outputs (T x N x ...), the last state (N x ...), and all states (rows 1 to T, T x N x ...)."""
 
 
 @dataclass(frozen=True, eq=False)

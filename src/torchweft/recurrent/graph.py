@@ -21,8 +21,7 @@ from torch import Tensor, fx
 
 from torchweft.core.pytree import Structure
 
-Value = fx.Node | None
-"""A node of the graph. None for the gradient of a value that has none."""
+Value = fx.Node | None  # A node of the graph. None for the gradient of a value that has none.
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,13 @@ class StepGraph:
 
     module: fx.GraphModule
     signature: GraphSignature
-    held: Sequence["Tensor | weakref.ref[Tensor]"]
-    """The references that require a gradient."""
+    held: Sequence["Tensor | weakref.ref[Tensor]"]  # the references that require a gradient
     input_structure: Structure
     state_structure: Structure
     output_structure: Structure
-    output_is_tensor: tuple[bool, ...]
-    """Flags the leaves of the output that are tensors. The others are None."""
-    wanted_inputs: tuple[bool, ...]
-    """Flags the inputs that require a gradient."""
-    draws: "list[Draw]"
-    """Random numbers of a step. They are further inputs, after those of the cell."""
+    output_is_tensor: tuple[bool, ...]  # flags the leaves of the output that are tensors. The others are None.
+    wanted_inputs: tuple[bool, ...]  # flags the inputs that require a gradient
+    draws: "list[Draw]"  # random numbers of a step. They are further inputs, after those of the cell.
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -190,6 +185,7 @@ def graph_signature(module: fx.GraphModule, counts: tuple[int, int, int, int]) -
 
 
 _aten = cast(Any, torch.ops.aten)
+# Operators that read only shape, dtype and device of their tensor arguments.
 _BY_SHAPE = {
     _aten.bernoulli.p,
     _aten.rand_like.default,
@@ -204,16 +200,15 @@ _BY_SHAPE = {
     _aten.uniform.default,
     _aten.exponential.default,
 }
-"""Operators that read only shape, dtype and device of their tensor arguments."""
+# In-place operators that cells call, by their functional form in the graph.
 _IN_PLACE = {
     _aten.bernoulli.p: _aten.bernoulli_.float,
     _aten.normal_functional.default: _aten.normal_.default,
     _aten.uniform.default: _aten.uniform_.default,
     _aten.exponential.default: _aten.exponential_.default,
 }
-"""In-place operators that cells call, by their functional form in the graph."""
+# Arguments without which nothing is drawn: attention has a dropout rate, which is usually 0.
 _SWITCHES = frozenset({"dropout_p", "train", "training"})
-"""Arguments without which nothing is drawn: attention has a dropout rate, which is usually 0."""
 _STRIDES = "torchweft: strides"
 
 
@@ -225,8 +220,7 @@ class Draw:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """Numbers are drawn in the order of memory, so another layout gives other numbers."""
+    strides: tuple[int, ...]  # numbers are drawn in the order of memory, so another layout gives other numbers
     dtype: torch.dtype
 
     def draw_into(self, row: Tensor) -> None:

@@ -36,23 +36,21 @@ from torchweft.recurrent.pytorch_internals import module_hooks, saved_tensor_hoo
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _BY_IDENTITY = (types.ModuleType, types.MethodDescriptorType, type(...), range)
 _DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
-_WRAPPED_NAMES = ("__func__", "fget", "func")
-"""Attributes in which descriptors hold their function."""
+_WRAPPED_NAMES = ("__func__", "fget", "func")  # attributes in which descriptors hold their function
 _CACHED = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, _CACHED)
 _UNREADY = (UninitializedParameter, UninitializedBuffer)
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MAX_DEPTH = 8
+# Methods that run without being named.
 _IMPLICIT = frozenset({"forward", "__call__", "__bool__", "__int__", "__float__", "__neg__"}).union(
     f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "matmul") for side in ("", "r")
 )
-"""Methods that run without being named."""
 _GLOBAL_READS = frozenset(name for name in dis.opmap if name.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
 _BY_STRING = frozenset({"getattr", "globals", "vars"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
-_PLAIN_SIZE = type("_Plain", (), {}).__basicsize__
-"""Size of an object with attributes and no other state."""
+_PLAIN_SIZE = type("_Plain", (), {}).__basicsize__  # size of an object with attributes and no other state
 
 
 class CellGuards:

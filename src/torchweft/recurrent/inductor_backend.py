@@ -30,10 +30,9 @@ from torchweft.recurrent.python_backend import CompiledLoop, Loop, PythonBackend
 from torchweft.recurrent.pytorch_internals import foreach_copy, inductor
 from torchweft.recurrent.verify import difference
 
+# Records a function. Returns its outputs, in memory that the recording owns, and a function that recomputes them.
 Recorder = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]
-"""Records a function. Returns its outputs, in memory that the recording owns, and a function that recomputes them."""
-MAX_RECORDINGS = 16
-"""Lengths for which a loop keeps a recording. Each has memory of its own."""
+MAX_RECORDINGS = 16  # lengths for which a loop keeps a recording. Each has memory of its own.
 _aten = cast(Any, torch.ops.aten)
 
 # Held in the whole process while a chunk is recorded or replayed. A recording has one set of buffers, which threads
@@ -72,8 +71,8 @@ def cuda_recorder(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], C
     return outputs, graph.replay
 
 
+# Buffers that are read, rows that are written, the carried values at the end, and the function that replays.
 _Recording = tuple[list[Tensor], list[Tensor], list[Tensor], Callable[[], None]]
-"""Buffers that are read, rows that are written, the carried values at the end, and the function that replays."""
 
 
 class InductorStep:

@@ -46,8 +46,7 @@ class RowMasks:
         return zip(*tables, strict=True)
 
 
-ALL_ROWS = RowMasks()
-"""Every row is valid at every step."""
+ALL_ROWS = RowMasks()  # every row is valid at every step
 
 
 def read_rows(

@@ -43,9 +43,10 @@ _functionalize = cast("Callable[..., Callable[..., Any]]", torch.func.functional
 _aten, _prims = cast(Any, torch.ops.aten), cast(Any, torch.ops.prims)
 _ADD, _MUL = _aten.add.Tensor, _aten.mul.Tensor
 _STRIDED = {_aten.as_strided.default, _aten.as_strided_scatter.default}
+# Operators that read memory as if it were contiguous. PyTorch makes a contiguous copy before it calls them.
 _CONTIGUOUS_ONLY = {_aten.native_group_norm.default, _aten.native_group_norm_backward.default}
-"""Operators that read memory as if it were contiguous. PyTorch makes a contiguous copy before it calls them."""
 
+# Primitives that decompositions produce, with the equivalent ATen operator and names of its arguments.
 _PRIMS: dict[Any, tuple[Any, ...]] = {
     _prims.add.default: (_aten.add.Tensor,),
     _prims.sub.default: (_aten.sub.Tensor,),
@@ -57,7 +58,6 @@ _PRIMS: dict[Any, tuple[Any, ...]] = {
     _prims.var.default: (_aten.var.correction, "dim", "correction"),
     _prims.convert_element_type.default: (_aten._to_copy.default, "dtype"),
 }
-"""Primitives that decompositions produce, with the equivalent ATen operator and names of its arguments."""
 
 
 # -- functionalize ----------------------------------------------------------------------------------------------------

@@ -23,40 +23,30 @@ from torch import Tensor
 from torchweft.core.errors import UsageError
 from torchweft.recurrent.graph import StepGraph
 
-CHUNK_BYTES = 4 << 20
-"""Approximate size of the values of one chunk."""
-CHUNK_ROWS = 1024
-"""Minimum rows of a chunk, steps times batch, so that products over it are efficient."""
+CHUNK_BYTES = 4 << 20  # approximate size of the values of one chunk
+CHUNK_ROWS = 1024  # minimum rows of a chunk, steps times batch, so that products over it are efficient
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Memory of a stretch of L steps, flat leaves each."""
 
-    steps: int
-    """L."""
-    inputs: list[Tensor]
-    """L x ..., contiguous."""
+    steps: int  # L
+    inputs: list[Tensor]  # L x ..., contiguous
+    # L+1 x ..., contiguous, row 0 given. A loop-invariant state, which every step passes on unchanged, has no rows.
     states: list[Tensor]
-    """L+1 x ..., contiguous, row 0 given. A loop-invariant state, which every step passes on unchanged, has no rows."""
-    outputs: list[Tensor]
-    """L x ..., contiguous."""
+    outputs: list[Tensor]  # L x ..., contiguous
 
 
 @dataclass(frozen=True)
 class Gradients:
     """Gradients of a chunk: the incoming ones, and buffers for the computed ones."""
 
-    outputs: list[Tensor]
-    """L x ..., contiguous."""
-    states: list[Tensor | None]
-    """L x ..., of the states after each step; None for zeros."""
-    carried: list[Tensor]
-    """Of the state after the last step; becomes that of the state before the first."""
-    inputs: list[Tensor | None]
-    """L x ..., to be written; None for an input without a gradient."""
-    parameters: list[Tensor | None]
-    """To be added to; None for a parameter without a gradient."""
+    outputs: list[Tensor]  # L x ..., contiguous
+    states: list[Tensor | None]  # L x ..., of the states after each step; None for zeros
+    carried: list[Tensor]  # of the state after the last step; becomes that of the state before the first
+    inputs: list[Tensor | None]  # L x ..., to be written; None for an input without a gradient
+    parameters: list[Tensor | None]  # to be added to; None for a parameter without a gradient
 
 
 @runtime_checkable
@@ -136,16 +126,11 @@ class SequenceSize:
     steps: int
     chunk: int
     state_row: int
-    lone_state_row: int
-    """Of the states that are not outputs."""
-    output_row: int
-    """Of the outputs that are not states."""
-    input_row: int
-    """Of the inputs that have a gradient."""
-    fixed: int
-    """Of the parameters' gradients, the carried gradients, and the working memory of a call."""
-    kept: int
-    """Saved by a chunk."""
+    lone_state_row: int  # of the states that are not outputs
+    output_row: int  # of the outputs that are not states
+    input_row: int  # of the inputs that have a gradient
+    fixed: int  # of the parameters' gradients, the carried gradients, and the working memory of a call
+    kept: int  # saved by a chunk
 
     def peak(self, policy: MemoryPolicy) -> int:
         """The most bytes that a call with its backward holds at a time, without its arguments.

@@ -49,12 +49,10 @@ from torchweft.recurrent.sequence_function import EagerReplay, append_rows, run_
 from torchweft.recurrent.verify import PlanError, verify
 
 VerifyMode = Literal["first", "never"]
+# After this many consecutive plans that were used only once, every new kind runs by the eager loop.
 MAX_UNUSED_PLANS = 32
-"""After this many consecutive plans that were used only once, every new kind runs by the eager loop."""
-MAX_PLANS = 64
-"""Plans that a network keeps. The least recently used is dropped first."""
-RACE_STEPS = 32
-"""Steps of a race. A shorter sequence is repeated."""
+MAX_PLANS = 64  # plans that a network keeps. The least recently used is dropped first.
+RACE_STEPS = 32  # steps of a race. A shorter sequence is repeated.
 COMPUTED = (
     "it reads a tensor that was computed from others, as by torch.func.functional_call, which is a new tensor at every "
     "call, so no plan could be reused; pass it as an input, a state, or one of references="
@@ -91,14 +89,10 @@ class PlanChoice:
     engine: Backend | None
     backend: str
     why: str
-    warning: str | None = None
-    """For the user, once."""
-    family: Hashable = None
-    """Equal for kinds that differ only in the number of rows."""
-    impossible: bool = False
-    """Whether the requested backend must not be replaced: an explicit "c" raises an error then."""
-    held: tuple[object, ...] = ()
-    """Objects whose addresses are part of the key. They live as long as it."""
+    warning: str | None = None  # for the user, once
+    family: Hashable = None  # equal for kinds that differ only in the number of rows
+    impossible: bool = False  # whether the requested backend must not be replaced: an explicit "c" raises an error then
+    held: tuple[object, ...] = ()  # objects whose addresses are part of the key. They live as long as it.
 
     def explain(self) -> str:
         """Readable report."""
@@ -284,8 +278,7 @@ class PlanCache:
         )
 
 
-_CAPTURING = threading.RLock()
-"""Held while a cell is traced, because tracing patches modules for the whole process."""
+_CAPTURING = threading.RLock()  # held while a cell is traced, because tracing patches modules for the whole process
 
 
 class PlannedCall:
@@ -309,8 +302,8 @@ class PlannedCall:
         self.cell_key = tuple(self.guards.key)
         self.computed = not all([tensor.is_leaf for tensor in self.guards.tensors])
         grad = torch.is_grad_enabled()
+        # Flags the inputs that require a gradient.
         self._wants = tuple([grad and leaf.requires_grad for leaf in inputs.leaves])
-        """Flags the inputs that require a gradient."""
 
     @property
     def kind(self) -> str:

@@ -26,6 +26,7 @@ from torchweft.recurrent.plan_backends import Chunk, Gradients, chunk_length
 from torchweft.recurrent.step_plan import BulkEvaluator, DependencePartition, dependences, explain, partition
 
 _aten = cast(Any, torch.ops.aten)
+# The same operators as direct functions. A call through the dispatcher's Python object costs about twice as much.
 _QUICK: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: torch.add,
     _aten.sub.Tensor: torch.sub,
@@ -45,8 +46,8 @@ _QUICK: dict[Any, Callable[..., Any]] = {
     _aten.t.default: torch.t,
     _aten.split.Tensor: torch.unsafe_split,
 }
-"""The same operators as direct functions. A call through the dispatcher's Python object costs about twice as much."""
 
+# Operators that can write their result into a given tensor: the function, and the argument's name.
 _INTO: dict[Any, tuple[Any, str]] = {
     **{
         target: (quick, "out")
@@ -56,7 +57,6 @@ _INTO: dict[Any, tuple[Any, str]] = {
     _aten.sigmoid_backward.default: (_aten.sigmoid_backward.grad_input, "grad_input"),
     _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
 }
-"""Operators that can write their result into a given tensor: the function, and the argument's name."""
 
 
 @dataclass(frozen=True)

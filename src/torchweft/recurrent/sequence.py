@@ -25,8 +25,7 @@ from torchweft.core.errors import UsageError
 from torchweft.core.pytree import Structure, flatten, map_leaves, structure_paths
 from torchweft.core.validation import Validator
 
-Lengths = Tensor | Sequence[int]
-"""Steps of every row, N integers."""
+Lengths = Tensor | Sequence[int]  # steps of every row, N integers
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class SequenceInputs:
     steps: int
     rows: int | None
     certain: bool
-    axes: int
-    """The most axes that an input of one step has."""
+    axes: int  # the most axes that an input of one step has
     device: torch.device
 
     def each_step(self) -> Iterator[list[Any]]:

@@ -61,8 +61,8 @@ class SequenceLeaves(Generic[Value]):
         return [(f"{name} {i}", value) for name, values in parts for i, value in enumerate(values)]
 
 
+# A tensor that backward reads: its name for messages, and its version, see `_version_of`.
 Read = tuple[str, Tensor, tuple[int, int]]
-"""A tensor that backward reads: its name for messages, and its version, see `_version_of`."""
 
 
 def run_derived(
@@ -119,8 +119,8 @@ class Buffers:
         self._inputs, self._initial = inputs, initial
         self._invariant, self._aliases = captured.invariant, captured.aliases
         steps, longest = bounds[-1], bounds[1] - bounds[0]  # only the last chunk can be shorter
+        # None for a state that is loop-invariant, or not kept whole.
         self.states: list[Tensor | None] = [None] * len(initial)
-        """None for a state that is loop-invariant, or not kept whole."""
         # Rows that all chunks share. Allocated per chunk between small blocks, each would get another address, and the
         # process would grow.
         self._shared: dict[int, Tensor] = {}

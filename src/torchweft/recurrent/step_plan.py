@@ -128,6 +128,7 @@ def _describe_node(node: fx.Node) -> str:
 
 
 _aten = cast(Any, torch.ops.aten)
+# Operators that can be applied to a sum over time instead of to each summand.
 _LINEAR_VIEWS = (
     _aten.t.default,
     _aten.reshape.default,
@@ -137,7 +138,6 @@ _LINEAR_VIEWS = (
     _aten.unsqueeze.default,
     _aten.neg.default,
 )
-"""Operators that can be applied to a sum over time instead of to each summand."""
 
 ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
 

@@ -30,14 +30,13 @@ from torchweft.recurrent.sequence_function import SequenceLeaves, run_derived, r
 # Without them, and in a single step, the carried gradient stays the same tensor: another path through a backend.
 TRIALS = ((3, True), (1, False))
 ROUNDINGS = 256
-NEAR = 8
-"""How many times the eager loop's own error, against float64, a plan can have."""
+NEAR = 8  # how many times the eager loop's own error, against float64, a plan can have
+# Inside, the cell reads its tensors in float64. Yields these by the ids of the originals.
 Widened = Callable[[], AbstractContextManager[Mapping[int, Tensor]]]
-"""Inside, the cell reads its tensors in float64. Yields these by the ids of the originals."""
 _unwidened: Widened = partial(nullcontext, dict[int, Tensor]())
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Tolerance for float32 if PyTorch can round the factors of products to this precision.
 ROUNDED_FACTORS = {"tf32": 2e-3, "bf16": TOLERANCE[torch.bfloat16]}
-"""Tolerance for float32 if PyTorch can round the factors of products to this precision."""
 
 
 class PlanError(WeftError, RuntimeError):

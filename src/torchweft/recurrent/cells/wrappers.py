@@ -36,8 +36,7 @@ class Wrapper(nn.Module):
         return adapt(self.cell).own_initial()
 
 
-Rates = Any
-"""A number from 0 to 1, or such numbers with the nesting of the value."""
+Rates = Any  # A number from 0 to 1, or such numbers with the nesting of the value
 
 
 def check_rates(name: str, rates: Rates, check: Validator) -> None:

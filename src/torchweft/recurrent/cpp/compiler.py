@@ -36,10 +36,8 @@ FLAGS = (
 # Without this, the compiler fuses a product and a sum in one place and not in another. Then forward and recompute would
 # differ in the last bit.
 EXACT = ("-ffp-contract=off",)
-SECONDS = 120.0
-"""Time limit of one compilation."""
-MEBIBYTES = 256.0
-"""Size limit of the cache, unless `$TORCHWEFT_CACHE_MIB` sets another."""
+SECONDS = 120.0  # time limit of one compilation
+MEBIBYTES = 256.0  # size limit of the cache, unless `$TORCHWEFT_CACHE_MIB` sets another
 
 
 class CompileError(WeftError, RuntimeError):

@@ -140,8 +140,8 @@ def _operation_count(value: LoopValue) -> float:
     return 4.0 * value.size
 
 
+# Operations of a chunk from which several threads pay: waking them, and each meeting, costs microseconds.
 MIN_PARALLEL_OPERATIONS = 4e6
-"""Operations of a chunk from which several threads pay: waking them, and each meeting, costs microseconds."""
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,8 @@ import torch
 from torchweft.recurrent.cpp.ir import C_TYPES, LoopValue, MemoryLayout, Product, TimeReduction, View
 from torchweft.recurrent.cpp.scheduling import LoopFunction
 
-ALIGN = 64
-"""Alignment of everything in the workspace, in bytes."""
-BLOCK, TALL = 256, 12
-"""As in kernels.cpp: rows that are packed at a time, and rows of a tile."""
+ALIGN = 64  # alignment of everything in the workspace, in bytes
+BLOCK, TALL = 256, 12  # as in kernels.cpp: rows that are packed at a time, and rows of a tile
 
 
 def aligned(size: int) -> int:
@@ -52,13 +50,10 @@ class _Oriented:
     rows: int
     columns: int
     inner: int
-    row_axis: int
-    """The axis of the value that holds these rows."""
-    weight: tuple[int, ...] | None
-    """The shape of B, if that is fixed."""
+    row_axis: int  # the axis of the value that holds these rows
+    weight: tuple[int, ...] | None  # the shape of B, if that is fixed
     dtype: torch.dtype
-    row_mask: MemoryLayout | None
-    """A mask of the rows of A."""
+    row_mask: MemoryLayout | None  # A mask of the rows of A
 
     def start_arguments(self, low: str, left: str = "0") -> tuple[str, int, int]:
         """The start's address and strides in a step, or a null pointer without a start."""

@@ -34,6 +34,7 @@ from torch import Tensor, fx
 
 from torchweft.core.errors import WeftError
 
+# The dtypes that loops can hold, and their names in C.
 C_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -46,10 +47,9 @@ C_TYPES = {
     torch.int32: "int32_t",
     torch.int64: "int64_t",
 }
-"""The dtypes that loops can hold, and their names in C."""
 
+# Stored as such, but computed in float32, as PyTorch does on a CPU: each operator's result is rounded.
 REDUCED_PRECISION = (torch.bfloat16, torch.float16)
-"""Stored as such, but computed in float32, as PyTorch does on a CPU: each operator's result is rounded."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,8 +66,8 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
         raise Unsupported(f"{what} is of {dtype}; loops in C hold {', '.join(map(str, C_TYPES))}")
 
 
+# Expressions that are computed at their readers if these read only slices of them.
 CHEAP = {"({0}+{1})", "({0}-{1})", "({0}*{1})", "(-{0})", "({0}+{1}*{2})", "({0}-{1}*{2})"}
-"""Expressions that are computed at their readers if these read only slices of them."""
 
 
 @dataclass(eq=False)
@@ -299,8 +299,7 @@ class MemoryLayout:
 
     base: str
     row: Row
-    size: int
-    """Numbers in a row."""
+    size: int  # numbers in a row
     strides: tuple[int, ...]
     offset: int = 0
 

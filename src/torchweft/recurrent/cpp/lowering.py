@@ -59,10 +59,8 @@ class Lowered:
     """The three functions, and the nodes of some arguments, by index."""
 
     split: ForwardBackwardSplit
-    constants: list[fx.Node]
-    """Nodes of the arguments "constant"."""
-    outside: list[fx.Node]
-    """Nodes of the arguments "from torch"."""
+    constants: list[fx.Node]  # nodes of the arguments "constant"
+    outside: list[fx.Node]  # nodes of the arguments "from torch"
     forward: LoopFunction
     recompute: LoopFunction
     backward: LoopFunction

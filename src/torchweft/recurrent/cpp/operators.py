@@ -44,6 +44,7 @@ from torchweft.recurrent.step_plan import leading_to
 
 aten = cast(Any, torch.ops.aten)
 
+# Operators that are computed in the type of the result.
 ARITHMETIC: dict[Any, str] = {
     aten.mul.Tensor: "({0}*{1})",
     aten.mul.Scalar: "({0}*{1})",
@@ -82,8 +83,8 @@ ARITHMETIC: dict[Any, str] = {
         )
     },
 }
-"""Operators that are computed in the type of the result."""
 
+# Operators that are computed in the type to which the operands promote; the result is bool.
 COMPARISON: dict[Any, str] = {
     getattr(getattr(aten, name), form): f"({{0}}{sign}{{1}})"
     for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
@@ -98,23 +99,22 @@ COMPARISON: dict[Any, str] = {
     aten.isposinf.default: "({0}==INFINITY)",
     aten.isneginf.default: "({0}==-INFINITY)",
 }
-"""Operators that are computed in the type to which the operands promote; the result is bool."""
 
+# Operators that fill a tensor, and the number they fill it with; None if that is an argument.
 FILL: dict[Any, float | None] = {
     **dict.fromkeys([aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default], 0),
     **dict.fromkeys([aten.ones_like.default, aten.ones.default, aten.new_ones.default], 1),
     **dict.fromkeys([aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default]),
 }
-"""Operators that fill a tensor, and the number they fill it with; None if that is an argument."""
 
+# Views that are pushed to the operands of a cheap expression.
 NARROWING = {*(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)}
-"""Views that are pushed to the operands of a cheap expression."""
 
+# Operators that give the same elements another shape.
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-"""Operators that give the same elements another shape."""
 
+# Views by the strides or the bytes of the captured tensor, whose layout here can be another one.
 RESTRIDING = {aten.as_strided.default, aten._reshape_alias.default, aten.view.dtype}
-"""Views by the strides or the bytes of the captured tensor, whose layout here can be another one."""
 
 
 def is_view(node: fx.Node) -> bool:
@@ -169,8 +169,8 @@ def _lower_clamp(context: LoweringContext, node: fx.Node) -> View:
 
 
 _POWERS: dict[Any, str] = {0: "1", 1: "{0}", 2: "({0}*{0})", 3: "({0}*{0}*{0})"}
+# Exponents for which PyTorch itself does not use the library's pow. These give the same bits.
 _ROOTS: dict[Any, str] = {0.5: "w_sqrt({0})", -0.5: "(1/w_sqrt({0}))", -1: "(1/{0})", -2: "(1/({0}*{0}))"}
-"""Exponents for which PyTorch itself does not use the library's pow. These give the same bits."""
 
 
 def _lower_power(context: LoweringContext, node: fx.Node) -> View:
@@ -252,8 +252,8 @@ def _lower_arg_extreme(context: LoweringContext, node: fx.Node) -> View:
     return _reshaped(context, context.add_value(along, torch.int64, operation), meta_value(node).shape)
 
 
+# Operators with an index for every element.
 _BY_ELEMENT = {aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default}
-"""Operators with an index for every element."""
 
 
 def _checked_index(context: LoweringContext, index: fx.Node, of: torch.dtype, node: fx.Node) -> View:

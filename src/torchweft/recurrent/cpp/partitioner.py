@@ -57,13 +57,13 @@ from torchweft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, why
 from torchweft.recurrent.graph import StepGraph, alike
 from torchweft.recurrent.step_plan import CARRIED, INPUT, STATE, ZEROS, dependences, leading_to
 
+# By view: the destination of a sum, in the shape before that view.
 _INVERSE_VIEWS: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
     aten.t.default: lambda at, args: at.t(),
     aten.transpose.int: lambda at, args: at.transpose(args[1], args[2]),
     aten.permute.default: lambda at, args: at.permute(sorted(range(at.dim()), key=lambda i: args[1][i] % at.dim())),
     aten.unsqueeze.default: lambda at, args: at.squeeze(args[1]),
 }
-"""By view: the destination of a sum, in the shape before that view."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +72,10 @@ class ReductionPattern:
 
     node: fx.Node
     kind: Literal["value", "product", "sum"]
-    at: Tensor
-    """The destination within the whole sum, as a view of a meta tensor."""
-    read: list[fx.Node]
-    """Values computed in every step."""
+    at: Tensor  # the destination within the whole sum, as a view of a meta tensor
+    read: list[fx.Node]  # values computed in every step
     axes: tuple[int, ...] = ()
-    keep: bool = False
-    """For a sum: its axes, and whether they stay, with size 1."""
+    keep: bool = False  # for a sum: its axes, and whether they stay, with size 1
 
 
 def reduction_patterns(
@@ -117,22 +114,22 @@ def reduction_patterns(
     return as_it_is
 
 
+# Elementwise operators that are finite, with finite derivatives, wherever their operands are finite.
 _TAME = {
     *(getattr(getattr(aten, name), kind) for name in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")),
     *(aten.neg.default, aten.sigmoid.default, aten.tanh.default, aten.relu.default, aten.where.self),
     *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
     *(aten._to_copy.default, aten.clone.default),
 }
-"""Elementwise operators that are finite, with finite derivatives, wherever their operands are finite."""
+# Operators that are zero wherever their first operand is.
 _FIRST = {
     *(aten.neg.default, aten.relu.default, aten.tanh.default, aten._to_copy.default, aten.clone.default),
     *(aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor, aten.mm.default),
     *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
 }
-"""Operators that are zero wherever their first operand is."""
 _REDUCED = (aten.sum.dim_IntList, aten.mean.dim)
+# Operators that leave the first axis as it is, unless it is among their axes.
 _ALONG = {*_REDUCED, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.select.int, *RESHAPES}
-"""Operators that leave the first axis as it is, unless it is among their axes."""
 
 
 class MaskSparsity:

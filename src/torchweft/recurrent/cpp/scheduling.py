@@ -64,10 +64,9 @@ from torchweft.recurrent.cpp.ir import (
     with_ancestors,
 )
 
+# The row axis of each value of a loop; None for one that every thread computes for itself.
 SequenceAxes = Mapping[LoopValue, int | None]
-"""The row axis of each value of a loop; None for one that every thread computes for itself."""
-ROWS = 4
-"""A batch of fewer rows is not divided among threads."""
+ROWS = 4  # A batch of fewer rows is not divided among threads
 Carried = tuple[LoopValue, LoopValue | None]
 
 
@@ -77,18 +76,17 @@ class LoopSignature:
 
     name: str
     backward: bool = False
-    arguments: list[Argument] = field(default_factory=list[Argument])
-    """In the order in which the function takes them."""
+    arguments: list[Argument] = field(default_factory=list[Argument])  # in the order in which the function takes them
+    # Values that are in the caller's memory already.
     inputs: dict[LoopValue, Argument] = field(default_factory=dict[LoopValue, Argument])
-    """Values that are in the caller's memory already."""
+    # Values from the previous step, and their successors; None for zeros.
     carried: list[Carried] = field(default_factory=list[Carried])
-    """Values from the previous step, and their successors; None for zeros."""
+    # Gradients from the caller that are added to a carried value before a step reads it.
     added: list[tuple[LoopValue, Argument]] = field(default_factory=list["tuple[LoopValue, Argument]"])
-    """Gradients from the caller that are added to a carried value before a step reads it."""
+    # Values to write, and their destinations.
     results: list[tuple[View, Argument]] = field(default_factory=list["tuple[View, Argument]"])
-    """Values to write, and their destinations."""
+    # Sums over all steps, and the views of arguments that they are added to.
     totals: list[tuple[LoopValue, View]] = field(default_factory=list["tuple[LoopValue, View]"])
-    """Sums over all steps, and the views of arguments that they are added to."""
 
     def add_argument(self, kind: ArgumentKind, index: int, dtype: torch.dtype, size: int, row: Row) -> Argument:
         self.arguments.append(Argument(kind, index, dtype, size, row))
@@ -464,8 +462,7 @@ def _group(
     return list(members)
 
 
-_WIDTH = 28
-"""The column at which formulas begin."""
+_WIDTH = 28  # the column at which formulas begin
 _KINDS: dict[Any, str] = {
     Elementwise: "pass", Reduce: "reduction", AxisOp: "axis", Cat: "join", Product: "product", TimeReduction: "total",
 }  # fmt: skip

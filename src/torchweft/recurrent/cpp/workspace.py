@@ -117,8 +117,7 @@ def _free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
-pool = WorkspacePool()
-"""The pool of this process."""
+pool = WorkspacePool()  # the pool of this process
 os.register_at_fork(after_in_child=pool.reset_in_child)
 
 

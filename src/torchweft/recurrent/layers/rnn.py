@@ -150,12 +150,12 @@ class _ReluStep(RNNStep):
 
 Nets = list[Recurrent | Bidirectional]
 _STEPS: dict[str, type[LayerStep]] = {"LSTM": LSTMStep, "GRU": GRUStep, "RNN_TANH": RNNStep, "RNN_RELU": _ReluStep}
+# Arguments of ``Recurrent`` that a layer rejects, and why.
 _REJECTED = {
     "initial": "a layer starts from zeros, or from the hx of the call",
     "links": "the step of a layer is torch's, over tensors; use Recurrent for a step net over names",
     "time_step": "the step of a layer is torch's, which takes no step number",
 }
-"""Arguments of ``Recurrent`` that a layer rejects, and why."""
 _WEIGHT_KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 _TORCH_OPTIONS = {
     *("input_size", "hidden_size", "num_layers", "nonlinearity", "bias", "batch_first", "dropout", "bidirectional"),
