@@ -177,7 +177,6 @@ def is_graph_retained() -> bool:
 
 
 def backward_number() -> int:
-    """Inside a backward: its unique number."""
     return int(internals.backward_number())
 
 

@@ -82,7 +82,6 @@ _can_hide: dict[type, bool] = {}
 
 
 def held_values(value: Any) -> list[Any]:
-    """The fields and attributes of an object, and the items of a collection."""
     held = [getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ())]
     held += getattr(value, "__dict__", {}).values()
     if isinstance(value, dict):
@@ -100,7 +99,6 @@ def forbid_hidden(value: Any, where: str) -> None:
 
 
 def add_gradients(one: Tensor, other: Tensor) -> Tensor:
-    """A new sum of two gradients."""
     # PyTorch adds a sparse tensor to a dense one, but not the other way round.
     return other + one if one.is_sparse else one + other
 
@@ -279,7 +277,6 @@ def children_first(roots: Sequence[Node]) -> list[Node]:
 
 
 def _leading_to(order: Sequence[Node], goals: Sequence[Node]) -> set[Node]:
-    """The nodes with a path to one of the goals."""
     reached = set(goals)
     for node in order:
         if any(child in reached for child, _ in node.next_functions):
@@ -329,7 +326,6 @@ def _leaf(tensor: Tensor, tracked: bool | None) -> Tensor:
 
 
 def can_have_gradient(tensor: Tensor) -> bool:
-    """Whether the dtype of a tensor can carry a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -341,7 +337,6 @@ class Segment:
         self.parameters = list(parameters)
 
     def drop_frozen(self) -> None:
-        """Drop parameters that no longer require a gradient."""
         self.parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def forward(
@@ -370,7 +365,6 @@ class Segment:
         return outputs, tape
 
     def call(self, context: MicroBatchContext, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Call the function, under the autocast of the caller."""
         if not context.ambient.autocast:
             return self.function(context, *values)
         with context.ambient.casting():

@@ -132,7 +132,6 @@ def is_whole(value: Any) -> TypeGuard[int]:
 
 
 def uid_fault(uid: Any) -> list[str]:
-    """The fault of an expert's name, if any."""
     return [] if isinstance(uid, str) and uid else [f"uid is {uid!r}, wanted the name that its server knows it by"]
 
 

@@ -56,7 +56,6 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def width_fault(self, x: Any) -> str | None:
@@ -214,7 +213,6 @@ class StepSpec:
 
 
 def expand_like(old: Any, like: Any) -> Any:
-    """``old`` with the shape and dtype of ``like``."""
     return old if _same_meta(old, like) else old.expand(like.shape).to(like.dtype)
 
 
@@ -257,7 +255,6 @@ Links = Mapping[str, str | Window]
 
 
 def check_links(check: Validator, links: object) -> None:
-    """Validate links by themselves."""
     if not isinstance(links, Mapping):
         check.add(f"links is of type {type(links).__name__}, wanted a dict: for every state the output that feeds it")
         return
@@ -297,7 +294,6 @@ class StepNetCell(Cell):
         return dict(outputs), {name: self._next_state(name, state[name], outputs) for name in self.links}
 
     def with_references(self, references: Mapping[str, Any]) -> "StepNetCell":
-        """The same step net with other references."""
         return StepNetCell(self.function, self.links, references=references, time_step=self.time_step)
 
     def enter_loop(self, state: Any, check: Validator) -> Any:

@@ -85,7 +85,6 @@ class SequenceRun:
         return _stack_over_time(outputs.structure, collected, border.structure, states)
 
     def head(self, steps: int) -> "SequenceRun":
-        """The same run over its first `steps` steps."""
         leaves = [leaf[:steps] if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.leaves]
         tables = (self.rows.valid, self.rows.reset)
         rows = RowMasks(*(None if table is None else table[:steps] for table in tables))

@@ -67,25 +67,20 @@ class StepGraph:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The references that require a gradient."""
         return [_strong(tensor) for tensor in self.held]
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The operators, in an order in which they can run."""
         return [node for node in self.module.graph.nodes if node.op == "call_function"]
 
     @property
     def checks(self) -> list[fx.Node]:
-        """See `is_check`."""
         return [node for node in self.nodes if is_check(node)]
 
     def reference(self, node: fx.Node) -> Tensor:
-        """The tensor of one of the references."""
         return _strong(getattr(self.module, str(node.target)))
 
     def referred(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
-        """The tensors of some of the references, detached."""
         return {node: self.reference(node).detach() for node in nodes}
 
     def value(self, node: fx.Node) -> Any:
@@ -112,7 +107,6 @@ class StepGraph:
 
     @cached_property
     def outputs(self) -> list[TensorMeta]:
-        """Metadata of the outputs."""
         return [_meta_of(node) for node in self.signature.outputs if node is not None]
 
     @cached_property
@@ -224,7 +218,6 @@ class Draw:
     dtype: torch.dtype
 
     def draw_into(self, row: Tensor) -> None:
-        """Draw once."""
         like = torch.empty_strided(self.shape, self.strides, dtype=row.dtype, device=row.device)
         args = [like if argument is None else argument for argument in self.args]
         kwargs = {**self.kwargs, "device": row.device} if "device" in self.kwargs else self.kwargs
@@ -232,7 +225,6 @@ class Draw:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     declared = cast(Any, node.target)._schema.arguments
@@ -300,7 +292,6 @@ def memory_order(tensor: Tensor) -> Hashable:
 
 
 def draw_numbers(draws: Sequence[Draw], steps: int, device: torch.device) -> list[Tensor]:
-    """The random numbers of `steps` steps, T x ... each."""
     rows = [torch.empty((steps, *draw.shape), dtype=draw.dtype, device=device) for draw in draws]
     # Step by step, and in the order of the operators, so that the generator advances as in the eager loop.
     with torch.no_grad():

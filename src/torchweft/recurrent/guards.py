@@ -86,7 +86,6 @@ class CellGuards:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The tensors that require a gradient."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
     @property

@@ -233,6 +233,5 @@ class InductorBackend(PythonBackend):
 
 
 def runs_on_cuda(captured: StepGraph) -> bool:
-    """Whether all inputs and states of the step are on CUDA."""
     values = [node.meta.get("val") for node in (*captured.signature.inputs, *captured.signature.states)]
     return bool(values) and all(isinstance(value, Tensor) and value.is_cuda for value in values)

@@ -41,7 +41,6 @@ class RowMasks:
     reset: Tensor | None = None
 
     def each_step(self, steps: int) -> "zip[tuple[Tensor | None, Tensor | None]]":
-        """For every step the valid rows, and the reset rows."""
         tables = [[None] * steps if table is None else table.unbind(0) for table in (self.valid, self.reset)]
         return zip(*tables, strict=True)
 

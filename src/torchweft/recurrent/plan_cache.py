@@ -61,7 +61,6 @@ _Key = tuple[Hashable, Hashable]
 
 
 def check_settings(check: Validator, memory: object, backend: object, verify: object) -> None:
-    """Validate the settings of a network."""
     check.choice("backend", backend, get_args(BackendName))
     check.choice("verify", verify, get_args(VerifyMode))
     if memory not in MEMORY_MODES and not (type(memory) is int and memory > 0):
@@ -95,7 +94,6 @@ class PlanChoice:
     held: tuple[object, ...] = ()  # objects whose addresses are part of the key. They live as long as it.
 
     def explain(self) -> str:
-        """Readable report."""
         head = f"{self.kind}: {self.backend}, because {self.why}"
         return head if self.engine is None else f"{head}\n\n{self.engine.explain()}"
 
@@ -116,7 +114,6 @@ class PlanCache:
         self._unused = 0
 
     def run(self, job: eager.SequenceRun) -> eager.Unrolled:
-        """Run by a plan, or by the eager loop. Warns once if that is not the requested plan."""
         if torch.is_inference_mode_enabled():
             # A plan holds tensors. Created in inference mode, they could not be used outside of it.
             with torch.inference_mode(False), torch.no_grad():
@@ -168,7 +165,6 @@ class PlanCache:
         return {mode: size.peak(choose_policy(mode, size)) for mode in MEMORY_MODES}
 
     def choices(self) -> list[PlanChoice]:
-        """The choices for all kinds of sequences so far."""
         with self._lock:
             return list(self._choices.values())
 
@@ -321,7 +317,6 @@ class PlannedCall:
         return self.inputs.rows if by_rows and getattr(self.cell, "references", None) is None else None
 
     def with_rows(self, rows: int) -> "PlannedCall":
-        """The same call, filled up to `rows` rows."""
         job, more = self._job, rows - (self.rows or 0)
         over_time, first = (partial(append_rows, axis=axis, more=more) for axis in (1, 0))
         inputs = replace(self.inputs, leaves=[*map(over_time, self.inputs.leaves)], rows=rows)
@@ -419,12 +414,10 @@ class PlannedCall:
         return captured
 
     def verify(self, engine: Backend, memory: Memory) -> None:
-        """See `weft.recurrent.verify`."""
         with self.guards.restore_state():
             verify(engine, self._masked_step(), self._input_leaves(), self.states, memory, self.guards.as_float64)
 
     def run(self, engine: Backend, memory: Memory) -> eager.Unrolled:
-        """Run the whole sequence by the plan."""
         captured, device, inputs = engine.captured, self.inputs.device, self._input_leaves()
         restored = partial(self.guards.tensors_restored, self.cell.function)
         # Before the draws below, because the replay draws the same numbers again.

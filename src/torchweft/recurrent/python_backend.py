@@ -79,7 +79,6 @@ class Loop:
     added: bool = False
 
     def compile(self) -> "CompiledLoop":
-        """Generate the source, and compile it to a function."""
         names: dict[str, Any] = {"zero": torch.zeros_like}
         lines = [f"    {_variable(node)} = rows_{node}[step]" for node in self.rows]
         if self.added:

@@ -60,7 +60,6 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor() -> Any:
-    """The module of Inductor."""
     from torch import _inductor  # noqa: PLC0415  (takes seconds)
 
     return _inductor

@@ -41,7 +41,6 @@ class SequenceInputs:
     device: torch.device
 
     def each_step(self) -> Iterator[list[Any]]:
-        """The leaves of every step."""
         # One `unbind` per leaf, whose gradient is one stack. Indexing would add T gradients of size T x N x D.
         columns = [leaf.unbind(0) if isinstance(leaf, Tensor) else [leaf] * self.steps for leaf in self.leaves]
         return (list(step) for step in zip(*columns, strict=True))
@@ -123,7 +122,6 @@ def _all_equal(sizes: Sequence[int]) -> bool:
 
 
 def list_some(values: Sequence[str], most: int = 5) -> str:
-    """The first few values, and how many more there are."""
     rest = len(values) - most
     return ", ".join(values[:most]) + (f" and {rest} more" if rest > 0 else "")
 

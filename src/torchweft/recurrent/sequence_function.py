@@ -56,7 +56,6 @@ class SequenceLeaves(Generic[Value]):
     last: list[Value]
 
     def named(self) -> list[tuple[str, Value]]:
-        """The leaves with their names for messages."""
         parts = (("output", self.outputs), ("state", self.states), ("last state", self.last))
         return [(f"{name} {i}", value) for name, values in parts for i, value in enumerate(values)]
 
@@ -151,7 +150,6 @@ class Buffers:
         return Chunk(end - start, [leaf[start:end].contiguous() for leaf in self._inputs], states, outputs)
 
     def free_shared(self) -> None:
-        """Free the rows that forward no longer needs."""
         self._shared.clear()
 
 

@@ -60,7 +60,6 @@ def dependences(captured: StepGraph, invariant: str = STATE) -> dict[fx.Node, fr
 
 
 def partition(captured: StepGraph) -> DependencePartition:
-    """Put every operator into its part."""
     signature, on = captured.signature, dependences(captured)
     to_state = leading_to(signature.new_states)
     to_carry = leading_to(signature.state_gradients)

@@ -40,7 +40,6 @@ GONE = (
 
 
 def register_network(network: TraceableNetwork) -> int:
-    """The new handle of a network."""
     handle = next(_handles)
     _networks[handle] = network
     return handle

@@ -65,7 +65,6 @@ class Emitter:
         self.text = "\n".join([*self._head_lines(), *self._products.pack_lines(), *body, "}"])
 
     def workspace_bytes(self, steps: int, threads: int) -> int:
-        """The size of the workspace for a call over so many steps by so many threads."""
         stacks = sum(aligned(value.bytes * steps) for value in self.function.stacks)
         return self._products.packed_bytes + threads * (self._products.room + self._local_bytes) + stacks + ALIGN
 
@@ -227,7 +226,6 @@ def literal(value: bool | int | float, dtype: torch.dtype) -> str:
 
 
 def converted(text: str, to: torch.dtype, of: torch.dtype) -> str:
-    """An expression of the dtype `of`, converted to another."""
     if to == of:
         return text
     return f"({text} != 0)" if to == torch.bool else f"({C_TYPES[to]}){text}"
@@ -270,7 +268,6 @@ def open_loops(axes: Sequence[LoopAxis], *, free: bool = True, begin: int = 0) -
 
 
 def nest(axes: Sequence[LoopAxis], body: Sequence[str], *, free: bool = True) -> list[str]:
-    """Statements within loops, or in a plain block."""
     return [*(open_loops(axes, free=free) or ["{"]), *body, "}" * max(len(axes), 1)]
 
 
@@ -282,7 +279,6 @@ def element(layout: MemoryLayout, axes: Sequence[LoopAxis], which: int) -> str:
 
 
 def _element_at(element: str, index: str, stride: int) -> str:
-    """The element `index` strides after the given one."""
     return f"{element[:-1]} + {index} * {stride}L]"
 
 
@@ -376,7 +372,6 @@ def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: Memory
 def axis_nest(
     value: LoopValue, layouts: Sequence[MemoryLayout], target: MemoryLayout, row_axis: int | None
 ) -> list[str]:
-    """An operation along one axis. `layouts` are those of its operands."""
     operation = value.operation
     assert isinstance(operation, AxisOp)
     if operation.kind == "gather" or operation.kind.startswith("scatter"):

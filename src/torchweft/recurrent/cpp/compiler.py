@@ -108,7 +108,6 @@ def _find_cached(key: str) -> ctypes.CDLL | None:
 
 
 def _compile_to_cache(path: str, flags: tuple[str, ...], text: str, key: str) -> Path:
-    """Compile a text, and return the file in the cache. Raises CompileError."""
     try:
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="compiling-") as place:
             source, output = Path(place) / "loop.cpp", Path(place) / "loop.so"
@@ -129,7 +128,6 @@ def _compile_to_cache(path: str, flags: tuple[str, ...], text: str, key: str) ->
 
 
 def _flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,7 +155,6 @@ def _trim_cache(place: Path, limit: float) -> None:
 
 
 def _cache_limit() -> float:
-    """The size limit of the cache, in bytes. Raises UsageError."""
     setting = os.environ.get("TORCHWEFT_CACHE_MIB") or str(MEBIBYTES)
     try:
         limit = float(setting)

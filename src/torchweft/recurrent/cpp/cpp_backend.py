@@ -262,7 +262,6 @@ class TorchStages:
         self._fixed_bytes = sum(_step_bytes(node) for node in summed)
 
     def bytes(self, steps: int) -> int:
-        """The memory of these operators for so many steps, besides saved values."""
         return steps * self.step_bytes + self._fixed_bytes
 
     def finish_backward(self, bulk: BulkEvaluator, gradients: Gradients) -> None:

@@ -56,7 +56,6 @@ class _Oriented:
     row_mask: MemoryLayout | None  # A mask of the rows of A
 
     def start_arguments(self, low: str, left: str = "0") -> tuple[str, int, int]:
-        """The start's address and strides in a step, or a null pointer without a start."""
         if self.start is None:
             return f"({C_TYPES[self.dtype]} *)0", 0, 0
         return self.start.address_of(self.batch, low, left), self.start.strides[-2], self.start.strides[-1]

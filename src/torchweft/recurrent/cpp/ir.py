@@ -90,7 +90,6 @@ class LoopValue:
 
     @property
     def size(self) -> int:
-        """Numbers in one step."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -115,7 +114,6 @@ class View:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the value itself, in its own layout."""
         return self.at.shape == self.value.shape and self.at.storage_offset() == 0 and self.at.is_contiguous()
 
 
@@ -220,7 +218,6 @@ def operand_values(operation: Operation | None) -> list[LoopValue]:
 
 
 def with_ancestors(ends: Iterable[LoopValue]) -> set[LoopValue]:
-    """The ends, and all values that they depend on."""
     reached: set[LoopValue] = set()
     stack = list(ends)
     while stack:
@@ -232,7 +229,6 @@ def with_ancestors(ends: Iterable[LoopValue]) -> set[LoopValue]:
 
 
 def with_operand(operation: Operation, old: LoopValue, new: LoopValue) -> Operation:
-    """The same operation, but reading `new` in place of `old`."""
 
     def replaced(field: Any) -> Any:
         if isinstance(field, View):
@@ -318,7 +314,6 @@ class MemoryLayout:
 
     @property
     def pointer(self) -> str:
-        """The first element's address in this step."""
         return f"{self.row_pointer} + {self.offset}L" if self.offset else self.row_pointer
 
     @property
@@ -361,7 +356,6 @@ class MemoryLayout:
         return self.with_strides((*self.strides[:-2], self.strides[-1], self.strides[-2]))
 
     def broadcast_to(self, shape: Sequence[int], larger: Sequence[int]) -> "MemoryLayout":
-        """The layout of `shape` broadcast to a larger shape."""
         missing = len(larger) - len(shape)
         strides = [0 if size == 1 else stride for size, stride in zip(shape, self.strides, strict=True)]
         return self.with_strides((*[0] * missing, *strides))
@@ -371,7 +365,6 @@ class MemoryLayout:
         return self.with_strides([self.strides[i] for i in axes])
 
     def with_strides(self, strides: Sequence[int], offset: int | None = None) -> "MemoryLayout":
-        """Other elements of the same memory."""
         return replace(self, strides=tuple(strides), offset=self.offset if offset is None else offset)
 
 
@@ -392,7 +385,6 @@ class LoweringContext:
         self.row_masks = row_masks or {}
 
     def view_of(self, node: fx.Node) -> View:
-        """The view of a node with one result."""
         view = self.views[node]
         if isinstance(view, list):
             raise Unsupported(f"{node.target} yields several tensors where one is wanted")
@@ -407,7 +399,6 @@ class LoweringContext:
         raise Unsupported(f"loops in C compute with plain numbers, not with {argument!r}")
 
     def add_value(self, shape: Sequence[int], dtype: torch.dtype, operation: Operation) -> View:
-        """A new value, as a view of all of it."""
         value = LoopValue(f"z{len(self.values)}", tuple(shape), dtype, operation)
         self.values.append(value)
         return whole_view(value)
@@ -424,7 +415,6 @@ class LoweringContext:
         return self.add_value(shape, dtype, Elementwise(expression, list(operands), compute_dtype(type or dtype)))
 
     def add_result(self, node: fx.Node, expression: str, operands: Sequence[Operand]) -> View:
-        """A new elementwise value with the node's shape and dtype."""
         value = meta_value(node)
         return self.add_elementwise(expression, operands, value.shape, value.dtype)
 
@@ -433,7 +423,6 @@ class LoweringContext:
         return self.add_elementwise("{0}", [view], view.shape, dtype or view.value.dtype)
 
     def as_dtype(self, view: View, dtype: torch.dtype) -> View:
-        """The elements in a dtype, or the view itself if it has that dtype."""
         return view if view.value.dtype == dtype else self.add_copy(view, dtype)
 
     def apply_view(self, view: View, apply: Callable[[Tensor], Any], push: bool = False) -> View | list[View] | None:
@@ -464,7 +453,6 @@ class LoweringContext:
 
 
 def meta_value(node: fx.Node) -> Tensor:
-    """The fake tensor of a node, from the capture: its shape and dtype count."""
     return cast(Tensor, node.meta["val"])
 
 
@@ -481,7 +469,6 @@ def schema_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def promoted_dtype(operands: Sequence[Operand]) -> torch.dtype:
-    """The dtype that one or two operands promote to."""
     # Only the number of axes counts for promotion, so tensors of size 1 will do.
     like = [contiguous_meta((1,) * len(o.shape), o.value.dtype) if isinstance(o, View) else o for o in operands]
     return torch.result_type(cast(Any, like[0]), cast(Any, like[-1]))

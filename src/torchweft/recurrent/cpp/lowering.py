@@ -158,7 +158,6 @@ class _FunctionLowering:
         return tuple(value.shape), value.dtype
 
     def add_input(self, kind: ArgumentKind, index: int, node: fx.Node, row: Row) -> LoopValue:
-        """Make the node's value an argument."""
         shape, dtype = self.meta_of(node)
         # Constants come in the dtype in which C computes, because products pack them as they are.
         dtype = dtype if self.split.varies(node) else compute_dtype(dtype)
@@ -202,12 +201,10 @@ class _FunctionLowering:
                 lower_node(self.context, node)
 
     def result_of(self, node: fx.Node) -> View:
-        """The view of a node in the node's dtype."""
         self._add_from_outside(node)
         return self.context.as_dtype(self.context.view_of(node), self.meta_of(node)[1])
 
     def write(self, kind: ArgumentKind, index: int, node: fx.Node, row: Row = "step") -> View:
-        """Write a node's value into an argument."""
         shape, dtype = self.meta_of(node)
         # The rows "next" and "out" belong to memory that is an argument already: states and carried gradients.
         argument = Argument(kind, index, dtype, torch.Size(shape).numel(), row)
@@ -407,7 +404,6 @@ def _decompose_slice_scatter(
 
 
 def _joined(pieces: Sequence[Tensor], axis: int) -> Tensor:
-    """Concatenate the pieces that are not empty."""
     return torch.cat([piece for piece in pieces if piece.shape[axis]] or list(pieces[:1]), axis)
 
 

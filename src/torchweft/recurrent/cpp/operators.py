@@ -241,7 +241,6 @@ def _lower_cumsum(context: LoweringContext, node: fx.Node) -> View:
 
 
 def _lower_arg_extreme(context: LoweringContext, node: fx.Node) -> View:
-    """The index of the first of the largest or smallest elements."""
     dim, source = schema_arguments(node)["dim"], _first_operand(context, node)
     if dim is None or not source.shape:
         source, axis = _reshaped(context, source, (source.at.numel(),)), 0
@@ -316,7 +315,6 @@ def _lower_gather(context: LoweringContext, node: fx.Node) -> View:
 
 
 def _lower_scatter(context: LoweringContext, node: fx.Node) -> View:
-    """A copy of x with numbers written or added at an index."""
     arguments, (start, index, axis, shape) = schema_arguments(node), _indexed(context, node)
     if any(index.shape[i] != size for i, size in enumerate(start.shape) if i != axis):
         raise Unsupported(f"loops in C scatter over whole axes only ({node.target})")
@@ -449,7 +447,6 @@ def lower_node(context: LoweringContext, node: fx.Node) -> None:
 
 
 def _lower_expression(context: LoweringContext, node: fx.Node) -> View:
-    """One C expression of the arguments that are tensors or numbers."""
     operands = [context.as_operand(argument) for argument in node.args if isinstance(argument, _OPERANDS)]
     if node.target in ARITHMETIC:
         return context.add_result(node, ARITHMETIC[node.target], operands)

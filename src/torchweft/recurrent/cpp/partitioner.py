@@ -267,7 +267,6 @@ def _same_dims(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _axis_of(node: fx.Node) -> int:
-    """The axis along which an operator works, counted from the front."""
     first = node.args[0]
     source = cast(fx.Node, cast("list[object]", first)[0] if isinstance(first, list | tuple) else first)
     return int(schema_arguments(node)["dim"]) % meta_value(source).dim()
@@ -343,7 +342,6 @@ class ForwardBackwardSplit:
         self.saved = [node for node in self.forward_values.bases if node not in stored]
 
     def varies(self, node: fx.Node) -> bool:
-        """Whether a node's value differs from step to step."""
         return bool(self._dependences[node])
 
     def ancestors_of(self, ends: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:

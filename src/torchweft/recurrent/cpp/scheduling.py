@@ -95,7 +95,6 @@ class LoopSignature:
     def add_input(
         self, kind: ArgumentKind, index: int, shape: Sequence[int], dtype: torch.dtype, row: Row
     ) -> LoopValue:
-        """A new argument that is read as a value."""
         argument = self.add_argument(kind, index, dtype, torch.Size(shape).numel(), row)
         value = LoopValue(argument.name, tuple(shape), dtype, None, row != "same")
         self.inputs[value] = argument
@@ -489,7 +488,6 @@ def explain_function(function: LoopFunction) -> str:
 
 
 def _group_lines(function: LoopFunction, group: Sequence[LoopValue]) -> list[str]:
-    """A line for each value of a group, the first with kind and shape."""
     totals = dict(function.signature.totals)
     head = f"    {_KINDS[type(group[0].operation)]:<10} {' x '.join(map(str, group[0].shape)) or 'one number'}"
     lines: list[str] = []

@@ -82,7 +82,6 @@ class WorkspacePool:
         self._drop_all()
 
     def statistics(self) -> dict[str, int]:
-        """Idle bytes and their limit, and how many buffers were made and reused."""
         with self._lock:
             return {"held_bytes": self._held, "limit_bytes": self._limit, "made": self._made, "reused": self._reused}
 

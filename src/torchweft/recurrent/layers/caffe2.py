@@ -106,7 +106,6 @@ class Caffe2LSTM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weights again."""
         for weight in self.parameters():
             bound = math.sqrt(3 / weight.shape[1]) if weight.dim() == 2 else 0.0
             nn.init.uniform_(weight, -bound, bound)
