@@ -11,6 +11,7 @@ number is expected, although `bool` subclasses `int`.
 """
 
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, TypeGuard, TypeVar
 
@@ -129,6 +130,12 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 def is_whole(value: Any) -> TypeGuard[int]:
     """Whether this is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def suggest(name: str, names: Iterable[str]) -> str:
+    """The end of an error about an unknown name: ``; did you mean 'chunks'?``, or nothing if no known name is near."""
+    by_lower = {known.lower(): known for known in names}
+    return "".join(f"; did you mean {by_lower[near]!r}?" for near in get_close_matches(name.lower(), by_lower, 1))
 
 
 def uid_fault(uid: Any) -> list[str]:
