@@ -181,18 +181,9 @@ def graph_signature(module: fx.GraphModule, counts: tuple[int, int, int, int]) -
 _aten = cast(Any, torch.ops.aten)
 # Operators that read only shape, dtype and device of their tensor arguments.
 _BY_SHAPE = {
-    _aten.bernoulli.p,
-    _aten.rand_like.default,
-    _aten.randn_like.default,
-    _aten.rand.default,
-    _aten.randn.default,
-    _aten.randint.default,
-    _aten.randint.low,
-    _aten.randint_like.default,
-    _aten.randint_like.low_dtype,
-    _aten.normal_functional.default,
-    _aten.uniform.default,
-    _aten.exponential.default,
+    *(_aten.bernoulli.p, _aten.rand.default, _aten.rand_like.default, _aten.randn.default, _aten.randn_like.default),
+    *(_aten.randint.default, _aten.randint.low, _aten.randint_like.default, _aten.randint_like.low_dtype),
+    *(_aten.normal_functional.default, _aten.uniform.default, _aten.exponential.default),
 }
 # In-place operators that cells call, by their functional form in the graph.
 _IN_PLACE = {

@@ -28,22 +28,12 @@ from torchweft.recurrent.step_plan import BulkEvaluator, DependencePartition, de
 _aten = cast(Any, torch.ops.aten)
 # The same operators as direct functions. A call through the dispatcher's Python object costs about twice as much.
 _QUICK: dict[Any, Callable[..., Any]] = {
-    _aten.add.Tensor: torch.add,
-    _aten.sub.Tensor: torch.sub,
-    _aten.mul.Tensor: torch.mul,
-    _aten.div.Tensor: torch.div,
-    _aten.sigmoid.default: torch.sigmoid,
-    _aten.tanh.default: torch.tanh,
-    _aten.exp.default: torch.exp,
-    _aten.neg.default: torch.neg,
+    **{getattr(_aten, name).Tensor: getattr(torch, name) for name in ("add", "sub", "mul", "div")},
+    **{
+        getattr(_aten, name).default: getattr(torch, name)
+        for name in ("sigmoid", "tanh", "exp", "neg", "relu", "addmm", "addcmul", "mm", "bmm", "cat", "t")
+    },
     _aten.rsub.Scalar: torch.rsub,
-    _aten.relu.default: torch.relu,
-    _aten.addmm.default: torch.addmm,
-    _aten.addcmul.default: torch.addcmul,
-    _aten.mm.default: torch.mm,
-    _aten.bmm.default: torch.bmm,
-    _aten.cat.default: torch.cat,
-    _aten.t.default: torch.t,
     _aten.split.Tensor: torch.unsafe_split,
 }
 

@@ -19,7 +19,7 @@ from torchweft.recurrent.cpp.compiler import CompileError, cache_folder, load
 
 TEXT = 'extern "C" int answer() { return 42; }'
 CACHED = (
-    *(compiler.compiler, compiler.cache_folder, compiler.compiler_version, compiler.processor_flags),
+    *(compiler.find_compiler, compiler.cache_folder, compiler.compiler_version, compiler.processor_flags),
     cpp_backend.kernels,
 )
 

@@ -72,9 +72,7 @@ class Residual(Wrapper):
     1512.03385). Raises ``SpecError`` if output and input differ in shape or nesting.
 
     Example:
-        >>> cell = weft.recurrent.cells.Residual(nn.GRUCell(4, 4))
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 4)).outputs.shape
-        torch.Size([5, 2, 4])
+        >>> net = weft.Recurrent(weft.recurrent.cells.Residual(nn.GRUCell(4, 4)))
     """
 
     def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
@@ -102,9 +100,7 @@ class Zoneout(Wrapper):
     (arXiv 1606.01305).
 
     Example:
-        >>> cell = weft.recurrent.cells.Zoneout(nn.LSTMCell(3, 8), (0.5, 0.05))
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).outputs.shape
-        torch.Size([5, 2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.Zoneout(nn.LSTMCell(3, 8), (0.5, 0.05)))
     """
 
     def __init__(self, cell: nn.Module, rate: Rates) -> None:
@@ -161,9 +157,7 @@ class SequenceDropout(Wrapper):
     c)``.
 
     Example:
-        >>> cell = weft.recurrent.cells.SequenceDropout(nn.LSTMCell(3, 8), inputs=0.2, states=(0.25, 0))
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).outputs.shape
-        torch.Size([5, 2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.SequenceDropout(nn.LSTMCell(3, 8), inputs=0.2, states=(0.25, 0)))
     """
 
     def __init__(self, cell: nn.Module, *, inputs: Rates = 0.0, states: Rates = 0.0) -> None:

@@ -45,7 +45,7 @@ class CompileError(WeftError, RuntimeError):
 
 
 @cache
-def compiler() -> str | None:
+def find_compiler() -> str | None:
     """The compiler's path: `$CXX`, g++, c++ or clang++, or None if they are not installed."""
     names = (os.environ.get("CXX"), "g++", "c++", "clang++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
@@ -56,7 +56,7 @@ def load(text: str, *, exact: bool) -> ctypes.CDLL:
 
     With `exact`, the same expression gives the same bits wherever it stands.
     """
-    path = compiler()
+    path = find_compiler()
     if path is None:
         raise CompileError("there is no C++ compiler: install g++ or clang++, or set CXX to one")
     flags, limit = _all_flags(path, exact), _cache_limit()

@@ -43,16 +43,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from torchweft.recurrent.cpp.ir import (
-    C_TYPES,
-    REDUCED_PRECISION,
-    Unsupported,
-    compute_dtype,
-    contiguous_meta,
-    meta_value,
-    schema_arguments,
-    shares_storage,
-)
+from torchweft.recurrent.cpp import ir
 from torchweft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, why_unsupported
 from torchweft.recurrent.graph import StepGraph, alike
 from torchweft.recurrent.step_plan import CARRIED, INPUT, STATE, ZEROS, dependences, leading_to
@@ -96,11 +87,11 @@ def reduction_patterns(
         if node.target is aten.reshape.default:
             reshaped = at.reshape(before.shape)
             # A reshape that copies would lose the connection to the destination.
-            if at.shape == before.shape or shares_storage(reshaped, at):
+            if at.shape == before.shape or ir.shares_storage(reshaped, at):
                 return reduction_patterns(source, reshaped, varies, is_forward)
-        casts = node.target is aten._to_copy.default and before.dtype in REDUCED_PRECISION
+        casts = node.target is aten._to_copy.default and before.dtype in ir.REDUCED_PRECISION
         # The sum before a cast from 16 bits has the same dtype, and is more precise, because it skips the rounding.
-        if casts and compute_dtype(before.dtype) == node.meta["val"].dtype:
+        if casts and ir.compute_dtype(before.dtype) == node.meta["val"].dtype:
             return reduction_patterns(source, at, varies, is_forward)
     if node.target is aten.add.Tensor and not node.kwargs and alike(node):
         terms = cast("tuple[fx.Node, ...]", node.args)
@@ -109,7 +100,7 @@ def reduction_patterns(
         return [ReductionPattern(node, "product", at, cast("list[fx.Node]", list(node.args[:2])))]
     if node.target is aten.sum.dim_IntList and node.args[1] and not node.kwargs:
         source, axes, *keep = cast("tuple[fx.Node, list[int], bool]", node.args)
-        along = tuple(sorted(axis % meta_value(source).dim() for axis in axes))
+        along = tuple(sorted(axis % ir.meta_value(source).dim() for axis in axes))
         return [ReductionPattern(node, "sum", at, [source], along, keep == [True])]
     return as_it_is
 
@@ -148,7 +139,7 @@ class MaskSparsity:
         self._unwanted: set[fx.Node] = set()
         if mask is None:
             return
-        self._rows = meta_value(mask).shape[0]
+        self._rows = ir.meta_value(mask).shape[0]
         # Zeros propagate from operands to results, so nodes go in order. Unwanted rows propagate from results to
         # operands, so they go in reverse, and they need the zeros: a product with zero rows does not read them.
         for node in captured.nodes:
@@ -199,7 +190,7 @@ class MaskSparsity:
         """Whether an operand is zero in the rows of the result `node`."""
         if not isinstance(operand, fx.Node) or operand not in self._zero:
             return False
-        everywhere = operand.target in ZEROS or meta_value(operand).dim() == 0
+        everywhere = operand.target in ZEROS or ir.meta_value(operand).dim() == 0
         return everywhere or (self._has_rows(operand) and _same_dims(operand, node))
 
     def _has_zero_rows(self, value: object) -> bool:
@@ -239,7 +230,7 @@ class MaskSparsity:
         """Whether a condition is the mask, broadcast over the rows of the result."""
         if not isinstance(condition, fx.Node) or not _same_dims(condition, node):
             return False
-        if meta_value(condition).shape != (self._rows, *[1] * (meta_value(node).dim() - 1)):
+        if ir.meta_value(condition).shape != (self._rows, *[1] * (ir.meta_value(node).dim() - 1)):
             return False
         while condition is not self.mask and condition.target in (*RESHAPES, aten.unsqueeze.default):
             condition = cast(fx.Node, condition.args[0])
@@ -258,18 +249,18 @@ class MaskSparsity:
         if node.target in RESHAPES:
             return self._has_rows(node)
         axes = node.args[1] if node.target in _REDUCED else [_axis_of(node)]
-        dims = meta_value(cast(fx.Node, node.args[0])).dim()
+        dims = ir.meta_value(cast(fx.Node, node.args[0])).dim()
         return bool(axes) and all(axis % dims for axis in cast("list[int]", axes))
 
 
 def _same_dims(node: fx.Node, other: fx.Node) -> bool:
-    return meta_value(node).dim() == meta_value(other).dim()
+    return ir.meta_value(node).dim() == ir.meta_value(other).dim()
 
 
 def _axis_of(node: fx.Node) -> int:
     first = node.args[0]
     source = cast(fx.Node, cast("list[object]", first)[0] if isinstance(first, list | tuple) else first)
-    return int(schema_arguments(node)["dim"]) % meta_value(source).dim()
+    return int(ir.schema_arguments(node)["dim"]) % ir.meta_value(source).dim()
 
 
 class TorchOperators(NamedTuple):
@@ -349,8 +340,8 @@ class ForwardBackwardSplit:
         return leading_to(ends, {node for node in self.captured.nodes if self.varies(node)} - stops)
 
     def _pieces(self, node: fx.Node, front: set[fx.Node]) -> list[ReductionPattern]:
-        value = meta_value(node)
-        return reduction_patterns(node, contiguous_meta(value.shape, value.dtype), self.varies, front.__contains__)
+        value = ir.meta_value(node)
+        return reduction_patterns(node, ir.contiguous_meta(value.shape, value.dtype), self.varies, front.__contains__)
 
     def _unknown(self, front: set[fx.Node], back: set[fx.Node]) -> set[fx.Node]:
         """Operators that C does not know. Raises Unsupported if a carried value needs one."""
@@ -361,7 +352,7 @@ class ForwardBackwardSplit:
         reasons = {node: why for node in needed if (why := why_unsupported(node, self.captured, self.varies))}
         fatal = dict.fromkeys(why for node, why in reasons.items() if node in carried)
         if fatal:
-            raise Unsupported(f"{'; '.join(fatal)}; the value that is carried from step to step needs it")
+            raise ir.Unsupported(f"{'; '.join(fatal)}; the value that is carried from step to step needs it")
         return {*reasons}
 
     def _is_torch_sum(self, piece: ReductionPattern) -> bool:
@@ -386,13 +377,13 @@ class ForwardBackwardSplit:
 
     def is_outside(self, node: fx.Node) -> bool:
         """Whether C lacks a value: PyTorch computes it, or its dtype is unknown to C."""
-        return node in self.torch or node.meta["val"].dtype not in C_TYPES
+        return node in self.torch or node.meta["val"].dtype not in ir.C_TYPES
 
     def _best_sparsity(self) -> MaskSparsity:
         values = [node.meta.get("val") for node in self.captured.nodes]
         # In float16 an unwanted row could overflow, and then it would not be finite any more.
         half = any(isinstance(value, Tensor) and value.dtype == torch.float16 for value in values)
-        inputs = [(node, meta_value(node)) for node in ([] if half else self.captured.signature.inputs)]
+        inputs = [(node, ir.meta_value(node)) for node in ([] if half else self.captured.signature.inputs)]
         masks = [node for node, value in inputs if value.dtype == torch.bool and value.dim() == 1]
         candidates = [MaskSparsity(self.captured, self.varies, mask) for mask in (None, *masks)]
         return max(candidates, key=lambda sparsity: len(sparsity.products) + len(sparsity.totals))
