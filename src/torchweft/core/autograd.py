@@ -106,10 +106,9 @@ class CutFunction(Protocol):
 
 @runtime_checkable
 class TwiceDifferentiable(Protocol):
-    """A `CutFunction` that can also compute its gradients through autograd, for a gradient of a gradient.
+    """A `CutFunction` that can also compute its gradients through autograd, for a gradient of a gradient."""
 
-    Its `backward` gets batched gradients as well.
-    """
+    # Its `backward` gets batched gradients as well.
 
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """`CutFunction.backward` under grad mode, so that autograd can differentiate the result."""
@@ -118,10 +117,9 @@ class TwiceDifferentiable(Protocol):
 
 @runtime_checkable
 class OnceDifferentiable(Protocol):
-    """A `CutFunction` that explains why its gradients have no gradient, and suggests a remedy.
+    """A `CutFunction` that explains why its gradients have no gradient, and suggests a remedy."""
 
-    The text continues the sentence "a gradient of a gradient was asked for, but".
-    """
+    # The text continues the sentence "a gradient of a gradient was asked for, but".
 
     @property
     def only_once(self) -> str: ...
@@ -186,11 +184,9 @@ def apply_as_node(function: CutFunction, tensors: Iterable[Tensor]) -> tuple[Ten
 
 
 def silence_unused_hooks(parameters: Iterable[Tensor]) -> None:
-    """Inside a backward: silence the hooks of these parameters, which get no gradient, until it ends.
-
-    In plain autograd the graph of a step does not contain a parameter that it did not use. Here every parameter is an
-    input of the node, and its hooks would be called with None.
-    """
+    """Inside a backward: silence the hooks of these parameters, which get no gradient, until it ends."""
+    # In plain autograd the graph of a step does not contain a parameter that it did not use. Here every parameter is an
+    # input of the node, and its hooks would be called with None.
     tables = [table for parameter in parameters for table in _hook_tables(parameter)]
     if tables:
         # Only the engine references this callback. If the backward fails, it is dropped without being called, and
@@ -199,11 +195,9 @@ def silence_unused_hooks(parameters: Iterable[Tensor]) -> None:
 
 
 def silence_hooks(parameters: Iterable[Tensor]) -> "AbstractContextManager[object]":
-    """Silence the gradient hooks of the parameters inside the block.
-
-    `torch.autograd.grad` fires the hooks of the tensors that it differentiates by, i.e. once per micro-batch. A hook
-    belongs to the whole step, and fires when the node passes the gradient on.
-    """
+    """Silence the gradient hooks of the parameters inside the block."""
+    # `torch.autograd.grad` fires the hooks of the tensors that it differentiates by, i.e. once per micro-batch. A hook
+    # belongs to the whole step, and fires when the node passes the gradient on.
     tables = [cast("internals.HookTable", x._backward_hooks) for x in parameters if x._backward_hooks]
     return _QuietHooks(tables, None) if tables else nullcontext()
 
@@ -213,10 +207,9 @@ def _hook_tables(tensor: Tensor) -> list[internals.HookTable]:
 
 
 class _Hook:
-    """Replaces a hook in its table, and calls it unless it is silenced.
+    """Replaces a hook in its table, and calls it unless it is silenced."""
 
-    `quiet` has one entry per active request: the number of a backward, or None for all backwards.
-    """
+    # `quiet` has one entry per active request: the number of a backward, or None for all backwards.
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook

@@ -66,11 +66,9 @@ def set_phase(name: Phase) -> Generator[None]:
 
 
 def has_local_modes() -> bool:
-    """Whether modes or hooks of this thread observe the operators that run in it.
-
-    Examples: a dispatch mode such as FlopCounterMode, or hooks on saved tensors such as those of save_on_cpu. Their
-    state belongs to this thread, so a worker must not enter them.
-    """
+    """Whether modes or hooks of this thread observe the operators that run in it."""
+    # Examples: a dispatch mode such as FlopCounterMode, or hooks on saved tensors such as those of save_on_cpu. Their
+    # state belongs to this thread, so a worker must not enter them.
     if internals.dispatch_mode_count() or internals.saved_tensor_hooks(True):
         return True
     # A default device is a function mode too, but a harmless one: `ExecutionContext` carries it to the workers.
@@ -83,11 +81,10 @@ float32_precision = internals.get_precision
 
 
 class ProcessFlags(NamedTuple):
-    """The process-wide flags that change the result of an operator.
+    """The process-wide flags that change the result of an operator."""
 
-    PyTorch has two interfaces for precision, and operators read the newer one. The `older` one raises if the newer one
-    was set to a different value, and is then None.
-    """
+    # PyTorch has two interfaces for precision, and operators read the newer one. The `older` one raises if the newer
+    # one was set to a different value, and is then None.
 
     deterministic: bool
     warn_only: bool

@@ -164,11 +164,9 @@ def seed_generators(sources: Sequence[torch.Generator], seed: int) -> Generator[
 
 @contextmanager
 def lock_released() -> Generator[None]:
-    """Surround a wait for another party. If this thread holds the lock, the lock is released during the wait.
-
-    Afterwards the stage continues with the numbers that it would have drawn without the wait. A worker of a pipe inside
-    a stage does not release the lock, because the lock belongs to the thread of that stage.
-    """
+    """Surround a wait for another party. If this thread holds the lock, the lock is released during the wait."""
+    # Afterwards the stage continues with the numbers that it would have drawn without the wait. A worker of a pipe
+    # inside a stage does not release the lock, because the lock belongs to the thread of that stage.
     held = _innermost()
     while held is not None and held.outer is not None and held.outer.is_held:
         held = held.outer
@@ -211,10 +209,8 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def repeats_layers(roots: Sequence[Node]) -> bool:
-    """Whether the backward of this graph calls hooks to unpack saved tensors, as self-checkpointing layers do.
-
-    Visits every node once. The graph must not have been walked yet, because a walk frees the saved tensors.
-    """
+    """Whether the backward of this graph calls hooks to unpack saved tensors, as self-checkpointing layers do."""
+    # Visits every node once. The graph must not have been walked yet, because a walk frees the saved tensors.
     return any(not isinstance(data, Tensor | None) for node in children_first(roots) for data in _saved_data(node))
 
 
@@ -351,10 +347,8 @@ class RngStreams:
 
     @contextmanager
     def scope(self, stage: int, micro_batch: int) -> Generator[NextLayer]:
-        """Surround one forward of one stage: locks and seeds the generators, unless the stage is known not to draw.
-
-        Yields the callback that seeds each layer.
-        """
+        """Surround one forward of one stage: locks and seeds the generators, unless the stage is known not to draw."""
+        # Yields the callback that seeds each layer.
         sources = self._uses[stage].sources
         if self._known[stage] is False:
             watch = GeneratorWatch(sources)
@@ -401,11 +395,9 @@ class RngStreams:
         )
 
     def backward(self, stage: int, roots: Callable[[], Sequence[Node]]) -> AbstractContextManager[Any]:
-        """Surround one walk back through the graph of a stage that begins at `roots`.
-
-        If layers run again in it (`torch.utils.checkpoint` in a layer), the lock is held, because these layers set the
-        generators to their states of the forward. A step that is `quiet` does not need this.
-        """
+        """Surround one walk back through the graph of a stage that begins at `roots`."""
+        # If layers run again in it (`torch.utils.checkpoint` in a layer), the lock is held, because these layers set
+        # the generators to their states of the forward. A step that is `quiet` does not need this.
         repeats = self._repeats.get(stage)
         if repeats is None:
             use, configuration = self._uses[stage], self._configurations[stage]
@@ -419,11 +411,9 @@ class RngStreams:
         return RngVote(bool(self._drew), self._surprised or (self.quiet and self._watch.moved()))
 
     def commit_draws(self, vote: "RngVote | None" = None) -> bool:
-        """Record which stages drew, and set the caller's generator accordingly, by a `vote` on all stages.
-
-        Default: the vote of the stages here. False means that a stage drew without the lock, so its numbers cannot be
-        replayed and the step must run again. Then all stages lock, so the second run cannot fail in the same way.
-        """
+        """Record which stages drew, and set the caller's generator accordingly, by a `vote` on all stages."""
+        # Default: the vote of the stages here. False means that a stage drew without the lock, so its numbers cannot be
+        # replayed and the step must run again. Then all stages lock, so the second run cannot fail in the same way.
         vote = vote or self.vote()
         if vote.surprised:
             for stage, use in self._uses.items():

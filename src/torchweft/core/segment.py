@@ -290,11 +290,10 @@ Gradients = list[Tensor | None]  # one entry per leaf of a value, which is None 
 
 @dataclass(frozen=True)
 class MicroBatchContext:
-    """Information for the function of a segment besides its inputs.
+    """Information for the function of a segment besides its inputs."""
 
-    In `notes`, a forward stores data for its own recomputation, at a key of its stage. `borrowed` are copies of
-    parameters of other processes.
-    """
+    # In `notes`, a forward stores data for its own recomputation, at a key of its stage. `borrowed` are copies of
+    # parameters of other processes.
 
     micro_batch: int
     ambient: ExecutionContext

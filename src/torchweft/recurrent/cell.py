@@ -99,10 +99,9 @@ class TorchCell(Cell):
 
 
 class StoredState(nn.Module):
-    """An initial state that was given as tensors, stored as parameters and buffers under the names 0, 1, ...
+    """An initial state that was given as tensors, stored as parameters and buffers under the names 0, 1, ..."""
 
-    It therefore moves and is saved with the network, and is trained where it is a parameter.
-    """
+    # It therefore moves and is saved with the network, and is trained where it is a parameter.
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -128,11 +127,9 @@ def adapt(function: Callable[..., Any], *, time_step: bool = False) -> Cell:
 
 
 def expand_state(state: Any, inputs: SequenceInputs, check: Validator, *, for_one_row: bool = False) -> Any:
-    """An initial state with one row per row of the inputs. Faults go to ``check``.
-
-    ``for_one_row``: the state was written down before any batch was known. If its first axis has size N by chance, that
-    axis is still not a batch.
-    """
+    """An initial state with one row per row of the inputs. Faults go to ``check``."""
+    # ``for_one_row``: the state was written down before any batch was known. If its first axis has size N by chance,
+    # that axis is still not a batch.
     leaves, structure = flatten(state)
     pairs = zip(structure_paths(structure, "state"), leaves, strict=True)
     return unflatten(structure, [_expand_leaf(name, leaf, inputs, for_one_row, check) for name, leaf in pairs])
@@ -267,11 +264,10 @@ def check_links(check: Validator, links: object) -> None:
 
 
 class StepNetCell(Cell):
-    """A step net over named values, with its links and references, as a cell.
+    """A step net over named values, with its links and references, as a cell."""
 
-    A window is k x N x ..., oldest first. Inside the loop it is a tuple of k tensors, so that a step drops one and adds
-    one without copying. Each of them has rows, like any other state.
-    """
+    # A window is k x N x ..., oldest first. Inside the loop it is a tuple of k tensors, so that a step drops one and
+    # adds one without copying. Each of them has rows, like any other state.
 
     def __init__(
         self,

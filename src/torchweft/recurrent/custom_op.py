@@ -54,11 +54,9 @@ _NONE = "torchweft: None"  # stands for None, which a traced call cannot take
 def traced_call(
     network: TraceableNetwork, handle: int, inputs: Any, state: Any, row_options: dict[str, Any], start: int
 ) -> tuple[Any, Any, Any]:
-    """Outputs, last and all states of a whole sequence, by one operator.
-
-    `row_options` holds those of lengths, mask and reset that were given. Raises UsageError for calls that cannot be
-    traced: a PackedSequence, and a function that closes over parameters.
-    """
+    """Outputs, last and all states of a whole sequence, by one operator."""
+    # `row_options` holds those of lengths, mask and reset that were given. Raises UsageError for calls that cannot be
+    # traced: a PackedSequence, and a function that closes over parameters.
     if isinstance(inputs, PackedSequence):
         raise UsageError("a PackedSequence cannot be traced; pad it (pad_packed_sequence), and give its lengths")
     if "lengths" in row_options and not isinstance(row_options["lengths"], Tensor):
@@ -180,11 +178,10 @@ def _named_tensors(network: TraceableNetwork) -> Mapping[str, Tensor]:
 
 
 class OutputMeta(PlanCache):
-    """Shapes and dtypes of a sequence's results, in place of a network's plans.
+    """Shapes and dtypes of a sequence's results, in place of a network's plans."""
 
-    The cell runs one step on fake tensors in the eager loop, and the results are expanded to T steps. T and N can be
-    symbols. The values of the results are arbitrary.
-    """
+    # The cell runs one step on fake tensors in the eager loop, and the results are expanded to T steps. T and N can be
+    # symbols. The values of the results are arbitrary.
 
     def run(self, job: eager.SequenceRun) -> eager.Unrolled:
         steps = job.inputs.steps
@@ -213,10 +210,8 @@ class _TokenMemory(bytearray):
 def recurrent(
     spec: int, tensors: Sequence[Tensor], references: Sequence[Tensor], wanted: Sequence[bool], start: int
 ) -> list[Tensor]:
-    """Run the network. `wanted` flags those of `tensors` and `references` that get a gradient. The token comes last.
-
-    Raises UsageError if the network is gone, and any exception of the network.
-    """
+    """Run the network. `wanted` flags those of `tensors` and `references` that get a gradient. The token comes last."""
+    # Raises UsageError if the network is gone, and any exception of the network.
     call = _find_spec(spec)
     leaves = [_new_leaf(tensor, want) for tensor, want in zip(tensors, wanted, strict=False)]
     registered = _named_tensors(find_network(call.network)).values()
@@ -252,10 +247,8 @@ def recurrent_backward(
     wanted: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """The gradients of the tensors flagged in `wanted`, from those of the ends.
-
-    Raises BackwardTwiceError if the values of the sequence are gone.
-    """
+    """The gradients of the tensors flagged in `wanted`, from those of the ends."""
+    # Raises BackwardTwiceError if the values of the sequence are gone.
     sequence = live_sequences.get(int(token))
     if sequence is None:
         raise BackwardTwiceError(

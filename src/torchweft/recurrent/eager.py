@@ -49,11 +49,9 @@ class SequenceRun:
     truncate: int | None
 
     def run(self) -> Unrolled:
-        """Run by the eager loop. An output that is also a state is stacked once: both results are then one tensor.
-
-        Raises ``SpecError`` if the cell does not return ``(y, new_state)``, or if nesting, shape or dtype change from
-        step to step. Errors of the cell get a note that names the step.
-        """
+        """Run by the eager loop. An output that is also a state is stacked once: both results are then one tensor."""
+        # Raises ``SpecError`` if the cell does not return ``(y, new_state)``, or if nesting, shape or dtype change from
+        # step to step. Errors of the cell get a note that names the step.
         cell, inputs, rows = self.cell, self.inputs, self.rows
         if not inputs.steps:
             return self._run_no_steps()
@@ -110,11 +108,9 @@ def is_cut(t: int, truncate: int | None) -> bool:
 
 
 def call_cell(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
-    """One step: ``(y, new_state)``.
-
-    Raises ``SpecError`` if the cell does not return such a pair, and ``InputWidthError`` if it failed on an input whose
-    width is not the one that it declares.
-    """
+    """One step: ``(y, new_state)``."""
+    # Raises ``SpecError`` if the cell does not return such a pair, and ``InputWidthError`` if it failed on an input
+    # whose width is not the one that it declares.
     try:
         pair = cell(x, state, t)
     except Exception as error:

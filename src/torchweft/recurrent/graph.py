@@ -230,10 +230,8 @@ def value_dependent_draws(module: fx.GraphModule) -> list[str]:
 
 
 def separate_bernoulli(module: fx.GraphModule) -> None:
-    """Let `bernoulli(x, p)` draw into a new tensor.
-
-    Functionalization turns `x.bernoulli_(p)` into the same operator, but draws in the memory order of `x`.
-    """
+    """Let `bernoulli(x, p)` draw into a new tensor."""
+    # Functionalization turns `x.bernoulli_(p)` into the same operator, but draws in the memory order of `x`.
     for node in [node for node in module.graph.nodes if node.target is _aten.bernoulli.p]:
         with module.graph.inserting_before(node):
             new = module.graph.call_function(_aten.empty_like.default, node.args[:1])

@@ -100,11 +100,9 @@ class CellGuards:
 
     @contextmanager
     def restore_state(self) -> Generator[None]:
-        """Undo the cell's writes on exit, for a run that traces or checks it.
-
-        This covers buffers, attributes, lists, dicts, sets and closures. The cell cannot write into parameters. Globals
-        and classes are not restored.
-        """
+        """Undo the cell's writes on exit, for a run that traces or checks it."""
+        # This covers buffers, attributes, lists, dicts, sets and closures. The cell cannot write into parameters.
+        # Globals and classes are not restored.
         with ExitStack() as undo:
             for tensor in self.tensors:
                 if not tensor.requires_grad:
@@ -117,11 +115,9 @@ class CellGuards:
 
     @contextmanager
     def tensors_restored(self, function: Callable[..., Any]) -> Generator[bool]:
-        """Inside, the modules of `function` hold the tensors of these guards again. Yields whether the key still holds.
-
-        During the backward of a `torch.func.functional_call` they hold others than in its forward. Flags and attributes
-        are not restored.
-        """
+        """Inside, the modules of `function` hold the tensors of these guards again."""
+        # Yields whether the key still holds. During the backward of a `torch.func.functional_call` they hold others
+        # than in its forward. Flags and attributes are not restored.
         now = CellGuards(function)
         with now._swap_tensors({id(new): old for new, old in zip(now.tensors, self.tensors, strict=False)}):
             yield CellGuards(function).key == self.key
@@ -414,11 +410,9 @@ def without_observers() -> Generator[None]:
 
 @contextmanager
 def no_foreign_draws(step: Callable[[], object]) -> Generator[None]:
-    """Reject a cell that draws from Python's or numpy's generator: a plan would freeze the numbers of its capture.
-
-    `step` runs the cell once, without tracing. On an error both generators are restored, so that the eager loop draws
-    the same numbers as without an attempt to capture. Raises CaptureError.
-    """
+    """Reject a cell that draws from Python's or numpy's generator: a plan would freeze the numbers of its capture."""
+    # `step` runs the cell once, without tracing. On an error both generators are restored, so that the eager loop draws
+    # the same numbers as without an attempt to capture. Raises CaptureError.
     before = _generator_states()
     try:
         yield

@@ -43,10 +43,8 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 @contextmanager
 def recording_stream(device: torch.device) -> Generator[None]:
-    """Make the one stream of all recordings on this device current, in order with the caller's current stream.
-
-    The buffers of recordings belong to it, so replays run one after another, whichever streams they serve.
-    """
+    """Make the one stream of all recordings on this device current, in order with the caller's current stream."""
+    # The buffers of recordings belong to it, so replays run one after another, whichever streams they serve.
     with ExitStack() as stack:
         if device.type == "cuda":
             # PyTorch hands out 32 streams of each priority in turn. Stages of a pipe have streams of normal priority.
@@ -98,10 +96,8 @@ class InductorStep:
         return self._launch_steps(steps, values, places)
 
     def _launch_steps(self, steps: int, values: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
-        """The carried values after the last step.
-
-        `values` are constants, carried values and rows. Rows and `places` are ordered by node, then by step.
-        """
+        """The carried values after the last step."""
+        # `values` are constants, carried values and rows. Rows and `places` are ordered by node, then by step.
         loop, count = self._loop, len(self._loop.constants)
         constants, carried = values[:count], values[count : count + len(loop.carried)]
         rows = values[count + len(carried) :]

@@ -51,10 +51,8 @@ ALL_ROWS = RowMasks()  # every row is valid at every step
 def read_rows(
     inputs: SequenceInputs | None, lengths: object, mask: object, reset: object, *, batch_first: bool, check: Validator
 ) -> RowMasks:
-    """The two tables, from lengths, mask and reset.
-
-    A reset past a row's length is dropped, because its state must stay. A reset in a hole of the mask counts.
-    """
+    """The two tables, from lengths, mask and reset."""
+    # A reset past a row's length is dropped, because its state must stay. A reset in a hole of the mask counts.
     if lengths is None and mask is None and reset is None:
         return ALL_ROWS
     if inputs is None or inputs.rows is None:
@@ -84,10 +82,8 @@ def select_nested_rows(flags: Tensor, yes: Any, *no: Any) -> Any:
 
 
 def padding_values(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
-    """For every leaf with rows, one step that the cell accepts, N x ...
-
-    A row's value is its first valid input, else that of another row, else a placeholder.
-    """
+    """For every leaf with rows, one step that the cell accepts, N x ..."""
+    # A row's value is its first valid input, else that of another row, else a placeholder.
     pairs = zip(inputs.leaves, inputs.placeholder_step(), strict=True)
     pairs = [(leaf, blank) for leaf, blank in pairs if isinstance(leaf, Tensor) and leaf.dim() >= 2]
     if not valid.numel():
@@ -162,10 +158,9 @@ class Conditions(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskedStep:
-    """A step as it is captured: ``((x, flags), (state, fresh, references, padding)) -> (y, (new, and these))``.
+    """A step as it is captured: ``((x, flags), (state, fresh, references, padding)) -> (y, (new, and these))``."""
 
-    `fresh` is () without resets, `references` () without references, `padding` () if all rows are valid.
-    """
+    # `fresh` is () without resets, `references` () without references, `padding` () if all rows are valid.
 
     cell: Cell
     on: Conditions

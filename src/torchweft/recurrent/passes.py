@@ -120,10 +120,8 @@ def writes(module: fx.GraphModule) -> list[str]:
 
 
 def canonicalize(module: fx.GraphModule) -> None:
-    """Rewrite operators into forms that hold for all steps at once, and remove redundant ones, in place.
-
-    Raises WeftError for reads and writes by strides, because a value stacked over time has others.
-    """
+    """Rewrite operators into forms that hold for all steps at once, and remove redundant ones, in place."""
+    # Raises WeftError for reads and writes by strides, because a value stacked over time has others.
     graph = module.graph
     first_by_key: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
@@ -163,10 +161,8 @@ def canonicalize(module: fx.GraphModule) -> None:
 
 
 def _split_masked_gradients(graph: fx.Graph) -> None:
-    """Split each operator that computes the gradients of an input and of weights at once into two, one for each.
-
-    Such an operator has a mask of the gradients to compute. Unsplit, all of it would stay in the backward loop.
-    """
+    """Split each operator that computes the gradients of an input and of weights at once into two, one for each."""
+    # Such an operator has a mask of the gradients to compute. Unsplit, all of it would stay in the backward loop.
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         names = [argument.name for argument in schema.arguments] if schema is not None else []

@@ -133,10 +133,8 @@ class SequenceSize:
     kept: int  # saved by a chunk
 
     def peak(self, policy: MemoryPolicy) -> int:
-        """The most bytes that a call with its backward holds at a time, without its arguments.
-
-        Outputs, states and the returned gradients count.
-        """
+        """The most bytes that a call with its backward holds at a time, without its arguments."""
+        # Outputs, states and the returned gradients count.
         outputs = (self.steps + 1) * (self.output_row + self.state_row - self.lone_state_row)
         total = outputs + self.steps * self.input_row + self.fixed
         chunks = len(chunk_bounds(self.steps, self.chunk)) - 1

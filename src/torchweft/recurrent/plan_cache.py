@@ -201,10 +201,8 @@ class PlanCache:
         return choice
 
     def _fill_up(self, call: "PlannedCall") -> Backend | None:
-        """A plan for a few more rows, if it computes the rows of this call with the same bits.
-
-        Only from the third batch size on, so that a smaller last batch of an epoch is not filled up.
-        """
+        """A plan for a few more rows, if it computes the rows of this call with the same bits."""
+        # Only from the third batch size on, so that a smaller last batch of an epoch is not filled up.
         family = call.step_key(1)
         same_cell = [choice for (_, cell_key), choice in self._choices.items() if cell_key == call.cell_key]
         relatives = [e.engine for e in same_cell if e.family == family and serves_smaller_batches(e.engine)]

@@ -51,12 +51,11 @@ _INTO: dict[Any, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop to generate. Nodes stand for their values in one step.
+    """A loop to generate. Nodes stand for their values in one step."""
 
-    `constants` are the same in all steps. `rows` are read from lists with a tensor per step. `carried` are passed from
-    step to step and become `ends`. `saved` are left in a list per node. For those also in `written`, it holds rows to
-    write to. With `added`, every carried value gets a value of the step added to it before it is read.
-    """
+    # `constants` are the same in all steps. `rows` are read from lists with a tensor per step. `carried` are passed
+    # from step to step and become `ends`. `saved` are left in a list per node. For those also in `written`, it holds
+    # rows to write to. With `added`, every carried value gets a value of the step added to it before it is read.
 
     nodes: Sequence[fx.Node]
     constants: Sequence[fx.Node]
@@ -215,10 +214,8 @@ class PythonBackend:
     def run_forward(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], BulkEvaluator]:
-        """Outputs and states after every step (T x ...), and the values that `run_backward` reads.
-
-        `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state.
-        """
+        """Outputs and states after every step (T x ...), and the values that `run_backward` reads."""
+        # `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state.
         signature, parts = self.captured.signature, self.parts
         bulk = BulkEvaluator(len(inputs[0]), self.varies)
         bulk.env.update(zip(signature.inputs, inputs, strict=True))
@@ -239,11 +236,9 @@ class PythonBackend:
     def run_backward(
         self, kept: BulkEvaluator, outputs: Sequence[Tensor], states: Sequence[Tensor] | None, last: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Tensor], list[Tensor | None]]:
-        """The gradients of inputs (T x ...), initial states and parameters, from those of outputs and states.
-
-        `outputs` are T x ...; `states`, T x ..., are those of the states after every step, or None; `last` are those of
-        the state after the last one.
-        """
+        """The gradients of inputs (T x ...), initial states and parameters, from those of outputs and states."""
+        # `outputs` are T x ...; `states`, T x ..., are those of the states after every step, or None; `last` are those
+        # of the state after the last one.
         signature, inside = self.captured.signature, self.parts.after_back
         # A copy of the table, so that `kept` can serve another backward of a retained graph.
         bulk = replace(kept, env=dict(kept.env))

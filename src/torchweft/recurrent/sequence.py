@@ -50,19 +50,15 @@ class SequenceInputs:
         return [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
     def placeholder_step(self) -> list[Any]:
-        """Placeholder for a step, e.g. of an empty sequence: integers are 0 (valid indices), other numbers 0.5.
-
-        Norm, sqrt and log have no gradient at 0, 1 or infinity. The step is computed from the sequences, so that
-        gradients of these exist for T = 0.
-        """
+        """Placeholder for a step, e.g. of an empty sequence: integers are 0 (valid indices), other numbers 0.5."""
+        # Norm, sqrt and log have no gradient at 0, 1 or infinity. The step is computed from the sequences, so that
+        # gradients of these exist for T = 0.
         return [_placeholder_value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
 
 def read_inputs(value: Any, *, batch_first: bool, certain: bool, check: Validator) -> SequenceInputs | None:
-    """Normalise ``value``. Faults go to ``check``. ``None`` if T or N cannot be determined.
-
-    ``certain``: the caller referred to rows, so every tensor with two axes has them.
-    """
+    """Normalise ``value``. Faults go to ``check``. ``None`` if T or N cannot be determined."""
+    # ``certain``: the caller referred to rows, so every tensor with two axes has them.
     leaves, structure = flatten(value)
     names = structure_paths(structure, "inputs")
     tensors = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
@@ -159,10 +155,8 @@ class UnpackedInputs:
 
 
 def unpack_inputs(inputs: Any, lengths: Lengths | None, *, batch_first: bool, who: str) -> UnpackedInputs:
-    """Unpack a ``PackedSequence``, batch first if the layers are. Other inputs stay as they are.
-
-    Raises ``UsageError`` for a ``PackedSequence`` with lengths.
-    """
+    """Unpack a ``PackedSequence``, batch first if the layers are. Other inputs stay as they are."""
+    # Raises ``UsageError`` for a ``PackedSequence`` with lengths.
     if not isinstance(inputs, PackedSequence):
         return UnpackedInputs(inputs, lengths)
     if lengths is not None:

@@ -107,10 +107,9 @@ def append_rows(tensor: Tensor, axis: int, more: int) -> Tensor:
 
 
 class Buffers:
-    """Memory of outputs and states over the steps of a sequence, or of a segment of it. Chunks are views into it.
+    """Memory of outputs and states over the steps of a sequence, or of a segment of it. Chunks are views into it."""
 
-    With `whole` it has all states, else only those that are also outputs.
-    """
+    # With `whole` it has all states, else only those that are also outputs.
 
     def __init__(
         self, captured: StepGraph, inputs: list[Tensor], initial: list[Tensor], bounds: Sequence[int], *, whole: bool
@@ -285,10 +284,8 @@ class ScanFunction:
     def _chunks_back(
         self, saved: SavedSequence, constants: Any, retain: bool
     ) -> Generator[tuple[int, int, Chunk, Any]]:
-        """Each chunk, the last one first, with the values that were kept or are recomputed.
-
-        If states are not kept whole, each segment is run forward once more, in memory of its own.
-        """
+        """Each chunk, the last one first, with the values that were kept or are recomputed."""
+        # If states are not kept whole, each segment is run forward once more, in memory of its own.
         backend, bounds, length = self._backend, self._bounds, self._policy.segment
         if length is None:
             for i in range(len(bounds) - 2, -1, -1):
@@ -380,10 +377,8 @@ def _in_memory(gradient: Tensor) -> Tensor:
 def run_stepwise(
     captured: StepGraph, cell: Cell, inputs: Sequence[Tensor], states: Sequence[Tensor]
 ) -> SequenceLeaves[Tensor]:
-    """Run the cell that was captured step by step in plain autograd. `inputs` are T x ..., T at least 1.
-
-    Further inputs, which stand for random numbers, are ignored, because the cell draws its own.
-    """
+    """Run the cell that was captured step by step in plain autograd. `inputs` are T x ..., T at least 1."""
+    # Further inputs, which stand for random numbers, are ignored, because the cell draws its own.
     count = captured.input_structure.num_leaves
     state = unflatten(captured.state_structure, states)
     outputs: list[list[Tensor]] = []
@@ -397,11 +392,10 @@ def run_stepwise(
 
 
 class EagerReplay:
-    """Replays a sequence in the eager loop under the conditions in which the plan ran it.
+    """Replays a sequence in the eager loop under the conditions in which the plan ran it."""
 
-    It must be created before the sequence runs and draws. Inside `restored()` the cell reads the tensors of that run.
-    `restored()` yields whether the rest of the cell is unchanged.
-    """
+    # It must be created before the sequence runs and draws. Inside `restored()` the cell reads the tensors of that run.
+    # `restored()` yields whether the rest of the cell is unchanged.
 
     def __init__(
         self,
@@ -418,10 +412,8 @@ class EagerReplay:
     def gradients(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor], incoming: SequenceLeaves[Tensor | None]
     ) -> list[Tensor | None]:
-        """The gradients of inputs, states and parameters, in this order. In grad mode autograd can differentiate them.
-
-        Raises DoubleBackwardError.
-        """
+        """The gradients of inputs, states and parameters, in this order. Raises DoubleBackwardError."""
+        # In grad mode autograd can differentiate them.
         gate = threading.Event()
         in_grad_mode, parameters = torch.is_grad_enabled(), self._captured.parameters
         with torch.enable_grad():

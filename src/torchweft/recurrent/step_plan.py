@@ -39,10 +39,8 @@ class DependencePartition:
 
 
 def dependences(captured: StepGraph, invariant: str = STATE) -> dict[fx.Node, frozenset[str]]:
-    """For every node, its dependences among INPUT, STATE, CARRIED and GIVEN. A reference has none.
-
-    A state that every step passes on unchanged counts as `invariant`.
-    """
+    """For every node, its dependences among INPUT, STATE, CARRIED and GIVEN. A reference has none."""
+    # A state that every step passes on unchanged counts as `invariant`.
     signature = captured.signature
     on: dict[fx.Node, frozenset[str]] = {node: frozenset() for node in captured.module.graph.nodes}
     starts = [

@@ -51,12 +51,9 @@ def verify(
     memory: Memory = "full",
     widened: Widened = _unwidened,
 ) -> None:
-    """Compare the plan with the eager loop over the first steps of a sequence (inputs T x ..., T at least 1).
-
-    Forward and back; forward alone if gradients are off, as they were when the plan was made.
-
-    Raises PlanError that names every differing value, with the difference.
-    """
+    """Compare the plan with the eager loop over the first steps of a sequence (inputs T x ..., T at least 1)."""
+    # Forward and back; forward alone if gradients are off, as they were when the plan was made. Raises PlanError that
+    # names every differing value, with the difference.
     for steps, every in TRIALS:
         trial = _Trial(plan, cell, [leaf[:steps] for leaf in inputs], states, every)
         # A number of bytes has no meaning for three steps. "states" runs every routine, including the recomputation.

@@ -321,10 +321,8 @@ def reduce_nest(
     *,
     in_register: bool = False,
 ) -> list[str]:
-    """A reduction: along adjacent elements into a register, else row by row into the result.
-
-    With `in_register`, the result is stored once in any case, so that several threads can all compute it.
-    """
+    """A reduction: along adjacent elements into a register, else row by row into the result."""
+    # With `in_register`, the result is stored once in any case, so that several threads can all compute it.
     reduction = value.operation
     assert isinstance(reduction, ir.Reduce)
     shape, kind, axes = reduction.source.shape, ir.C_TYPES[value.dtype], reduction.axes
@@ -397,11 +395,9 @@ def _indexed_nest(
     target: ir.MemoryLayout,
     row_axis: int | None,
 ) -> list[str]:
-    """Read or write at an index.
-
-    An index out of range gives NaN and touches no other memory. The handlers of operators allow such an index only for
-    a dtype that has NaN.
-    """
+    """Read or write at an index."""
+    # An index out of range gives NaN and touches no other memory. The handlers of operators allow such an index only
+    # for a dtype that has NaN.
     writes, (first, index, *rest) = operation.kind != "gather", layouts
     source = rest[0] if writes else first
     axis, indexed_shape = operation.axis, value.shape if writes else operation.operands[0].shape

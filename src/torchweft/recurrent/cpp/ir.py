@@ -157,10 +157,9 @@ class AxisOp:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A matrix product, ... x M x K by ... x K x N, plus the start of its sums.
+    """A matrix product, ... x M x K by ... x K x N, plus the start of its sums."""
 
-    With `row_mask`, only rows where it is true are read: rows of the left side, or the inner axis of a sum over time.
-    """
+    # With `row_mask`, only rows where it is true are read: rows of the left side, or the inner axis of a sum over time.
 
     left: View
     right: View

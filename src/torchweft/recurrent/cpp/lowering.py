@@ -465,11 +465,9 @@ def _decompose_weight_norm_backward(
 
 
 def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, list[int], int] | None:
-    """Several indices of integers as a single one, or None for a single index or a mask.
-
-    Returns x with the indexed axes in front, merged into one, and the index into that axis. Also the order of x's axes,
-    and the position of the index's axes in the result.
-    """
+    """Several indices of integers as a single one, or None for a single index or a mask."""
+    # Returns x with the indexed axes in front, merged into one, and the index into that axis. Also the order of x's
+    # axes, and the position of the index's axes in the result.
     places = [i for i, index in enumerate(indices) if index is not None]
     used = [index for index in indices if index is not None]
     if len(places) < 2 or any(index.dtype not in (torch.int64, torch.int32) for index in used):

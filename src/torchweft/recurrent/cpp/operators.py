@@ -259,10 +259,8 @@ def _checked_index(context: ir.LoweringContext, index: fx.Node, of: torch.dtype,
 
 
 def _indexed(context: ir.LoweringContext, node: fx.Node) -> tuple[ir.View, ir.View, int, tuple[int, ...]]:
-    """The operands of an operator at an index: x, the index for every element, its axis, and its own shape.
-
-    The index of x[:, index] is broadcast over the other axes of x. Gather and scatter have one for every element.
-    """
+    """The operands of an operator at an index: x, the index for every element, its axis, and its own shape."""
+    # The index of x[:, index] is broadcast over the other axes of x. Gather and scatter have one for every element.
     arguments = ir.schema_arguments(node)
     source = context.view_of(arguments["self"])
     if "index" in arguments:

@@ -72,10 +72,8 @@ class ReductionPattern:
 def reduction_patterns(
     node: fx.Node, at: Tensor, varies: Callable[[fx.Node], bool], is_forward: Callable[[fx.Node], bool]
 ) -> list[ReductionPattern]:
-    """The terms to sum over time to add the node's total to `at`, a meta tensor of its shape.
-
-    A sum does not move past the nodes of forward, because their values exist in any case.
-    """
+    """The terms to sum over time to add the node's total to `at`, a meta tensor of its shape."""
+    # A sum does not move past the nodes of forward, because their values exist in any case.
     as_it_is = [ReductionPattern(node, "value", at, [node])]
     if not varies(node) or is_forward(node):
         return as_it_is
@@ -418,11 +416,9 @@ class ForwardBackwardSplit:
 def _around_loop(
     unknown: Iterable[fx.Node], half: set[fx.Node], is_carried: Callable[[fx.Node], bool]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The operators of one half that run before its loop in C, and those that run after it.
-
-    Unknown operators run before the loop, with their ancestors, unless they depend on a carried value. Then they run
-    after it, with their descendants. All results of one operator stay together.
-    """
+    """The operators of one half that run before its loop in C, and those that run after it."""
+    # Unknown operators run before the loop, with their ancestors, unless they depend on a carried value. Then they run
+    # after it, with their descendants. All results of one operator stay together.
     unknown = [node for node in unknown if node in half]
     early = leading_to([node for node in unknown if not is_carried(node)], half)
     early |= {user for node in early for user in node.users if user in half and user.target is getitem}

@@ -246,10 +246,8 @@ class LoopFunction:
         return value not in self.locals or any(reader not in group for reader in self._readers.get(value, []))
 
     def _copy_carried(self, phases: Phases, values: list[ir.LoopValue]) -> None:
-        """Copy carried values that are read after the main loop, unless they have a row per step anyway.
-
-        A value in two alternating rows is overwritten by then.
-        """
+        """Copy carried values that are read after the main loop, unless they have a row per step anyway."""
+        # A value in two alternating rows is overwritten by then.
         for start, _ in self.signature.carried:
             readers = [value for value in values if start in ir.operand_values(value.operation)]
             late = [value for value in readers if phases.is_after_main(value)]
@@ -302,10 +300,8 @@ def _targets(signature: LoopSignature, values: list[ir.LoopValue]) -> dict[ir.Lo
 
 
 def _copy_alternating(phases: Phases, values: list[ir.LoopValue], targets: dict[ir.LoopValue, ir.Argument]) -> None:
-    """Compute a carried value outside of its two alternating rows if it needs a row per step, and copy it there.
-
-    Only the main loop can write these rows, right before its next step reads them.
-    """
+    """Compute a carried value outside of its two alternating rows if it needs a row per step, and copy it there."""
+    # Only the main loop can write these rows, right before its next step reads them.
     for value, argument in list(targets.items()):
         readers = [reader for reader in values if value in ir.operand_values(reader.operation)]
         if argument.row == "out" and (phases.is_after_main(value) or phases.needs_all_steps(value, readers)):
@@ -321,11 +317,9 @@ def _copy(name: str, view: ir.View) -> ir.LoopValue:
 def row_axes(
     loop: Sequence[ir.LoopValue], carried: Sequence[ir.LoopValue], alternating: Collection[ir.LoopValue] = ()
 ) -> SequenceAxes | None:
-    """The row axis of every value in the loop, or None if a step mixes rows.
-
-    Values in `alternating` have two rows of memory for all steps. Threads share these, and can be in different steps.
-    Therefore each thread writes only its rows of the batch, even of a value that it could compute whole.
-    """
+    """The row axis of every value in the loop, or None if a step mixes rows."""
+    # Values in `alternating` have two rows of memory for all steps. Threads share these, and can be in different steps.
+    # Therefore each thread writes only its rows of the batch, even of a value that it could compute whole.
     if not carried or any(not start.shape or start.shape[0] != carried[0].shape[0] for start in carried):
         return None
     rows = carried[0].shape[0]

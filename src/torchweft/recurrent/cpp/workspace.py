@@ -21,11 +21,10 @@ _ASK_AGAIN = 0.5  # seconds for which a reading of free memory is valid
 
 
 class WorkspacePool:
-    """Byte buffers that calls use one after another.
+    """Byte buffers that calls use one after another."""
 
-    The pool holds at most an eighth of the memory that the machine has free, which it reads again from time to time.
-    Buffers beyond that return to the system at once. A buffer that is never given back is simply collected.
-    """
+    # The pool holds at most an eighth of the memory that the machine has free, which it reads again from time to time.
+    # Buffers beyond that return to the system at once. A buffer that is never given back is simply collected.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -139,11 +139,9 @@ def explain_networks(nets: dict[str, Any]) -> str:
 
 
 def combine_nested(one: Any, other: Any, fault: str, least: int | None = None) -> Any:
-    """The sum of two nested values, leaf by leaf. With `least`, their concatenation along the last axis, for leaves
-    with at least `least` axes.
-
-    ``None`` in both stays. Raises ``SpecError`` that lists the leaves that do not fit.
-    """
+    """The sum of two nested values, leaf by leaf. Raises ``SpecError`` that lists the leaves that do not fit."""
+    # With `least`, their concatenation along the last axis, for leaves with at least `least` axes. ``None`` in both
+    # stays.
 
     def fits(x: Any, y: Any) -> bool:
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
@@ -181,10 +179,9 @@ def _copy_reinitialized(net: nn.Module) -> nn.Module:
 
 
 class SequenceAxes(NamedTuple):
-    """The layout of a call: its numbers of steps and rows (None: unknown), and which axis comes first.
+    """The layout of a call: its numbers of steps and rows (None: unknown), and which axis comes first."""
 
-    `deep`: an input has three axes, so there certainly are rows.
-    """
+    # `deep`: an input has three axes, so there certainly are rows.
 
     steps: int
     rows: int | None
