@@ -97,11 +97,9 @@ class CutFunction(Protocol):
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """The outputs, and which of them have a gradient."""
-        ...
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """One gradient per input tensor, in their order. With `retain` it can be called again."""
-        ...
 
 
 @runtime_checkable
@@ -112,7 +110,6 @@ class TwiceDifferentiable(Protocol):
 
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """`CutFunction.backward` under grad mode, so that autograd can differentiate the result."""
-        ...
 
 
 @runtime_checkable
@@ -132,7 +129,6 @@ class StepsInBackward(Protocol):
     @property
     def steps_in_backward(self) -> str:
         """Advice to defer that step to the end of a mini-batch of several micro-batches. Empty if it takes none."""
-        ...
 
 
 class Boundary(torch.autograd.Function):

@@ -32,21 +32,15 @@ Unrolled = tuple[Any, Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class SequenceRun:
-    """One sequence to run.
-
-    Attributes:
-        fresh: the state that a reset restores. If it is ``None``, that is ``initial``.
-        start: the number of the first step.
-        truncate: the number of steps between two places where the states' gradients stop.
-    """
+    """One sequence to run."""
 
     cell: Cell
     inputs: SequenceInputs
     rows: RowMasks
     initial: Any
-    fresh: Any
-    start: int
-    truncate: int | None
+    fresh: Any  # the state that a reset restores; None for `initial`
+    start: int  # the number of the first step
+    truncate: int | None  # the number of steps between two places where the states' gradients stop
 
     def run(self) -> Unrolled:
         """Run by the eager loop. An output that is also a state is stacked once: both results are then one tensor."""
@@ -84,8 +78,7 @@ class SequenceRun:
 
     def head(self, steps: int) -> "SequenceRun":
         leaves = [leaf[:steps] if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.leaves]
-        tables = (self.rows.valid, self.rows.reset)
-        rows = RowMasks(*(None if table is None else table[:steps] for table in tables))
+        rows = self.rows.apply(lambda table: table[:steps])
         return replace(self, inputs=replace(self.inputs, leaves=leaves, steps=steps), rows=rows)
 
     def _run_no_steps(self) -> Unrolled:

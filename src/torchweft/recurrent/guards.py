@@ -54,19 +54,14 @@ _PLAIN_SIZE = type("_Plain", (), {}).__basicsize__  # size of an object with att
 
 
 class CellGuards:
-    """The current state of everything that a cell reads.
-
-    Attributes:
-        key: equal if nothing has changed; hashable as a tuple.
-        tensors: each once, in the order of the walk.
-        unready: whether a lazy module has yet to see its first input.
-        held: objects that the key identifies by address. They must live as long as the key.
-    """
+    """The current state of everything that a cell reads."""
 
     def __init__(self, cell: Callable[..., Any]) -> None:
-        self.key: list[Hashable] = []
-        self.tensors: list[Tensor] = []
-        self.unready = False
+        self.key: list[Hashable] = []  # equal if nothing has changed; hashable as a tuple
+        self.tensors: list[Tensor] = []  # each once, in the order of the walk
+        self.unready = False  # whether a lazy module has yet to see its first input
+        # Objects that the key identifies by address. They must live as long as the key: otherwise, another object could
+        # get the address of a dead one, and a stale plan would be found.
         self.held: list[object] = []
         self._unknown: list[str] = []
         self._modules: list[nn.Module] = []

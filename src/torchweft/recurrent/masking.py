@@ -18,7 +18,7 @@ In a captured step the masks, truncation and the step number are further inputs,
                                        padding) are loop-invariant
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -43,6 +43,9 @@ class RowMasks:
     def each_step(self, steps: int) -> "zip[tuple[Tensor | None, Tensor | None]]":
         tables = [[None] * steps if table is None else table.unbind(0) for table in (self.valid, self.reset)]
         return zip(*tables, strict=True)
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> "RowMasks":
+        return RowMasks(*(None if table is None else function(table) for table in (self.valid, self.reset)))
 
 
 ALL_ROWS = RowMasks()  # every row is valid at every step

@@ -51,49 +51,35 @@ class Gradients:
 
 @runtime_checkable
 class Backend(Protocol):
-    """A derived plan, made runnable.
+    """A derived plan, made runnable."""
 
-    Attributes:
-        captured: the step that the plan was derived from.
-        chunk_steps: the length of a chunk.
-        missing: the rows that a batch must be filled up with to fit the plan.
-    """
-
-    captured: StepGraph
-    chunk_steps: int
-    missing: int
+    captured: StepGraph  # the step that the plan was derived from
+    chunk_steps: int  # the length of a chunk
+    missing: int  # the rows that a batch must be filled up with to fit the plan
 
     def begin(self) -> Any:
         """Constants: values that depend on the references only, computed once per call of the network."""
-        ...
 
     def forward(self, constants: Any, chunk: Chunk, keep: bool) -> Any:
         """Write states and outputs. With `keep`, return the other values that `backward` reads."""
-        ...
 
     def recompute(self, constants: Any, chunk: Chunk) -> Any:
         """Return the values that `forward` would have kept, given all states."""
-        ...
 
     def backward(self, constants: Any, chunk: Chunk, kept: Any, gradients: Gradients) -> None:
         """Compute the gradients. `kept` stays unchanged, because a retained graph runs backward again."""
-        ...
 
     def release(self, kept: Any) -> None:
         """End the use of `kept`, so that the next chunk can reuse its memory."""
-        ...
 
     def kept_bytes(self, steps: int) -> int:
         """Bytes that `forward` keeps for `steps` steps."""
-        ...
 
     def work_bytes(self, steps: int) -> int:
         """Bytes that a call needs while it runs over a chunk, and constants."""
-        ...
 
     def explain(self) -> str:
         """Readable report of the operators that run step by step, and of those moved out of the loops."""
-        ...
 
 
 def chunk_length(step_bytes: int, rows: int) -> int:

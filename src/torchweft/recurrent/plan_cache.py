@@ -35,7 +35,7 @@ from torchweft.recurrent.capture import CaptureError, MisfitError, capture
 from torchweft.recurrent.cell import StepNetCell
 from torchweft.recurrent.graph import StepGraph, draw_numbers, memory_order, same_but_rows
 from torchweft.recurrent.guards import CellGuards, no_foreign_draws, without_observers
-from torchweft.recurrent.masking import Conditions, MaskedStep, RowMasks, check_step_number, padding_values
+from torchweft.recurrent.masking import Conditions, MaskedStep, check_step_number, padding_values
 from torchweft.recurrent.passes import is_step_constant
 from torchweft.recurrent.plan_backends import MEMORY_MODES, Backend, Memory, choose_policy, size_of
 from torchweft.recurrent.pytorch_internals import (
@@ -276,13 +276,7 @@ _CAPTURING = threading.RLock()  # held while a cell is traced, because tracing p
 
 
 class PlannedCall:
-    """One call of a network as plans see it: its key, making and verifying a plan for it, and running it.
-
-    Attributes:
-        states: the initial ones of the captured step, flat.
-        cell_key: the cell and everything that it reads, as of now. A plan holds for exactly that.
-        computed: whether the cell reads a tensor computed from others, which is a new one at every call.
-    """
+    """One call of a network as plans see it: its key, making and verifying a plan for it, and running it."""
 
     def __init__(self, job: eager.SequenceRun) -> None:
         cell, inputs, rows, state = job.cell, job.inputs, job.rows, job.initial
@@ -291,9 +285,11 @@ class PlannedCall:
         fresh = (state if job.fresh is None else job.fresh) if self._on.reset else ()
         references = cell.references if isinstance(cell, StepNetCell) and cell.references is not None else ()
         padding = [] if rows.valid is None else padding_values(inputs, rows.valid)
+        # The initial states of the captured step, flat.
         self.states, self._structure = flatten((state, fresh, references, padding))
         self.guards = CellGuards(cell.function)
-        self.cell_key = tuple(self.guards.key)
+        self.cell_key = tuple(self.guards.key)  # what the cell reads, as of now. A plan holds for exactly that.
+        # Whether the cell reads a tensor computed from others, which is a new one at every call.
         self.computed = not all([tensor.is_leaf for tensor in self.guards.tensors])
         grad = torch.is_grad_enabled()
         # Flags the inputs that require a gradient.
@@ -318,10 +314,8 @@ class PlannedCall:
         job, more = self._job, rows - (self.rows or 0)
         over_time, first = (partial(append_rows, axis=axis, more=more) for axis in (1, 0))
         inputs = replace(self.inputs, leaves=[*map(over_time, self.inputs.leaves)], rows=rows)
-        tables = (job.rows.valid, job.rows.reset)
-        masks = RowMasks(*(None if table is None else over_time(table) for table in tables))
         initial, fresh = (None if state is None else map_leaves(first, state) for state in (job.initial, job.fresh))
-        return PlannedCall(replace(job, inputs=inputs, rows=masks, initial=initial, fresh=fresh))
+        return PlannedCall(replace(job, inputs=inputs, rows=job.rows.apply(over_time), initial=initial, fresh=fresh))
 
     def step_key(self, begin: int = 0) -> Hashable:
         """Everything that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes.
@@ -435,8 +429,7 @@ class PlannedCall:
         """Seconds that `RACE_STEPS` of this sequence take by the engine, and by the eager loop."""
         steps = torch.arange(RACE_STEPS, device=self.inputs.device) % self.inputs.steps
         inputs = replace(self.inputs, leaves=[leaf.detach()[steps] for leaf in self.inputs.leaves], steps=RACE_STEPS)
-        tables = self._job.rows.valid, self._job.rows.reset
-        rows = RowMasks(*(None if table is None else table[steps] for table in tables))
+        rows = self._job.rows.apply(lambda table: table[steps])
         # Detached, because a backward through the caller's graph would free it before the caller's own backward.
         state, fresh, *_ = unflatten(self._structure, [leaf.detach() for leaf in self.states])
         job = replace(self._job, inputs=inputs, rows=rows, initial=state, fresh=fresh if self._on.reset else None)

@@ -148,8 +148,6 @@ class PythonBackend:
         shape = states[0].meta["val"].shape if states else ()
         self.chunk_steps = chunk_length(self._step_bytes, shape[0] if shape else 1)
 
-    # -- a chunk: see `Backend` ---------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """None, because constants are cheap compared with a loop in Python."""
 
@@ -195,8 +193,6 @@ class PythonBackend:
 
     def _first_states(self, chunk: Chunk) -> list[Tensor]:
         return [state if k in self.captured.invariant else state[0] for k, state in enumerate(chunk.states)]
-
-    # -- the two loops ------------------------------------------------------------------------------------------------
 
     @cached_property
     def loop(self) -> CompiledLoop:

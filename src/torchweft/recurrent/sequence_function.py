@@ -188,8 +188,6 @@ class ScanFunction:
         replayed = enumerate(states if tracked else ())
         self._replay_reads: list[Read] = [(f"initial state {i}", s, _version_of(s)) for i, s in replayed]
 
-    # -- forward ----------------------------------------------------------------------------------------------------
-
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """Outputs, states after every step, and the last states again; and for each whether it can have a gradient."""
         backend, captured, segment = self._backend, self._backend.captured, self._policy.segment
@@ -227,8 +225,6 @@ class ScanFunction:
             read = [(f"{role} {i}", t, _version_of(t)) for role, group in tensors.items() for i, t in enumerate(group)]
             self._saved = SavedSequence(buffers, values, heads, read)
         return ends, [_can_have_gradient(end) for end in ends]
-
-    # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`. Raises BackwardTwiceError if the sequence was freed."""
@@ -369,9 +365,6 @@ class _BackwardGradients:
 def _in_memory(gradient: Tensor) -> Tensor:
     # The form that compiled code reads. Autograd can mark a tensor as negative instead of negating its numbers.
     return gradient.resolve_neg().contiguous()
-
-
-# -- gradients of gradients -------------------------------------------------------------------------------------------
 
 
 def run_stepwise(

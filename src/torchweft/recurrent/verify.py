@@ -137,11 +137,7 @@ def _new_leaves(plan: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor
 
 
 def _values_and_gradients(
-    parameters: Sequence[Tensor],
-    ends: SequenceLeaves[Tensor],
-    inputs: list[Tensor],
-    states: list[Tensor],
-    every: bool,
+    parameters: Sequence[Tensor], ends: SequenceLeaves[Tensor], inputs: list[Tensor], states: list[Tensor], every: bool
 ) -> dict[str, Tensor]:
     """Outputs and states by name, and in grad mode all gradients, with zeros where there is none."""
     groups = {"input": inputs, "initial state": states, "parameter": parameters}

@@ -30,15 +30,11 @@ _MEET = "kernels.meet(gate, threads);"
 
 
 class Emitter:
-    """Write the text of one function. `width` holds the columns of a packed panel, by dtype.
-
-    Attributes:
-        text: the whole function.
-        arguments: the order of its `values`: addresses of these arguments, the workspace, and the number of rows.
-    """
+    """The text of one function. `width` holds the columns of a packed panel, by dtype."""
 
     def __init__(self, function: LoopFunction, width: Mapping[torch.dtype, int]) -> None:
         self.function = function
+        # The order of `values` in the C signature: these addresses, the workspace, and the number of rows.
         self.arguments = function.signature.arguments
         self._axes = function.axes
         self._products = MatrixProducts(function, width)

@@ -65,17 +65,12 @@ def panel_width() -> dict[torch.dtype, int]:
 
 
 class CompiledFunction:
-    """One compiled function. Raises CompileError.
-
-    Attributes:
-        arguments: kind and index of each argument, in the order in which the function takes their addresses.
-        from_torch: the indices of the arguments that PyTorch computes.
-        work: roughly the number of operations of a step.
-    """
+    """One compiled function. Raises CompileError."""
 
     def __init__(self, emitter: Emitter, library: ctypes.CDLL) -> None:
         self.function, self.emitter = emitter.function, emitter
-        self.work = sum(map(_operation_count, self.function.values))
+        self.work = sum(map(_operation_count, self.function.values))  # roughly the operations of a step
+        # In the order in which the function takes their addresses. PyTorch computes those of `from_torch`.
         self.arguments = [(argument.kind, argument.index) for argument in emitter.arguments]
         self.from_torch = frozenset(index for kind, index in self.arguments if kind == "from torch")
         self._entry = ctypes.c_void_p(_address_of(library, self.function.signature.name))
@@ -228,19 +223,14 @@ class TorchStage:
 
 
 class TorchStages:
-    """The operators of a step that C does not know, and PyTorch runs.
-
-    Attributes:
-        is_needed: whether there are any.
-        outputs: the outputs that PyTorch writes, with their indices.
-        constants: values that these operators read and that depend on references only.
-    """
+    """The operators of a step that C does not know, and PyTorch runs."""
 
     def __init__(self, split: ForwardBackwardSplit, lowered: Lowered) -> None:
         self._split = split
         signature, parts = split.captured.signature, split.by_torch
         self.is_needed = bool(split.torch or split.sums)
         aliases, outputs = split.captured.aliases, enumerate(signature.outputs)
+        # Those that PyTorch writes, with their indices.
         self.outputs = [(i, n) for i, n in outputs if n and i not in aliases and split.is_outside(n)]
         self._gradients = [(i, n) for i, n in enumerate(signature.input_gradients) if n and split.is_outside(n)]
         views = [node for node in split.captured.nodes if node in split.forward_values.torch_views]
@@ -256,7 +246,7 @@ class TorchStages:
         self.after_back = TorchStage(parts.after_back, views, ends_back)
         self._all = [*views, *parts.before_back, *parts.after_back, *summed]
         operands = dict.fromkeys(x for node in (*split.torch, *summed) for x in (node, *node.all_input_nodes))
-        self.constants = [node for node in operands if not split.varies(node)]
+        self.constants = [node for node in operands if not split.varies(node)]  # of references only
         stacked = {*split.torch, *split.for_torch, *summed}
         self.step_bytes = sum(_step_bytes(node) for node in stacked if not summed_at_once(node))
         self._fixed_bytes = sum(_step_bytes(node) for node in summed)

@@ -76,12 +76,7 @@ class _Oriented:
 
 
 class MatrixProducts:
-    """The products and the sums over time of one function, and the matrices that it packs for them.
-
-    Attributes:
-        packed_bytes: the size of all packed matrices so far.
-        room: the bytes that `w_gather` needs for each thread.
-    """
+    """The products and the sums over time of one function, and the matrices that it packs for them."""
 
     def __init__(self, function: LoopFunction, width: Mapping[torch.dtype, int]) -> None:
         self._function, self._width = function, width
@@ -89,6 +84,7 @@ class MatrixProducts:
         # Offsets of the packed matrices. Products that read one weight in the same layout share it.
         self._packed: dict[tuple[MemoryLayout, tuple[int, ...], torch.dtype], int] = {}
         self.packed_bytes = 0
+        # The bytes that `w_gather` needs for each thread.
         self.room = max([0, *map(self._gather_room, self._destinations)])
 
     def step_lines(self, value: LoopValue, axis: int | None, *, by_panels: bool = False) -> list[str]:

@@ -368,20 +368,14 @@ class MemoryLayout:
 
 
 class LoweringContext:
-    """The values and views of one function so far, by node of the captured graph.
-
-    Attributes:
-        values: every computed value, in order.
-        views: the view of each node; several for an operator with several results.
-        row_masks: for some products, a mask of the only rows of the result that are read.
-    """
+    """The values and views of one function so far, by node of the captured graph."""
 
     def __init__(
         self, views: Mapping[fx.Node, View | list[View]], row_masks: Mapping[fx.Node, View] | None = None
     ) -> None:
-        self.values: list[LoopValue] = []
-        self.views: dict[fx.Node, View | list[View]] = dict(views)
-        self.row_masks = row_masks or {}
+        self.values: list[LoopValue] = []  # every computed value, in order
+        self.views: dict[fx.Node, View | list[View]] = dict(views)  # several for an operator with several results
+        self.row_masks = row_masks or {}  # for some products, a mask of the only rows of the result that are read
 
     def view_of(self, node: fx.Node) -> View:
         view = self.views[node]

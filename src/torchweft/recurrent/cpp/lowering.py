@@ -72,12 +72,7 @@ def lower(captured: StepGraph) -> Lowered:
 
 
 class _FunctionLowering:
-    """The lowering of one function. `constants` and `outside` are shared by all three functions, and grow.
-
-    Attributes:
-        views: the views of the function's arguments.
-        context: the values that the function computes.
-    """
+    """The lowering of one function. `constants` and `outside` are shared by all three functions, and grow."""
 
     def __init__(
         self, split: ForwardBackwardSplit, function: LoopSignature, constants: list[fx.Node], outside: list[fx.Node]
@@ -87,7 +82,7 @@ class _FunctionLowering:
         self.graph = split.captured.signature
         self.views: dict[fx.Node, ir.View] = {}
         self.context = ir.LoweringContext({})
-        self._constants, self._outside = constants, outside
+        self._constants, self._outside = constants, outside  # shared, because an argument's index is its place there
 
     def lower_forward(self) -> LoopFunction:
         self.add_inputs()
@@ -362,8 +357,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
         aten._weight_norm_interface_backward.default: _decompose_weight_norm_backward,
         aten._linalg_solve_ex.default: _decompose_solve,
         aten.linalg_lu_solve.default: _decompose_lu_solve,
-        aten.max.dim: _decompose_max,
-        aten.min.dim: _decompose_min,
+        aten.max.dim: lambda x, *axis: (x.amax(*axis), x.argmax(*axis)),
+        aten.min.dim: lambda x, *axis: (x.amin(*axis), x.argmin(*axis)),
         aten.convolution.default: decompose_convolution,
         aten.convolution_backward.default: decompose_convolution_backward,
     }
@@ -524,14 +519,6 @@ def _decompose_lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = T
     inverse = aten.linalg_solve_triangular.default(upper, inverse, upper=True)
     inverse = inverse.mT if adjoint else inverse
     return inverse @ b if left else b @ inverse
-
-
-def _decompose_max(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return x.amax(axis, keepdim), x.argmax(axis, keepdim)
-
-
-def _decompose_min(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return x.amin(axis, keepdim), x.argmin(axis, keepdim)
 
 
 def _decompose_hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:

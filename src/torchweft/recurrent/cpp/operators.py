@@ -120,9 +120,6 @@ def views_argument(node: fx.Node) -> bool:
 Handler = Callable[[ir.LoweringContext, fx.Node], ir.View | list[ir.View]]
 
 
-# -- elementwise ------------------------------------------------------------------------------------------------------
-
-
 def _lower_add(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     """A sum or a difference. The second operand can have a factor. Booleans are added by "or"."""
     arguments = ir.schema_arguments(node)
@@ -188,9 +185,6 @@ def _lower_fill(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     return context.add_result(node, "{0}", [number])
 
 
-# -- shapes -----------------------------------------------------------------------------------------------------------
-
-
 def _first_operand(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     return context.view_of(cast(fx.Node, node.args[0]))
 
@@ -209,9 +203,6 @@ def _lower_cat(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     # PyTorch accepts an empty tensor of one axis among pieces of any shape.
     pieces = [context.as_dtype(view, value.dtype) for view in views if view.shape != (0,)]
     return context.add_value(value.shape, value.dtype, ir.Cat(pieces, arguments["dim"] % len(value.shape)))
-
-
-# -- along an axis, and at an index -----------------------------------------------------------------------------------
 
 
 def _lower_cumsum(context: ir.LoweringContext, node: fx.Node) -> ir.View:
@@ -317,9 +308,6 @@ def _lower_scatter(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     operands = [context.as_dtype(start, wide), index, context.as_dtype(source, wide)]
     operation = ir.AxisOp("scatter_add" if add else "scatter", operands, axis)
     return context.as_dtype(context.add_value(start.shape, wide, operation), start.value.dtype)
-
-
-# -- sums and products ------------------------------------------------------------------------------------------------
 
 
 def _lower_remainder(context: ir.LoweringContext, node: fx.Node) -> ir.View:

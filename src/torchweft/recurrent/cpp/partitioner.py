@@ -122,17 +122,12 @@ _ALONG = {*_REDUCED, aten.split.Tensor, aten.split_with_sizes.default, aten.slic
 
 
 class MaskSparsity:
-    """The operators that can skip rows where the mask, an input of the step, is false. Empty without a mask.
-
-    Attributes:
-        products: matrix products whose result can lack these rows.
-        totals: products whose sum over rows can skip them.
-    """
+    """The operators that can skip rows where the mask, an input of the step, is false. Empty without a mask."""
 
     def __init__(self, captured: StepGraph, varies: Callable[[fx.Node], bool], mask: fx.Node | None) -> None:
         self.mask = mask
-        self.products: set[fx.Node] = set()
-        self.totals: set[fx.Node] = set()
+        self.products: set[fx.Node] = set()  # matrix products whose result can lack these rows
+        self.totals: set[fx.Node] = set()  # products whose sum over rows can skip them
         self._zero: set[fx.Node] = set()
         self._unwanted: set[fx.Node] = set()
         if mask is None:
@@ -271,33 +266,16 @@ class TorchOperators(NamedTuple):
 
 
 class ForwardValues(NamedTuple):
-    """Values of forward that something else reads later.
+    """Values of forward that something else reads later."""
 
-    Attributes:
-        bases: values that C computes, before any views of them: saved, unless they are a new state or an output.
-        from_torch: values that PyTorch computes and backward reads.
-        views: operators of forward that only view a base, which backward applies again.
-        torch_views: the same, of values that PyTorch reads.
-    """
-
-    bases: list[fx.Node]
-    from_torch: list[fx.Node]
-    views: set[fx.Node]
-    torch_views: set[fx.Node]
+    bases: list[fx.Node]  # computed by C, before any views of them: saved, unless they are a new state or an output
+    from_torch: list[fx.Node]  # computed by PyTorch, and read by backward
+    views: set[fx.Node]  # operators of forward that only view a base, which backward applies again
+    torch_views: set[fx.Node]  # the same, of values that PyTorch reads
 
 
 class ForwardBackwardSplit:
-    """A captured step, split in two. Raises Unsupported if C does not know an operator of the carried values.
-
-    Attributes:
-        front, back: the operators that C runs forward and backward.
-        by_torch: the operators that PyTorch runs, and `torch`, the set of all of them.
-        totals: for each parameter, the terms that C sums over time.
-        sums: the terms that PyTorch sums, with the index of the parameter.
-        forward_values: values of forward that backward or PyTorch reads later.
-        saved: those that C stores for that.
-        sparsity: the rows that need no products.
-    """
+    """A captured step, split in two. Raises Unsupported if C does not know an operator of the carried values."""
 
     def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
@@ -320,8 +298,10 @@ class ForwardBackwardSplit:
         parts = (early, late, early_back, late_back)
         self.by_torch = TorchOperators(*([node for node in captured.nodes if node in part] for part in parts))
         self.torch = early | late | early_back | late_back
+        # The operators that C runs forward and backward.
         self.front: set[fx.Node] = front - self.torch
         self.back: set[fx.Node] = back - self.torch
+        # The terms of each parameter's sum over time: those of C, and those of PyTorch with the parameter's index.
         self.totals = [[piece for piece in some if not self._is_torch_sum(piece)] for some in pieces]
         self.sums = [(j, piece) for j, some in enumerate(pieces) for piece in some if self._is_torch_sum(piece)]
         self.forward_values = self._forward_values(ends)

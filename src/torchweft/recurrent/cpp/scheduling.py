@@ -124,13 +124,7 @@ class Phases:
 def assign_phases(
     values: Sequence[ir.LoopValue], carried: Sequence[ir.LoopValue], ends: Iterable[ir.LoopValue]
 ) -> Phases:
-    """Assign every value to a phase.
-
-    Args:
-        values: all values, operands before their readers.
-        carried: the values that come from the previous step.
-        ends: their successors.
-    """
+    """Assign every value to a phase. `values` have operands before their readers. `ends` succeed the carried ones."""
     ends = list(ends)
     from_carry = set(carried)
     for value in values:
@@ -181,18 +175,7 @@ def _readers(values: Iterable[ir.LoopValue]) -> dict[ir.LoopValue, list[ir.LoopV
 
 
 class LoopFunction:
-    """A function to generate: its signature, and the schedule of all values that it computes.
-
-    Attributes:
-        values: all computed values, operands before their readers.
-        layouts: the memory of each value, as a whole.
-        stacks: values with a row per step in the workspace.
-        locals: values with one row per thread.
-        slots: values that are computed in their place within a concatenation.
-        phases: the phases that do something, in order of running.
-        axes: row axes, if threads divide the rows of the batch in the main loop.
-        rows: the rows of the batch.
-    """
+    """A function to generate: its signature, and the schedule of all values that it computes."""
 
     def __init__(self, signature: LoopSignature, computed: Sequence[ir.LoopValue]) -> None:
         self.signature = signature
@@ -210,17 +193,17 @@ class LoopFunction:
         }
         self._copy_carried(phases, values)
         _copy_alternating(phases, values, targets)
-        self.values = values
-        self.stacks: list[ir.LoopValue] = []
-        self.locals: dict[ir.LoopValue, None] = {}
-        self.slots: set[ir.LoopValue] = set()
+        self.values = values  # operands before their readers
+        self.stacks: list[ir.LoopValue] = []  # values with a row per step in the workspace
+        self.locals: dict[ir.LoopValue, None] = {}  # values with one row per thread
+        self.slots: set[ir.LoopValue] = set()  # values that are computed in their place within a concatenation
         self._readers = _readers(values)
         for value, argument in targets.items():
             self.layouts[value] = ir.MemoryLayout.contiguous(value, argument.name, argument.row)
         for value in values:
             if not isinstance(value.operation, ir.TimeReduction):
                 self._allocate(phases, value)
-        self.axes: SequenceAxes | None = None
+        self.axes: SequenceAxes | None = None  # if threads divide the rows of the batch in the main loop
         self.rows = 1
         if phases.main.main:
             # Few rows are not divided: shared products then use all threads better.
