@@ -33,13 +33,7 @@ from torchweft.recurrent.sequence import SequenceInputs
 
 
 class InputWidthError(SpecError, RuntimeError):
-    """The input's width is not the one that the cell declares. PyTorch's own cells raise a RuntimeError for it.
-
-    Example:
-        >>> weft.Recurrent(nn.GRUCell(3, 8))(torch.ones(5, 2, 4))
-        Traceback (most recent call last):
-        weft.errors.InputWidthError: ...
-    """
+    """The input's width is not the one that the cell declares. PyTorch's own cells raise a RuntimeError for it."""
 
 
 class Cell:

@@ -34,8 +34,6 @@ from torchweft.recurrent.step_plan import BulkEvaluator, explain, leading_to, su
 
 _HERE = Path(__file__).parent
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-# The order of the fields of `Kernels` in loops.h.
-_KERNELS = [*(f"{name}_{kind}" for name in ("pack", "product", "some", "gather", "columns") for kind in "fd"), "meet"]
 
 
 @cache
@@ -44,6 +42,7 @@ def kernels() -> ctypes.CDLL:
     text = f"#define TORCHWEFT_BYTES {compiler.vector_bytes()}\n{_read_source('kernels.cpp')}"
     library = compiler.load(text, exact=False)
     library.torchweft_bind_openmp((ctypes.c_void_p * len(_OPENMP))(*openmp_addresses()))
+    library.torchweft_kernels.restype = ctypes.c_void_p
     return library
 
 
@@ -95,8 +94,7 @@ class CompiledStep:
         with ThreadPoolExecutor(1, "torchweft-compile") as executor:
             products = executor.submit(kernels)
             library = compiler.load(self.text, exact=True)
-            table = [_address_of(products.result(), f"torchweft_{name}") for name in _KERNELS]
-        library.torchweft_bind((ctypes.c_void_p * len(table))(*table))
+            library.torchweft_bind(ctypes.c_void_p(products.result().torchweft_kernels()))
         self.functions = [CompiledFunction(emitter, library) for emitter in emitters]
         self.forward, self.recompute, self.backward = self.functions
 

@@ -30,19 +30,14 @@ aten = cast(Any, torch.ops.aten)
 
 # Operators that are computed in the type of the result.
 ARITHMETIC: dict[Any, str] = {
-    aten.mul.Tensor: "({0}*{1})",
-    aten.mul.Scalar: "({0}*{1})",
-    aten.div.Tensor: "({0}/{1})",
-    aten.div.Scalar: "({0}/{1})",
-    aten.maximum.default: "w_max({0},{1})",
-    aten.minimum.default: "w_min({0},{1})",
-    aten.clamp_min.Tensor: "w_max({0},{1})",
-    aten.clamp_max.Tensor: "w_min({0},{1})",
+    **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar], "({0}*{1})"),
+    **dict.fromkeys([aten.div.Tensor, aten.div.Scalar], "({0}/{1})"),
+    **dict.fromkeys([aten.maximum.default, aten.clamp_min.Tensor], "w_max({0},{1})"),
+    **dict.fromkeys([aten.minimum.default, aten.clamp_max.Tensor], "w_min({0},{1})"),
     aten.atan2.default: "w_atan2({0},{1})",
     aten.neg.default: "(-{0})",
     aten.abs.default: "w_abs({0})",
-    aten.sgn.default: "w_sign({0})",
-    aten.sign.default: "w_sign({0})",
+    **dict.fromkeys([aten.sgn.default, aten.sign.default], "w_sign({0})"),
     aten.reciprocal.default: "(1/{0})",
     aten.square.default: "({0}*{0})",
     aten.sqrt.default: "w_sqrt({0})",
@@ -52,8 +47,7 @@ ARITHMETIC: dict[Any, str] = {
     aten.tanh_backward.default: "({0}*(1-{1}*{1}))",
     aten.threshold_backward.default: "({1}<={2}?0:{0})",
     aten.where.self: "({0}!=0?{1}:{2})",
-    aten._to_copy.default: "{0}",
-    aten.lift_fresh_copy.default: "{0}",
+    **dict.fromkeys([aten._to_copy.default, aten.lift_fresh_copy.default], "{0}"),
     **{
         getattr(getattr(aten, f"bitwise_{name}"), form): f"({{0}}{sign}{{1}})"
         for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"))

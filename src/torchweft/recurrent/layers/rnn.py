@@ -58,13 +58,7 @@ class WeightKeyedCache(Generic[Net]):
 
 
 class LayerInputError(SpecError, ValueError, RuntimeError):
-    """Invalid arguments of a layer. A subclass of all errors that torch.nn's layers raise for them.
-
-    Example:
-        >>> weft.GRU(3, 8)(torch.ones(5, 2, 4))
-        Traceback (most recent call last):
-        weft.errors.LayerInputError: ...
-    """
+    """Invalid arguments of a layer. A subclass of all errors that torch.nn's layers raise for them."""
 
 
 class LayerInput(NamedTuple):
