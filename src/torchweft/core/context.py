@@ -133,7 +133,6 @@ class ExecutionContext:
 
     @staticmethod
     def capture(device_types: Iterable[str]) -> "ExecutionContext":
-        """Capture the state of this thread that concerns devices of the given types."""
         kinds = tuple(dict.fromkeys(("cpu", *device_types)))
         return ExecutionContext(
             torch.is_inference_mode_enabled(),

@@ -73,12 +73,10 @@ def nested_pack(leaves: Sequence[Any], like: Any) -> Any:
 
 
 def nested_flatten(value: Any) -> list[Any]:
-    """The leaves of ``value`` in order."""
     return flatten(value)[0]
 
 
 def nested_compare(a: Any, b: Any) -> bool:
-    """Whether both values have the same structure: containers, keys, order of keys and lengths."""
     return flatten(a)[1] == flatten(b)[1]
 
 
@@ -227,7 +225,6 @@ def _mapping_keys(structure: Structure) -> list[Any] | None:
 
 
 def _keys(structure: Structure) -> list[str]:
-    """The Python expressions that lead from a node to its children."""
     if (keys := _mapping_keys(structure)) is not None:
         return [f"[{key!r}]" for key in keys]
     if (fields := getattr(structure.context, "_fields", None)) is not None:
@@ -236,7 +233,6 @@ def _keys(structure: Structure) -> list[str]:
 
 
 def _describe(structure: Structure) -> str:
-    """A description of one node: its type and its keys or number of children."""
     if structure.is_leaf():
         return "a leaf"
     if (keys := _mapping_keys(structure)) is not None:

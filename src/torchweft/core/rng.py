@@ -407,7 +407,6 @@ class RngStreams:
         return lock_generators(self._uses[stage].sources) if repeats else _FREE
 
     def vote(self) -> "RngVote":
-        """Observations of the stages here, after the forward of the step."""
         return RngVote(bool(self._drew), self._surprised or (self.quiet and self._watch.moved()))
 
     def commit_draws(self, vote: "RngVote | None" = None) -> bool:
@@ -447,7 +446,6 @@ class RngVote(NamedTuple):
 
     @staticmethod
     def of(votes: Sequence["RngVote"]) -> "RngVote":
-        """The vote of all processes."""
         return RngVote(any(vote.drew for vote in votes), any(vote.surprised for vote in votes))
 
 

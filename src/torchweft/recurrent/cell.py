@@ -60,7 +60,6 @@ class Cell:
         return None
 
     def own_initial(self) -> Callable[[Any], Any] | None:
-        """The cell's method ``initial_state(first input)``, if it has one."""
         method = getattr(self.function, "initial_state", None)
         return method if callable(method) else None
 
@@ -82,7 +81,6 @@ class TorchCell(Cell):
         return (new[0], tuple(new)) if isinstance(self.function, nn.LSTMCell) else (new, new)
 
     def own_initial(self) -> Callable[[Any], Any]:
-        """Zeros, one row of the hidden width for each row of the input, with the weights' dtype and device."""
         return self._zero_state
 
     def _zero_state(self, x: Tensor) -> Any:
@@ -282,9 +280,6 @@ class StepNetCell(Cell):
         outputs = self.function(x, named, *extra, t) if self.time_step else self.function(x, named, *extra)
         self._check_outputs(outputs, t)
         return dict(outputs), {name: self._next_state(name, state[name], outputs) for name in self.links}
-
-    def with_references(self, references: Mapping[str, Any]) -> "StepNetCell":
-        return StepNetCell(self.function, self.links, references=references, time_step=self.time_step)
 
     def enter_loop(self, state: Any, check: Validator) -> Any:
         """States by name, windows as tuples, in the order of the links."""

@@ -48,9 +48,6 @@ live_sequences: "weakref.WeakValueDictionary[int, _TokenMemory]" = weakref.WeakV
 _NONE = "torchweft: None"  # stands for None, which a traced call cannot take
 
 
-# -- a call as it is traced -------------------------------------------------------------------------------------------
-
-
 def traced_call(
     network: TraceableNetwork, handle: int, inputs: Any, state: Any, row_options: dict[str, Any], start: int
 ) -> tuple[Any, Any, Any]:
@@ -98,9 +95,6 @@ def _concrete_value(leaf: Any) -> Any:
     # A leaf that is not a tensor, as a constant. Symbols are replaced by their value.
     kinds: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     return next((convert(leaf) for kind, convert in kinds.items() if isinstance(leaf, kind)), leaf)
-
-
-# -- call specs -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -174,9 +168,6 @@ def _named_tensors(network: TraceableNetwork) -> Mapping[str, Tensor]:
     return dict(itertools.chain(network.named_parameters(), network.named_buffers()))
 
 
-# -- shapes of the results, before any number is known ----------------------------------------------------------------
-
-
 class OutputMeta(PlanCache):
     """Shapes and dtypes of a sequence's results, in place of a network's plans."""
 
@@ -193,9 +184,6 @@ class OutputMeta(PlanCache):
             return leaf.new_empty((steps, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf
 
         return map_leaves(over_all_steps, outputs), last, map_leaves(over_all_steps, states)
-
-
-# -- the operator and its backward ------------------------------------------------------------------------------------
 
 
 class _TokenMemory(bytearray):

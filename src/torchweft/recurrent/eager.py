@@ -125,9 +125,11 @@ def raise_input_form(cell: Cell, x: Any, error: Exception) -> None:
     """Raise ``SpecError`` if ``x``, on which the cell failed with ``error``, has a form that few cells accept."""
     leaves = flatten(x)[0]
     if isinstance(x, list):
-        form = "a list, which a cell gets as it is; if it holds the steps, stack them: torch.stack(steps)"
+        form = f"a list of {len(x)}, wanted one tensor of T x N x ...; if the list holds the steps: torch.stack(steps)"
     elif leaves and all(isinstance(leaf, Tensor) and leaf.dim() < 2 for leaf in leaves):
-        form = f"x {_shapes_of(x)}, which has no batch axis; give inputs of T x N x D, such as inputs.unsqueeze(1)"
+        form = (
+            f"x {_shapes_of(x)}, which has no batch axis, wanted inputs of T x N x D; for one row: inputs.unsqueeze(1)"
+        )
     else:
         return
     raise SpecError(f"cell {cell.name} failed on {form} ({error})") from error

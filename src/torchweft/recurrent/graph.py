@@ -111,7 +111,6 @@ class StepGraph:
 
     @cached_property
     def input_gradients(self) -> list[TensorMeta | None]:
-        """Metadata of the gradients of inputs, None for an input without."""
         return [None if node is None else _meta_of(node) for node in self.signature.input_gradients]
 
     @cached_property
@@ -166,7 +165,6 @@ def _meta_of(node: fx.Node) -> TensorMeta:
 
 
 def graph_signature(module: fx.GraphModule, counts: tuple[int, int, int, int]) -> GraphSignature:
-    """The signature of a joint graph, from the numbers of inputs, states, new states and outputs."""
     inputs, states, new_states, outputs = counts
     nodes = list(module.graph.nodes)
     starts, ends = (n for n in nodes if n.op == "placeholder"), iter(nodes[-1].args[0])

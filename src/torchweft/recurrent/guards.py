@@ -331,9 +331,6 @@ class CellGuards:
                         self._add_value(f"{name} of {kind.__name__}", value, 1)
 
 
-# -- constants of a running program, and the names that code reads ----------------------------------------------------
-
-
 @functools.cache
 def _is_constant_module(module: str | None) -> bool:
     home = (module or "").partition(".")[0]
@@ -361,9 +358,6 @@ def _globals_read(code: types.CodeType) -> tuple[str, ...]:
     # From the instructions, not from `co_names`: there `h.mean()` and `self.net` would look like globals.
     read = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _GLOBAL_READS]
     return (*dict.fromkeys(read), *_strings_as_names(code))
-
-
-# -- running a cell without a trace -----------------------------------------------------------------------------------
 
 
 def _restore_tensor(tensor: Tensor, version: int, before: Tensor) -> None:

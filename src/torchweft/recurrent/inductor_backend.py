@@ -179,7 +179,6 @@ class InductorStep:
 
 
 def compile_module(module: fx.GraphModule, arguments: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a step by Inductor for arguments of these shapes. Raises CompileError."""
     if not any(node.op == "call_function" for node in module.graph.nodes):
         return module
     # Copies, because tracing writes into the rows.

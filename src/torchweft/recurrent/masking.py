@@ -174,7 +174,7 @@ class MaskedStep:
         (x, flags), (state, fresh, references, padding) = inputs, states
         cell = self.cell
         if isinstance(cell, StepNetCell) and references != ():
-            cell = cell.with_references(references)
+            cell = StepNetCell(cell.function, cell.links, references=references, time_step=cell.time_step)
         remaining = iter(flags)
         valid = next(remaining) if self.on.valid else None
         if valid is not None:

@@ -60,9 +60,6 @@ _PRIMS: dict[Any, tuple[Any, ...]] = {
 }
 
 
-# -- functionalize ----------------------------------------------------------------------------------------------------
-
-
 def functionalize(
     traced: fx.GraphModule, example: Sequence[Sequence[Tensor]], composed: Mapping[Any, Any] | None
 ) -> fx.GraphModule:
@@ -114,9 +111,6 @@ def writes(module: fx.GraphModule) -> list[str]:
     """The operators of a graph that change one of their arguments."""
     schemas = [(node.target, getattr(node.target, "_schema", None)) for node in module.graph.nodes]
     return [str(target) for target, schema in schemas if schema is not None and schema.is_mutable]
-
-
-# -- canonicalize -----------------------------------------------------------------------------------------------------
 
 
 def canonicalize(module: fx.GraphModule) -> None:
@@ -245,9 +239,6 @@ def _repeated_value(node: fx.Node) -> fx.Node | None:
         if before.target is _aten.t.default:
             return before.all_input_nodes[0]
     return None
-
-
-# -- fuse -------------------------------------------------------------------------------------------------------------
 
 
 def fuse(captured: StepGraph) -> None:

@@ -297,7 +297,6 @@ class PlannedCall:
 
     @property
     def kind(self) -> str:
-        """Shape and dtype of a step, for messages."""
         shapes = ", ".join(
             f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape[1:])}" for leaf in self.inputs.leaves
         )

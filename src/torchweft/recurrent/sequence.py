@@ -46,7 +46,6 @@ class SequenceInputs:
         return (list(step) for step in zip(*columns, strict=True))
 
     def first_step(self) -> list[Any]:
-        """The leaves of the first step. T must be at least 1."""
         return [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
     def placeholder_step(self) -> list[Any]:
@@ -143,7 +142,6 @@ class UnpackedInputs:
     batch_first: bool = False
 
     def pack_outputs(self, outputs: Any) -> Any:
-        """Outputs in the form in which the inputs came."""
         packed, lengths = self.packed, self.lengths
         if packed is None or not isinstance(lengths, Tensor):
             return outputs

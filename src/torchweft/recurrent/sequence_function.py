@@ -304,7 +304,6 @@ class ScanFunction:
                 yield chunks.pop()
 
     def split_ends(self, values: Sequence[Value]) -> SequenceLeaves[Value]:
-        """Outputs, states and last states from one list."""
         count, width = len(self._backend.captured.outputs), self._counts[1]
         stop = count if self._policy.segment else count + width
         return SequenceLeaves(list(values[:count]), list(values[count:stop]), list(values[stop:]))
@@ -357,7 +356,6 @@ class _BackwardGradients:
         return Gradients(outputs, states, self._carried, inputs, self._parameters)
 
     def results(self) -> list[Tensor | None]:
-        """The gradients of inputs, initial states and parameters."""
         states = [gradient if _can_have_gradient(gradient) else None for gradient in self._carried]
         return [*self._inputs, *states, *self._parameters]
 

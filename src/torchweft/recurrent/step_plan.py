@@ -96,7 +96,6 @@ def leading_to(ends: Iterable[Value], inside: Collection[fx.Node] | None = None)
 
 
 def explain(captured: StepGraph) -> str:
-    """Readable report of the operators in each part, and their sizes."""
     parts = partition(captured)
     lines: list[str] = []
     for name, when in _WHEN.items():
@@ -223,7 +222,6 @@ class BulkEvaluator:
         return total.reshape(_shape_of(node))
 
     def stacked(self, node: fx.Node) -> Tensor:
-        """The value for all steps, T x ..., including values that are the same in each."""
         value = self.env[node]
         return value if self.varies(node) else value.expand(self.steps, *value.shape)
 

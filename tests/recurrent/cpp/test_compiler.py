@@ -69,6 +69,23 @@ def test_libraries_are_reused_by_text_and_flags(place: Path, commands: list[list
 
 
 @needs_compiler
+def test_further_flags_apply_to_loops_of_cells(
+    place: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are part of the key, and cannot undo the flag for equal bits. Matrix products never get them."""
+    monkeypatch.delenv("TORCHWEFT_CXXFLAGS", raising=False)
+    load(TEXT, exact=True)
+    load(TEXT, exact=False)
+    monkeypatch.setenv("TORCHWEFT_CXXFLAGS", "-O0 -DNAME='a b'")
+    commands.clear()
+    load(TEXT, exact=False)
+    assert not commands
+    load(TEXT, exact=True)
+    flags = commands[0]
+    assert flags.index("-O0") < flags.index("-DNAME=a b") < flags.index("-ffp-contract=off")
+
+
+@needs_compiler
 @pytest.mark.parametrize("broken", ["empty", "text", "the head", "a flipped bit"])
 def test_torn_library_is_compiled_again(place: Path, broken: str, commands: list[list[str]]) -> None:
     """Mapping a file without its end would end the process by a bus error."""

@@ -63,7 +63,8 @@ class GatedCell(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def zero_state(self, x: Tensor) -> Tensor:
-        """N x H zeros with the weights' dtype and device, for the rows of ``x``."""
+        """N x H zeros for the rows of ``x``."""
+        # In the dtype of the weights, not of the input, which autocast can have reduced.
         return self.weight_hh.new_zeros((*x.shape[:-1], self.hidden_size))
 
     def extra_repr(self) -> str:

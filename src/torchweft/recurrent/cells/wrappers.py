@@ -127,6 +127,7 @@ class Zoneout(Wrapper):
         if not rate or old is new:
             return new
         if self.training:
+            # A choice, not a weighted sum: NaN in the dropped value times zero would be NaN.
             return torch.where(torch.rand_like(new) < rate, old, new)
         return new + rate * (old - new)
 
@@ -182,6 +183,7 @@ class SequenceDropout(Wrapper):
             )
         state = initial_state(x) if initial_state is not None and state is None else state
         pairs = self._with_rates(x, state)
+        # Dropout of ones gives the masks with their scale, by PyTorch's own numbers. In eval mode they stay ones.
         masks = [F.dropout(torch.ones_like(leaf), rate, self.training) for leaf, rate in pairs if rate]
         return Masked(state, tuple(masks))
 

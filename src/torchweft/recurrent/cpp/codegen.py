@@ -222,7 +222,6 @@ class LoopAxis:
 
 
 def loop_axes(shape: Sequence[int], layouts: Sequence[ir.MemoryLayout], row_axis: int | None) -> list[LoopAxis]:
-    """The loops over a shape, as few as possible."""
     axes: list[LoopAxis] = []
     for i, size in enumerate(shape):
         axis = LoopAxis(size, [layout.strides[i] for layout in layouts], i == row_axis)

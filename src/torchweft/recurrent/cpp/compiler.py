@@ -8,7 +8,8 @@ cannot be caught. A file that does not match its name is removed and compiled ag
 
 The cache is `compiled` in `$TORCHWEFT_CACHE`, else in `$XDG_CACHE_HOME/torchweft`, else in `~/.cache/torchweft`. If
 that folder cannot be written, or other users could change it, a directory that ends with the process takes its place.
-Past `$TORCHWEFT_CACHE_MIB` (256) the libraries that were used longest ago are removed.
+Past `$TORCHWEFT_CACHE_MIB` (256) the libraries that were used longest ago are removed. `$TORCHWEFT_CXXFLAGS` are
+further flags for the loops of cells.
 """
 
 import atexit
@@ -16,6 +17,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -62,6 +64,7 @@ def load(text: str, *, exact: bool) -> ctypes.CDLL:
     flags, limit = _all_flags(path, exact), _cache_limit()
     key = _digest_of("\n".join([text, *flags, compiler_version(path), processor_flags()]).encode())
     library = _find_cached(key)
+    # Without a lock: two processes can compile the same text, and the name of the second replaces that of the first.
     if library is None:
         try:
             library = _load_library(_compile_to_cache(path, flags, text, key))
@@ -81,7 +84,10 @@ def _all_flags(path: str, exact: bool) -> tuple[str, ...]:
     # Clang's accepts them.
     wide = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
     costs = () if "clang" in compiler_version(path) else ("-fvect-cost-model=dynamic",)
-    return (*FLAGS, *wide, *costs, *(EXACT if exact else ()))
+    # The user's flags come before EXACT, which they must not undo. They are not for the matrix products: without
+    # optimization their tiles fuse products and sums in other places, and a plan would have other bits.
+    more = (*shlex.split(os.environ.get("TORCHWEFT_CXXFLAGS", "")), *EXACT) if exact else ()
+    return (*FLAGS, *wide, *costs, *more)
 
 
 def _digest_of(content: bytes) -> str:
@@ -221,8 +227,7 @@ def compiler_version(path: str) -> str:
 
 @cache
 def processor_flags() -> str:
-    """The features of this processor, which `-march=native` uses."""
-    # Part of the key, because machines of different kinds can share a home folder.
+    # What `-march=native` uses is part of the key, because machines of different kinds can share a home folder.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))

@@ -196,7 +196,6 @@ class SavedLayout:
         return list(accumulate(sizes, initial=start + -start % ALIGN))[:-1]
 
     def tensors(self, buffer: Tensor, steps: int) -> dict[fx.Node, Tensor]:
-        """A view of each value, steps x ..., by node."""
         views: dict[fx.Node, Tensor] = {}
         for node, address, size in zip(self._nodes, self.addresses(buffer, steps), self._sizes, strict=True):
             value, start = node.meta["val"], address - buffer.data_ptr()

@@ -157,6 +157,7 @@ class MatrixProducts:
 
     def _small(self, product: _Oriented, low: str, high: str, by_columns: bool) -> str:
         """A product of two varying matrices. With `by_columns`, threads also divide its columns, the batch's rows."""
+        # Not packed: both sides change in every step, so packing would cost as much as the product.
         left, right = ("r0", "r1") if by_columns else ("0", str(product.columns))
         return call_text(
             "w_small",
@@ -171,11 +172,11 @@ class MatrixProducts:
         return -(-columns // self._width[dtype])
 
     def _packed_size(self, inner: int, columns: int, dtype: torch.dtype) -> int:
-        """Numbers in one packed matrix, the padding of its last panel included."""
         return self._panel_count(columns, dtype) * self._width[dtype] * inner
 
     def _packed_weight(self, product: _Oriented, shape: tuple[int, ...]) -> str:
         """The address of a packed matrix, of that for batch `b` if there are several."""
+        # Products that share a weight also share its packed form, so the key is the layout, not the value.
         layout, batched = product.b, len(shape) > 2 and product.b.strides[0] != 0
         if not batched:
             layout, shape = layout.select_axes([-2, -1]), shape[-2:]
@@ -213,7 +214,6 @@ class MatrixProducts:
         return aligned((self._packed_size(BLOCK, columns, value.dtype) + BLOCK * TALL) * value.dtype.itemsize)
 
     def _columns(self, source: View, axes: tuple[int, ...], to: MemoryLayout) -> str | None:
-        """The sum of rows, if the rows of all steps are evenly spaced."""
         layout, rows = self._function.layout_of(source), source.shape[0] if axes else 1
         flat = axes in ((), (0,)) and len(source.shape) == 1 + len(axes)
         row = layout.step_stride(rows)
@@ -234,6 +234,7 @@ class MatrixProducts:
         (rows, inner), columns = product.left.shape, product.right.shape[1]
         a, b = left.all_steps(inner, 1), right.all_steps(inner)
         merged = a is not None and b is not None
+        # A side without a row per step, such as a constant, has no long inner axis. Then each step adds its own product.
         if a is None or b is None:
             a, b = left, right
         sides = [

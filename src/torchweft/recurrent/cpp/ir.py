@@ -70,6 +70,7 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
 CHEAP = {"({0}+{1})", "({0}-{1})", "({0}*{1})", "(-{0})", "({0}+{1}*{2})", "({0}-{1}*{2})"}
 
 
+# Compared by identity, here and below: two values with equal fields are still two values, and they are keys of tables.
 @dataclass(eq=False)
 class LoopValue:
     """A tensor that every step computes, or that is the same in all steps (`varies` is False)."""
@@ -95,10 +96,6 @@ class LoopValue:
     @property
     def bytes(self) -> int:
         return self.size * self.dtype.itemsize
-
-    def replace_operand(self, old: "LoopValue", new: "LoopValue") -> None:
-        assert self.operation is not None
-        self.operation = with_operand(self.operation, old, new)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +180,6 @@ class Cat:
 
     @property
     def starts(self) -> list[int]:
-        """The first index of each piece along the axis."""
         return [0, *accumulate(piece.shape[self.axis] for piece in self.pieces)][:-1]
 
 
@@ -321,7 +317,6 @@ class MemoryLayout:
         return self.first_step().pointer
 
     def first_step(self) -> "MemoryLayout":
-        """The first step's row as the only one."""
         if self.row == "same":
             return self
         return replace(self, base=f"({self.base} + {_FIRST_ROW[self.row]} * {self.size}L)", row="same")
@@ -330,6 +325,7 @@ class MemoryLayout:
         """The stride along an axis of so many rows, if the next step's rows continue it, else None."""
         if not self.is_per_step:
             return None
+        # The next step begins `size` numbers later. Its rows continue the axis only if this step's rows fill that space.
         if rows == 1:
             return self.size
         return self.strides[axis] if self.size == rows * self.strides[axis] else None
@@ -423,6 +419,7 @@ class LoweringContext:
         operation = view.value.operation
         if push and isinstance(operation, Elementwise) and operation.expression in CHEAP and view.is_whole:
             return self._push_to_operands(view.value, operation, apply)
+        # PyTorch computes the strides, on a tensor without memory. So every view of PyTorch is known here.
         viewed = apply(view.at)
         if isinstance(viewed, list | tuple):
             return [View(view.value, at) for at in cast("list[Tensor]", viewed)]

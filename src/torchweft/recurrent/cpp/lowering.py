@@ -220,7 +220,6 @@ class _FunctionLowering:
         self._add_shared_input("constant", self._constants, node, "same")
 
     def _add_shared_input(self, kind: ir.ArgumentKind, nodes: list[fx.Node], node: fx.Node, row: ir.Row) -> None:
-        """Make the node's value an argument, numbered by a list that all functions share."""
         if node not in nodes:
             nodes.append(node)
         self.context.views[node] = ir.whole_view(self.add_input(kind, nodes.index(node), node, row))
@@ -240,7 +239,6 @@ class _FunctionLowering:
         return carried
 
     def _add_totals(self) -> list[ir.LoopValue]:
-        """Sum the parameters' gradients over time, term by term."""
         totals: list[ir.LoopValue] = []
         for j, (node, pieces) in enumerate(zip(self.graph.parameter_gradients, self.split.totals, strict=True)):
             if node is not None and pieces:

@@ -30,9 +30,8 @@ A value's *row axis* is the axis along which its elements depend only on the sam
 
     h (N, H) axis 0    h W  axis 0    (h W).t()  axis 1    softmax(h, 1)  axis 0    h.mean(0)  none: rows are mixed
 
-In an explanation, names are those of the C text: x inputs, h states, y outputs, v saved, c constants, d gradients,
-p parameters. A dash marks the row of the next step. Brackets mark a part or another view of a value, with the number
-that it begins from.
+In an explanation, names are those of the C text, see lowering.py. A dash marks the row of the next step. Brackets mark
+a part or another view of a value, with the number that it begins from.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -114,7 +113,6 @@ class Phases:
         return self.of[value] is not self.main or value in self.bulk
 
     def copy_in_main(self, name: str, value: ir.LoopValue, *, first: bool) -> ir.LoopValue:
-        """Add a copy of a value, computed first or last in the main loop."""
         copy = _copy(name, ir.whole_view(value))
         self.of[copy] = self.main
         self.main.loop.insert(0 if first else len(self.main.loop), copy)
@@ -238,10 +236,10 @@ class LoopFunction:
                 copy = phases.copy_in_main(f"{start}_copy", start, first=True)
                 values.insert(0, copy)
                 for value in late:
-                    value.replace_operand(start, copy)
+                    assert value.operation is not None
+                    value.operation = ir.with_operand(value.operation, start, copy)
 
     def _allocate(self, phases: Phases, value: ir.LoopValue) -> None:
-        """Assign memory to a value: an argument's, a slot, a stack or a local."""
         if value in self.layouts:
             return
         readers = self._readers.get(value, [])
@@ -416,7 +414,6 @@ def fuse(loop: Sequence[ir.LoopValue], axes: SequenceAxes | None) -> list[list[i
 def _group(
     pending: Sequence[ir.LoopValue], waiting: set[ir.LoopValue], first: ir.LoopValue, axes: SequenceAxes | None
 ) -> list[ir.LoopValue]:
-    """All values that one pass can compute together with `first`."""
     members: dict[ir.LoopValue, None] = {}
     for value in pending:
         fits = value.shape == first.shape and (axes is None or axes.get(value) == axes.get(first))

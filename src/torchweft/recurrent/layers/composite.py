@@ -133,7 +133,6 @@ class Bidirectional(nn.Module):
 
 
 def explain_networks(nets: dict[str, Any]) -> str:
-    """The explanations of the networks that have one."""
     parts = [f"{name}:\n{net.explain()}" for name, net in nets.items() if callable(getattr(net, "explain", None))]
     return FoldedText("\n\n".join(parts))
 
@@ -191,7 +190,6 @@ class SequenceAxes(NamedTuple):
 
     @staticmethod
     def of(inputs: Any, batch_first: bool) -> "SequenceAxes":
-        """The axes of nested inputs that are known to be valid."""
         tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
         deepest = max([leaf.dim() for leaf in tensors])  # without key=, at which torch.compile breaks the graph
         most = next(leaf for leaf in tensors if leaf.dim() == deepest)

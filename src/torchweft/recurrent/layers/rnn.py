@@ -16,7 +16,6 @@ and `isinstance` checks would not be those of a ``torch.nn`` layer.
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -25,7 +24,7 @@ from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from torchweft.core.errors import SpecError
-from torchweft.core.validation import Validator
+from torchweft.core.validation import Validator, suggest
 from torchweft.recurrent.layers.composite import Bidirectional, explain_networks
 from torchweft.recurrent.pytorch_internals import loaded_dynamo
 from torchweft.recurrent.recurrent import Recurrent
@@ -172,8 +171,7 @@ class RNNBase(nn.RNNBase):
             check.add(*(f"{name}: {why}" for name, why in _REJECTED.items() if name in how))
             known = {*_TORCH_OPTIONS, *_REJECTED, *inspect.signature(Recurrent).parameters} - {"cell"}
             for name in how.keys() - known:
-                near = "".join(f"; did you mean {option}?" for option in get_close_matches(name, known, 1))
-                check.mismatch(f"{name} is not an option of {type(self).__name__}{near}")
+                check.mismatch(f"{name} is not an option of {type(self).__name__}{suggest(name, known)}")
         self.how = how
         self._nets: WeightKeyedCache[Nets] = WeightKeyedCache()
         self._layer_networks()
@@ -287,7 +285,8 @@ class RNNBase(nn.RNNBase):
 
     def _check_input(self, weight: Tensor, data: Any, packed: bool, check: Validator) -> bool:
         """Add the faults of the input to `check`. Returns whether its number of axes is right."""
-        if not check.instance("input", data, Tensor, "a tensor or a PackedSequence"):
+        steps = "; if the list holds the steps: torch.stack(steps)" if isinstance(data, list) else ""
+        if not check.instance("input", data, Tensor, f"a tensor or a PackedSequence{steps}"):
             return False
         shape, fits = tuple(data.shape), data.dim() in ((2,) if packed else (2, 3))
         if not fits:
