@@ -234,7 +234,7 @@ class MatrixProducts:
         (rows, inner), columns = product.left.shape, product.right.shape[1]
         a, b = left.all_steps(inner, 1), right.all_steps(inner)
         merged = a is not None and b is not None
-        # A side without a row per step, such as a constant, has no long inner axis. Then each step adds its own product.
+        # A side without a row per step, such as a constant, has no long inner axis. Then each step adds a product.
         if a is None or b is None:
             a, b = left, right
         sides = [
