@@ -173,9 +173,6 @@ def graph_signature(module: fx.GraphModule, counts: tuple[int, int, int, int]) -
     return cast(Any, GraphSignature)(*arguments, [n for n in nodes if n.op == "get_attr"], *results)
 
 
-# -- random numbers ---------------------------------------------------------------------------------------------------
-
-
 _aten = cast(Any, torch.ops.aten)
 # Operators that read only shape, dtype and device of their tensor arguments.
 _BY_SHAPE = {

@@ -143,8 +143,6 @@ class CellGuards:
             for closure, value in closures:
                 closure.cell_contents = value
 
-    # -- the walk over everything that a cell can reach ---------------------------------------------------------------
-
     def _add_value(self, name: str, value: Any, depth: int = 0) -> None:
         # Ordered by frequency. A plain value, which most attributes are, must not cost a dozen checks.
         if isinstance(value, Tensor):

@@ -197,9 +197,7 @@ class ConvLSTMCell(nn.Module):
     one size of image.
 
     Example:
-        >>> cell = weft.recurrent.cells.ConvLSTMCell(1, 4)
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 1, 8, 8)).outputs.shape
-        torch.Size([5, 2, 4, 8, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.ConvLSTMCell(1, 4))
     """
 
     def __init__(self, input_size: int, hidden_size: int, kernel_size: int = 3, **factory: Any) -> None:

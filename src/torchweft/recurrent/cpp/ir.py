@@ -325,7 +325,7 @@ class MemoryLayout:
         """The stride along an axis of so many rows, if the next step's rows continue it, else None."""
         if not self.is_per_step:
             return None
-        # The next step begins `size` numbers later. Its rows continue the axis only if those of this step fill the space.
+        # The next step begins `size` numbers later. Its rows continue the axis only if this step's fill that space.
         if rows == 1:
             return self.size
         return self.strides[axis] if self.size == rows * self.strides[axis] else None

@@ -262,8 +262,6 @@ class _FunctionLowering:
                 return sides[0]
 
 
-# -- decompositions ----------------------------------------------------------------------------------------------------
-
 Sizes = Sequence[int]
 
 

@@ -71,9 +71,7 @@ class Caffe2LSTM(nn.Module):
     i, f, o, g. Raises ``UsageError`` for widths below 1.
 
     Example:
-        >>> result = weft.recurrent.Caffe2LSTM(8, 16)(torch.randn(20, 4, 8))
-        >>> result.hidden_all.shape
-        torch.Size([20, 4, 16])
+        >>> layer = weft.recurrent.Caffe2LSTM(8, 16, forget_bias=1.0)
     """
 
     i2h_w: Tensor

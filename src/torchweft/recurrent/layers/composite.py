@@ -4,8 +4,7 @@
                                 backward_net  <- <- <-     z_0   z_1   z_2
                                 outputs                    merge(y, z), at every step
 
-After Schuster and Paliwal, "Bidirectional recurrent neural networks" (1997). In the backward direction each row is read
-within its own length:
+After Schuster and Paliwal, "Bidirectional recurrent neural networks" (1997). Backward, a row is read within its length:
 
     t            0  1  2  3  4          flipped      0  1  2  3  4
     row, len 3   a  b  c  .  .                       .  .  c  b  a      mask: . . x x x

@@ -368,8 +368,6 @@ class GRU(RNNBase, nn.GRU):
 
     Example:
         >>> outputs, last = weft.GRU(8, 16, batch_first=True)(torch.randn(4, 20, 8))
-        >>> outputs.shape, last.shape
-        (torch.Size([4, 20, 16]), torch.Size([1, 4, 16]))
     """
 
 
@@ -380,6 +378,4 @@ class RNN(RNNBase, nn.RNN):
 
     Example:
         >>> outputs, last = weft.RNN(8, 16, nonlinearity="relu")(torch.randn(20, 4, 8))
-        >>> outputs.shape
-        torch.Size([20, 4, 16])
     """
