@@ -292,14 +292,13 @@ Gradients = list[Tensor | None]  # one entry per leaf of a value, which is None 
 class MicroBatchContext:
     """Information for the function of a segment besides its inputs."""
 
-    # In `notes`, a forward stores data for its own recomputation, at a key of its stage. `borrowed` are copies of
-    # parameters of other processes.
-
     micro_batch: int
     ambient: ExecutionContext
     random: Any = None
+    # Data that a forward stores for its own recomputation, at a key of its stage.
     notes: dict[int, Any] = field(default_factory=dict[int, Any], compare=False)
     micro_batches: int = 1
+    # Copies of parameters of other processes.
     borrowed: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor], compare=False)
 
 
