@@ -95,11 +95,11 @@ _CUT_OUT = f"the model ran cut out of autograd; {_VISIBLE}"
 class CutFunction(Protocol):
     """One step: from its input tensors to its outputs, and their gradients back."""
 
-    def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """The outputs, and which of them have a gradient."""
+    # The outputs, and which of them have a gradient.
+    def forward(self) -> tuple[list[Tensor], list[bool]]: ...
 
-    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """One gradient per input tensor, in their order. With `retain` it can be called again."""
+    # One gradient per input tensor, in their order. With `retain` it can be called again.
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]: ...
 
 
 @runtime_checkable
@@ -108,8 +108,10 @@ class TwiceDifferentiable(Protocol):
 
     # Its `backward` gets batched gradients as well.
 
-    def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """`CutFunction.backward` under grad mode, so that autograd can differentiate the result."""
+    # `CutFunction.backward` under grad mode, so that autograd can differentiate the result.
+    def differentiable_backward(
+        self, gradients: Sequence[Tensor | None], *, retain: bool
+    ) -> Sequence[Tensor | None]: ...
 
 
 @runtime_checkable
@@ -126,9 +128,9 @@ class OnceDifferentiable(Protocol):
 class StepsInBackward(Protocol):
     """A module that can take an optimizer step elsewhere during its backward, e.g. a remote expert."""
 
+    # Advice to defer that step to the end of a mini-batch of several micro-batches. Empty if it takes none.
     @property
-    def steps_in_backward(self) -> str:
-        """Advice to defer that step to the end of a mini-batch of several micro-batches. Empty if it takes none."""
+    def steps_in_backward(self) -> str: ...
 
 
 class Boundary(torch.autograd.Function):

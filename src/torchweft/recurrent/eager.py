@@ -125,7 +125,8 @@ def raise_input_form(cell: Cell, x: Any, error: Exception) -> None:
     """Raise ``SpecError`` if ``x``, on which the cell failed with ``error``, has a form that few cells accept."""
     leaves = flatten(x)[0]
     if isinstance(x, list):
-        form = f"a list of {len(x)}, wanted one tensor of T x N x ...; if the list holds the steps: torch.stack(steps)"
+        size = len(cast("list[Any]", x))
+        form = f"a list of {size}, wanted one tensor of T x N x ...; if the list holds the steps: torch.stack(steps)"
     elif leaves and all(isinstance(leaf, Tensor) and leaf.dim() < 2 for leaf in leaves):
         form = (
             f"x {_shapes_of(x)}, which has no batch axis, wanted inputs of T x N x D; for one row: inputs.unsqueeze(1)"

@@ -57,29 +57,29 @@ class Backend(Protocol):
     chunk_steps: int  # the length of a chunk
     missing: int  # the rows that a batch must be filled up with to fit the plan
 
-    def begin(self) -> Any:
-        """Constants: values that depend on the references only, computed once per call of the network."""
+    # Constants: values that depend on the references only, computed once per call of the network.
+    def begin(self) -> Any: ...
 
-    def forward(self, constants: Any, chunk: Chunk, keep: bool) -> Any:
-        """Write states and outputs. With `keep`, return the other values that `backward` reads."""
+    # Write states and outputs. With `keep`, return the other values that `backward` reads.
+    def forward(self, constants: Any, chunk: Chunk, keep: bool) -> Any: ...
 
-    def recompute(self, constants: Any, chunk: Chunk) -> Any:
-        """Return the values that `forward` would have kept, given all states."""
+    # Return the values that `forward` would have kept, given all states.
+    def recompute(self, constants: Any, chunk: Chunk) -> Any: ...
 
-    def backward(self, constants: Any, chunk: Chunk, kept: Any, gradients: Gradients) -> None:
-        """Compute the gradients. `kept` stays unchanged, because a retained graph runs backward again."""
+    # Compute the gradients. `kept` stays unchanged, because a retained graph runs backward again.
+    def backward(self, constants: Any, chunk: Chunk, kept: Any, gradients: Gradients) -> None: ...
 
-    def release(self, kept: Any) -> None:
-        """End the use of `kept`, so that the next chunk can reuse its memory."""
+    # End the use of `kept`, so that the next chunk can reuse its memory.
+    def release(self, kept: Any) -> None: ...
 
-    def kept_bytes(self, steps: int) -> int:
-        """Bytes that `forward` keeps for `steps` steps."""
+    # Bytes that `forward` keeps for `steps` steps.
+    def kept_bytes(self, steps: int) -> int: ...
 
-    def work_bytes(self, steps: int) -> int:
-        """Bytes that a call needs while it runs over a chunk, and constants."""
+    # Bytes that a call needs while it runs over a chunk, and constants.
+    def work_bytes(self, steps: int) -> int: ...
 
-    def explain(self) -> str:
-        """Readable report of the operators that run step by step, and of those moved out of the loops."""
+    # Readable report of the operators that run step by step, and of those moved out of the loops.
+    def explain(self) -> str: ...
 
 
 def chunk_length(step_bytes: int, rows: int) -> int:

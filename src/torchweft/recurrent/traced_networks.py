@@ -21,8 +21,10 @@ class TraceableNetwork(Protocol):
     cell: Callable[..., Any]
     memory: Any
 
-    def run_plainly(self, inputs: Any, state: Any = None, *, plans: Any = None, **rows: Any) -> tuple[Any, Any, Any]:
-        """Run as outside of a graph; `plans` replace the network's own."""
+    # Run as outside of a graph; `plans` replace the network's own.
+    def run_plainly(
+        self, inputs: Any, state: Any = None, *, plans: Any = None, **rows: Any
+    ) -> tuple[Any, Any, Any]: ...
 
     def parameters(self) -> Iterator[Any]: ...
     def buffers(self) -> Iterator[Tensor]: ...

@@ -27,6 +27,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -353,8 +354,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
         aten._weight_norm_interface_backward.default: _decompose_weight_norm_backward,
         aten._linalg_solve_ex.default: _decompose_solve,
         aten.linalg_lu_solve.default: _decompose_lu_solve,
-        aten.max.dim: lambda x, *axis: (x.amax(*axis), x.argmax(*axis)),
-        aten.min.dim: lambda x, *axis: (x.amin(*axis), x.argmin(*axis)),
+        aten.max.dim: partial(_decompose_extreme, torch.amax, torch.argmax),
+        aten.min.dim: partial(_decompose_extreme, torch.amin, torch.argmin),
         aten.convolution.default: decompose_convolution,
         aten.convolution_backward.default: decompose_convolution_backward,
     }
@@ -515,6 +516,10 @@ def _decompose_lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = T
     inverse = aten.linalg_solve_triangular.default(upper, inverse, upper=True)
     inverse = inverse.mT if adjoint else inverse
     return inverse @ b if left else b @ inverse
+
+
+def _decompose_extreme(value: Any, place: Any, x: Tensor, *axis: Any) -> tuple[Tensor, Tensor]:
+    return value(x, *axis), place(x, *axis)
 
 
 def _decompose_hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:

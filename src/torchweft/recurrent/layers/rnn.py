@@ -285,7 +285,7 @@ class RNNBase(nn.RNNBase):
 
     def _check_input(self, weight: Tensor, data: Any, packed: bool, check: Validator) -> bool:
         """Add the faults of the input to `check`. Returns whether its number of axes is right."""
-        steps = "; if the list holds the steps: torch.stack(steps)" if isinstance(data, list) else ""
+        steps = "; if the list holds the steps: torch.stack(steps)" if isinstance(cast(object, data), list) else ""
         if not check.instance("input", data, Tensor, f"a tensor or a PackedSequence{steps}"):
             return False
         shape, fits = tuple(data.shape), data.dim() in ((2,) if packed else (2, 3))
