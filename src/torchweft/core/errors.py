@@ -126,9 +126,7 @@ _CALLS = ("_wrapped_call_impl", "_call_impl")  # functions through which PyTorch
 
 
 def shorten_traceback(error: BaseException) -> None:
-    """Drop all frames but those of the user's code and the first one of torchweft, unless TORCHWEFT_FULL_TRACEBACK is
-    1.
-    """
+    """Drop all frames but the user's and the first of torchweft, unless TORCHWEFT_FULL_TRACEBACK is 1."""
     if os.environ.get("TORCHWEFT_FULL_TRACEBACK", "0") not in ("", "0"):
         return
     entries: list[TracebackType] = []

@@ -282,8 +282,7 @@ def call_with_seed(
 
 @dataclass
 class RandomUse:
-    """Observations of one stage by configuration: whether it draws, and whether its backward runs layers again. Lives
-    as long as the stage."""
+    """Observations of one stage by configuration: whether it draws, and whether its backward runs layers again."""
 
     sources: tuple[torch.Generator, ...]
     draws: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
@@ -450,8 +449,7 @@ class RngVote(NamedTuple):
 
 
 class RngProbe:
-    """Replaces `RngStreams` for a step in the caller's thread, if such steps drew nothing before. It only observes the
-    generator states."""
+    """Replaces `RngStreams` for a step in the caller's thread, if such steps drew nothing before. It only observes."""
 
     quiet = True
 

@@ -423,11 +423,9 @@ class Tape:
                 _wait_for_collectives(outputs)
 
     def backward(self, gradients: Sequence[Gradients], *, retain: bool = False) -> tuple[list[Gradients], Gradients]:
-        """Walk the graph back, from one list of gradients per output value to one per input value.
-
-        Also returns one gradient per parameter of the segment. With `retain` the tape can be walked again.
-        """
-        # A recomputed graph is not retained: a second walk recomputes again, so that memory stays bounded.
+        """Walk the graph back: from gradients per output value to those per input value, and of the parameters."""
+        # With `retain` the tape can be walked again. A recomputed graph is freed even then, and a second walk recomputes
+        # it again, so that memory stays bounded.
         keeps = retain and not self.recomputes
         inputs, roots, seeds = self._begin(gradients, keeps)
         parameters = self.segment.parameters

@@ -94,8 +94,7 @@ class StepGraph:
         return [tensor for tensor in map(self.reference, self.signature.references) if not tensor.requires_grad]
 
     def hold_weakly(self, owned: Iterable[Tensor]) -> "StepGraph":
-        """The same graph with weak references to the cell's own tensors `owned`, so that a cached plan does not keep
-        a deleted model alive."""
+        """The same graph with weak references to tensors `owned` by the cell, which a plan must not keep alive."""
         # By identity: a tensor of the graph that the step itself created must stay alive with the graph.
         owned_ids = {id(tensor) for tensor in owned}
         for node in self.signature.references:

@@ -202,10 +202,7 @@ class MaskedStep:
 
 
 def check_step_number(number: fx.Node, leaves: Sequence[Tensor]) -> None:
-    """Raise CaptureError if the graph rounds the step's number, an integer tensor, to float32 in a float64 cell.
-
-    `leaves` are the inputs and states.
-    """
+    """Raise CaptureError if the graph rounds the step's number, an integer tensor, to float32 in a float64 cell."""
     # PyTorch gives an integer tensor divided by a Python number the default dtype, where a Python int gives a double.
     values = [user.meta.get("val") for user in number.users if user.target is not torch.ops.aten._to_copy.default]
     rounded = any(isinstance(value, Tensor) and not value.dim() and value.dtype == torch.float32 for value in values)

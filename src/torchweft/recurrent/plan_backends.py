@@ -93,8 +93,7 @@ MEMORY_MODES: tuple[Literal["full", "states", "sqrt"], ...] = ("full", "states",
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """The values of a sequence to save: the heads of segments of `segment` chunks, else all states, and with `values`
-    all values."""
+    """The values to save: the heads of segments of `segment` chunks, else all states, and with `values` all values."""
 
     values: bool
     segment: int | None = None

@@ -225,12 +225,10 @@ _BY_ELEMENT = {aten.gather.default, aten.scatter.src, aten.scatter.value, aten.s
 
 
 def _checked_index(context: ir.LoweringContext, index: fx.Node, of: torch.dtype, node: fx.Node) -> ir.View:
-    """An index that is known to be within range: a constant, or the index of an extreme.
-
-    PyTorch raises an error for an index out of range, which loops cannot. If a constant has gone out of range since the
-    capture, the result is NaN, so the dtype must have it.
-    """
-    # A get_attr node can be a buffer, and its content can change between calls. Computed constants cannot.
+    """An index that is known to be within range: a constant, or the index of an extreme."""
+    # PyTorch raises an error for an index out of range, which loops cannot. A get_attr node can be a buffer, whose
+    # content can change between calls. If it has gone out of range since the capture, the result is NaN, so the dtype
+    # must have it. Computed constants cannot change.
     view, producer = context.view_of(index), index
     if view.value.dtype not in (torch.int64, torch.int32):
         raise ir.Unsupported(f"loops in C take indices of int64 and int32, not of {view.value.dtype} ({node.target})")
