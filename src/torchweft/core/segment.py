@@ -424,7 +424,7 @@ class Tape:
 
     def backward(self, gradients: Sequence[Gradients], *, retain: bool = False) -> tuple[list[Gradients], Gradients]:
         """Walk the graph back: from gradients per output value to those per input value, and of the parameters."""
-        # With `retain` the tape can be walked again. A recomputed graph is freed even then, and a second walk recomputes
+        # With `retain` the tape can be walked again. A recomputed graph is freed even then: a second walk recomputes
         # it again, so that memory stays bounded.
         keeps = retain and not self.recomputes
         inputs, roots, seeds = self._begin(gradients, keeps)
