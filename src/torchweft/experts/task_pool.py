@@ -224,7 +224,6 @@ class PendingTasks:
         return self.delay.task_arrived(self.queue.count)
 
     def leave(self, task: Task) -> None:
-        # The task is out of the queue, and its principal can send another one.
         if task.principal is not None:
             # Popped, and put back unless it is zero: the table must not keep every client that ever called.
             tasks, rows = self._shares.pop(task.principal)
@@ -262,10 +261,6 @@ class PendingTasks:
 
     def forget_running(self, tasks: int) -> None:
         self.running -= tasks
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.running and not self.queue.count
 
 
 class PoolCounters:
@@ -546,7 +541,7 @@ class TaskPool:
     def wait_until_idle(self, timeout: float | None) -> bool:
         """Wait until no task waits or runs. Returns whether that happened in time."""
         with self._lock:
-            return self._idle.wait_for(lambda: self.pending.is_idle, timeout)
+            return self._idle.wait_for(lambda: not (self.pending.running or self.pending.queue.count), timeout)
 
     def statistics(self) -> PoolStatistics:
         with self._lock:
