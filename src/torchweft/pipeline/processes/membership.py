@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from torchweft.core.errors import RankLostError, UsageError
 from torchweft.pipeline.processes.lanes import PrefixStore, Store, host_of
 
-_HELLO = struct.Struct("<4si32s")
+_HELLO = struct.Struct("<9si32s")
 _MAGIC, _SHAKE_SECONDS, _POLL_SECONDS = b"torchweft", 5.0, 0.02
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
