@@ -1,17 +1,21 @@
 """Every Python block of README and docs runs as printed, and so does the example of every public name.
 
-The blocks of one page run one after another. Those marked `torchrun` run on two ranks. The example of a name can use
-`torch`, `nn` and `torchweft`.
+The blocks of one page run one after another, in the repository. Those marked `torchrun` run on two ranks. A `text`
+block right after a Python block is its output, except for the numbers in it. The example of a name can use `torch`,
+`nn` and `torchweft`.
 """
 
 import doctest
 import importlib
 import importlib.util
 import inspect
+import io
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +24,12 @@ import torch
 from torch import nn
 
 import torchweft as weft
-from tests.processes import ROOT, torchrun
+from tests.processes import ROOT, SOURCE, torchrun
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n+^```text\n(?!\$ )(.*?)^```)?", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?")
 RANK_BLOCK = re.compile(r"^```python torchrun\n(.*?)^```", re.MULTILINE | re.DOTALL)
 RANK_PAGES = [page for page in PAGES if RANK_BLOCK.search(page.read_text(encoding="utf-8"))]
 PUBLIC = (
@@ -54,14 +59,26 @@ RAW = "https://raw.githubusercontent.com/torchweft-ml/torchweft/main/"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_of_a_page_runs(page: Path) -> None:
+def test_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
     if "from transformers import" in text and importlib.util.find_spec("transformers") is None:
         pytest.skip(f"{page.name} needs transformers; the extra `hf` brings it")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE), prepend=os.pathsep)  # for the processes that a page starts
     names: dict[str, Any] = {"__name__": f"page_{page.stem}"}
     for match in BLOCK.finditer(text):
         line = text[: match.start(1)].count("\n")
-        exec(compile("\n" * line + match.group(1), str(page), "exec"), names)
+        code = compile("\n" * line + match.group(1), str(page), "exec")
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(code, names)
+        if match.group(2) is not None:
+            assert without_numbers(printed.getvalue()) == without_numbers(match.group(2)), f"{page.name}:{line}"
+
+
+def without_numbers(text: str) -> str:
+    """A text in which all numbers are 0 and all spaces are single, because times and losses differ between machines."""
+    return " ".join(NUMBER.sub("0", text).split())
 
 
 @pytest.mark.long
