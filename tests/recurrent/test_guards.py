@@ -194,7 +194,7 @@ class Counting(nn.Module):
         return x + h * self.cache, h + 1
 
 
-@pytest.mark.filterwarnings("ignore::weft.recurrent.NoPlanWarning")
+@pytest.mark.filterwarnings("ignore::torchweft.recurrent.NoPlanWarning")
 @pytest.mark.parametrize("backend", ["auto", "python"])
 def test_trial_run_of_a_rejected_cell_leaves_no_trace(backend: str) -> None:
     cell = Counting()

@@ -51,7 +51,7 @@ def test_token_is_never_sent_in_plain_text(directory: LocalDirectory) -> None:
 
 def test_client_connects_only_to_matching_servers(authority: Authority) -> None:
     tls = ClientTls(authority.pem, servers=["torchweft-*.torchweft", "LOCALHOST"])
-    for address in ("torchweft-0.torchweft:7070", "Weft-17.WEFT:7070", "localhost:1"):
+    for address in ("torchweft-0.torchweft:7070", "TorchWeft-17.TORCHWEFT:7070", "localhost:1"):
         GrpcTransport(address, tls=tls).close()
     for address in ("torchweft-0.evil:7070", "trainer.example:7070", "127.0.0.1:1"):
         with pytest.raises(UsageError, match="does not match servers="):

@@ -111,7 +111,7 @@ def test_a_cell_keeps_to_the_dtype_of_its_weights(case: ZooCase, dtype: torch.dt
     assert all(leaf.isfinite().all() for leaf in leaves)
 
 
-@pytest.mark.filterwarnings("ignore::weft.recurrent.NoPlanWarning")  # in bfloat16 a plan can round too much
+@pytest.mark.filterwarnings("ignore::torchweft.recurrent.NoPlanWarning")  # in bfloat16 a plan can round too much
 @sampled()
 def test_under_autocast_a_cell_runs_and_its_state_goes_round(case: ZooCase) -> None:
     cell, x = case.cell(torch.float32), case.inputs(STEPS, ROWS, torch.float32)

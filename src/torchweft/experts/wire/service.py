@@ -1,9 +1,9 @@
 """The gRPC service: methods, metadata, options of both ends; receipts, descriptions and faults, the data of answers.
 
-    /weft.Experts/Stream    stream of frames <-> stream of frames    calls and their answers, in any order
-    /weft.Experts/Info      one frame of INFO calls -> one frame     a `Description` of each expert, as JSON
-    /weft.Experts/Status    nothing -> JSON                          the server's statistics
-    /weft.Experts/State     stream of frames <-> stream of frames    states of experts, for servers that follow
+    /torchweft.Experts/Stream    stream of frames <-> stream of frames    calls and their answers, in any order
+    /torchweft.Experts/Info      one frame of INFO calls -> one frame     a `Description` of each expert, as JSON
+    /torchweft.Experts/Status    nothing -> JSON                          the server's statistics
+    /torchweft.Experts/State     stream of frames <-> stream of frames    states of experts, for servers that follow
 
 gRPC passes frames as bytes at both ends. A description has an expert's schemas with their nesting, without naming any
 class: tuples, lists, dicts with string or int keys, named tuples (rebuilt with the same fields by the receiver), and
@@ -36,7 +36,7 @@ from torchweft.experts.wire.frame import CODES, MESSAGE_BYTES, Limits
 _MESSAGES = load_messages("torchweft.experts.wire", "experts")
 PROTO: bytes = _MESSAGES["Frame"].DESCRIPTOR.file.serialized_pb
 """experts.proto as a descriptor, for reflection."""
-SERVICE = "weft.Experts"
+SERVICE = "torchweft.Experts"
 STREAM = f"/{SERVICE}/Stream"
 INFO = f"/{SERVICE}/Info"
 STATUS = f"/{SERVICE}/Status"
