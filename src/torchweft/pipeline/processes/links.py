@@ -390,7 +390,8 @@ class Walk:
         self.close()
 
     def check(self) -> None:
-        self._inbox.check()
+        if self._inbox.failure is not None:  # before each action, so it is spared a call
+            self._inbox.check()
 
     def close(self) -> None:
         self._links.walks.close(self._number)
