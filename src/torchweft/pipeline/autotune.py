@@ -14,7 +14,7 @@ try the candidates in turn, and the fastest is kept:
 
 All candidates give the same numbers. Afterwards one step of eight is timed. When five of these in a row took half as
 long again as the winner did, all are measured again. "uncut" costs least where operators are small. It needs one device
-and no recomputation, and is left out where it would not do the same:
+and no recomputation. Where it would not do the same, it is left out:
 
     the schedule begins backward early     it would hold all micro-batches at once
     anomaly detection; autograd functions  an error in backward could not be told with its stage and micro-batch

@@ -36,10 +36,9 @@ from torchweft.pipeline.stage import Stage
 
 
 class ForeignParameterCheck:
-    """The function of a segment with a search of its graph for foreign parameters. `layers` are the layers of all
-    segments, `number` that of this one. `more` is a loss function that the segment runs after its layers, or None.
-    Raises UsageError for a parameter of another segment, and for a layer that shards its own parameters. Warns about a
-    trainable tensor that belongs to no segment, because it can be intentional."""
+    """The function of segment `number` with a search of its graph for foreign parameters. `more` is a loss function
+    that runs after the layers. Raises UsageError for a parameter of another segment, and for a layer that shards its
+    own. Warns about a trainable tensor that belongs to no segment, because it can be intentional."""
 
     def __init__(
         self, function: SegmentFunction, layers: Sequence[Sequence[tuple[str, nn.Module]]], number: int, more: Any
@@ -53,7 +52,6 @@ class ForeignParameterCheck:
         outputs = self._function(context, *values)
         if torch.is_grad_enabled():
             inputs = flatten(values)[0]
-            # Copies of tied parameters, whose gradients return to the original.
             inputs += [copy for x in inputs for copy in getattr(x, "lent", ())]
             inputs += context.borrowed.values()
             nodes, leaves = _search_graph(outputs)

@@ -37,8 +37,7 @@ OTHER_AXES = (
 
 
 class BatchDims:
-    """The batch axis of every argument and of every output. Raises UsageError that lists every invalid axis.
-    `arguments` and `outputs` are a Pipe's ``batch_dim`` and ``output_batch_dim``."""
+    """The batch axis of every argument and of every output. Raises UsageError that lists every invalid axis."""
 
     def __init__(self, arguments: Any, outputs: Any) -> None:
         self.assumed = arguments is None
@@ -199,8 +198,7 @@ _RULES: dict[str, CheckpointRule] = {
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of a sequential model with their names. Raises SpecError for any other model, and for one that has
-    parameters, buffers or hooks beyond those of its layers."""
+    """The layers of a sequential model with their names. Raises SpecError for a model that has more than layers."""
     # A subclass with its own forward would run in another order than its layers.
     if not isinstance(module, nn.Sequential) or "forward" in vars(module) or type(module).forward is not _FORWARD:
         raise SpecError(
@@ -296,8 +294,7 @@ def check_schedule(schedule: str | Schedule | ScheduleFunction, stages: int, chu
 
 
 def reduction_of(loss: Any, reduction: str | None, weight: Any = None) -> str:
-    """The reduction of the losses of the micro-batches: `reduction` if given, else the one that the loss declares.
-    Raises UsageError if it is neither a mean nor a sum, and for a `weight` (``loss_weight=``) without a mean."""
+    """The reduction of the losses of the micro-batches. Raises UsageError if it is neither a mean nor a sum."""
     if loss is None:
         for name, value in (("loss_reduction", reduction), ("loss_weight", weight)):
             if value is not None:

@@ -101,15 +101,13 @@ class LossWeights:
         self._given = given
         called = _bound(function)[0]
         kind = cast("type[Any]", type(called))
-        # These divide by the class weights of the targets that are not ignored.
         counts = called in _COUNTING or getattr(kind, "forward", None) in _COUNTING_FORWARD
         self._counting = function if counts and own_reduction(function) == "mean" else None
         of_torch = (called if isinstance(called, FunctionType) else kind).__module__.startswith("torch.nn.")
         self.guessed = not (self._sum or given or counts or of_torch)
 
     def of(self, mini_batch: MiniBatch, target: Any) -> list[float]:
-        """One weight per micro-batch. They add up to one, unless the losses are summed. Raises UsageError for a target
-        with padding that the loss counts in an unknown way, SpecError for invalid weights."""
+        """One weight per micro-batch, with sum one unless the losses are summed. Raises UsageError or SpecError."""
         if self._sum or mini_batch.micro_batches == 1:
             return [1.0] * mini_batch.micro_batches
         numbers: Sequence[float] = mini_batch.rows

@@ -185,10 +185,9 @@ class SplitPlan:
 
 def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") -> tuple[SplitPlan, list[Any]]:
     """A plan for cutting ``value`` into at most ``chunks`` micro-batches. Also its leaves, without ``NoChunk``. Tensors
-    with at least one dimension are cut along ``axis``: an int for all of them, or nested as ``value`` is. Every
-    micro-batch gets all other objects, and the contents of ``NoChunk``. ``where`` is the value's name in messages.
-    Raises ``BatchError`` that names every tensor that cannot be cut so, and if there is no tensor to cut. Raises
-    ``SpecError`` if ``axis`` is not nested as ``value`` is."""
+    with at least one dimension are cut along ``axis``: an int for all of them, or nested as ``value`` is. ``where`` is
+    the value's name in messages. Raises ``BatchError`` that names every tensor that cannot be cut so, and if there are
+    none. Raises ``SpecError`` if ``axis`` is not nested as ``value`` is."""
     leaves, structure = flatten(value)
     leaf_axes: list[int | None] = (
         [axis] * len(leaves) if isinstance(axis, int) else broadcast_prefix(axis, structure, where)

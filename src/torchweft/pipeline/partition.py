@@ -201,10 +201,9 @@ Skip = tuple[int, int, int | float]  # source layer, destination layer, cost
 
 def partition(costs: Sequence[int | float], parts: int, *, skips: Sequence[Skip] = ()) -> list[int]:
     """Cut layers into ``parts`` consecutive blocks. Returns the number of layers of each block, at least one. A block
-    costs the sum of its layers' costs, plus the cost of every skip that has exactly one of its ends in the block. Each
-    skip is (source layer, destination layer, cost). The cost of the largest block is the exact minimum. Among such
-    cuts, the result has the smallest sum of squared block costs, and among those the most even numbers of layers.
-    Raises ``PartitionError`` that lists all faults."""
+    costs the sum of its layers' costs, plus the cost of every skip (source layer, destination layer, cost) that has one
+    end in the block. The cost of the largest block is the exact minimum. Among such cuts, the sum of squared block
+    costs is the smallest, then the numbers of layers the most even. Raises ``PartitionError`` that lists all faults."""
     _check(costs, parts, skips)
     blocks = _block_costs(costs, skips)
     # Time and memory grow with the square of the number of layers, which is small.

@@ -314,7 +314,6 @@ class PipeRuntime:
         self, call: "PipeCall", step: PipeStep, scans: Mapping[int, ModuleScan], agreed: Agreement = ALONE
     ) -> CutStep:
         last = len(step.plan.functions) - 1
-        # By id(), because a tied parameter is in several layers of a stage.
         owned: dict[int, dict[int, torch.Tensor]] = {}
         for number, scan in scans.items():  # the parameters of the loss belong to the last stage
             owned.setdefault(min(number, last), {}).update({id(p): p for p in scan.parameters})

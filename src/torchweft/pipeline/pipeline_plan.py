@@ -24,9 +24,9 @@ from torchweft.pipeline.stage import Skip, Stage
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The functions, wiring and executor of one way to run a pipe. `functions[s]` is the function of segment s: stage
-    s, in the last segment followed by the loss. `searched[s]` is the same with a search for foreign parameters. It is
-    empty if segments are not cut out of autograd."""
+    """The functions, wiring and executor of one way to run a pipe. `functions[s]` is stage s, in the last segment
+    followed by the loss. `searched[s]` is the same with a search for foreign parameters, if segments are cut out of
+    autograd."""
 
     functions: tuple[SegmentFunction, ...]
     searched: tuple[ForeignParameterCheck, ...]

@@ -91,7 +91,6 @@ class StageReplay:
     def scan(self, norms: list[nn.Module], holders: list[nn.Module], sources: Iterable[torch.Generator]) -> None:
         """Take over the scan of a step: norms that only write, other modules with buffers, generators of modules."""
         self._norms, self._holders = norms, holders
-        # The default generators of PyTorch are left to core/rng.py.
         self._sources = [source for source in dict.fromkeys(sources) if source not in self._defaults]
         self.idle = not (norms or holders or self._sources)
         writers = [module for module in holders if self._can_write(module)] if self._shared else []

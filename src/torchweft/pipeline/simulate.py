@@ -47,11 +47,10 @@ from torchweft.pipeline.tracing import Recorder, seeing_saved, storages
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of one micro-batch on one stage. Times are in seconds (or any one unit), all at least 0. `backward` is the
-    time of B without recomputation, of which I and W take half each. `recompute` is the time of the second forward, 0
-    if the graph is kept. `saved_bytes` are those that the graph keeps, without the values that the stage reads and
-    makes. `recomputed_bytes` are those of a recomputed graph, by default with the values that the first graph would
-    keep (`ValueCost.kept_by_source`)."""
+    """Cost of one micro-batch on one stage. Times are in seconds (or any one unit). I and W take half of `backward`
+    each. `recompute` is the time of the second forward, 0 if the graph is kept. `saved_bytes` are those that the graph
+    keeps, without the values that the stage reads and makes. `recomputed_bytes` are those of a recomputed graph, by
+    default with the values that the first graph would keep (`ValueCost.kept_by_source`)."""
 
     forward: float
     backward: float
@@ -63,8 +62,7 @@ class StageCost:
 @dataclass(frozen=True)
 class ValueCost:
     """A value that crosses a cut in every micro-batch: the main path or a skip. `source` is the stage that makes it, -1
-    for one from outside. `kept_by_source`: the source's own graph holds it too, until the end of its backward (unless
-    the source recomputes)."""
+    for one from outside. `kept_by_source`: the graph of the source holds it too, until the end of its backward."""
 
     source: int
     readers: tuple[int, ...]
@@ -125,8 +123,7 @@ def forecast(
     checkpointed: Callable[[int, int], bool] | None = None,
 ) -> Forecast:
     """Predict when every action runs, and the bytes alive at each time. `checkpointed(stage, micro_batch)` returns
-    whether a graph is recomputed, by default whether the `recompute` of the stage is not 0. Graphs of
-    `Schedule.backward_at_once` never are. Raises ScheduleError with all faults."""
+    whether a graph is recomputed, by default if the stage has a `recompute` time. Raises ScheduleError."""
     schedule.check(stages=len(stages))
     with Validator("nothing can be forecast from these costs", ScheduleError) as check:
         for stage, cost in enumerate(stages):

@@ -132,9 +132,8 @@ class StepMessages:
 
 class StepState:
     """State of one step between its actions: the tapes, and the sums of parameter gradients. Workers share only
-    dictionaries here, in which each worker writes at the keys of its own stages. `segments` are those of this process,
-    by stage. `keeps[stage][micro_batch]` is the part of a forward that is kept. `places[stage]` is None if its values
-    need not be moved. By default every stage has its own worker."""
+    dictionaries here, in which each worker writes at the keys of its own stages. `segments` are those of this process.
+    `keeps[stage][micro_batch]` is the part of a forward that is kept. By default every stage has its own worker."""
 
     def __init__(
         self,
@@ -377,8 +376,7 @@ class ForwardReport(NamedTuple):
 
 @dataclass(eq=False)
 class PipeStep:
-    """One mini-batch on its way through a plan. `name` is the name of the step in messages. A step that runs uncut is
-    only this (`run_uncut`). A `CutStep` has one."""
+    """One mini-batch on its way through a plan. A step that runs uncut is only this, see `run_uncut`."""
 
     plan: PipelinePlan
     schedule: Schedule

@@ -190,7 +190,6 @@ class Recorder:
             end = time.perf_counter()
             with self._lock:
                 self.events.append(ActionEvent(kind, action, threading.current_thread().name, start, end))
-                # Under "F" the values that the stage reads are in the list already: `sent` has put them there.
                 self._tapes.setdefault((action.stage, action.micro_batch), []).extend(held)
             self._sample(end)
 
@@ -213,7 +212,6 @@ class Recorder:
     def _release(self, held: Iterable[int]) -> None:
         for address in held:
             storage = self._alive[address]
-            # Several tapes can hold one storage, e.g. a skip with several readers.
             storage.holders -= 1
             if not storage.holders:
                 self._totals[storage.owner] -= self._alive.pop(address).bytes

@@ -71,7 +71,6 @@ def map_tensors(root: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         for table in tables_of(module):
             for key, tensor in table.items():
                 if tensor is not None:
-                    # By id(), so that tied tensors stay tied.
                     if id(tensor) not in changed:
                         changed[id(tensor)] = change(tensor)
                     table[key] = changed[id(tensor)]

@@ -115,7 +115,6 @@ def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], lis
     shapes: list[TensorShape | None] = []
     plain: list[Any] = []
     tensors: list[torch.Tensor] = []
-    # Small tensors share the frame until it is full. The rest goes by the lanes.
     left = INLINE
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):

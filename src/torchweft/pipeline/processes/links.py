@@ -72,7 +72,6 @@ class WalkInbox:
         """Let the walk raise; whether this is its first failure."""
         first = self.failure is None
         self.failure = self.failure or (kind, text)
-        # Wakes the thread of the walk, if it waits for a message.
         self.put(None, None)
         return first
 
@@ -373,8 +372,8 @@ class Walk:
         return reports
 
     def fail(self, error: BaseException) -> None:
-        """End the walk on all ranks. The others raise the same error if it is one of torchweft's own checks. For any
-        other error they raise RankFailedError with its words and its traceback."""
+        """End the walk on all ranks. They raise the same error if it is one of torchweft's own checks, or else
+        RankFailedError with its words and its traceback."""
         links, known = self._links, self._inbox.failure
         name, kind = links.name_of(links.rank), type(error).__name__
         if known is not None and known[0] is RankLostError:

@@ -132,7 +132,6 @@ class Rendezvous:
             connection.settimeout(_SHAKE_SECONDS)
             # A stranger gets at most a nonce, and no proof that it could use.
             magic, other, theirs = _HELLO.unpack(_receive(connection, _HELLO.size))
-            # A lower rank is called and never calls, so it cannot be one.
             if magic != _MAGIC or not self._rank < other < len(self._ranks):
                 raise ConnectionError("not a member")
             nonce = secrets.token_bytes(32)

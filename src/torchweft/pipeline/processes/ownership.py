@@ -58,7 +58,6 @@ class HiddenTensors:
                 if id(use.tensor) not in placeholders:
                     placeholders[id(use.tensor)] = replace(use.tensor)
                 self._slots[id(use.slot[0]), use.slot[1]] = use.slot, placeholders[id(use.tensor)]
-        # After all placeholders are made: two slots with one tensor need one placeholder.
         self._hide()
 
     def _hide(self) -> None:

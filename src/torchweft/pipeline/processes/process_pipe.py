@@ -190,7 +190,6 @@ class GroupLayout(PipeLayout):
     def _describe_settings(self, settings: PipeSettings, layers: Layers) -> dict[str, Any]:
         fixed = self._fixed
         checkpoint: Any = settings.checkpoint
-        # Functions cannot be compared between processes.
         modes: list[Any] = [*checkpoint] if isinstance(checkpoint, list | tuple) else [checkpoint]
         return {
             "chunks": settings.chunks,

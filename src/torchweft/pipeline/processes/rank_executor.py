@@ -73,7 +73,6 @@ class ProcessExecutor(SerialExecutor):
             left,
         ]
         for stage, messages in given.items():
-            # Every rank makes the same messages. Those of other stages belong to other ranks.
             if schedule.worker_of[stage] == rank:
                 inbox.messages.update(messages)
 

@@ -74,7 +74,6 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
         return {name: stages[id(tensor)] for name, tensor in named_tensors(model.model)}, model.latest
 
     def _local_model(self, module: nn.Module, settings: PipeSettings) -> SplitModel:
-        # All stages on the device where the model is, because it has not been spread yet.
         here = next((x.device for x in module.parameters() if not x.is_meta), torch.device("cpu"))
         return SplitModel(module, split_of(settings), [here] * len(settings.devices), self._fixed.dims)
 
