@@ -24,7 +24,7 @@ from torchweft.core.errors import PartitionError, SpecError, SplitError, UsageEr
 from torchweft.core.pytree import Structure, broadcast_prefix, flatten, register_dataclasses, unflatten
 from torchweft.core.validation import Validator
 from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
-from torchweft.pipeline.config import BatchDims, Layers, cuda_devices, forbid_lazy, forbid_other_axes, places_of
+from torchweft.pipeline.config import BatchDims, Layers, cuda_devices, places_of, reject_lazy, reject_other_axes
 from torchweft.pipeline.microbatch import NoChunk, plan_split
 from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall
 from torchweft.pipeline.pipeline_plan import Crossing
@@ -82,7 +82,7 @@ class SplitLayout(PipeLayout):
         if check.call(_checked_model, module, split, given.balance, given.verify) is None:
             return Cuts(0, [], [])
         if dims is not None:
-            check.call(forbid_other_axes, list(module.named_children()), dims)
+            check.call(reject_other_axes, list(module.named_children()), dims)
         auto = split == "auto"
         available = cuda_devices() or [torch.device("cpu")] * (2 if auto else len(split) + 1)
         available = available if auto else available[: len(split) + 1]
@@ -549,7 +549,7 @@ def _checked_model(module: Any, split: Any, balance: Any, verify: Any) -> nn.Mod
     """Return `module`. Raises SpecError if it is not an `nn.Module`, UsageError that lists every invalid argument."""
     if not isinstance(module, nn.Module):
         raise SpecError(f"Pipe takes a model, an nn.Module, but this is {type(module).__name__}")
-    forbid_lazy(module)
+    reject_lazy(module)
     names = cast("list[Any]", split) if isinstance(split, list | tuple) else []
     named = bool(names) and all(isinstance(name, str) for name in names)
     with Validator("these arguments of Pipe do not fit together") as check:
