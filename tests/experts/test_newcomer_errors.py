@@ -55,10 +55,14 @@ def message_of(kind: type[BaseException], act: Callable[[], object]) -> str:
         (lambda: backend(optimizer=partial(SGD, lrr=0.1)), ["'ffn.0'", "SGD", "'lrr'", "did you mean lr=?"]),
         (
             lambda: backend(schedule=partial(lr_scheduler.StepLR, step=1)),
-            ["schedule is made by StepLR", "its arguments are", "did you mean step_size=?"],
+            ["schedule cannot be made by StepLR", "its arguments are", "did you mean step_size=?"],
         ),
         (lambda: backend(optimiser=SGD), ["'optimiser'", "did you mean optimizer=?"]),
-        (lambda: backend(optim_kwargs={"lr": 0.1}), ["ExpertBackend has 'optim_kwargs'", "known are args_schema"]),
+        (
+            lambda: backend(optim_kwargs={"lr": 0.1}),
+            ["ExpertBackend has 'optim_kwargs'", "partial(torch.optim.SGD, lr=0.1)"],
+        ),
+        (lambda: backend(unheard_of=1), ["ExpertBackend has 'unheard_of'", "known are args_schema, clip_grad_norm"]),
     ],
 )
 def test_wrong_argument_is_explained(make: Callable[[], object], words: list[str]) -> None:

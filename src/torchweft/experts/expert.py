@@ -285,7 +285,9 @@ def _check_arguments(
     for (option, value), kind in zip(options.items(), kinds, strict=True):
         check.instance(option, value, kind, f"a {kind.__name__}", optional=True)
     known = [*inspect.signature(ExpertBackend).parameters, *(option.name for option in fields(PoolOptions))]
-    for option in pool_options:
-        if option not in known:
-            near = "".join(f"; did you mean {match}=?" for match in get_close_matches(option, known, 1))
-            check.add(f"ExpertBackend has {option!r}, known are {', '.join(sorted(known))}{near}")
+    known.remove("pool_options")
+    for option in [option for option in pool_options if option not in known]:
+        hints = [f"did you mean {match}=?" for match in get_close_matches(option, known, 1)]
+        if not hints and "optim" in option:
+            hints = ["bind arguments of the optimizer to it: partial(torch.optim.SGD, lr=0.1)"]
+        check.add(f"ExpertBackend has {option!r}, {(hints or ['known are ' + ', '.join(sorted(known))])[0]}")

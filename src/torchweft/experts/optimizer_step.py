@@ -119,7 +119,7 @@ def _factory_fault(word: str, factory: Callable[..., Any]) -> list[str]:
             hint = "".join(f"; did you mean {match}=?" for match in near)
             function: Any = bound.func
             called = getattr(function, "__name__", repr(function))
-            return [f"{word} is made by {called}, but {error}; its arguments are {', '.join(known)}{hint}"]
+            return [f"{word} cannot be made by {called}: {error}; its arguments are {', '.join(known)}{hint}"]
     return []
 
 
