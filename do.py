@@ -110,7 +110,15 @@ def stamp(mark: str, extras: Iterable[str]) -> None:
 @contextmanager
 def install_lock() -> Generator[None, None, None]:
     """Hold the install lock. The kernel frees it if its holder dies, so no stale lock remains."""
-    with LOCK.open("w") as file:
+    try:
+        file = LOCK.open("w")
+    except OSError as error:
+        raise Stop(
+            f"the environment belongs into {VENV}, but this checkout cannot be written to ({error.strerror}). Copy it "
+            "to a folder of yours, or install it: python3 -m venv ~/torchweft && ~/torchweft/bin/pip install "
+            f"-c {ROOT}/constraints.txt {ROOT}"
+        ) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -273,3 +273,9 @@ def test_help_works_from_another_folder_and_installs_nothing(do: ModuleType, tmp
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True)
     assert "python3 do.py test" in done.stdout
     assert not do.VENV.exists()
+
+
+def test_read_only_checkout_is_explained(do: ModuleType, shell: Shell, capsys: Capture) -> None:
+    do.LOCK = do.ROOT / "missing" / ".venv.lock"  # as root, a folder without write permission can be written to
+    assert do.main([]) == 1 and shell.lines == []
+    assert "this checkout cannot be written to (No such file or directory). Copy it" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_open_server_on_a_network_is_refused(address: str, more: dict[str, Any])
 
 def test_the_command_line_says_insecure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("torchweft.experts.server.command.serve", seen.append)
+    monkeypatch.setattr("torchweft.experts.server.command.serve", lambda table, **_: seen.append(table))
     words = ["serve", "--expert", "f=ffn:hidden=8", "--address", "0.0.0.0:0"]
     main([*words, "--insecure"])
     assert seen[0]["insecure"] is True
@@ -111,7 +111,7 @@ def test_foreign_text_cannot_control_a_terminal(
     told["address"] = told["draining"] = HOSTILE
     told["failures"] = {HOSTILE: HOSTILE}
     told["refusals"] = {HOSTILE: 1}
-    monkeypatch.setattr(GrpcTransport, "status", lambda self: json.dumps(told, ensure_ascii=False).encode())
+    monkeypatch.setattr(GrpcTransport, "status", lambda self, timeout: json.dumps(told, ensure_ascii=False).encode())
     for words in (["status", "127.0.0.1:1"], ["status", "127.0.0.1:1", "--json"]):
         main(words)
         text = capsys.readouterr().out

@@ -166,4 +166,4 @@ def test_closed_pipe_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) ->
         serve(CONFIG)
         reading.join()
         stdout.flush()  # as the interpreter does when it ends
-    assert lines[0].startswith("torchweft: serving")
+    assert "torchweft: serving" in lines[0]

@@ -11,7 +11,8 @@ from torchweft.cli import main
 from torchweft.report import routes
 
 MODULE = """
-import torch, torchweft
+import torch
+import torchweft as weft
 from torch import nn
 
 def build():

@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -123,6 +124,7 @@ class HostedExpert:
         with _acquire(self._saving, max_wait, uid):
             if not self._owns or (self.durable == self.backend.steps and store.has(uid, self.backend.steps)):
                 return False
+            begin = time.monotonic()
             with _acquire(self.backend.executor.lock, max_wait, uid):
                 # `snapshot` defers the conversion of the keys, so that batches wait as short as possible.
                 state, keys = self.backend.state_dict(), self.backend.idempotency.snapshot()
@@ -136,6 +138,9 @@ class HostedExpert:
                 self._folder_lock.hold()  # raises if the folder was removed and another server has started on it
             store.write(encoded)
             self.durable = step
+            # Step 0 is saved during the start. The address must stay the first line of the log, which programs read.
+            level = logging.INFO if step else logging.DEBUG
+            _LOG.log(level, "saved expert %r: step %d, in %.2f s", uid, step, time.monotonic() - begin)
             return True
 
     def close(self) -> None:
