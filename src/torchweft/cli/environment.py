@@ -56,7 +56,7 @@ def _describe_devices() -> str:
 
 def _describe_compiler() -> str:
     compiler: Any = import_module("torchweft.recurrent.cpp.compiler")
-    path, folder = compiler.compiler(), compiler.cache_folder()
+    path, folder = compiler.find_compiler(), compiler.cache_folder()
     if path is None:
         return "none, so recurrent nets run without compiled loops: install g++ or clang++, or set CXX"
     # The folder has another name if the user's cache cannot be written to.
