@@ -10,7 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,9 @@ def _describe_compiler() -> str:
 
 
 def _describe_packages() -> str:
-    texts: list[str] = []
-    for name in _PACKAGES:
-        try:
-            texts.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            texts.append(f"{name} missing")
-    return ", ".join(texts)
+    # Metadata spell a name with "-" or with "_".
+    numbers = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
+    return ", ".join(f"{name} {numbers.get(name, 'missing')}" for name in _PACKAGES)
 
 
 def _describe_settings() -> str:
