@@ -19,8 +19,7 @@ from torchweft.core.errors import SpecError, UsageError, WeftError, join_faults
 
 Result = TypeVar("Result")
 
-MAX_SECONDS = 1e9
-"""Seconds, about thirty years, for "unlimited"."""
+MAX_SECONDS = 1e9  # seconds, about thirty years, for "unlimited"
 
 
 class Validator:
@@ -140,7 +139,6 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 
 def uid_fault(uid: Any) -> list[str]:
-    """The fault of an expert's name, if any."""
     return [] if isinstance(uid, str) and uid else [f"uid is {uid!r}, wanted the name that its server knows it by"]
 
 

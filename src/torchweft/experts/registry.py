@@ -38,7 +38,6 @@ class ExpertFactory:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def backend(self, name: str, optimizer: OptimizerLike | None = None, **options: Any) -> ExpertBackend:
-        """An expert with this name. ``options`` of `ExpertBackend` override those of the factory."""
         defaults = {"args_schema": self.args_schema, "kwargs_schema": self.kwargs_schema, **self.options}
         return ExpertBackend(name, self.module, optimizer, **{**defaults, **options})
 

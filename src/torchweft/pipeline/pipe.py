@@ -47,7 +47,7 @@ from torchweft.pipeline.sequential import (
 )
 from torchweft.pipeline.split.huggingface import forward_like
 from torchweft.pipeline.stage import CallArguments
-from torchweft.pipeline.tracing import Observer
+from torchweft.pipeline.tracing import Observer, observer_of_new
 from torchweft.pipeline.weights import Initialize, WeightFiles, allocate, find_uninitializable, initialize_modules
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class Pipe(nn.Module):
         self.batch_tag: Any = None
         # Not a child: the user saves the parameters of a loss module, and the keys stay those of the model.
         self._fixed = FixedSettings(dims, loss, reduction, loss_weight, scale, of_numbers)
-        self._observer: Observer | None = None
+        self._observer: Observer | None = observer_of_new(self)
         self._runtime: PipeRuntime | None = None
         self._checked: Any = None  # the state of the settings when they were last validated
         self._recipe: Any = None  # the part of that state which the runtime was built from

@@ -18,13 +18,14 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchweft.core.errors import InPlaceError
+from torchweft.core.errors import InPlaceError, UsageError
 from torchweft.core.pytree import flatten
 from torchweft.pipeline.routing import Address
 from torchweft.pipeline.schedule import Action
@@ -45,6 +46,24 @@ class Observer(Protocol):
     def released(self, action: Action) -> None:
         """Called when the tape of the action's stage and micro-batch is freed."""
         ...
+
+
+_observers_of_new: list[Callable[[Any], Observer]] = []
+
+
+@contextmanager
+def observing_new_pipes(make_observer: Callable[[Any], Observer]) -> Generator[None]:
+    """Observe every pipe that is made in this context, but no copy of it, by the observer that is made for it."""
+    _observers_of_new.append(make_observer)
+    try:
+        yield
+    finally:
+        _observers_of_new.remove(make_observer)
+
+
+def observer_of_new(pipe: Any) -> Observer | None:
+    """The observer of a pipe that is just being made."""
+    return _observers_of_new[-1](pipe) if _observers_of_new else None
 
 
 @dataclass(frozen=True)
@@ -131,15 +150,30 @@ class Recorder:
         self._gone: SimpleQueue[_Tapes] = SimpleQueue()
 
     _draw: ClassVar[Callable[["Recorder"], str] | None] = None
+    _write: ClassVar[Callable[..., None] | None] = None
 
     @classmethod
-    def show_by(cls, draw: Callable[["Recorder"], str]) -> None:
-        """Set the function that draws recorders in notebooks. `weft.report` does so, because it imports this module."""
-        Recorder._draw = draw
+    def show_by(cls, draw: Callable[["Recorder"], str], write: Callable[..., None]) -> None:
+        """Set the functions for notebooks and for `save`. `weft.report` does so, because it imports this module."""
+        Recorder._draw, Recorder._write = draw, write
 
     def _repr_html_(self) -> str | None:
         """The timeline, and the memory if it was recorded, for notebooks."""
         return None if Recorder._draw is None else Recorder._draw(self)
+
+    def save(self, path: str | Path, *, title: str = "A recorded step") -> Path:
+        """Write a report (``step.html``) or a trace for https://ui.perfetto.dev (``step.json``), and return its path.
+
+        Raises UsageError for another suffix, and if nothing was recorded.
+        """
+        if Recorder._write is None:
+            raise UsageError("saving a recording needs weft.report; import it first")
+        if not self.events:
+            raise UsageError(
+                f"nothing was recorded, so {path} is not written; run a step within `with pipe.observed_by(recorder):`"
+            )
+        Recorder._write({title: self}, Path(path), title)
+        return Path(path)
 
     def one_step(self) -> "Recorder":
         """An observer for one step, which records into this one. When the step is dropped without a backward, e.g.

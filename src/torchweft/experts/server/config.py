@@ -45,7 +45,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torchweft.core.errors import UsageError, WeftError, split_faults
 from torchweft.core.validation import Validator, suggest
 from torchweft.experts.address import address_fault, is_loopback, parse_address
-from torchweft.experts.checkpoint import CheckpointStore, folder_name
+from torchweft.experts.checkpoint import FolderCheckpointStore, folder_name
 from torchweft.experts.discovery.etcd import EtcdTls, open_directory
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.gradients import AccumulationOptions, Guards
@@ -251,7 +251,7 @@ class ServeConfig(_Table):
                     if directory is not None:
                         opened.callback(directory.close)
                 if self.checkpoints is not None and not check.faults:  # last, because it creates the folder
-                    store = partial(CheckpointStore, self.checkpoints, keep=self.keep)
+                    store = partial(FolderCheckpointStore, self.checkpoints, keep=self.keep)
                     parts["checkpoints"] = _try_make(check, "checkpoints", store)
             # From here on the server closes the opened resources. Before, the stack closes them if anything raises.
             server = Server(experts, address=self.address, advertise=self.advertise, tls=self.tls, **parts)
