@@ -14,6 +14,7 @@ This module only parses. PyTorch takes seconds to import, so that a command impo
 
 import argparse
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -63,10 +64,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def trace(chosen: argparse.Namespace) -> int:
-    if not chosen.script.is_file():
-        raise UsageError(f"there is no script {str(chosen.script)!r}")
-    report: Any = import_module("torchweft.report")
-    return report.record_script(str(chosen.script), chosen.script_arguments, str(chosen.out))
+    from torchweft.report import record_script  # noqa: PLC0415  (imports PyTorch)
+
+    script = str(chosen.script)
+    try:
+        return record_script(script, chosen.script_arguments, str(chosen.out))
+    except Exception as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_frame.f_code.co_filename != script:
+            frame = frame.tb_next
+        if frame is None and not isinstance(error, SyntaxError):
+            raise
+        # An error of the script, as Python itself would show it. `main` would print the message alone for some types.
+        traceback.print_exception(error.with_traceback(frame))
+        return 1
 
 
 def print_completion(chosen: argparse.Namespace) -> None:
@@ -96,7 +107,8 @@ def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argu
     usage = "torchweft trace [-h] [--out FILE] SCRIPT [-- ARGUMENT ...]"
     tracing = add("trace", ":trace", "run a script and write a report of its pipes' steps", usage)
     tracing.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file; its own arguments follow --")
-    tracing.add_argument("--out", type=Path, default=Path("step.html"), metavar="FILE", help="(%(default)s)")
+    out = "an .html report, or a .json trace for Perfetto (%(default)s)"
+    tracing.add_argument("--out", type=Path, default=Path("step.html"), metavar="FILE", help=out)
     _add_serve(add("serve", ".servers:serve", "serve experts until SIGTERM"))
     status = add("status", ".servers:print_status", "print a server's status")
     _add_server(status)

@@ -55,13 +55,14 @@ def _describe_devices() -> str:
 
 
 def _describe_compiler() -> str:
-    compiler: Any = import_module("torchweft.recurrent.cpp.compiler")
-    path, folder = compiler.compiler(), compiler.cache_folder()
+    from torchweft.recurrent.cpp.compiler import cache_folder, compiler_version, find_compiler  # noqa: PLC0415
+
+    path, folder = find_compiler(), cache_folder()
     if path is None:
         return "none, so recurrent nets run without compiled loops: install g++ or clang++, or set CXX"
     # The folder has another name if the user's cache cannot be written to.
     where = folder if folder.name == "compiled" else "none: set TORCHWEFT_CACHE to a folder that you can write to"
-    return f"{compiler.compiler_version(path).splitlines()[0]}, cache: {where}"
+    return f"{compiler_version(path).splitlines()[0]}, cache: {where}"
 
 
 def _describe_packages() -> str:
