@@ -27,6 +27,7 @@ import torchweft as weft
 from tests.processes import ROOT, SOURCE, torchrun
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER_PAGES = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")]
 BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n+^```text\n(?!\$ )(.*?)^```)?", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?")
 RANK_BLOCK = re.compile(r"^```python torchrun\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -51,7 +52,10 @@ FILE = re.compile(r"(?<![\w./])([\w/]+\.(?:py|cpp))\b(?!:\d)")
 NAME = re.compile(r"`(torchweft(?:\.\w+)+)")
 FOLDERS = ("src", "tests", "examples", "benchmarks", "tools", "docs")
 LOGGER = re.compile(r'getLogger\("(torchweft[\w.]+)"\)')
-LINK = re.compile(r"\]\(([^)]+)\)")
+LINK = re.compile(r"(?:\]\(|^\[[\w-]+\]: )([^)\s]+)", re.MULTILINE)
+PICTURE = re.compile(r'(?:src|srcset)="([^"]+)"')
+REPOSITORY = "https://github.com/torchweft-ml/torchweft"
+RAW = "https://raw.githubusercontent.com/torchweft-ml/torchweft/main/"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -87,16 +91,29 @@ def test_code_for_torchrun_runs_on_two_ranks(page: Path, tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    """Also those with an address in this repository, which README needs on PyPI."""
+    text = page.read_text(encoding="utf-8")
     missing: list[str] = []
-    for link in links:
-        path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
+    for link in (*LINK.findall(text), *PICTURE.findall(text)):
+        address, _, anchor = link.partition("#")
+        path = re.sub(f"^{REPOSITORY}/(blob|tree)/main/|^{RAW}", "", address)
+        if "://" in path or path.startswith("mailto:"):
+            continue
+        target = (page.parent if path == address else ROOT) / path if path else page
         if not target.exists() or (anchor and anchor not in anchors(target)):
             missing.append(link)
     assert missing == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "SECURITY.md"])
+def test_page_that_is_shown_elsewhere_has_no_relative_link(name: str) -> None:
+    """PyPI shows README without the repository around it, and removes all but an ``img`` from a ``picture``."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = [*LINK.findall(text), *PICTURE.findall(text)]
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    assert text.count("<picture>") == text.count("<img ")
 
 
 def anchors(page: Path) -> set[str]:
@@ -155,11 +172,13 @@ def test_example_of_every_public_name_runs(
 
 
 @pytest.mark.long
-def test_api_reference_is_written_without_a_warning(tmp_path: Path) -> None:
-    if importlib.util.find_spec("pdoc") is None:
-        pytest.skip("API reference: there is no pdoc; the extra `docs` brings it")
-    words = [sys.executable, str(ROOT / "tools" / "reference.py"), str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "Warn" not in done.stderr, done.stderr
-    page = (tmp_path / "torchweft.html").read_text(encoding="utf-8")
-    assert [name for name in weft.__all__ if name not in page] == []
+def test_site_builds_without_a_warning_and_has_all_names(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("documentation site: there is no mkdocs; the extra `docs` brings it")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "reference").rglob("index.html"))
+    for module in PUBLIC:
+        for name in importlib.import_module(module).__all__:
+            assert f'id="torchweft.{name}"' in reference or re.search(rf'id="torchweft[.\w]*\.{name}"', reference), name

@@ -23,10 +23,9 @@ from torchweft.core.errors import UsageError
 from torchweft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, RemoteExpert
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError
-from torchweft.experts.errors import DirectoryUnavailableError
+from torchweft.experts.errors import DirectoryUnavailableError, UnreachableError
 from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.server import Access, Grant, Role, Server, ServerTls
-from torchweft.experts.wire import UnreachableError
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 
@@ -87,7 +86,7 @@ def test_shared_directory_with_tls_requires_servers(authority: Authority) -> Non
     with pytest.raises(UsageError, match="has no servers="):
         Connections(directory, tls=mine)
     with pytest.raises(UsageError, match="has no servers="):
-        Server([], directory=directory, replicas=ReplicaOptions(tls=mine))
+        Server(directory=directory, replicas=ReplicaOptions(tls=mine))
     for named in (ClientTls(authority.pem, servers=["a"]), ClientTls(authority.pem, server_name="a")):
         with pytest.raises(DirectoryUnavailableError):  # nobody is there, but nothing is wrong with it
             Connections(directory, tls=named)

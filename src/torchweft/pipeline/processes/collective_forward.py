@@ -12,6 +12,7 @@ number in the walk.
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +28,7 @@ from torchweft.pipeline.processes.packing import pack, unpack
 from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.program import Instruction, Owned, Program, Values, perform
+from torchweft.pipeline.split.provenance import ValueProvenanceMode
 from torchweft.pipeline.split.record import SHAPES, ForwardRecorder
 from torchweft.pipeline.weights import replaced_in
 
@@ -221,17 +223,18 @@ class CollectiveRecorder(ForwardRecorder):
         self.written: set[tuple[nn.Module, str]] = set()
         """Buffers that blocks were seen to write to: the module, and the name in it."""
 
-    def _recorded(self, step: Instruction, run: Callable[..., Any]) -> Any:
-        def observed(*args: Any, **kwargs: Any) -> Observed:
-            return run(*args, **kwargs), [self.drew, self.dynamic]
+    def run_step(
+        self, step: Instruction, run: Callable[..., Any], args: Any, kwargs: Any, provenance: ValueProvenanceMode
+    ) -> Any:
+        """See `ForwardRecorder.run_step`."""
 
-        def run_together(*args: Any, **kwargs: Any) -> Any:
-            result, (self.drew, self.dynamic) = self._calls.run_step(step, observed, args, kwargs)
-            return result
+        def observed(*args: Any, **kwargs: Any) -> Observed:
+            return run(*args, **kwargs), [provenance.drew, provenance.dynamic]
 
         modules: list[nn.Module] = [] if step.module is None else list(step.module.modules())
         held = [(m, key, x, version(x)) for m in modules for key, x in m._buffers.items() if x is not None]
-        result = super()._recorded(step, run_together)
+        result, flags = self._calls.run_step(step, observed, args, kwargs)
+        provenance.set_flags(*flags)
         self.written |= {(m, key) for m, key, x, before in held if m._buffers[key] is not x or version(x) != before}
         return result
 
@@ -249,7 +252,7 @@ class CollectiveRecorder(ForwardRecorder):
         def run_together(*args: Any, **kwargs: Any) -> Any:
             return self._calls.run_step(step, lambda *a, **k: (step.call(*a, **k), []), args, kwargs)[0]
 
-        perform(step, constants, values, call=run_together)
+        perform(replace(step, call=run_together), constants, values)
 
     def settle(self, finding: Finding | None) -> Finding | None:
         """See `ForwardRecorder.settle`."""

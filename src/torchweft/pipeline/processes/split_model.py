@@ -202,7 +202,7 @@ class ProcessSplitModel(SplitModel):
     def _forbid_shared_buffers(self, uses: Iterable[Use]) -> None:
         """Raise SpecError that names each buffer which stages of several ranks use, and a step writes to."""
         written = {id(module._buffers.get(key)) for module, key in self._collective_recorder.written}
-        written |= {id(self._owner(name)) for name in self._written}
+        written |= {id(self.members.find(name)) for name in self._written}
         # Statistics count as written even if no recording was in training mode yet.
         written |= {id(m.running_mean) for m in self.model.modules() if isinstance(m, _NormBase)}
         names = {id(buffer): name for name, buffer in self.model.named_buffers()}
@@ -217,7 +217,7 @@ class ProcessSplitModel(SplitModel):
     def stages(self) -> tuple[list[Stage], Crossing]:
         """See `SplitModel.stages`. Stages of this rank get copies of parameters of others by `loans`."""
         workers, rank, hidden = self._placement.workers, self._placement.rank, self._placement.hidden
-        local = [blocks for blocks, worker in zip(self.blocks, workers, strict=True) if worker == rank]
+        local = [blocks for blocks, worker in zip(self.members.blocks, workers, strict=True) if worker == rank]
         hidden.keep_buffers(module for blocks in local for block in blocks for module in block.modules())
         with hidden.placeholders():
             stages, crossing = super().stages()

@@ -21,6 +21,7 @@ from torchweft.pipeline.processes.process_pipe import GroupLayout
 from torchweft.pipeline.processes.split_model import CHOICE, ProcessSplitModel, TensorPlacement, named_tensors
 from torchweft.pipeline.sequential import CurrentRuntime, MakePipe, PipeSettings
 from torchweft.pipeline.split.auto import Arguments
+from torchweft.pipeline.split.isolation import place_tensor
 from torchweft.pipeline.split.program import Program
 from torchweft.pipeline.split.split_pipe import SplitLayout, SplitModel, split_of
 from torchweft.pipeline.weights import map_tensors
@@ -49,7 +50,7 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
         uses = find_uses([[("", self._model)]])
         self._hidden = HiddenTensors(uses, owners, rank, partial(_placeholder, device=device))
         self._placement = TensorPlacement(workers, ranks, self._hidden, rank, device)
-        map_tensors(self._model, partial(_on_device, device=device))
+        map_tensors(self._model, partial(place_tensor, device=device))
 
     def _first_stages(self, settings: PipeSettings, call: Arguments | None) -> tuple[dict[str, int], Program | None]:
         """The first stage that uses each parameter and buffer, by name; and the program of the sample."""
@@ -108,15 +109,7 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
 
 def _placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Buffers keep their values: code between blocks can read them, and they are not in every file of weights.
-    return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else _on_device(tensor, device)
-
-
-def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of this rank on its device."""
-    if tensor.is_meta or not isinstance(tensor, nn.Parameter):
-        return tensor if tensor.is_meta else tensor.to(device)
-    tensor.data = tensor.data.to(device)  # the same object, because an optimizer can have it already
-    return tensor
+    return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else place_tensor(tensor, device)
 
 
 def _with_fake_parameters(module: nn.Module) -> nn.Module:

@@ -40,6 +40,7 @@ def check_axes(recording: Recording, axes: Sequence[int | None], dims: BatchDims
     faults: list[str] = []
     for step in recording.steps:
         of_result = _rows_of_result(step, rows, faults)
+        # The first leaf and writes in place. Other leaves, such as states of an LSTM, have their batch elsewhere.
         rows.update({value: of_result for value in step.makes if value is not None and value.key <= 0})
     output_axes = broadcast_prefix(dims.outputs, recording.structure, "output")
     for k, value in recording.reads.items():
