@@ -6,6 +6,7 @@
     cuda marker             skipped, by name, without a GPU
     long marker             omitted without --all, unless the file or the test is named
     grids                   likewise without --all: only enough points that each pair of values occurs
+    compiled cells          not optimized in a quick run, unless a test uses the fixture `optimized_cells`
     Ctrl-C                  works as in a shell, even if the tests were started in the background, which ignores it
     threads                 a test that leaves a thread of torchweft alive fails
     signals                 a test that leaves another handler for SIGINT or SIGTERM fails
@@ -68,8 +69,10 @@ def is_quick(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Configure fewer examples for a quick run, before the tests are imported."""
+    """Configure fewer examples and quick compilation for a quick run, before the tests are imported."""
     if is_quick(config):
+        # Compilation of a cell takes a fraction of the time, and the bits are the same: see EXACT in cpp/compiler.py.
+        os.environ.setdefault("TORCHWEFT_CXXFLAGS", "-O0")
         settings.register_profile("quick", settings.default, max_examples=8)
         settings.load_profile("quick")
 
@@ -147,6 +150,12 @@ def no_thread_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         return  # the traceback keeps the objects of the test, and so their threads, alive
     if left := survivors(threads_of_torchweft() - before):
         pytest.fail(f"threads outlive the test by {GRACE:g} s: {', '.join(left)}", pytrace=False)
+
+
+@pytest.fixture
+def optimized_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are compiled as for users, even in a quick run."""
+    monkeypatch.delenv("TORCHWEFT_CXXFLAGS", raising=False)
 
 
 @pytest.fixture(autouse=True)

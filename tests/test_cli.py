@@ -1,13 +1,21 @@
 """The command line: its output, its errors and its exit codes."""
 
+import importlib.metadata
+import json
+import runpy
+import shutil
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import run
-from torchweft import cli
-from torchweft.cli import main
+import torchweft as weft
+from tests.processes import ROOT, SOURCE, python, run
+from torchweft.cli import SCHEDULE_NAMES, main, plan
+from torchweft.core.version import __version__
 from torchweft.pipeline.schedule import SCHEDULES, Schedule, one_f_one_b
 
 
@@ -58,7 +66,12 @@ def test_binary_file_is_rejected_as_a_table(tmp_path: Path, capsys: pytest.Captu
     ("arguments", "words"),
     [
         ([], "COMMAND"),
-        (["dance"], "dance"),
+        (["dance"], "there is no command 'dance', known are plan, trace, serve"),
+        (["serv"], "did you mean 'serve'?"),
+        (["--verbose", "stats"], "did you mean 'status'?"),
+        (["plan", "--shedule", "gpipe"], "did you mean '--schedule'?"),
+        (["status", "127.0.0.1:1", "--tokenfile=x"], "did you mean '--token-file'?"),
+        (["status", "127.0.0.1:1", "--watch", "0"], "'0' is not a number of seconds above 0"),
         (["plan", "--stages", "4"], "--chunks"),
         (["plan", "--stages", "0", "--chunks", "1"], "'0' is not a whole number from 1 up"),
         (["plan", "--stages", "1", "--chunks", "1", "--forward", "nan"], "'nan' is not a number from 0 up"),
@@ -76,8 +89,229 @@ def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "build", interrupted)
+    monkeypatch.setattr(plan, "build", interrupted)
     assert run_rejected(["plan", "--stages", "1", "--chunks", "1"], capsys)[0] == 130
+
+
+_IMPORTED = """
+import sys
+from torchweft.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print("imported:", *{"torch", "numpy", "grpc"} & set(sys.modules))
+"""
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "plan --help", "serve --help", "serv", "status --adress x"])
+def test_help_version_and_misuse_import_no_torch(words: str) -> None:
+    """The import of PyTorch takes seconds, which a command must cost only if it needs PyTorch."""
+    done = python(_IMPORTED, *words.split())
+    assert done.stdout.splitlines()[-1] == "imported:", done.stdout + done.stderr
+
+
+def test_names_in_the_help_are_those_of_the_schedules() -> None:
+    assert tuple(SCHEDULES) == SCHEDULE_NAMES
+
+
+def test_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    assert weft.__version__ == __version__ and "__version__" in dir(weft)
+    file = str(SOURCE / "torchweft" / "core" / "version.py")
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    assert runpy.run_path(file)["__version__"] == "0+not.installed"
+    monkeypatch.setattr(importlib.metadata, "version", {"torchweft": "1.2.3"}.__getitem__)
+    assert runpy.run_path(file)["__version__"] == "1.2.3"
+
+
+def test_installed_command_is_this_one() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]
+    assert scripts == {"torchweft": "torchweft.cli:main"}
+    assert importlib.metadata.EntryPoint("torchweft", scripts["torchweft"], "console_scripts").load() is main
+
+
+def test_plan_as_json_has_units_in_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--stages", "2", "--chunks", "3", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    rows = [",".join(row) for row in table.pop("actions_by_worker")]
+    assert Schedule.parse("\n".join(rows)) == one_f_one_b(2, 3)
+    assert table == {
+        "schedule": "1f1b",
+        "stages": 2,
+        "micro_batches": 3,
+        "workers": 2,
+        "live_micro_batches_by_stage": [2, 1],
+        "total_in_cost_units": 12.0,
+        "idle_percent": pytest.approx(25.0),
+        "crossing_values": [],
+    }
+
+
+PIPES = """
+import torch
+import torchweft as weft
+from torch import nn
+
+def build():
+    return weft.Pipe(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), chunks=2, split=["1"], devices=["cpu"] * 2,
+                     sample=torch.randn(2, 8))
+
+def deep():
+    raise ValueError("too deep")
+
+def broken():
+    return deep()
+
+def invalid():
+    return weft.Pipe(nn.Sequential(nn.ReLU()), chunks=0)
+"""
+
+
+@pytest.fixture
+def pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_pipes.py").write_text(PIPES)
+    (tmp_path / "bad_import.py").write_text("import nothing_like_this\n")
+    (tmp_path / "bad_syntax.py").write_text("def (:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_json_has_the_bytes_of_crossing_values(pipes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--pipe", "some_pipes:build", "--json"]) == 0
+    (value,) = json.loads(capsys.readouterr().out)["crossing_values"]
+    assert (value["from_stage"], value["to_stages"], value["size_bytes"]) == (0, [1], 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("mypipe", 2, ["--pipe mypipe: wanted MODULE:FUNCTION", "such as my_model:make_pipe"]),
+        (":build", 2, ["wanted MODULE:FUNCTION"]),
+        ("some_pipes:", 2, ["wanted MODULE:FUNCTION"]),
+        ("no_such_module:build", 2, ["No module named 'no_such_module'", "neither installed nor in"]),
+        ("some_pipes:biuld", 2, ["no function 'biuld'; did you mean 'build'?"]),
+        ("some_pipes:broken", 1, ["broken() raised ValueError", "return deep()", "in deep", "ValueError: too deep"]),
+        ("some_pipes:invalid", 1, ["invalid() raised UsageError", "in invalid", "chunks"]),
+        ("bad_import:f", 1, ["the import of bad_import raised", "bad_import.py", "nothing_like_this"]),
+        ("bad_syntax:f", 1, ["the import of bad_syntax raised SyntaxError", "bad_syntax.py"]),
+    ],
+)
+def test_fault_of_a_pipe_shows_no_frame_of_torchweft(
+    name: str, code: int, words: list[str], pipes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, errors = run_rejected(["plan", "--pipe", name], capsys)
+    assert seen == code and all(word in errors for word in words), errors
+    assert "Traceback" not in errors and str(SOURCE) not in errors and "importlib" not in errors, errors
+
+
+def test_trace_passes_script_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, list[str], str]] = []
+
+    def record_script(script: str, arguments: list[str], out: str) -> int:
+        calls.append((script, arguments, out))
+        return 3
+
+    monkeypatch.setattr("torchweft.report.record_script", record_script, raising=False)
+    script = str(tmp_path / "train.py")
+    Path(script).touch()
+    assert main(["trace", script]) == 3
+    assert main(["trace", script, "--out", "a.html", "--", "--lr", "0.1", "--", "--help"]) == 3
+    assert main(["trace", "--out", "b.html", script, "--"]) == 3
+    assert calls == [
+        (script, [], "step.html"),
+        (script, ["--lr", "0.1", "--", "--help"], "a.html"),
+        (script, [], "b.html"),
+    ]
+
+
+def test_trace_names_a_missing_script(capsys: pytest.CaptureFixture[str]) -> None:
+    code, errors = run_rejected(["trace", "no/such.py"], capsys)
+    assert code == 2 and "there is no script 'no/such.py'" in errors
+
+
+TRACED = """
+import sys
+import torch
+import torchweft as weft
+from torch import nn
+pipe = weft.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2, devices=["cpu"] * 2)
+pipe(torch.randn(int(sys.argv[1]), 4)).sum().backward()
+open(sys.argv[2]).close()
+"""
+
+
+def test_trace_writes_a_report_and_shows_the_error_of_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "step.html"
+    script.write_text(TRACED)
+    assert main(["trace", str(script), "--out", str(out), "--", "8", str(script)]) == 0
+    assert "train.py" in out.read_text("utf-8")
+    assert main(["trace", str(script), "--out", str(out), "--", "8", "missing"]) == 1
+    errors = capsys.readouterr().err
+    assert "open(sys.argv[2]).close()" in errors and errors.rstrip().endswith("No such file or directory: 'missing'")
+    assert "record_script" not in errors and str(SOURCE) not in errors, errors
+    script.write_text("def (:")
+    assert main(["trace", str(script)]) == 1 and "SyntaxError" in capsys.readouterr().err
+
+
+def test_env_lists_versions_and_hides_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHWEFT_TOKEN", "s3cret")
+    monkeypatch.setenv("TORCHWEFT_CACHE_MIB", "17")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    rows = dict(line[2:].split(": ", 1) for line in text.splitlines() if line.startswith("- "))
+    names = ("torchweft", "Python", "platform", "processor", "PyTorch", "devices", "C++ compiler", "packages")
+    assert rows.keys() >= set(names) and not any("failed" in row for row in rows.values()), text
+    assert rows["torchweft"].startswith(__version__) and rows["Python"].startswith(sys.version.split()[0])
+    assert "grpcio " in rows["packages"]
+    assert "OMP_NUM_THREADS=3" in text and "TORCHWEFT_CACHE_MIB=17" in text and "s3cret" not in text
+
+
+def test_env_prints_the_rest_if_torch_is_broken() -> None:
+    done = python("import sys; sys.modules['torch'] = None; from torchweft.cli import main; main(['env'])")
+    assert "- PyTorch: failed: ModuleNotFoundError" in done.stdout and "- packages: numpy" in done.stdout, done.stderr
+
+
+def test_completion_names_the_package_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, errors = run_rejected(["completion", "bash"], capsys)
+    assert code == 2 and "pip install 'torchweft[completion]'" in errors
+    marked: list[str] = []
+
+    def complete(parser: object, shell: str) -> str:
+        (commands,) = (action.choices for action in parser._actions if action.dest == "name")  # type: ignore[attr-defined]
+        actions = [action for command in commands.values() for action in command._actions]
+        marked.extend(action.dest for action in actions if getattr(action, "complete", None) == "FILE")
+        return f"script of {shell}"
+
+    monkeypatch.setitem(sys.modules, "shtab", SimpleNamespace(FILE="FILE", complete=complete))
+    assert main(["completion", "zsh"]) == 0 and capsys.readouterr().out == "script of zsh\n"
+    assert {"script", "out", "config", "token_file", "certificate"} <= set(marked)
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab", reason="the extra `completion` brings shtab, which writes the script")
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no `bash` on the path")
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "torchweft"
+    script.write_text(capsys.readouterr().out)
+    for words, wanted in (("ser", "serve"), ("plan --sched", "--schedule"), ("completion z", "zsh")):
+        line = f"torchweft {words}".split()
+        program = f"source {script}; COMP_WORDS=({' '.join(line)}); COMP_CWORD={len(line) - 1}"
+        program += '; _shtab_torchweft; echo "${COMPREPLY[*]}"'
+        done = subprocess.run([bash, "-c", program], capture_output=True, text=True, check=False)
+        assert done.stdout.split() == [wanted], (words, done)
 
 
 @pytest.mark.long

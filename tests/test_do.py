@@ -83,7 +83,8 @@ def test_first_run_creates_a_venv_installs_and_runs(do: ModuleType, shell: Shell
         (["test", "-k", "x", "tests/core"], "-m pytest -n auto --maxprocesses 4 --dist loadfile -k x tests/core"),
         (["bench"], "-m benchmarks"),
         (["bench", "pipeline"], "-m benchmarks pipeline"),
-        (["docs", "api"], "{root}/tools/reference.py api"),
+        (["docs"], "-m mkdocs build --strict"),
+        (["docs", "serve"], "-m mkdocs serve"),
     ],
 )
 def test_each_command_runs_its_module_with_its_words(
@@ -273,3 +274,9 @@ def test_help_works_from_another_folder_and_installs_nothing(do: ModuleType, tmp
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True)
     assert "python3 do.py test" in done.stdout
     assert not do.VENV.exists()
+
+
+def test_read_only_checkout_is_explained(do: ModuleType, shell: Shell, capsys: Capture) -> None:
+    do.LOCK = do.ROOT / "missing" / ".venv.lock"  # as root, a folder without write permission can be written to
+    assert do.main([]) == 1 and shell.lines == []
+    assert "this checkout cannot be written to (No such file or directory). Copy it" in capsys.readouterr().err

@@ -27,7 +27,8 @@ TOUCHED = """
 import sys
 import torchweft as weft
 assert not [name for name in sys.modules if name.startswith(("torchweft.recurrent", "torchweft.experts",
-"torchweft.pipeline"))] assert "Recurrent" in dir(weft) and "errors" in dir(weft)
+"torchweft.pipeline"))]
+assert "Recurrent" in dir(weft) and "errors" in dir(weft)
 from torchweft.recurrent.recurrent import Recurrent
 assert weft.Recurrent is Recurrent and "torchweft.experts" not in sys.modules
 assert weft.experts.ExpertBackend is weft.ExpertBackend and "grpc" not in sys.modules

@@ -24,9 +24,10 @@ from benchmarks.experts.survive_common import Verdict, until
 from benchmarks.experts.survive_steps import UID, Trainers, WrappedTransport, counted
 from tests.experts.crashing_disk import Crash, CrashingDisk
 from torchweft.core.errors import UsageError
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import GrpcTransport
-from torchweft.experts.wire import Call, Received, UnreachableError
+from torchweft.experts.errors import UnreachableError
+from torchweft.experts.wire import Call, Received
 from torchweft.experts.wire.service import Receipt
 
 KEYS = 1 << 17
@@ -108,7 +109,7 @@ class Killing:
 
     def _look(self, trainers: Trainers) -> None:
         """Compare the disk with the answers to the trainers."""
-        found = CheckpointStore(self._folder).load_newest(UID)
+        found = FolderCheckpointStore(self._folder).load_newest(UID)
         heard = list(trainers.heard)
         promised = max((each.receipt.durable or 0 for each in heard), default=0)
         step = -1 if found is None else found.step
@@ -141,7 +142,10 @@ def disk_crashes(seeds: int) -> Verdict:
                 disk = CrashingDisk(crash_at)
                 promised = _save(disk, keep)
                 after = disk.after_crash(random.Random(1000 * seed + crash_at))
-                bad += _step_of(CheckpointStore(Path("/data"), keep=keep, disk=after)) not in (promised, promised + 1)
+                bad += _step_of(FolderCheckpointStore(Path("/data"), keep=keep, disk=after)) not in (
+                    promised,
+                    promised + 1,
+                )
                 runs += 1
     return Verdict(
         "a crash at every write, fsync, rename of a checkpoint",
@@ -156,7 +160,7 @@ def _save(disk: CrashingDisk, keep: int) -> int:
     """Save four steps, as far as it goes; the last that was promised."""
     promised = 0
     try:
-        store = CheckpointStore(Path("/data"), keep=keep, disk=disk)
+        store = FolderCheckpointStore(Path("/data"), keep=keep, disk=disk)
         for step in range(1, 5):
             state: dict[str, Any] = {"w": torch.full((5,), float(step)), "steps": step}
             store.save(UID, state, step, {"keys": [step]})
@@ -166,7 +170,7 @@ def _save(disk: CrashingDisk, keep: int) -> int:
     return promised
 
 
-def _step_of(store: CheckpointStore) -> int:
+def _step_of(store: FolderCheckpointStore) -> int:
     """The step in all parts of the newest checkpoint; 0 without one; -1 if they differ."""
     found = store.load_newest(UID)
     if found is None:

@@ -23,11 +23,11 @@ from torch import nn
 from benchmarks.experts.survive_common import UID, WIDTH, Verdict, backward, forward, message, rows
 from torchweft.experts import ExpertBackend, TensorSpec
 from torchweft.experts.compression import Compression
-from torchweft.experts.errors import GradientError
+from torchweft.experts.errors import GradientError, WireError
 from torchweft.experts.protobuf import load_messages
 from torchweft.experts.replication.replica import StateVersion
 from torchweft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response
-from torchweft.experts.wire import Call, Header, Kind, WireError, decode, read_fault, write_fault
+from torchweft.experts.wire import Call, Header, Kind, decode, read_fault, write_fault
 from torchweft.experts.wire.service import Receipt, describe, read_description, read_receipt
 
 SEED = 7

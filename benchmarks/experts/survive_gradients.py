@@ -21,9 +21,8 @@ from benchmarks.experts.survive_common import (
 )
 from torchweft.experts import ExpertBackend
 from torchweft.experts.client import GrpcTransport
-from torchweft.experts.errors import GradientError
+from torchweft.experts.errors import ExpertFailedError, GradientError
 from torchweft.experts.server import Server
-from torchweft.experts.wire import ExpertFailedError
 
 SPOILED: dict[str, tuple[float, type[Exception]]] = {
     "NaN": (float("nan"), GradientError),

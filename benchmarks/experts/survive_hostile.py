@@ -29,20 +29,18 @@ from benchmarks.experts.survive_common import (
 )
 from torchweft.core.errors import SpecError
 from torchweft.experts.client import GrpcTransport
-from torchweft.experts.errors import GradientError, TooManyRowsError
-from torchweft.experts.protobuf import load_messages
-from torchweft.experts.server import Server
-from torchweft.experts.wire import (
-    Call,
+from torchweft.experts.errors import (
     ExpertFailedError,
-    Header,
-    Kind,
+    GradientError,
     LimitError,
     MalformedError,
+    TooManyRowsError,
     TruncatedError,
     UnknownExpertError,
-    read_fault,
 )
+from torchweft.experts.protobuf import load_messages
+from torchweft.experts.server import Server
+from torchweft.experts.wire import Call, Header, Kind, read_fault
 
 WANTED_MS = 50.0
 _GOOD = message(forward(rows(0)))

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.experts.survive_common import PATIENCE, Verdict, quantile
 from torchweft.experts import ExpertBackend, IdempotencyOptions, make_expert
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import RemoteExpert
 from torchweft.experts.idempotency import IdempotencyTable
 from torchweft.experts.server import ServerOptions
@@ -72,7 +72,7 @@ def many_keys(keys: int, seconds: float, starts: int = 3) -> Verdict:
 
 def _save(folder: Path, keys: int) -> None:
     """The first checkpoint of every expert, with so many keys of a few trainers."""
-    store, records = CheckpointStore(folder), IdempotencyTable(IdempotencyOptions(max_client_keys=max(1, keys)))
+    store, records = FolderCheckpointStore(folder), IdempotencyTable(IdempotencyOptions(max_client_keys=max(1, keys)))
     for number in range(keys):
         task = Task((), 1, client=f"trainer-{number % TRAINERS}", key=f"{number:032x}")
         records.begin("backward", task)

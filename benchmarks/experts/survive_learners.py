@@ -27,10 +27,10 @@ from tests.experts.faulty_proxy import FaultyProxy, NetworkFaults
 from torchweft.experts import ExpertBackend
 from torchweft.experts.client import Connections, RemoteExpert
 from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import DeadlineError, LostError, UnreachableError
 from torchweft.experts.journal import Journal
 from torchweft.experts.mixture import RemoteSwitchMixtureOfExperts
 from torchweft.experts.server import Server
-from torchweft.experts.wire import DeadlineError, LostError, UnreachableError
 
 SERVERS = (((0, 0), (1, 1)), ((0, 1), (1, 0)))
 """Places in the grid of each server's experts: of the two best of a sample, one is at each."""

@@ -15,8 +15,9 @@ from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
 from torchweft.experts import ExpertBackend
 from torchweft.experts.client import GrpcTransport, Retry
 from torchweft.experts.client.retry import FixedResolver, RetryingCaller
+from torchweft.experts.errors import DeadlineError, LostError, UnreachableError
 from torchweft.experts.server import Server
-from torchweft.experts.wire import Call, DeadlineError, Header, Kind, LostError, UnreachableError
+from torchweft.experts.wire import Call, Header, Kind
 
 ROUGH = NetworkFaults(late=0.005, cut=0.01, silent=0.005, silent_seconds=1.0, stall=0.01, stall_seconds=0.3)
 HURRY = NetworkFaults(late=0.05, cut=0.01, silent=0.01, silent_seconds=3.0, stall=0.05, stall_seconds=0.4)

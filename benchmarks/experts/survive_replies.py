@@ -13,8 +13,9 @@ from benchmarks.experts.survive_steps import Count, Trainers, WrappedTransport, 
 from tests.experts.faulty_proxy import NO_FAULTS, FaultyProxy, NetworkFaults
 from torchweft.experts import ExpertBackend
 from torchweft.experts.client import GrpcTransport
+from torchweft.experts.errors import LostError
 from torchweft.experts.server import Server
-from torchweft.experts.wire import Call, LostError, Received
+from torchweft.experts.wire import Call, Received
 
 
 class Forgetful(WrappedTransport):

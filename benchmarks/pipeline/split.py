@@ -175,7 +175,7 @@ def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
     options = {"split": split, "devices": ["cpu"] * 4, "executor": "serial"}
     pipe = weft.Pipe(model, chunks=8, sample={"input_ids": tokens}, **options)
     cut = pipe._layout._current_model(pipe)
-    program, code = cut.latest, InterBlockParameters(model, set().union(*cut._owned))  # as the stages have it
+    program, code = cut.latest, InterBlockParameters(model, set().union(*cut.members.owned))  # as the stages have it
 
     def trained(call: Callable[[], Any]) -> Callable[[], None]:
         def both() -> None:

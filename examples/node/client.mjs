@@ -12,10 +12,10 @@ import protobuf from "protobufjs";
 const PROTO = fileURLToPath(new URL("../../src/torchweft/experts/wire/experts.proto", import.meta.url));
 const options = { keepCase: true, enums: String, longs: Number, defaults: true };
 const { torchweft } = grpc.loadPackageDefinition(protoLoader.loadSync(PROTO, options));
-const Fault = protobuf.loadSync(PROTO).lookupType("weft.Fault");
+const Fault = protobuf.loadSync(PROTO).lookupType("torchweft.Fault");
 
 const [address, uid] = process.argv.slice(2);
-const client = new weft.Experts(address, grpc.credentials.createInsecure());
+const client = new torchweft.Experts(address, grpc.credentials.createInsecure());
 
 /** Tensors one after the other, each from the next multiple of 16 bytes on. */
 function packed(tensors) {

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchweft.core.context import is_checkpointing, is_recomputing
     from torchweft.core.errors import WeftError
     from torchweft.core.spec import TensorSpec
+    from torchweft.core.version import __version__ as __version__
     from torchweft.experts import ExpertBackend, Runtime
     from torchweft.experts.client import Connections, GrpcTransport, RemoteExpert, create_remote_experts
     from torchweft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
@@ -40,6 +41,7 @@ else:
             "torchweft.core.context": ("is_checkpointing", "is_recomputing"),
             "torchweft.core.errors": ("WeftError",),
             "torchweft.core.spec": ("TensorSpec",),
+            "torchweft.core.version": ("__version__",),
             "torchweft.experts": ("ExpertBackend", "Runtime"),
             "torchweft.experts.client": ("Connections", "GrpcTransport", "RemoteExpert", "create_remote_experts"),
             "torchweft.experts.mixture": ("RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from torchweft.core.errors import SpecError, UsageError, split_faults
-from torchweft.core.validation import Validator
+from torchweft.core.validation import Validator, suggest
 
 
 def test_all_faults_are_raised_as_one_error() -> None:
@@ -71,3 +71,9 @@ def test_spec_mismatch_raises_a_spec_error() -> None:
     with pytest.raises(UsageError), Validator("invalid call") as check:
         check.mismatch()
         check.add("lengths were given twice")
+
+
+@pytest.mark.parametrize(("name", "near"), [("1F1B", "1f1b"), ("zero-bubble", "zero_bubble"), ("chunk", "chunks")])
+def test_a_name_that_is_near_is_suggested(name: str, near: str) -> None:
+    assert suggest(name, ["gpipe", "1f1b", "zero_bubble", "chunks"]) == f"; did you mean {near!r}?"
+    assert not suggest("far away", ["gpipe", "1f1b"])

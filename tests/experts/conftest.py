@@ -7,7 +7,7 @@ import pytest
 from tests.experts.certificates import Authority
 from tests.experts.expert_cases import fussy_backend
 from torchweft.experts import ExpertBackend
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.discovery import LocalDirectory
 
 
@@ -28,5 +28,5 @@ def directory() -> LocalDirectory:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path)
+def store(tmp_path: Path) -> FolderCheckpointStore:
+    return FolderCheckpointStore(tmp_path)

@@ -60,6 +60,9 @@ class CrashingDisk(Disk):
     def is_folder(self, folder: Path) -> bool:
         return folder in self.folders
 
+    def is_writable(self, folder: Path) -> bool:
+        return folder in self.folders
+
     def names(self, folder: Path) -> list[str]:
         inside = [path.name for path in (*self.now, *self.folders) if path.parent == folder and path != folder]
         return sorted(inside)

@@ -19,7 +19,7 @@ from tests.experts.concurrency import in_threads
 from tests.experts.crashing_disk import Crash, CrashingDisk
 from tests.processes import forked
 from torchweft.core.errors import UsageError
-from torchweft.experts.checkpoint import CheckpointStore, Disk, EncodedCheckpoint
+from torchweft.experts.checkpoint import Disk, EncodedCheckpoint, FolderCheckpointStore
 from torchweft.experts.errors import CheckpointError, DamagedError
 from torchweft.experts.serialization import serialize
 
@@ -41,7 +41,7 @@ def step_of(found: Any) -> int | None:
     return found.step
 
 
-def save(store: CheckpointStore, step: int) -> None:
+def save(store: FolderCheckpointStore, step: int) -> None:
     store.save(UID, state(step), step, {"keys": [step - 1, step]})
 
 
@@ -49,7 +49,7 @@ def run(disk: CrashingDisk, steps: range, keep: int) -> int | None:
     """Open, load and save each of `steps`; the last step that was promised to be safe when it crashed, or ended."""
     promised = None
     try:
-        store = CheckpointStore(ROOT, keep=keep, disk=disk)
+        store = FolderCheckpointStore(ROOT, keep=keep, disk=disk)
         promised = step_of(store.load_newest(UID))
         for step in steps:
             save(store, step)
@@ -74,7 +74,7 @@ def test_crash_leaves_the_old_or_the_new_checkpoint(keep: int, seed: int) -> Non
         disk = CrashingDisk(crash_at)
         promised = run(disk, range(1, 5), keep)
         after = disk.after_crash(random.Random(1000 * seed + crash_at))
-        found = step_of(CheckpointStore(ROOT, keep=keep, disk=after).load_newest(UID))
+        found = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=after).load_newest(UID))
         assert found in ({promised, promised + 1} if promised else {None, 1}), (crash_at, promised, found)
 
 
@@ -86,7 +86,7 @@ def test_crash_after_crash_nothing_that_was_promised_is_lost(crashes: list[int],
         disk.crash_at, disk.moments = crash_at, 0
         promised = run(disk, range(promised + 1, promised + 4), keep) or promised
         disk = disk.after_crash(draw)
-        found = step_of(CheckpointStore(ROOT, keep=keep, disk=disk).load_newest(UID)) or 0
+        found = step_of(FolderCheckpointStore(ROOT, keep=keep, disk=disk).load_newest(UID)) or 0
         assert promised <= found <= promised + 1
         promised = found
 
@@ -100,7 +100,7 @@ def test_killed_process_loses_no_reported_checkpoint(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             try:
-                store = CheckpointStore(tmp_path, keep=2)
+                store = FolderCheckpointStore(tmp_path, keep=2)
                 found = store.load_newest(UID)
                 for step in range((found.step if found else 0) + 1, 1 << 30):
                     save(store, step)
@@ -116,11 +116,11 @@ def test_killed_process_loses_no_reported_checkpoint(tmp_path: Path) -> None:
             reported = more[-8:]
         os.close(reader)
         promised = int.from_bytes(reported, "little")
-        assert step_of(CheckpointStore(tmp_path).load_newest(UID)) in (promised, promised + 1)
+        assert step_of(FolderCheckpointStore(tmp_path).load_newest(UID)) in (promised, promised + 1)
 
 
 def test_damaged_file_is_skipped_and_reported(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=9)
+    store = FolderCheckpointStore(tmp_path, keep=9)
     for step in (1, 2, 3):
         save(store, step)
     files = sorted((tmp_path / UID).iterdir())
@@ -146,7 +146,7 @@ def test_damaged_file_is_skipped_and_reported(tmp_path: Path) -> None:
     assert str(caught.value).count("\n") == 2
 
 
-def test_unreadable_folder_is_reported(store: CheckpointStore, tmp_path: Path) -> None:
+def test_unreadable_folder_is_reported(store: FolderCheckpointStore, tmp_path: Path) -> None:
     save(store, 1)
     (folder,) = tmp_path.iterdir()
     folder.rename(tmp_path / "elsewhere")
@@ -156,7 +156,7 @@ def test_unreadable_folder_is_reported(store: CheckpointStore, tmp_path: Path) -
     assert str(folder) in str(caught.value)
 
 
-def test_file_of_another_expert_is_rejected(store: CheckpointStore, tmp_path: Path) -> None:
+def test_file_of_another_expert_is_rejected(store: FolderCheckpointStore, tmp_path: Path) -> None:
     path = store.save("a", state(1), 1)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
@@ -165,7 +165,7 @@ def test_file_of_another_expert_is_rejected(store: CheckpointStore, tmp_path: Pa
 
 
 def test_newest_checkpoints_stay_after_a_return(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
+    store = FolderCheckpointStore(tmp_path, keep=3)
     for step in range(10, 20):
         save(store, step)
     assert store.steps(UID) == [19, 18, 17]
@@ -176,8 +176,8 @@ def test_newest_checkpoints_stay_after_a_return(tmp_path: Path) -> None:
 
 def test_only_a_stores_own_line_of_checkpoints_is_pruned(tmp_path: Path) -> None:
     """Where locks do not work, two servers may write side by side; neither removes what the other made."""
-    save(CheckpointStore(tmp_path, keep=2), 1)
-    mine, other = CheckpointStore(tmp_path, keep=2), CheckpointStore(tmp_path, keep=2)
+    save(FolderCheckpointStore(tmp_path, keep=2), 1)
+    mine, other = FolderCheckpointStore(tmp_path, keep=2), FolderCheckpointStore(tmp_path, keep=2)
     for step in (10, 11, 12):
         save(mine, step)
     save(other, 50)
@@ -190,7 +190,7 @@ def test_only_a_stores_own_line_of_checkpoints_is_pruned(tmp_path: Path) -> None
 
 
 def test_removed_folder_is_created_again(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = FolderCheckpointStore(tmp_path, keep=2)
     for step in range(1, 6):
         save(store, step)
     shutil.rmtree(tmp_path / UID)
@@ -205,7 +205,7 @@ def test_removed_folder_is_created_again(tmp_path: Path) -> None:
 @settings(max_examples=30)
 def test_experts_of_any_name_keep_apart_and_below_the_root(uids: list[str]) -> None:
     disk = CrashingDisk()
-    store = CheckpointStore(ROOT, disk=disk)
+    store = FolderCheckpointStore(ROOT, disk=disk)
     for number, uid in enumerate(uids):
         folder = store.save(uid, {"n": number}, number).parent
         assert folder.parent == ROOT and not folder.name.startswith(".") and len(os.fsencode(folder.name)) <= 200
@@ -216,7 +216,7 @@ def test_experts_of_any_name_keep_apart_and_below_the_root(uids: list[str]) -> N
 
 
 def test_encoded_state_is_independent_of_later_steps(tmp_path: Path) -> None:
-    store, w = CheckpointStore(tmp_path), torch.zeros(3)
+    store, w = FolderCheckpointStore(tmp_path), torch.zeros(3)
     encoded = store.encode(UID, {"w": w}, 1)
     w.add_(1)
     store.write(encoded)
@@ -225,13 +225,13 @@ def test_encoded_state_is_independent_of_later_steps(tmp_path: Path) -> None:
 
 
 def test_many_threads_save_many_experts(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = FolderCheckpointStore(tmp_path, keep=2)
     in_threads(lambda uid: [store.save(uid, state(step), step) for step in range(6)], ["a", "a", "b", "c"])
     assert store.steps("a")[0] == 5 and len(store.steps("a")) == 2
 
 
 def test_loading_during_a_save_finds_a_checkpoint(tmp_path: Path) -> None:
-    writer = CheckpointStore(tmp_path, keep=1)
+    writer = FolderCheckpointStore(tmp_path, keep=1)
     save(writer, 1)
 
     class Slow(Disk):
@@ -243,13 +243,13 @@ def test_loading_during_a_save_finds_a_checkpoint(tmp_path: Path) -> None:
                 save(writer, self.step)
             return super().read(path)
 
-    assert step_of(CheckpointStore(tmp_path, disk=Slow()).load_newest(UID)) == 4
+    assert step_of(FolderCheckpointStore(tmp_path, disk=Slow()).load_newest(UID)) == 4
 
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep is 0"):
-        CheckpointStore(tmp_path, keep=0)
-    store = CheckpointStore(tmp_path)
+        FolderCheckpointStore(tmp_path, keep=0)
+    store = FolderCheckpointStore(tmp_path)
     with pytest.raises(UsageError, match="uid is empty"):
         store.save("", {}, 0)
     with pytest.raises(UsageError, match="step is -1"):
@@ -272,7 +272,7 @@ class Small(Disk):
 def test_full_disk_keeps_fewer_old_checkpoints(
     room: int, keep: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=keep, disk=Small(room))
+    store = FolderCheckpointStore(tmp_path, keep=keep, disk=Small(room))
     for step in range(1, 8):
         save(store, step)
         assert step_of(store.load_newest(UID)) == step
@@ -281,12 +281,12 @@ def test_full_disk_keeps_fewer_old_checkpoints(
 
 
 def test_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = FolderCheckpointStore(tmp_path)
     for step in (1, 2, 3):
         save(store, step)
     newest = max((tmp_path / UID).iterdir())
     newest.write_bytes(b"torn")
-    full = CheckpointStore(tmp_path, disk=Small(0))
+    full = FolderCheckpointStore(tmp_path, disk=Small(0))
     with pytest.raises(CheckpointError, match=r"step 4 of expert 'ffn.0' cannot be saved in .*No space left"):
         save(full, 4)
     assert step_of(full.load_newest(UID)) == 2
@@ -294,7 +294,7 @@ def test_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
 
 
 def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
-    store, other = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    store, other = FolderCheckpointStore(tmp_path), FolderCheckpointStore(tmp_path)
     lock = store.lock(UID)
     for shared in (False, True):
         with pytest.raises(CheckpointError, match=rf"expert 'ffn\.0' in .* belong to .* process {os.getpid()} on"):
@@ -318,7 +318,7 @@ def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     """A forked child does not hold it."""
-    lock, (reader, writer), (began, begin) = CheckpointStore(tmp_path).lock(UID), os.pipe(), os.pipe()
+    lock, (reader, writer), (began, begin) = FolderCheckpointStore(tmp_path).lock(UID), os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writer)
@@ -327,12 +327,12 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
         os._exit(0)
     os.read(began, 1)
     lock.release()
-    CheckpointStore(tmp_path).lock(UID).release()
+    FolderCheckpointStore(tmp_path).lock(UID).release()
     for handle in (writer, reader, began, begin):
         os.close(handle)
     os.waitpid(child, 0)
-    assert forked(lambda: CheckpointStore(tmp_path).lock(UID))
-    CheckpointStore(tmp_path).lock(UID).release()
+    assert forked(lambda: FolderCheckpointStore(tmp_path).lock(UID))
+    FolderCheckpointStore(tmp_path).lock(UID).release()
 
 
 def test_file_system_without_locks_is_logged(
@@ -342,7 +342,7 @@ def test_file_system_without_locks_is_logged(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", lockless)
-    lock = CheckpointStore(tmp_path).lock(UID)
+    lock = FolderCheckpointStore(tmp_path).lock(UID)
     lock.hold()
     lock.release()
     assert caplog.text.count("cannot be locked: [Errno 37] No locks available") == 1
@@ -351,7 +351,7 @@ def test_file_system_without_locks_is_logged(
 def test_checkpoints_are_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        store = CheckpointStore(tmp_path / "a" / "b")
+        store = FolderCheckpointStore(tmp_path / "a" / "b")
         lock = store.lock(UID)
         save(store, 1)
     finally:

@@ -1,6 +1,8 @@
 """The files below deploy/ are what systemd and Kubernetes can read, and fit together."""
 
+import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from torchweft.experts.registry import expert_kinds, make_expert
 from torchweft.experts.server import Server
 from torchweft.experts.server.config import build
 from torchweft.experts.server.options import listen_faults
+from torchweft.experts.tls import ServerTls
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "torchweft-experts.service"
@@ -49,7 +52,12 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     unit.read(UNIT, "utf-8")
     assert set(unit.sections()) == {"Unit", "Service", "Install"}
     assert unit["Service"]["ExecStart"].split()[1:] == ["serve", "/etc/torchweft/experts.toml"]
-    assert int(unit["Service"]["TimeoutStopSec"]) > 5  # longer than the server takes to drain
+    service = unit["Service"]
+    assert int(service["TimeoutStopSec"]) > 5  # longer than the server takes to drain
+    assert service["Type"] == "notify" and service["TimeoutStartSec"] == "15min"  # restoring takes its time
+    # A fault of the configuration, for which `torchweft serve` exits with 2, would be the same in every restart.
+    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("always", "2")
+    assert service["MemoryMax"] == "80%"
     tool = shutil.which("systemd-analyze")
     if tool is None:
         pytest.skip("there is no `systemd-analyze` on the path, which checks the rest")
@@ -161,7 +169,7 @@ def test_torchweft_status_works_as_shipped(
     """Whoever has a server's certificate reads the status, as the docs say; a trainer does not."""
     text = SHIPPED[where]()
     admins = [grant["client"] for grant in tomllib.loads(text)["grants"] if grant["role"] == "admin"]
-    users = re.findall(r"^\$etcdctl user add (\S+)", (DEPLOY / "etcd-users.sh").read_text("utf-8"), re.MULTILINE)
+    users = re.findall(r"^ensure user add (\S+)", (DEPLOY / "etcd-users.sh").read_text("utf-8"), re.MULTILINE)
     assert admins == ["torchweft-server"] and set(admins) <= set(users)
 
     def ask(client: str) -> None:
@@ -204,6 +212,230 @@ def test_metrics_have_one_port_as_shipped(tmp_path: Path, authority: Authority) 
         status, _, body = get(url, "/metrics", Host="10.0.0.7:9090", Authorization=f"Bearer {TOKEN}")
         assert status == 200 and "torchweft_expert_steps_total" in body
         assert get(url, "/metrics", Host="10.0.0.7:9090")[0] == 401
+
+
+def probe_command(container: dict[str, Any], name: str = "$HOSTNAME") -> list[str]:
+    """The words of the liveness probe in a pod of this name."""
+    shell, option, text = container["livenessProbe"]["exec"]["command"]
+    assert (shell, option) == ("sh", "-c")
+    return shlex.split(text.replace("$HOSTNAME", name))
+
+
+def test_liveness_probe_runs_against_the_server_as_shipped(
+    tmp_path: Path, authority: Authority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The probe calls the pod by its number, and gives the name that is in the certificate."""
+    spec = next(each for each in documents("experts.yaml") if each["kind"] == "StatefulSet")["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    run, command, *words = probe_command(container, "torchweft-1")
+    assert (run, command, words[0]) == ("exec", "torchweft", "health")
+    assert words[words.index("--server-name") + 1] == f"torchweft-1.{spec['serviceName']}"
+    table = tomllib.loads(pod_configuration())
+    for option, path in table["tls"].items():
+        assert words[words.index(f"--{option}") + 1] == path
+    probe = container["livenessProbe"]
+    assert float(words[words.index("--timeout") + 1]) < probe["timeoutSeconds"] < probe["periodSeconds"]
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
+    with served_here(pod_configuration(), tmp_path, authority) as server:
+        assert words[1].rpartition(":")[2] == str(parse_address(table["address"])[1])
+        words[1] = server.address.replace("localhost", "127.0.0.1")
+        words[words.index("--server-name") + 1] = "localhost"
+        words = [str(tmp_path / Path(word).name) if word.startswith("/tls/") else word for word in words]
+        assert cli.main(words) == 0 and "takes work" in capsys.readouterr().out
+        server.drain()
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert stop.value.code == 1
+
+
+@pytest.mark.parametrize("name", ["etcd.yaml", "experts.yaml"])
+def test_drained_nodes_take_one_server_at_a_time(name: str) -> None:
+    found = {document["kind"]: document["spec"] for document in documents(name) if "spec" in document}
+    template = found["StatefulSet"]["template"]
+    selector = {"matchLabels": template["metadata"]["labels"]}
+    assert found["PodDisruptionBudget"] == {"maxUnavailable": 1, "selector": selector}
+    (rules,) = template["spec"]["affinity"]["podAntiAffinity"].values()
+    (term,) = (rule.get("podAffinityTerm", rule) for rule in rules)
+    assert term["topologyKey"] == "kubernetes.io/hostname" and term["labelSelector"] == selector
+
+
+DOCKERFILE = DEPLOY / "Dockerfile"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile and their arguments, with continued lines joined."""
+    lines = [line for line in DOCKERFILE.read_text("utf-8").splitlines() if line and not line.startswith("#")]
+    text = "\n".join(lines).replace("\\\n", " ")
+    return [(line.partition(" ")[0], line.partition(" ")[2].strip()) for line in text.splitlines()]
+
+
+def test_dockerfile_builds_the_images_of_the_manifests() -> None:
+    """Its own comments build them, by stages that exist."""
+    text = DOCKERFILE.read_text("utf-8")
+    built = dict(reversed(pair) for pair in re.findall(r"--target (\w+) -t (\S+) \.", text))
+    stages = [argument.split()[-1] for name, argument in instructions() if name == "FROM"]
+    assert set(built.values()) <= set(stages) and stages[-1] == "experts"
+    images: dict[str, Any] = {}
+    for manifest, target in (("experts.yaml", "experts"), ("pipeline.yaml", "train")):
+        workload = next(each for each in documents(manifest) if each["kind"] in ("StatefulSet", "Job"))
+        pod = workload["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        images[container["image"]] = target
+        user = f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
+        assert ("USER", user) in instructions()
+    assert built == images
+    version = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    assert all(image.endswith(f":{version}") for image in images)
+
+
+def test_dockerfile_copies_what_the_context_holds() -> None:
+    ignore = (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").splitlines()
+    patterns = [line for line in ignore if line and not line.startswith("#")]
+    assert patterns[0] == "*"  # everything, but for the exceptions that follow
+    sent = {pattern[1:] for pattern in patterns if pattern.startswith("!")}
+    assert all((DEPLOY.parent / name).exists() for name in sent)
+    defaults = dict(argument.split("=", 1) for name, argument in instructions() if name == "ARG" and "=" in argument)
+    copied: list[str] = []
+    for name, argument in instructions():
+        if name == "COPY" and not argument.startswith("--from="):
+            *sources, _ = argument.split()
+            copied += [re.sub(r"\$\{(\w+)\}", lambda match: defaults[match[1]], source) for source in sources]
+    assert copied and all((DEPLOY.parent / source).exists() for source in copied), copied
+    assert {source.removeprefix("./").split("/")[0] for source in copied} == sent
+
+
+def test_dockerfile_keeps_to_good_practice() -> None:
+    names = [name for name, _ in instructions()]
+    assert {"USER", "HEALTHCHECK", "ENTRYPOINT", "CMD"} <= set(names)
+    known = {"FROM", "ARG", "ENV", "WORKDIR", "COPY", "RUN", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+    assert set(names) <= known  # ADD, MAINTAINER and misspelt names are not
+    users = [argument for name, argument in instructions() if name == "USER"]
+    assert not {user.split(":")[0] for user in users} & {"root", "0"}
+    for name, argument in instructions():
+        if name in ("CMD", "ENTRYPOINT"):  # as lists, so that SIGTERM reaches the program and not a shell
+            assert json.loads(argument)
+        if name == "FROM" and not argument.split()[0].isalpha():
+            assert re.match(r"python:\$\{PYTHON\}-slim-\w+ AS \w+$", argument), argument
+    (check,) = (argument for name, argument in instructions() if name == "HEALTHCHECK")
+    *_, command = json.loads(check.partition(" CMD ")[2])
+    words = shlex.split(re.sub(r"\$\{\w+:-(.*?)\}", r"\1", command))
+    assert words[:3] == ["exec", "torchweft", "health"] and cli.parse(words[2:]).address == "127.0.0.1:7070"
+    entry = {name: json.loads(argument) for name, argument in instructions() if name in ("ENTRYPOINT", "CMD")}
+    assert cli.parse([*entry["ENTRYPOINT"], *entry["CMD"]][1:]).config == Path("/etc/torchweft/experts.toml")
+
+
+def test_hadolint_has_no_complaint_about_the_dockerfile() -> None:
+    tool = shutil.which("hadolint")
+    if tool is None:
+        pytest.skip("there is no `hadolint` on the path, which lints Dockerfiles")
+    seen = subprocess.run([tool, str(DOCKERFILE)], capture_output=True, text=True, timeout=60, check=False)
+    assert seen.returncode == 0, seen.stdout
+
+
+ETCDCTL = """#!/bin/sh
+# As etcd: a user or role that exists is an error, and every other repetition is not.
+echo "$*" >>"$STATE/calls"
+case "$1 $2" in
+"user add" | "role add")
+    if [ -e "$STATE/$1-$3" ]; then
+        echo "Error: etcdserver: $1 name already exists" >&2
+        exit 1
+    fi
+    touch "$STATE/$1-$3"
+    ;;
+esac
+[ "$FAIL" != "$1 $2" ] || { echo "Error: context deadline exceeded" >&2; exit 1; }
+"""
+
+
+def test_users_of_etcd_can_be_made_again(tmp_path: Path) -> None:
+    """A repeated run changes nothing, and one after an interruption makes the rest. Other errors end it."""
+    tool = tmp_path / "etcdctl"
+    tool.write_text(ETCDCTL)
+    tool.chmod(0o700)
+
+    def run(fail: str = "") -> "subprocess.CompletedProcess[str]":
+        env = {"ETCDCTL": str(tool), "STATE": str(tmp_path), "FAIL": fail, "PATH": "/usr/bin:/bin"}
+        words = ["sh", str(DEPLOY / "etcd-users.sh")]
+        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+    failed = run("role grant-permission")
+    assert failed.returncode == 1 and "context deadline exceeded" in failed.stderr
+    assert "auth enable" not in (tmp_path / "calls").read_text()
+    for _ in range(2):
+        done = run()
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "calls").read_text().splitlines()[-1] == "auth enable"
+    assert "user add root --no-password exists already" in done.stdout
+
+
+STUB = """#!/bin/sh
+# Stands for a program of another machine, and checks the files that it is given.
+echo "${0##*/} $*" >>"$LOG"
+for word; do
+    case $word in
+    --from-file=*) test -s "${word##*=}" || exit 3 ;;
+    deploy/*) test -f "$word" || exit 3 ;;
+    port-forward) exec /bin/sleep 60 ;;
+    esac
+done
+case "${0##*/} $1 $2" in
+"python3 -m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/pip" && cp "$0" "$3/bin/torchweft" ;;
+esac
+"""
+INSTALL = """#!/bin/sh
+# Without the owner, which is a user of another machine.
+if [ "$1" = -o ]; then shift 4; fi
+exec /usr/bin/install "$@"
+"""
+PROGRAMS = ("apt-get", "systemctl", "kubectl", "docker", "etcdctl", "curl", "python3", "sleep")
+
+
+def test_blocks_of_the_page_can_be_pasted_in_order(tmp_path: Path, authority: Authority) -> None:
+    """All of docs/experts_etcd.md, with stubs for the programs of other machines. Certificates and files are real."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no `openssl` on the path, which makes the certificates")
+    tools, root = tmp_path / "bin", tmp_path / "root"
+    for folder in ("etc/default", "etc/systemd/system", "opt"):
+        (root / folder).mkdir(parents=True)
+    tools.mkdir()
+    for name in (*PROGRAMS, "install"):
+        (tools / name).write_text(INSTALL if name == "install" else STUB)
+        (tools / name).chmod(0o700)
+    (tmp_path / "deploy").symlink_to(DEPLOY)
+    page = (DEPLOY.parent / "docs" / "experts_etcd.md").read_text("utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    script = re.sub(r"(?<![\w./-])/(etc|opt)/", rf"{root}/\1/", "set -eu\n" + "".join(blocks))
+    env = {"PATH": f"{tools}:/usr/bin:/bin", "LOG": str(tmp_path / "log"), "HOME": str(tmp_path)}
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = (tmp_path / "log").read_text("utf-8")
+    assert calls.count("etcdctl ") == 24 and "docker build -f deploy/Dockerfile --target experts" in calls
+    assert all(f"kubectl create secret generic {name} " in calls for name in secrets_of_the_manifests())
+    # The machine has what the unit loads and the configuration reads.
+    loaded = re.findall(r"^LoadCredential=[^:]+:/etc/(.*)$", UNIT.read_text("utf-8"), re.MULTILINE)
+    assert len(loaded) == 6 and all((root / "etc" / path).stat().st_size for path in loaded)
+    table = tomllib.loads((root / "etc/torchweft/experts.toml").read_text("utf-8"))
+    names = {Path(path).name: path for path in (*table["tls"].values(), *table["directory_tls"].values())}
+    folder = root / "etc/torchweft/tls"
+    ServerTls(*(folder / name for name in ("tls.key", "tls.crt", "ca.crt"))).credentials()
+    EtcdTls(*(folder / name for name in ("etcd-ca.crt", "etcd.key", "etcd.crt"))).credentials()
+    assert {path.name for path in folder.iterdir()} == set(names)
+    # etcd on machines has the options of etcd in pods.
+    settings = dict(line.split("=", 1) for line in (root / "etc/default/etcd").read_text("utf-8").splitlines())
+    workload = next(each for each in documents("etcd.yaml") if each["kind"] == "StatefulSet")
+    options = [word[2:].split("=")[0] for word in workload["spec"]["template"]["spec"]["containers"][0]["args"]]
+    in_pods_only = {"ETCD_DATA_DIR", "ETCD_LISTEN_METRICS_URLS"}
+    assert {f"ETCD_{name.upper().replace('-', '_')}" for name in options} - in_pods_only == set(settings)
+
+
+def secrets_of_the_manifests() -> set[str]:
+    workloads = [each for name in ("etcd.yaml", "experts.yaml") for each in documents(name)]
+    volumes = [
+        v for each in workloads if each["kind"] == "StatefulSet" for v in each["spec"]["template"]["spec"]["volumes"]
+    ]
+    return {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
 
 
 def found_members() -> list[str]:

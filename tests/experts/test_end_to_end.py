@@ -21,13 +21,13 @@ from tests.processes import ROOT, SOURCE
 from torchweft import Pipe
 from torchweft.core.errors import UsageError
 from torchweft.experts import ExpertBackend
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
 from torchweft.experts.discovery import LocalDirectory
-from torchweft.experts.errors import CommitError, StepsLostWarning
+from torchweft.experts.errors import CommitError, ExpertFailedError, LostError, StepsLostWarning, UnreachableError
 from torchweft.experts.mixture import RemoteMixtureOfExperts
 from torchweft.experts.server import Server, ServerOptions
-from torchweft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
+from torchweft.experts.wire import Call, Header, Kind
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -182,11 +182,11 @@ torch.set_num_threads(1)
 from functools import partial
 sys.path.insert(0, {root!r})
 from tests.experts.expert_cases import fussy_backend
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.server import Server, ServerOptions
 server = Server(
     [fussy_backend(optimizer=partial(torch.optim.SGD, lr=0.1))], address={address!r},
-    checkpoints=CheckpointStore({root_of_checkpoints!r}), options=ServerOptions(checkpoint_seconds=3600.0),
+    checkpoints=FolderCheckpointStore({root_of_checkpoints!r}), options=ServerOptions(checkpoint_seconds=3600.0),
 )
 server.start()
 print(server.address, flush=True)
@@ -261,7 +261,7 @@ def test_killed_server_keeps_durable_steps_once(tmp_path: Path) -> None:
             assert transport.submit(other, 10.0).result(10.0).header.step == 2
         finally:
             again.end()
-    assert CheckpointStore(tmp_path).steps("fussy")[0] == 2  # saved when it ended
+    assert FolderCheckpointStore(tmp_path).steps("fussy")[0] == 2  # saved when it ended
 
 
 def test_mini_batch_torn_by_a_restart_is_not_applied() -> None:

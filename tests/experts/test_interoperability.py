@@ -22,14 +22,14 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 with grpc.insecure_channel(sys.argv[1]) as channel:
     database = ProtoReflectionDescriptorDatabase(channel)
     pool = DescriptorPool(database)
-    service = pool.FindServiceByName("weft.Experts")
-    assert sorted(database.get_services())[-1] == "weft.Experts", database.get_services()
+    service = pool.FindServiceByName("torchweft.Experts")
+    assert sorted(database.get_services())[-1] == "torchweft.Experts", database.get_services()
 
     def method(name):
         found = service.methods_by_name[name]
         kind = channel.stream_stream if found.client_streaming else channel.unary_unary
         request, answer = GetMessageClass(found.input_type), GetMessageClass(found.output_type)
-        return kind(f"/weft.Experts/{name}", request.SerializeToString, answer.FromString), request
+        return kind(f"/torchweft.Experts/{name}", request.SerializeToString, answer.FromString), request
 
     def frame(Frame, kind, *arrays, **fields):
         made = Frame(body=b"".join(each.tobytes() + bytes(-each.nbytes % 16) for each in arrays))
@@ -50,7 +50,7 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
     ones = numpy.ones((2, 3), x.dtype)
     answers = stream(iter([frame(Frame, "FORWARD", x, key="k"), frame(Frame, "BACKWARD", x, ones, key="k")]))
     (_, outputs), (call, gradients) = map(first, answers)
-    receipt = GetMessageClass(pool.FindMessageTypeByName("weft.Receipt")).FromString(call.data)
+    receipt = GetMessageClass(pool.FindMessageTypeByName("torchweft.Receipt")).FromString(call.data)
     assert receipt.incarnation and not any(name == "torchweft" or name.startswith("torchweft.") for name in sys.modules)
     print(json.dumps([outputs.tolist(), gradients.tolist(), call.step]))
 """

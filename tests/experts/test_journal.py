@@ -472,7 +472,7 @@ def test_a_journal_is_that_of_one_expert() -> None:
     make = partial(ExpertBackend, module=nn.Linear(4, 4), args_schema=(TensorSpec((None, 4), torch.float32),))
     make("one", journal=journal)
     journal.write(entry(1), [])
-    with pytest.raises(UsageError, match=r"'other' was given the journal of expert 'one'; give each its own"):
+    with pytest.raises(UsageError, match=r"'other' has the journal of expert 'one'; give each its own"):
         make("other", journal=journal)
     assert len(journal.entries()) == 1
     make("one", journal=journal)  # made anew, it begins with its first weights

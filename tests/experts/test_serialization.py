@@ -125,7 +125,7 @@ def test_training_continues_to_the_same_bits(kind: str) -> None:
 
 def test_all_values_that_cannot_be_stored_are_listed() -> None:
     value = {"a": [1, {2}], "fn": print, "s": torch.ones(2, 2).to_sparse(), "c": Counter(x=1)}
-    with pytest.raises(UsageError, match=r"a/1, which is of type builtins.set(.|\n)*fn, (.|\n)*s, .*sparse") as caught:
+    with pytest.raises(UsageError, match=r"a/1, of type builtins.set(.|\n)*fn, (.|\n)*s, .*sparse") as caught:
         serialize(value)
     assert str(caught.value).count("\n") == 3
 

@@ -14,8 +14,8 @@ from tests.experts.expert_cases import fussy_backend
 from tests.experts.faulty_proxy import FaultyProxy, NetworkFaults
 from torchweft.experts import ExpertBackend
 from torchweft.experts.client import GrpcTransport, LocalTransport, RemoteExpert, Retry, Transport
+from torchweft.experts.errors import DeadlineError
 from torchweft.experts.server import Server
-from torchweft.experts.wire import DeadlineError
 
 ROUGH = NetworkFaults(late=0.003, cut=0.03, silent=0.02, silent_seconds=0.3, stall=0.02, stall_seconds=0.2)
 PATIENT = Retry(attempts=100_000, first=0.005, longest=0.1, attempt_seconds=2.0)

@@ -17,21 +17,9 @@ from tests.experts.wire_cases import calls, formed, frames, random_tensor, same_
 from tests.processes import python
 from torchweft.core.errors import UsageError
 from torchweft.experts.compression import Compression
+from torchweft.experts.errors import LimitError, MalformedError, TruncatedError, WireError
 from torchweft.experts.protobuf import load_messages
-from torchweft.experts.wire import (
-    Call,
-    Frame,
-    Header,
-    Kind,
-    LimitError,
-    Limits,
-    MalformedError,
-    TruncatedError,
-    WireError,
-    decode,
-    encode,
-    encode_parts,
-)
+from torchweft.experts.wire import Call, Frame, Header, Kind, Limits, decode, encode, encode_parts
 from torchweft.experts.wire.frame import ALIGNMENT, CODES, DTYPES, MESSAGE_BYTES
 
 ASK = Header(kind=Kind.FORWARD, call_id=1, uid="ffn.0")
@@ -176,9 +164,9 @@ def test_a_frame_in_parts_is_the_frame() -> None:
     with pytest.raises(TruncatedError, match="the body of a frame ends after"):
         decode(first)
     for part in rest:
-        assert frame.partial and frame.wanted
+        assert frame.can_continue and frame.missing_bytes
         frame.append(part)
-    assert not frame.wanted
+    assert not frame.missing_bytes
     for a, b in zip(sent, frame.received(), strict=True):
         assert all(same_bytes(x, y) for x, y in zip(a.tensors, b.tensors(), strict=True))
     for wrong in (first, b"", rest[0][: MESSAGE_BYTES // 8]):
@@ -378,7 +366,8 @@ def test_huge_sizes_in_a_header_cost_nothing() -> None:
 
 HOSTILE = """
 import resource
-from torchweft.experts.wire import LimitError, decode
+from torchweft.experts.errors import LimitError
+from torchweft.experts.wire import decode
 from torchweft.experts.wire.frame import HEADER_BYTES, _field_prefix
 
 def resident():

@@ -7,19 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.core.errors import SpecError, UsageError, WeftError
-from torchweft.experts.errors import ExpertError, OverloadError, TooManyRowsError
-from torchweft.experts.protobuf import load_messages
-from torchweft.experts.wire import (
-    RETRYABLE,
+from torchweft.experts.errors import (
+    ExpertError,
     ExpertFailedError,
     LimitError,
     NotOwnerError,
+    OverloadError,
     RemoteError,
+    TooManyRowsError,
     WireError,
-    read_fault,
-    register_fault,
-    write_fault,
 )
+from torchweft.experts.protobuf import load_messages
+from torchweft.experts.wire import RETRYABLE, read_fault, register_fault, write_fault
 from torchweft.experts.wire.service import FAULTS, MOST_TEXT
 
 

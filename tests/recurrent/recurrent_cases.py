@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from torchweft.core.pytree import flatten, map_leaves
 from torchweft.recurrent import Recurrent
-from torchweft.recurrent.cpp.compiler import compiler
+from torchweft.recurrent.cpp.compiler import find_compiler
 
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 by_plan = pytest.mark.parametrize("backend", ["python", pytest.param("c", marks=needs_compiler)])
 by_any = pytest.mark.parametrize("backend", ["eager", "python", pytest.param("c", marks=needs_compiler)])
 

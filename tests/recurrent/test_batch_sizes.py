@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import at_once, equal, floats, gradients, needs_compiler, planned, run_by
+from tests.recurrent.recurrent_cases import equal, floats, gradients, needs_compiler, planned, run_by
 from torchweft.recurrent import Recurrent
 
 pytestmark = needs_compiler
@@ -88,7 +88,10 @@ ALONE: dict[str, Cell] = {
 }
 
 
-@at_once(("cell",), [(each,) for each in ALONE.values()], ALONE)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(ALONE[name], id=name, marks=[pytest.mark.long] if "number" in name else []) for name in ALONE],
+)
 def test_cells_that_mix_rows_get_a_plan_per_size(cell: Cell) -> None:
     net = planned(cell, "c")
     for rows in (5, 7, 9):

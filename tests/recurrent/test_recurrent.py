@@ -333,7 +333,7 @@ def test_unusual_input_forms_get_a_hint() -> None:
     """Both are forms that some cells take, so the error comes where the cell fails."""
     x = torch.randn(5, 4, 3)
     for cell in (Joining(), nn.GRUCell(3, 2)):
-        with pytest.raises(SpecError, match=r"a list.*torch.stack\(steps\)"):
+        with pytest.raises(SpecError, match=r"a list of 5, wanted one tensor of T x N.*torch.stack\(steps\)"):
             Recurrent(cell)(list(x))
     with pytest.raises(SpecError, match=r"x float32 \(3,\).*no batch axis.*T x N x D.*unsqueeze\(1\)"):
         Recurrent(Joining())(x[:, 0])

@@ -13,7 +13,7 @@ from typing import Any
 from grpc import aio
 from words import Answer, answer_until_the_end, take_stdout_aside
 
-STREAM = "/weft.Experts/Stream"
+STREAM = "/torchweft.Experts/Stream"
 FRAMES = 400
 SECONDS = 0.3
 

@@ -22,7 +22,7 @@ sys.path.insert(0, _GIVEN["root"])
 import torch  # noqa: E402
 
 from benchmarks.experts.survive_steps import marks  # noqa: E402
-from torchweft.experts.checkpoint import CheckpointStore  # noqa: E402
+from torchweft.experts.checkpoint import FolderCheckpointStore  # noqa: E402
 from torchweft.experts.server import Server, ServerOptions  # noqa: E402
 
 SECONDS = 30.0
@@ -45,7 +45,7 @@ def start(address: str) -> Answer:
 
 
 def _serve(address: str, writer: int) -> None:
-    store, options = CheckpointStore(_GIVEN["folder"]), ServerOptions(checkpoint_seconds=0.01)
+    store, options = FolderCheckpointStore(_GIVEN["folder"]), ServerOptions(checkpoint_seconds=0.01)
     with Server([marks(_GIVEN["keys"])], address=address, checkpoints=store, options=options) as server:
         os.write(writer, server.address.encode())
         os.close(writer)

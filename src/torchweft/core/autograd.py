@@ -14,7 +14,7 @@ Other ways to differentiate cannot see into the node, and are rejected:
     torch.func: grad, vjp, jvp, vmap     the stages detach from the graph that the transform follows
     batched gradients                    ``jacobian(vectorize=True)`` sends a stack of gradients back as one
 
-So are programs that record a call to run it elsewhere (`forbid_tracing`, `forbid_exporting`). `torch.compile` cannot
+So are programs that record a call to run it elsewhere (`reject_tracing`, `reject_exporting`). `torch.compile` cannot
 compile threads and connections: `graph_break` runs them uncompiled, between two compiled graphs.
 """
 
@@ -38,7 +38,7 @@ def has_tangent(tensors: Iterable[Tensor]) -> bool:
     return forward_mode._current_level >= 0 and any(forward_mode.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def forbid_transforms(tensors: Callable[[], Iterable[Tensor]]) -> None:
+def reject_transforms(tensors: Callable[[], Iterable[Tensor]]) -> None:
     """Raise UsageError if a step would lose derivatives of these tensors, or runs inside a transform."""
     if internals.transforms() is not None:
         raise UsageError(f"the pipe was called inside a transform of torch.func (grad, vjp, jvp, vmap), {_WHY}")
@@ -46,13 +46,13 @@ def forbid_transforms(tensors: Callable[[], Iterable[Tensor]]) -> None:
         raise UsageError(f"an input or parameter has a tangent (forward-mode differentiation), {_WHY}")
 
 
-def forbid_exporting() -> None:
+def reject_exporting() -> None:
     """Raise UsageError if the call is exported. Dynamo can trace this; its own error then contains the message."""
     if torch.compiler.is_exporting():
         raise UsageError(_RECORDED)
 
 
-def forbid_tracing(args: Any, kwargs: Any) -> None:
+def reject_tracing(args: Any, kwargs: Any) -> None:
     """Raise UsageError if the call is recorded for another program, which would see neither sizes nor threads."""
     # Under torch.fx.symbolic_trace the arguments are proxies, or one proxy stands for all of them.
     proxies = isinstance(args, Proxy) or any(isinstance(value, Proxy) for value in (*args, *kwargs.values()))
@@ -60,7 +60,7 @@ def forbid_tracing(args: Any, kwargs: Any) -> None:
         raise UsageError(_RECORDED)
 
 
-def forbid_batched(gradients: Iterable[Tensor | None]) -> None:
+def reject_batched(gradients: Iterable[Tensor | None]) -> None:
     """Inside a backward: raise UsageError if it computes several gradients at once."""
     if any(x is not None and (internals.is_legacy_batched(x) or internals.is_batched(x)) for x in gradients):
         raise UsageError(
@@ -95,33 +95,30 @@ _CUT_OUT = f"the model ran cut out of autograd; {_VISIBLE}"
 class CutFunction(Protocol):
     """One step: from its input tensors to its outputs, and their gradients back."""
 
-    def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """The outputs, and which of them have a gradient."""
-        ...
+    # The outputs, and which of them have a gradient.
+    def forward(self) -> tuple[list[Tensor], list[bool]]: ...
 
-    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """One gradient per input tensor, in their order. With `retain` it can be called again."""
-        ...
+    # One gradient per input tensor, in their order. With `retain` it can be called again.
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]: ...
 
 
 @runtime_checkable
 class TwiceDifferentiable(Protocol):
-    """A `CutFunction` that can also compute its gradients through autograd, for a gradient of a gradient.
+    """A `CutFunction` that can also compute its gradients through autograd, for a gradient of a gradient."""
 
-    Its `backward` gets batched gradients as well.
-    """
+    # Its `backward` gets batched gradients as well.
 
-    def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """`CutFunction.backward` under grad mode, so that autograd can differentiate the result."""
-        ...
+    # `CutFunction.backward` under grad mode, so that autograd can differentiate the result.
+    def differentiable_backward(
+        self, gradients: Sequence[Tensor | None], *, retain: bool
+    ) -> Sequence[Tensor | None]: ...
 
 
 @runtime_checkable
 class OnceDifferentiable(Protocol):
-    """A `CutFunction` that explains why its gradients have no gradient, and suggests a remedy.
+    """A `CutFunction` that explains why its gradients have no gradient, and suggests a remedy."""
 
-    The text continues the sentence "a gradient of a gradient was asked for, but".
-    """
+    # The text continues the sentence "a gradient of a gradient was asked for, but".
 
     @property
     def only_once(self) -> str: ...
@@ -131,10 +128,9 @@ class OnceDifferentiable(Protocol):
 class StepsInBackward(Protocol):
     """A module that can take an optimizer step elsewhere during its backward, e.g. a remote expert."""
 
+    # Advice to defer that step to the end of a mini-batch of several micro-batches. Empty if it takes none.
     @property
-    def steps_in_backward(self) -> str:
-        """Advice to defer that step to the end of a mini-batch of several micro-batches. Empty if it takes none."""
-        ...
+    def steps_in_backward(self) -> str: ...
 
 
 class Boundary(torch.autograd.Function):
@@ -154,8 +150,8 @@ class Boundary(torch.autograd.Function):
         function: CutFunction = ctx.function
         try:
             if not isinstance(function, TwiceDifferentiable):
-                forbid_batched(gradients)
-                forbid_double(function)
+                reject_batched(gradients)
+                reject_double(function)
             elif torch.is_grad_enabled():
                 return (None, *function.differentiable_backward(gradients, retain=is_graph_retained()))
             return (None, *function.backward(gradients, retain=is_graph_retained()))
@@ -164,7 +160,7 @@ class Boundary(torch.autograd.Function):
             raise
 
 
-def forbid_double(function: object = None) -> None:
+def reject_double(function: object = None) -> None:
     """Inside a backward: raise DoubleBackwardError if it is to be differentiated itself."""
     if torch.is_grad_enabled():
         why = function.only_once if isinstance(function, OnceDifferentiable) else _CUT_OUT
@@ -177,7 +173,6 @@ def is_graph_retained() -> bool:
 
 
 def backward_number() -> int:
-    """Inside a backward: its unique number."""
     return int(internals.backward_number())
 
 
@@ -187,11 +182,9 @@ def apply_as_node(function: CutFunction, tensors: Iterable[Tensor]) -> tuple[Ten
 
 
 def silence_unused_hooks(parameters: Iterable[Tensor]) -> None:
-    """Inside a backward: silence the hooks of these parameters, which get no gradient, until it ends.
-
-    In plain autograd the graph of a step does not contain a parameter that it did not use. Here every parameter is an
-    input of the node, and its hooks would be called with None.
-    """
+    """Inside a backward: silence the hooks of these parameters, which get no gradient, until it ends."""
+    # In plain autograd the graph of a step does not contain a parameter that it did not use. Here every parameter is an
+    # input of the node, and its hooks would be called with None.
     tables = [table for parameter in parameters for table in _hook_tables(parameter)]
     if tables:
         # Only the engine references this callback. If the backward fails, it is dropped without being called, and
@@ -200,11 +193,9 @@ def silence_unused_hooks(parameters: Iterable[Tensor]) -> None:
 
 
 def silence_hooks(parameters: Iterable[Tensor]) -> "AbstractContextManager[object]":
-    """Silence the gradient hooks of the parameters inside the block.
-
-    `torch.autograd.grad` fires the hooks of the tensors that it differentiates by, i.e. once per micro-batch. A hook
-    belongs to the whole step, and fires when the node passes the gradient on.
-    """
+    """Silence the gradient hooks of the parameters inside the block."""
+    # `torch.autograd.grad` fires the hooks of the tensors that it differentiates by, i.e. once per micro-batch. A hook
+    # belongs to the whole step, and fires when the node passes the gradient on.
     tables = [cast("internals.HookTable", x._backward_hooks) for x in parameters if x._backward_hooks]
     return _QuietHooks(tables, None) if tables else nullcontext()
 
@@ -214,10 +205,9 @@ def _hook_tables(tensor: Tensor) -> list[internals.HookTable]:
 
 
 class _Hook:
-    """Replaces a hook in its table, and calls it unless it is silenced.
+    """Replaces a hook in its table, and calls it unless it is silenced."""
 
-    `quiet` has one entry per active request: the number of a backward, or None for all backwards.
-    """
+    # `quiet` has one entry per active request: the number of a backward, or None for all backwards.
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook

@@ -66,11 +66,9 @@ def set_phase(name: Phase) -> Generator[None]:
 
 
 def has_local_modes() -> bool:
-    """Whether modes or hooks of this thread observe the operators that run in it.
-
-    Examples: a dispatch mode such as FlopCounterMode, or hooks on saved tensors such as those of save_on_cpu. Their
-    state belongs to this thread, so a worker must not enter them.
-    """
+    """Whether modes or hooks of this thread observe the operators that run in it."""
+    # Examples: a dispatch mode such as FlopCounterMode, or hooks on saved tensors such as those of save_on_cpu. Their
+    # state belongs to this thread, so a worker must not enter them.
     if internals.dispatch_mode_count() or internals.saved_tensor_hooks(True):
         return True
     # A default device is a function mode too, but a harmless one: `ExecutionContext` carries it to the workers.
@@ -78,16 +76,15 @@ def has_local_modes() -> bool:
     return any(type(mode) is not internals.DeviceContext for mode in modes)
 
 
+# The precision of float32 products of a backend and operator: "tf32", "bf16", or without rounding "ieee" or "none".
 float32_precision = internals.get_precision
-"""The precision of float32 products of a backend and operator: "tf32", "bf16", or without rounding "ieee" or "none"."""
 
 
 class ProcessFlags(NamedTuple):
-    """The process-wide flags that change the result of an operator.
+    """The process-wide flags that change the result of an operator."""
 
-    PyTorch has two interfaces for precision, and operators read the newer one. The `older` one raises if the newer one
-    was set to a different value, and is then None.
-    """
+    # PyTorch has two interfaces for precision, and operators read the newer one. The `older` one raises if the newer
+    # one was set to a different value, and is then None.
 
     deterministic: bool
     warn_only: bool
@@ -136,7 +133,6 @@ class ExecutionContext:
 
     @staticmethod
     def capture(device_types: Iterable[str]) -> "ExecutionContext":
-        """Capture the state of this thread that concerns devices of the given types."""
         kinds = tuple(dict.fromkeys(("cpu", *device_types)))
         return ExecutionContext(
             torch.is_inference_mode_enabled(),

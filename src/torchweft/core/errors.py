@@ -89,11 +89,11 @@ class WeightsError(WeftError, RuntimeError):
     """The tensors of a file or checkpoint do not match the model or the optimizer."""
 
 
+# The message of a `BackwardTwiceError`.
 BACKWARD_TWICE = (
     "backward ran a second time over a step whose intermediates were freed by the first; "
     "call the first backward with retain_graph=True to keep them"
 )
-"""The message of a `BackwardTwiceError`."""
 
 
 _EACH = "\n  - "
@@ -126,9 +126,7 @@ _CALLS = ("_wrapped_call_impl", "_call_impl")  # functions through which PyTorch
 
 
 def shorten_traceback(error: BaseException) -> None:
-    """Drop all frames but those of the user's code and the first one of torchweft, unless TORCHWEFT_FULL_TRACEBACK is
-    1.
-    """
+    """Drop all frames but the user's and the first of torchweft, unless TORCHWEFT_FULL_TRACEBACK is 1."""
     if os.environ.get("TORCHWEFT_FULL_TRACEBACK", "0") not in ("", "0"):
         return
     entries: list[TracebackType] = []
@@ -159,6 +157,7 @@ _NO_MEMORY = (
     "or 'always', or a list with such a mode for this stage; or cut the mini-batch into more chunks, or give the "
     "device fewer layers (balance=)"
 )
+# Advice by a part of PyTorch's message, for operations that work in a lone layer but not inside a segment.
 _ADVICE = {
     "out of memory": _NO_MEMORY,  # of an accelerator
     "not enough memory: you tried to allocate": _NO_MEMORY,  # of the CPU
@@ -179,7 +178,6 @@ _ADVICE = {
         "torch.utils.checkpoint, or the checkpoint= of the Pipe instead"
     ),
 }
-"""Advice by a part of PyTorch's message, for operations that work in a lone layer but not inside a segment."""
 
 
 def add_advice(error: BaseException) -> None:

@@ -20,17 +20,16 @@ from torch.utils import _pytree as pytree
 
 from torchweft.core.errors import SpecError
 
+# The nesting of a value. Hashable; two are equal if containers, keys and their order are equal.
 Structure = pytree.TreeSpec
-"""The nesting of a value. Hashable; two are equal if containers, keys and their order are equal."""
 
-LEAF: Structure = pytree.tree_structure(None)
-"""The structure of a value that is one leaf."""
+LEAF: Structure = pytree.tree_structure(None)  # the structure of a value that is one leaf
 
+# Advice for a class that hides tensors.
 CONTAINER_ADVICE = (
     "use a tuple, list, dict or NamedTuple, or register the class "
     "(torch.utils._pytree.register_dataclass, register_pytree_node)"
 )
-"""Advice for a class that hides tensors."""
 
 
 def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
@@ -74,12 +73,10 @@ def nested_pack(leaves: Sequence[Any], like: Any) -> Any:
 
 
 def nested_flatten(value: Any) -> list[Any]:
-    """The leaves of ``value`` in order."""
     return flatten(value)[0]
 
 
 def nested_compare(a: Any, b: Any) -> bool:
-    """Whether both values have the same structure: containers, keys, order of keys and lengths."""
     return flatten(a)[1] == flatten(b)[1]
 
 
@@ -228,7 +225,6 @@ def _mapping_keys(structure: Structure) -> list[Any] | None:
 
 
 def _keys(structure: Structure) -> list[str]:
-    """The Python expressions that lead from a node to its children."""
     if (keys := _mapping_keys(structure)) is not None:
         return [f"[{key!r}]" for key in keys]
     if (fields := getattr(structure.context, "_fields", None)) is not None:
@@ -237,7 +233,6 @@ def _keys(structure: Structure) -> list[str]:
 
 
 def _describe(structure: Structure) -> str:
-    """A description of one node: its type and its keys or number of children."""
     if structure.is_leaf():
         return "a leaf"
     if (keys := _mapping_keys(structure)) is not None:

@@ -53,8 +53,7 @@ class _ProcessLock:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.changes = 0
-        """Number of acquisitions and releases, which is odd while it is held."""
+        self.changes = 0  # number of acquisitions and releases, which is odd while it is held
 
     def acquire(self) -> None:
         self._lock.acquire()
@@ -165,11 +164,9 @@ def seed_generators(sources: Sequence[torch.Generator], seed: int) -> Generator[
 
 @contextmanager
 def lock_released() -> Generator[None]:
-    """Surround a wait for another party. If this thread holds the lock, the lock is released during the wait.
-
-    Afterwards the stage continues with the numbers that it would have drawn without the wait. A worker of a pipe inside
-    a stage does not release the lock, because the lock belongs to the thread of that stage.
-    """
+    """Surround a wait for another party. If this thread holds the lock, the lock is released during the wait."""
+    # Afterwards the stage continues with the numbers that it would have drawn without the wait. A worker of a pipe
+    # inside a stage does not release the lock, because the lock belongs to the thread of that stage.
     held = _innermost()
     while held is not None and held.outer is not None and held.outer.is_held:
         held = held.outer
@@ -212,10 +209,8 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def repeats_layers(roots: Sequence[Node]) -> bool:
-    """Whether the backward of this graph calls hooks to unpack saved tensors, as self-checkpointing layers do.
-
-    Visits every node once. The graph must not have been walked yet, because a walk frees the saved tensors.
-    """
+    """Whether the backward of this graph calls hooks to unpack saved tensors, as self-checkpointing layers do."""
+    # Visits every node once. The graph must not have been walked yet, because a walk frees the saved tensors.
     return any(not isinstance(data, Tensor | None) for node in children_first(roots) for data in _saved_data(node))
 
 
@@ -235,8 +230,8 @@ def _saved_names(kind: type[Node]) -> list[str]:
 
 Result = TypeVar("Result")
 
+# Maximum number of times that a recomputation runs until its random numbers are those of its forward.
 MAX_RECOMPUTATIONS = 3
-"""Maximum number of times that a recomputation runs until its random numbers are those of its forward."""
 
 _MASK = (1 << 64) - 1
 _FREE = nullcontext()
@@ -287,8 +282,7 @@ def call_with_seed(
 
 @dataclass
 class RandomUse:
-    """Observations of one stage by configuration: whether it draws, and whether its backward runs layers again. Lives
-    as long as the stage."""
+    """Observations of one stage by configuration: whether it draws, and whether its backward runs layers again."""
 
     sources: tuple[torch.Generator, ...]
     draws: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
@@ -313,8 +307,8 @@ def draw_seed(sources: Sequence[torch.Generator]) -> DrawnSeed:
     return DrawnSeed(seed, before, after)
 
 
+# Callback of a stage before each layer, with the layer's number in the model. None if the stage draws nothing.
 NextLayer = Callable[[int], None] | None
-"""Callback of a stage before each layer, with the layer's number in the model. None if the stage draws nothing."""
 
 
 class RngStreams:
@@ -352,10 +346,8 @@ class RngStreams:
 
     @contextmanager
     def scope(self, stage: int, micro_batch: int) -> Generator[NextLayer]:
-        """Surround one forward of one stage: locks and seeds the generators, unless the stage is known not to draw.
-
-        Yields the callback that seeds each layer.
-        """
+        """Surround one forward of one stage: locks and seeds the generators, unless the stage is known not to draw."""
+        # Yields the callback that seeds each layer.
         sources = self._uses[stage].sources
         if self._known[stage] is False:
             watch = GeneratorWatch(sources)
@@ -402,11 +394,9 @@ class RngStreams:
         )
 
     def backward(self, stage: int, roots: Callable[[], Sequence[Node]]) -> AbstractContextManager[Any]:
-        """Surround one walk back through the graph of a stage that begins at `roots`.
-
-        If layers run again in it (`torch.utils.checkpoint` in a layer), the lock is held, because these layers set the
-        generators to their states of the forward. A step that is `quiet` does not need this.
-        """
+        """Surround one walk back through the graph of a stage that begins at `roots`."""
+        # If layers run again in it (`torch.utils.checkpoint` in a layer), the lock is held, because these layers set
+        # the generators to their states of the forward. A step that is `quiet` does not need this.
         repeats = self._repeats.get(stage)
         if repeats is None:
             use, configuration = self._uses[stage], self._configurations[stage]
@@ -416,15 +406,12 @@ class RngStreams:
         return lock_generators(self._uses[stage].sources) if repeats else _FREE
 
     def vote(self) -> "RngVote":
-        """Observations of the stages here, after the forward of the step."""
         return RngVote(bool(self._drew), self._surprised or (self.quiet and self._watch.moved()))
 
     def commit_draws(self, vote: "RngVote | None" = None) -> bool:
-        """Record which stages drew, and set the caller's generator accordingly, by a `vote` on all stages.
-
-        Default: the vote of the stages here. False means that a stage drew without the lock, so its numbers cannot be
-        replayed and the step must run again. Then all stages lock, so the second run cannot fail in the same way.
-        """
+        """Record which stages drew, and set the caller's generator accordingly, by a `vote` on all stages."""
+        # Default: the vote of the stages here. False means that a stage drew without the lock, so its numbers cannot be
+        # replayed and the step must run again. Then all stages lock, so the second run cannot fail in the same way.
         vote = vote or self.vote()
         if vote.surprised:
             for stage, use in self._uses.items():
@@ -458,13 +445,11 @@ class RngVote(NamedTuple):
 
     @staticmethod
     def of(votes: Sequence["RngVote"]) -> "RngVote":
-        """The vote of all processes."""
         return RngVote(any(vote.drew for vote in votes), any(vote.surprised for vote in votes))
 
 
 class RngProbe:
-    """Replaces `RngStreams` for a step in the caller's thread, if such steps drew nothing before. It only observes the
-    generator states."""
+    """Replaces `RngStreams` for a step in the caller's thread, if such steps drew nothing before. It only observes."""
 
     quiet = True
 

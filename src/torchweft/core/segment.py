@@ -77,12 +77,11 @@ def hidden_tensors(value: Any) -> list[Tensor]:
 
 
 _COLLECTIONS = (list, tuple, set, frozenset, deque)
+# Whether values of a type can hide tensors. Most leaves cannot: None, numbers, strings.
 _can_hide: dict[type, bool] = {}
-"""Whether values of a type can hide tensors. Most leaves cannot: None, numbers, strings."""
 
 
 def held_values(value: Any) -> list[Any]:
-    """The fields and attributes of an object, and the items of a collection."""
     held = [getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ())]
     held += getattr(value, "__dict__", {}).values()
     if isinstance(value, dict):
@@ -90,7 +89,7 @@ def held_values(value: Any) -> list[Any]:
     return held + list(cast("Collection[Any]", value)) if isinstance(value, _COLLECTIONS) else held
 
 
-def forbid_hidden(value: Any, where: str) -> None:
+def reject_hidden(value: Any, where: str) -> None:
     """Raise SpecError if a value that is not a tensor hides tensors that require a gradient."""
     if any(tensor.requires_grad for tensor in hidden_tensors(value)):
         raise SpecError(
@@ -100,7 +99,6 @@ def forbid_hidden(value: Any, where: str) -> None:
 
 
 def add_gradients(one: Tensor, other: Tensor) -> Tensor:
-    """A new sum of two gradients."""
     # PyTorch adds a sparse tensor to a dense one, but not the other way round.
     return other + one if one.is_sparse else one + other
 
@@ -134,8 +132,7 @@ class GradientSum:
             torch._foreach_add_(into, more)  # pyright: ignore[reportPrivateImportUsage] # no public name
 
 
-Node = Any
-"""A node of the autograd graph. PyTorch has several types for them, without a public base."""
+Node = Any  # A node of the autograd graph. PyTorch has several types for them, without a public base.
 
 
 class _FrontierNode(NamedTuple):
@@ -280,7 +277,6 @@ def children_first(roots: Sequence[Node]) -> list[Node]:
 
 
 def _leading_to(order: Sequence[Node], goals: Sequence[Node]) -> set[Node]:
-    """The nodes with a path to one of the goals."""
     reached = set(goals)
     for node in order:
         if any(child in reached for child, _ in node.next_functions):
@@ -289,28 +285,25 @@ def _leading_to(order: Sequence[Node], goals: Sequence[Node]) -> set[Node]:
 
 
 Keep = Literal["graph", "inputs", "nothing"]
-Gradients = list[Tensor | None]
-"""One entry per leaf of a value, which is None if the leaf has no gradient."""
+Gradients = list[Tensor | None]  # one entry per leaf of a value, which is None if the leaf has no gradient
 
 
 @dataclass(frozen=True)
 class MicroBatchContext:
-    """Information for the function of a segment besides its inputs.
-
-    In `notes`, a forward stores data for its own recomputation, at a key of its stage. `borrowed` are copies of
-    parameters of other processes.
-    """
+    """Information for the function of a segment besides its inputs."""
 
     micro_batch: int
     ambient: ExecutionContext
     random: Any = None
+    # Data that a forward stores for its own recomputation, at a key of its stage.
     notes: dict[int, Any] = field(default_factory=dict[int, Any], compare=False)
     micro_batches: int = 1
+    # Copies of parameters of other processes.
     borrowed: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor], compare=False)
 
 
+# ``function(context, *values) -> values``: one value per route that it reads, then per route that it writes.
 SegmentFunction = Callable[..., tuple[Any, ...]]
-"""``function(context, *values) -> values``: one value per route that it reads, then per route that it writes."""
 
 
 def detach_leaves(value: Any, tracked: bool | None = None) -> Any:
@@ -331,7 +324,6 @@ def _leaf(tensor: Tensor, tracked: bool | None) -> Tensor:
 
 
 def can_have_gradient(tensor: Tensor) -> bool:
-    """Whether the dtype of a tensor can carry a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -343,7 +335,6 @@ class Segment:
         self.parameters = list(parameters)
 
     def drop_frozen(self) -> None:
-        """Drop parameters that no longer require a gradient."""
         self.parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def forward(
@@ -372,7 +363,6 @@ class Segment:
         return outputs, tape
 
     def call(self, context: MicroBatchContext, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Call the function, under the autocast of the caller."""
         if not context.ambient.autocast:
             return self.function(context, *values)
         with context.ambient.casting():
@@ -390,17 +380,15 @@ class Tape:
         flat = [([value], LEAF) if type(value) is Tensor else flatten(value) for value in values]
         self._inputs = [leaves for leaves, _ in flat]
         self._structures = [structure for _, structure in flat]
-        self.recomputes = keep == "inputs"
-        """Whether backward must run the function again."""
+        self.recomputes = keep == "inputs"  # whether backward must run the function again
         # Tensor versions reveal writes in place. A recomputation from changed inputs would be silently wrong.
         self._versions = versions(self._tensors()) if self.recomputes else []
-        self.tracks: bool | None = None
-        """The argument `tracked` of `detach_leaves` for the outputs."""
+        self.tracks: bool | None = None  # the argument `tracked` of `detach_leaves` for the outputs
         if self.recomputes:
             # The first forward runs without a graph, so its outputs cannot tell whether they will require a gradient.
             self.tracks = bool(segment.parameters) or any(x.requires_grad for x in self._tensors())
+        # For each leaf of each output, the edge at which its gradient enters the graph. None without a graph.
         self.edges: list[list[GradientEdge | None]] | None = None
-        """For each leaf of each output, the edge at which its gradient enters the graph. None without a graph."""
 
     def _tensors(self) -> list[Tensor]:
         return [x for leaves in self._inputs for x in leaves if isinstance(x, Tensor)]
@@ -435,11 +423,9 @@ class Tape:
                 _wait_for_collectives(outputs)
 
     def backward(self, gradients: Sequence[Gradients], *, retain: bool = False) -> tuple[list[Gradients], Gradients]:
-        """Walk the graph back, from one list of gradients per output value to one per input value.
-
-        Also returns one gradient per parameter of the segment. With `retain` the tape can be walked again.
-        """
-        # A recomputed graph is not retained: a second walk recomputes again, so that memory stays bounded.
+        """Walk the graph back: from gradients per output value to those per input value, and of the parameters."""
+        # With `retain` the tape can be walked again. A recomputed graph is freed even then: a second walk recomputes
+        # it again, so that memory stays bounded.
         keeps = retain and not self.recomputes
         inputs, roots, seeds = self._begin(gradients, keeps)
         parameters = self.segment.parameters
@@ -485,7 +471,7 @@ def _edge(leaf: Any) -> GradientEdge | None:
     """The edge at which the gradient of an output enters the graph. Backward needs nothing else of the output."""
     if isinstance(leaf, Tensor):
         return get_gradient_edge(leaf) if leaf.requires_grad else None
-    return forbid_hidden(leaf, "a result")
+    return reject_hidden(leaf, "a result")
 
 
 def _wait_for_collectives(outputs: Sequence[Any]) -> None:

@@ -8,9 +8,15 @@ Describing tensors without their batch axis, and making samples from that, is hi
 """
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from torchweft.core.validation import Validator, is_whole
+
+# Not an ordinary required field: Python's error for a missing argument would not show a valid spec.
+_MISSING = cast("torch.dtype", None)
 
 
 @dataclass(frozen=True)
@@ -25,9 +31,20 @@ class TensorSpec:
     """
 
     shape: tuple[int | None, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype = _MISSING
     requires_grad: bool = False
     values: range | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.shape, list):
+            object.__setattr__(self, "shape", tuple(self.shape))
+        with Validator("invalid TensorSpec; a valid one is TensorSpec((None, 8), torch.float32)") as check:
+            if check.instance("shape", self.shape, tuple, "a tuple with a size for each axis, None for any size"):
+                wrong = [size for size in self.shape if not (size is None or _is_size(size))]
+                hint = "wanted numbers from 0, and None for an axis of any size, usually the batch"
+                check.require(not wrong, f"shape is {self.shape!r}, in which {wrong} are not sizes; {hint}")
+            check.instance("dtype", self.dtype, torch.dtype, "a dtype, such as torch.float32")
+            check.instance("values", self.values, range, "a range, such as range(1000)", optional=True)
 
     @staticmethod
     def of(tensor: Tensor, batch_axis: int | None = 0) -> "TensorSpec":
@@ -61,3 +78,8 @@ class TensorSpec:
             if least not in self.values or most not in self.values:
                 faults.append(f"has values from {least} to {most}, wanted {self.values}")
         return faults
+
+
+def _is_size(size: object) -> bool:
+    # Under torch.compile, sizes of tensors can be symbols.
+    return isinstance(size, torch.SymInt) or (is_whole(size) and size >= 0)

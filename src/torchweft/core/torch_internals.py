@@ -31,8 +31,7 @@ backward_keeps_graph: Callable[[], bool] = _c._autograd._get_current_graph_task_
 backward_number: Callable[[], int] = _c._current_graph_task_id
 queue_callback: Callable[[Callable[[], object]], None] = _variable._execution_engine.queue_callback
 
-HookTable = dict[int, Callable[..., Any]]
-"""The hooks of a tensor, by the numbers of their handles."""
+HookTable = dict[int, Callable[..., Any]]  # the hooks of a tensor, by the numbers of their handles
 
 # Modes and hooks of the current thread.
 dispatch_mode_count: Callable[[], int] = _c._len_torch_dispatch_stack
@@ -46,18 +45,18 @@ set_precision: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
 get_cudnn_tf32: Callable[[], bool] = _c._get_cudnn_allow_tf32
 set_cudnn_tf32: Callable[[bool], object] = _c._set_cudnn_allow_tf32
 
+# Backend and operator of each ``torch.backends.*.fp32_precision``, after the setting that it inherits from.
 PRECISIONS = [("generic", "all"), *product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn"))]
-"""Backend and operator of each ``torch.backends.*.fp32_precision``, after the setting that it inherits from."""
 
 _CUDNN = ("enabled", "benchmark", "deterministic")
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+# Getter and setter of each flag that ``torch.backends.cudnn.flags`` and ``torch.nn.attention.sdpa_kernel`` change.
+# Another kernel rounds differently, and draws another dropout mask from the same seed.
 KERNEL_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     *((getattr(_c, f"_get_cudnn_{name}"), getattr(_c, f"_set_cudnn_{name}")) for name in _CUDNN),
     *((getattr(_c, f"_get_{name}_sdp_enabled"), getattr(_c, f"_set_sdp_use_{name}")) for name in _ATTENTION),
     (_c._get_sdp_priority_order, _c._set_sdp_priority_order),
 ]
-"""Getter and setter of each flag that ``torch.backends.cudnn.flags`` and ``torch.nn.attention.sdpa_kernel`` change.
-Another kernel rounds differently, and draws another dropout mask from the same seed."""
 
+# Parses the arguments of ``Module.to`` into device, dtype and others.
 parse_to: Callable[..., tuple[Any, ...]] = _c._nn._parse_to
-"""Parses the arguments of ``Module.to`` into device, dtype and others."""

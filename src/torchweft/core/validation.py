@@ -11,6 +11,7 @@ number is expected, although `bool` subclasses `int`.
 """
 
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, TypeGuard, TypeVar
 
@@ -18,8 +19,7 @@ from torchweft.core.errors import SpecError, UsageError, WeftError, join_faults
 
 Result = TypeVar("Result")
 
-MAX_SECONDS = 1e9
-"""Seconds, about thirty years, for "unlimited"."""
+MAX_SECONDS = 1e9  # seconds, about thirty years, for "unlimited"
 
 
 class Validator:
@@ -132,8 +132,13 @@ def is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def suggest(name: str, names: Iterable[str]) -> str:
+    """The end of an error about an unknown name: ``; did you mean 'chunks'?``, or nothing if no known name is near."""
+    by_lower = {known.lower(): known for known in names}
+    return "".join(f"; did you mean {by_lower[near]!r}?" for near in get_close_matches(name.lower(), by_lower, 1))
+
+
 def uid_fault(uid: Any) -> list[str]:
-    """The fault of an expert's name, if any."""
     return [] if isinstance(uid, str) and uid else [f"uid is {uid!r}, wanted the name that its server knows it by"]
 
 

@@ -15,7 +15,6 @@ checkpoint.py        state that survives the process      serialization.py  stat
 telemetry.py         statistics and spans                 errors.py  all errors and warnings
 wire/, compression.py, protobuf.py                        tensors as bytes, after a checked header
 discovery/, replication/, mixture/                        servers of each expert; one expert at several; the best k
-tensors.py           memory of tensors of any layout
 server/, client/, status_page/                            over gRPC: Server, RemoteExpert; the status page
 extras.py            packages needed in addition to torch, and how to install them
 """

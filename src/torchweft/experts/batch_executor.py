@@ -33,14 +33,7 @@ from torch import Tensor, nn
 from torchweft.core.context import ExecutionContext, on_device
 from torchweft.core.errors import SpecError, WeftError, join_faults
 from torchweft.core.segment import MicroBatchContext, Segment
-from torchweft.experts.errors import (
-    CommitError,
-    DeviceLostError,
-    ExpertError,
-    GradientError,
-    ModuleExitError,
-    WireError,
-)
+from torchweft.experts import errors
 from torchweft.experts.gradients import GradientAccumulator, GradientAccumulators, Guards, Owner
 from torchweft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
 from torchweft.experts.idempotency import IdempotencyTable, RequestKind
@@ -58,11 +51,9 @@ def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 
 class BatchBuffers:
-    """Input buffers of one kind of task: one per column. Used by one thread at a time.
+    """Input buffers of one kind of task: one per column. Used by one thread at a time."""
 
-    Fresh memory costs page faults: joining eight tensors of 4 MB takes 21 ms there, 2.9 ms in memory that was used.
-    """
-
+    # Fresh memory costs page faults: joining eight tensors of 4 MB takes 21 ms there, 2.9 ms in memory that was used.
     def __init__(self, columns: FlatSchema, device: torch.device) -> None:
         self.columns = columns
         self._specs = [column.spec for column in columns.columns]
@@ -75,10 +66,8 @@ class BatchBuffers:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def join_rows(self, tasks: Sequence[Task], *, first: int = 0, fresh: bool = False) -> list[Tensor]:
-        """One tensor on the device per column, from column ``first`` on, with the rows of all tasks in order.
-
-        Always a copy, and valid until the next call. With ``fresh`` it has memory of its own and stays valid.
-        """
+        """One tensor on the device per column, from column ``first`` on, with the rows of all tasks in order."""
+        # Always a copy. It is valid until the next call, unless ``fresh`` gives it memory of its own.
         # Transfers from pinned memory are asynchronous. The next batch must not overwrite rows that are still read.
         if self._last_copy is not None:
             self._last_copy.synchronize()
@@ -126,26 +115,24 @@ def _is_device_lost(error: BaseException, device: torch.device) -> bool:
 
 
 KeyedResults = list[tuple[Task, Results]]
+# Applies a batch and returns its results. Its exceptions are final: nothing is tried again.
 Apply = Callable[[], list[Results]]
-"""Applies a batch and returns its results. Its exceptions are final: nothing is tried again."""
+# Runs a batch without consequences. Raises `TaskFault` where it knows which tasks are at fault.
 Attempt = Callable[[Sequence[Task]], Apply]
-"""Runs a batch without consequences. Raises `TaskFault` where it knows which tasks are at fault."""
 
 
 class TaskFault(Exception):
-    """Some tasks of a batch are known to be at fault, and the others can run without them. Stays in this package."""
+    """Some tasks of a batch are known to be at fault. Stays in this package."""
 
-    def __init__(self, errors: Mapping[Task, BaseException]) -> None:
-        super().__init__(f"{len(errors)} tasks are at fault")
-        self.errors = errors
+    def __init__(self, by_task: Mapping[Task, BaseException]) -> None:
+        super().__init__(f"{len(by_task)} tasks are at fault")
+        self.by_task = by_task
 
 
 def isolate_faults(tasks: Sequence[Task], attempt: Attempt, name: str) -> tuple[list[Answer], int]:
-    """An answer for every task, in order, and the number of failed attempts. Raises nothing.
-
-    The tasks that did not fail are re-run as *one* batch, so that rounding and the optimizer step are as if the failed
-    tasks had never been there. If none fails alone (too little memory for all, an overflowing sum), each runs alone.
-    """
+    """Return an answer for every task, in order, and the number of failed attempts. Raises nothing."""
+    # The tasks that did not fail are re-run as *one* batch, so that rounding and the optimizer step are as if the
+    # failed tasks had never been there. If none fails alone (e.g. too little memory for all), each runs alone.
     answers: dict[Task, Answer] = {}
     batches, failures = [list(tasks)], 0
     while batches:
@@ -170,11 +157,10 @@ def isolate_faults(tasks: Sequence[Task], attempt: Attempt, name: str) -> tuple[
 
 
 def _run_attempt(batch: Sequence[Task], attempt: Attempt) -> Apply | dict[Task, BaseException]:
-    """The attempt's result, or else the tasks that are certainly at fault, with their errors."""
     try:
         return attempt(batch)
     except TaskFault as fault:
-        return dict(fault.errors)
+        return dict(fault.by_task)
     except BaseException as error:
         return {batch[0]: error} if len(batch) == 1 else {}
 
@@ -185,7 +171,8 @@ def _annotate_error(result: Answer, task: Task, name: str) -> Answer:
         return result
     frames = "" if isinstance(result, WeftError) else "".join(traceback.format_tb(result.__traceback__)[-_DEEPEST:])
     if not isinstance(result, Exception):
-        result = ModuleExitError(f"the module of expert {name!r} raised {result!r}; a module must not end its process")
+        text = f"the module of expert {name!r} raised {result!r}; a module must not end its process"
+        result = errors.ModuleExitError(text)
     sender = "a client without a name" if task.client is None else f"client {task.client!r}"
     notes = [f"in expert {name!r}, a task of {task.rows} rows from {sender}"]
     for note in [*notes, f"it was raised there (innermost last):\n{frames}"] if frames else notes:
@@ -202,16 +189,12 @@ def _annotate_error(result: Answer, task: Task, name: str) -> Answer:
 class FlatModule:
     """The user's module as a function of flat tensors. Its gradients are values, and not in ``.grad``."""
 
-    def __init__(
-        self, name: str, module: nn.Module, effects: SideEffects, call: NestedSchema, outputs_schema: Any
-    ) -> None:
-        self.effects = effects
-        self.call = call
-        self._module = module
+    def __init__(self, name: str, module: nn.Module, effects: SideEffects, call: NestedSchema, outputs: Any) -> None:
+        self.effects, self.call, self._module = effects, call, module
         self._ambient = ExecutionContext.capture([effects.device.type])
         self._segment = Segment(self._flat_outputs)
         self._large_gradients: list[Tensor] = []
-        self.outputs = infer_outputs(name, call, outputs_schema, effects.device, self._rehearse)
+        self.outputs = infer_outputs(name, call, outputs, effects.device, self._rehearse)
 
     def run_forward(self, inputs: Sequence[Tensor], seed: int) -> Sequence[Tensor]:
         return self._call_guarded(self._segment.forward, self._context(seed, inputs), inputs, "nothing")[0]
@@ -219,7 +202,6 @@ class FlatModule:
     def make_graph(
         self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]
     ) -> tuple[ForwardGraph, list[Tensor]]:
-        """The graph that leads back to inputs and parameters, and the flat outputs without it."""
         pairs = zip(inputs, self.call.specs, strict=True)
         leaves = [tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in pairs]
         segment = Segment(self._flat_outputs, parameters)
@@ -250,7 +232,7 @@ class FlatModule:
     def _call_guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
-        except (ExpertError, WireError) as error:
+        except (errors.ExpertError, errors.WireError) as error:
             # Of other experts that the module calls. Clients retry some errors of an expert, and must not retry these.
             raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
 
@@ -288,9 +270,7 @@ class WeightUpdates:
         mini_batches: GradientAccumulators,
         graphs: GraphCache,
     ) -> None:
-        self.stepper = stepper
-        self.idempotency = idempotency
-        self.mini_batches = mini_batches
+        self.stepper, self.idempotency, self.mini_batches = stepper, idempotency, mini_batches
         self.graphs = graphs
         self.check_permit: Callable[[], None] = lambda: None
         self._effects = effects
@@ -300,16 +280,16 @@ class WeightUpdates:
         self.check_permit = check
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """The parameters that require a gradient now, because layers can be frozen at any time."""
+        # Read for every batch, because layers can be frozen at any time.
         return [p for p in self._effects.parameters() if p.requires_grad] if self.stepper.trains else []
 
     def check_mini_batch(self, task: Task, parameters: Sequence[nn.Parameter], *, replaying: bool) -> None:
         client, mini_batch = owner = task.owner
         # A replay repeats requests that the table can already know as committed.
         if not replaying and self.idempotency.step_of("commit", *owner) is not None:
-            raise CommitError(f"mini-batch {mini_batch!r} of client {client!r} was committed; start a new one")
+            raise errors.CommitError(f"mini-batch {mini_batch!r} of client {client!r} was committed; start a new one")
         if self.idempotency.step_of("dropped", *owner) is not None:
-            raise CommitError(
+            raise errors.CommitError(
                 f"mini-batch {mini_batch!r} of client {client!r} was dropped: it was discarded, nothing was added to "
                 "it for too long, its connection ended, or the weights were replaced. Start a new one"
             )
@@ -327,7 +307,7 @@ class WeightUpdates:
             self.stepper.log("dropped", [Task((), 1, client=owner[0], mini_batch=owner[1])])
 
     def forget_pending(self) -> None:
-        """Drop everything that was computed for the old weights, after others were loaded. The journal knows of it."""
+        # All of it was computed for the old weights. The journal already knows of the load.
         for owner, accumulator in self.mini_batches.items():
             self.idempotency.drop_mini_batch(*owner, accumulator.principal)
         self.mini_batches.clear()
@@ -343,7 +323,6 @@ class WeightUpdates:
     def commit(
         self, tasks: Sequence[Task], accumulator: GradientAccumulator, results: list[Results], copies: KeyedResults
     ) -> list[Results]:
-        """One optimizer step with the sum of a mini-batch, which passed the guards."""
         owner = tasks[0].owner
         self.check_permit()
         # Closed before the step: a sum must not be applied twice, even if the optimizer raises.
@@ -365,7 +344,7 @@ class WeightUpdates:
 
 
 def copy_keyed_results(tasks: Sequence[Task], results: Sequence[Results]) -> KeyedResults:
-    """Copies of the results of all tasks with a key, made early, so that storing them cannot fail after the step."""
+    # Copied before the step, so that storing the results cannot fail after it.
     pairs = zip(tasks, results, strict=True)
     return [(task, [tensor.clone() for tensor in tensors]) for task, tensors in pairs if task.key is not None]
 
@@ -409,9 +388,7 @@ class BatchExecutor:
     """Forward, backward and commit of one expert, each under the expert's lock."""
 
     def __init__(self, name: str, module: FlatModule, guards: Guards, updates: WeightUpdates) -> None:
-        self.name = name
-        self.module = module
-        self.updates = updates
+        self.name, self.module, self.updates = name, module, updates
         self.stepper, self.graphs, self.mini_batches = updates.stepper, updates.graphs, updates.mini_batches
         # Held for a whole batch, and before the locks of idempotency table and journal. Reentrant, because `backward`
         # holds it around `_answer_tasks`, and an overridden ``apply_gradients`` can ask for the expert's state.
@@ -437,7 +414,7 @@ class BatchExecutor:
         with self.lock:
             self.updates.drop_expired_sums()
             answers = self._answer_tasks(tasks, self._try_backward)
-            self.refused.update("gradient" for answer in answers if isinstance(answer, GradientError))
+            self.refused.update("gradient" for answer in answers if isinstance(answer, errors.GradientError))
             return answers
 
     def commit(self, tasks: Sequence[Task]) -> list[Answer]:
@@ -446,7 +423,7 @@ class BatchExecutor:
             self.updates.drop_expired_sums()
             answers = self._answer_tasks(tasks, self._try_commit)
             for task, answer in zip(tasks, answers, strict=True):
-                if isinstance(answer, GradientError):
+                if isinstance(answer, errors.GradientError):
                     self.refused["gradient"] += 1
                     self.updates.drop_sum(task.owner)
                     # The caller gets this error, so the name can be used again: the sum cannot be continued by mistake.
@@ -454,19 +431,17 @@ class BatchExecutor:
             return answers
 
     def redo(self, kind: RequestKind, tasks: Sequence[Task], seed: int, branch: str = "") -> None:
-        """Run a batch again as it was logged, in one attempt. Its exceptions pass through."""
         with self.lock, self.stepper.replaying(branch):
             self._replay_seed = seed
             try:
                 with on_device(self.module.effects.device), self._module_mode(tasks):
                     (self._try_backward if kind == "backward" else self._try_commit)(tasks)()
             except TaskFault as fault:
-                raise next(iter(fault.errors.values())) from fault
+                raise next(iter(fault.by_task.values())) from fault
             finally:
                 self._replay_seed = None
 
     def saved_counts(self) -> dict[str, int | str]:
-        """The part of a state that is neither module, optimizer nor schedule. Under the lock."""
         return {
             "steps": self.stepper.steps,
             "seed": self.module.effects.seed,
@@ -476,7 +451,6 @@ class BatchExecutor:
         }
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """Continue from `saved_counts`, after other weights were loaded. Under the lock."""
         self.forward_batches = counts["forward_batches"]
         self.module.effects.change_seed(counts["seed"])
         self.updates.forget_pending()
@@ -489,7 +463,7 @@ class BatchExecutor:
             self.retried_batches += failures
             for task, answer in zip(tasks, answers, strict=True):
                 if isinstance(answer, BaseException) and _is_device_lost(answer, device):
-                    raise DeviceLostError(
+                    raise errors.DeviceLostError(
                         f"a GPU failed in expert {self.name!r}, in a task of client {task.client!r} or an earlier one: "
                         f"{str(answer).partition(chr(10))[0]}. This process cannot use that GPU again: restart it, and "
                         "experts continue from their checkpoints. If an index can be out of range, declare its range: "
@@ -574,13 +548,13 @@ class BatchExecutor:
         return partial(self.updates.commit, tasks, accumulator, results, copy_keyed_results(tasks, results))
 
     def _raise_output_faults(self, tasks: Sequence[Task]) -> None:
-        """Raise `TaskFault` for tasks with output gradients that fail the guards, if any. A sum can overflow alone."""
+        # Checked task by task only after the sum over all failed, because a sum can also overflow alone.
         first = len(self.module.call.specs)
         faults = {task: self._guards.output_fault(task.tensors[first:]) for task in tasks}
         text = "a task for expert {!r} was rejected: {}; nothing was changed"
-        errors = {t: GradientError(text.format(self.name, fault)) for t, fault in faults.items() if fault}
-        if errors:
-            raise TaskFault(errors)
+        rejected = {t: errors.GradientError(text.format(self.name, fault)) for t, fault in faults.items() if fault}
+        if rejected:
+            raise TaskFault(rejected)
 
     def _backward_inputs(
         self, tasks: Sequence[Task], trained: list[nn.Parameter]

@@ -54,8 +54,6 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class EncodedCheckpoint:
-    """A copy of an expert as bytes."""
-
     uid: str
     step: int
     data: bytes | memoryview = field(repr=False)
@@ -72,26 +70,20 @@ class CheckpointLock(Protocol):
 
 
 @runtime_checkable
-class CheckpointStorage(Protocol):
-    """The storage that a server saves its experts in and restores them from, e.g. `CheckpointStore`. Thread-safe.
+class CheckpointStore(Protocol):
+    """The storage that a server saves its experts in and restores them from. Thread-safe."""
 
-    `encode` and `write` are two calls, because the state is copied under the expert's lock and written without it.
-    """
-
+    # `encode` and `write` are two calls, because the state is copied under the expert's lock and written without it.
     def lock(self, uid: str, *, shared: bool = False) -> CheckpointLock:
         """Lock the checkpoints of an expert, ``shared`` among its replicas. Raises ``CheckpointError`` if locked."""
         ...
 
     def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
-        """A copy of ``state`` (a state dict) and ``extra`` (such as idempotency keys), between two steps.
-
-        Raises ``UsageError`` that lists every value that cannot be stored.
-        """
+        """A copy of ``state`` (a state dict) and ``extra`` (such as idempotency keys). Raises ``UsageError``."""
         ...
 
     def write(self, encoded: EncodedCheckpoint) -> object:
         """Make a checkpoint durable before this returns. Raises ``CheckpointError``; then the previous one is."""
-        ...
 
     def load_newest(self, uid: str) -> Checkpoint | None:
         """The newest whole checkpoint, on the CPU. None without any. Raises ``CheckpointError`` if all are damaged."""
@@ -103,17 +95,16 @@ class CheckpointStorage(Protocol):
 
 
 class Disk:
-    """The operations of a file system that a checkpoint needs. A crash can follow each of them.
-
-    They rely on POSIX semantics as file systems implement them: Pillai et al., "All File Systems Are Not Created Equal"
-    (OSDI 2014). Every method raises ``OSError``. Files have mode 0600, folders 0700.
-    """
+    """The operations of a file system that a checkpoint needs. A crash can follow each of them."""
 
     def make_folder(self, folder: Path) -> None:
         folder.mkdir(0o700, exist_ok=True)
 
     def is_folder(self, folder: Path) -> bool:
         return folder.is_dir()
+
+    def is_writable(self, folder: Path) -> bool:
+        return os.access(folder, os.R_OK | os.W_OK | os.X_OK)
 
     def names(self, folder: Path) -> list[str]:
         with suppress(FileNotFoundError):
@@ -124,18 +115,19 @@ class Disk:
         return path.read_bytes()
 
     def write(self, path: Path, data: bytes | memoryview) -> None:
-        """Create a file. When this returns, its data is on the disk, but its name is not yet."""
+        # When this returns, the data is on the disk, but the name is not yet.
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a file, atomically for readers. The new name is on the disk after `sync`."""
+        # Atomic for readers. The new name is on the disk after `sync`.
         os.rename(old, new)
 
     def sync(self, folder: Path) -> None:
-        """Return when all creations, renames and removals in ``folder`` are on the disk."""
+        # When this returns, all creations, renames and removals in the folder are on the disk. That is POSIX as file
+        # systems implement it: Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014).
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -174,8 +166,6 @@ def folder_name(uid: str) -> str:
 
 
 class FolderLock:
-    """A lock on the folder of one expert; see `CheckpointStore.lock`."""
-
     def __init__(self, uid: str, folder: Path, make_folder: Callable[[Path], None], shared: bool) -> None:
         self._uid, self._folder, self._make_folder = uid, folder, make_folder
         self._kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
@@ -220,11 +210,11 @@ class FolderLock:
             self._handle = None
 
 
-class CheckpointStore:
-    """A `CheckpointStorage` in a folder: the ``keep`` newest checkpoints of any number of experts. Thread-safe.
+class FolderCheckpointStore:
+    """A `CheckpointStore` in a folder: the ``keep`` newest checkpoints of any number of experts. Thread-safe.
 
     It removes only files that it wrote, or found when it last loaded. Files of another server stay. Creates ``root`` if
-    it is missing. Raises ``UsageError`` if ``keep`` is not positive.
+    it is missing. Raises ``UsageError`` if ``keep`` is not positive, ``CheckpointError`` if ``root`` is not writable.
     """
 
     def __init__(self, root: str | Path, *, keep: int = 3, disk: Disk | None = None) -> None:
@@ -236,17 +226,26 @@ class CheckpointStore:
         self._locks: dict[str, threading.Lock] = {}
         self._removable: dict[str, set[str]] = {}  # by expert: names of files
         self._warned: set[str] = set()  # experts for which the log says that the disk is too small
-        if not self._disk.is_folder(self.root):
-            self._make_folder(self.root)
+        # Here, because the first save can come only after many steps.
+        why = "it is read-only for this user"
+        try:
+            if not self._disk.is_folder(self.root):
+                self._make_folder(self.root)
+            is_writable = self._disk.is_writable(self.root)
+        except OSError as error:
+            is_writable, why = False, str(error)
+        if not is_writable:
+            raise CheckpointError(
+                f"checkpoints cannot be saved in {self.root}: {why}. Give another folder, or make this one writable "
+                f"for user {os.getuid()}"
+            )
 
     def lock(self, uid: str, *, shared: bool = False) -> FolderLock:
-        """Lock the folder until `FolderLock.release` or the end of the process. The error names the holder."""
         lock = FolderLock(uid, self._folder(uid), self._make_folder, shared)
         lock.hold()
         return lock
 
     def save(self, uid: str, state: Any, step: int, extra: Any = None) -> Path:
-        """`encode` and `write` in one call."""
         return self.write(self.encode(uid, state, step, extra))
 
     def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
@@ -259,6 +258,7 @@ class CheckpointStore:
         folder = self._folder(encoded.uid)
         with self._locks.setdefault(encoded.uid, threading.Lock()):
             try:
+                # Files that another server wrote later are not in it, and stay.
                 self._removable.setdefault(encoded.uid, set(self._names(folder)))
                 path = self._publish(encoded, folder)
             except OSError as error:
@@ -294,8 +294,7 @@ class CheckpointStore:
                 except (OSError, DamagedError) as error:
                     faults.append(f"{name}: {error}")
                     continue
-                place = str(folder / name)
-                return Checkpoint(uid, value["step"], value["state"], value["extra"], place, tuple(faults))
+                return Checkpoint(uid, value["step"], value["state"], value["extra"], str(folder / name), tuple(faults))
             before, names = names, self._names(folder)
             if names == before:  # otherwise another server replaced the files during the loop
                 raise CheckpointError(join_faults(f"no checkpoint of expert {uid!r} in {folder} can be read:", faults))
@@ -321,6 +320,7 @@ class CheckpointStore:
         final = folder / f"{serial:012d}-{encoded.step:012d}-{_hash_bytes(encoded.data)}.safetensors"
         try:
             self._write_draft(draft, encoded, folder)
+            # The rename is the moment at which the new checkpoint exists. Its data is on the disk by now.
             self._disk.rename(draft, final)
         except OSError:
             with suppress(OSError):  # the first error is the one to raise
@@ -331,7 +331,6 @@ class CheckpointStore:
         return final
 
     def _write_draft(self, draft: Path, encoded: EncodedCheckpoint, folder: Path) -> None:
-        """Write a draft. On a full disk, remove older checkpoints one by one until it fits."""
         old: list[str] | None = None
         while True:
             try:
@@ -360,7 +359,7 @@ class CheckpointStore:
         return []
 
     def _make_folder(self, folder: Path) -> None:
-        """Create a folder and its parents durably. An existing folder is synced too: its creator can have crashed."""
+        # An existing folder is synced too, because its creator can have crashed before it did.
         if not self._disk.is_folder(folder.parent):
             self._make_folder(folder.parent)
         self._disk.make_folder(folder)

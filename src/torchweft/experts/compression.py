@@ -56,12 +56,10 @@ class Policy:
                 object.__setattr__(self, role, compression)
 
     def choose(self, role: Role, count: int) -> list[Compression]:
-        """The compression of each of ``count`` tensors of this kind."""
         return [getattr(self, role)] * count
 
 
 def packed_bytes(how: Compression, dtype: torch.dtype, shape: Sequence[int]) -> int | None:
-    """The size of such a tensor when compressed, or ``None`` if it would not get smaller."""
     numbers = math.prod(shape)
     raw = numbers * dtype.itemsize
     if how is Compression.NONE:
@@ -113,7 +111,6 @@ def _scale_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def _quantize_rows(reals: Tensor) -> list[Tensor] | None:
-    """One scale per row, and the codes. ``None`` if the absmax of a row is not finite."""
     kind = _scale_type(reals.dtype)
     table = reals.to(kind).reshape(math.prod(reals.shape[:-1]), -1)
     absmax = table.abs().amax(dim=1, keepdim=True)  # a NaN or Inf anywhere makes it NaN or Inf

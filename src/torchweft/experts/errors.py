@@ -7,9 +7,8 @@
     ├── DirectoryError                       a directory of experts cannot be read or changed
     └── CheckpointError                      it cannot be written, or none of the existing ones can be read
 
-A tensor that does not match the schema raises `SpecError`, as everywhere. Errors of the user's own module keep their
-type in the process that runs it, with a note that names the expert and the client. Most of these are the same class
-on both sides of a connection; `weft.experts.wire.service` assigns each a number.
+Errors of the user's own module keep their type in the process that runs it, with a note that names the expert and the
+client. Most of these are the same class on both sides of a connection, see `weft.experts.wire.service`.
 """
 
 from collections.abc import Mapping
@@ -161,8 +160,7 @@ class WireError(WeftError, ValueError):
 
     def __init__(self, message: str, *, reason: str = "unspecified", call_id: int | None = None) -> None:
         super().__init__(message)
-        self.reason = reason
-        self.call_id = call_id
+        self.reason, self.call_id = reason, call_id
 
 
 class MalformedError(WireError):

@@ -10,6 +10,7 @@ The two kinds of task and the schemas are hivemind's. Beyond it: a fault of one 
 backward with a key steps once however often it is sent, and the log of the batches replays to the same bytes.
 """
 
+import inspect
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchweft.core.errors import UsageError
-from torchweft.core.validation import Validator, is_number
+from torchweft.core.validation import Validator, is_number, suggest
 from torchweft.experts.batch_executor import BatchExecutor, FlatModule, WeightUpdates
 from torchweft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards
 from torchweft.experts.graph_cache import GraphBudget, GraphCache
@@ -48,7 +49,6 @@ class ExpertBackend:
     """Any ``nn.Module`` with its optimizer and its task pools.
 
     Args:
-        name: its name for clients, in errors and in statistics.
         module: in the mode (train or eval) and on the device in which it is to be served; hivemind's ``expert=``.
         optimizer: an optimizer, or a function that makes one of a list of all parameters (it is fused if possible), or
             None: then backward returns the gradients of the inputs and changes nothing; hivemind's ``opt=``.
@@ -60,11 +60,10 @@ class ExpertBackend:
         outputs_schema: the same for the outputs. Inferred by a dummy run on zeros, or compared with it.
         schedule: a learning-rate schedule, or a function that makes one of the optimizer; stepped after every step.
         clip_grad_norm: the L2 norm to which the gradients of all parameters are scaled down before a step.
-        guards: limits beyond which gradients are rejected; see `Guards`.
-        idempotency: bounds of the table of idempotency keys; see `IdempotencyOptions`.
-        mini_batches: bounds of the sums of gradients that are open for `commit`; see `AccumulationOptions`.
-        keep_graphs: keep graph and inputs of forwards with a key for their backward; see `GraphBudget`.
-        journal: logs every batch that counts, for `weft.experts.journal`.
+        guards: limits beyond which gradients are rejected.
+        idempotency, mini_batches: bounds of the idempotency keys, and of the sums of gradients open for `commit`.
+        keep_graphs: keep graph and inputs of forwards with a key for their backward.
+        journal: logs every batch that counts.
         pool_options: the fields of `PoolOptions`.
 
     Raises ``UsageError`` that lists every invalid argument, and ``SpecError`` if the outputs do not fit. Exceptions of
@@ -143,25 +142,22 @@ class ExpertBackend:
 
     @property
     def journal(self) -> Journal | None:
-        """The log of its batches, or None."""
         return self._stepper.journal
 
     @property
     def pools(self) -> tuple[TaskPool, TaskPool, TaskPool]:
-        """Forward, backward and commit pool, for a runtime."""
         return (self.forward_pool, self.backward_pool, self.commit_pool)
 
     def get_pools(self) -> tuple[TaskPool, TaskPool]:
         """The forward and the backward pool.
 
         A forward task has the flat inputs (args, then kwargs) and gets the flat outputs. A backward task has these
-        inputs and one gradient per flat output. It steps, and gets one gradient per flat input, zeros for an input
-        without any.
+        inputs and one gradient per flat output, and gets one gradient per flat input, zeros for an input without any.
         """
         return (self.forward_pool, self.backward_pool)
 
     def kept_inputs(self, client: str | None, key: str) -> list[Tensor] | None:
-        """The flat inputs of the forward of this client and key, if ``keep_graphs`` kept them. For any thread."""
+        """The flat inputs of the forward of this client and key, if they were kept. For any thread."""
         return self.executor.graphs.find_inputs(client, key)
 
     def commit(
@@ -186,11 +182,8 @@ class ExpertBackend:
             sums.discard(owner, client if principal is None else principal)
 
     def apply_gradients(self) -> None:
-        """One step, with the gradients in ``.grad``: clip, optimizer, schedule. Can be overridden.
-
-        Called in the runtime's thread, after the parameters' post-accumulate hooks. Its exceptions reach the clients as
-        a `StepError`, and nothing is tried again.
-        """
+        """One step, with the gradients in ``.grad``: clip, optimizer, schedule. Can be overridden."""
+        # In the runtime's thread. Errors reach the clients as a `StepError`, and nothing is tried again.
         if self.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
         if self.optimizer is not None:
@@ -203,7 +196,6 @@ class ExpertBackend:
             self.apply_gradients()  # looked up at every step, because users can assign it
 
     def observe(self, observer: WorkObserver | None) -> None:
-        """Report every batch and every optimizer step to this observer, or to none."""
         self._observer = observer
         for pool in self.pools:
             pool.observe(observer)
@@ -214,7 +206,6 @@ class ExpertBackend:
         return call.pack([replace(spec, requires_grad=False).empty(batch) for spec in call.specs])
 
     def get_info(self) -> dict[str, Any]:
-        """Description for clients: nested schemas with TensorSpec as leaves, names of keywords, steps, limits."""
         args, kwargs = self.executor.module.call.tree
         return {
             "name": self.name,
@@ -232,11 +223,7 @@ class ExpertBackend:
             return copy_state(self.module, self.optimizer, self.schedule, self.executor.saved_counts())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`. Open mini-batches and kept graphs are dropped.
-
-        Raises ``UsageError`` for a state of another kind of expert. Exceptions of module and optimizer pass through.
-        After either, nothing has changed.
-        """
+        """Continue from a `state_dict`, without open mini-batches and kept graphs. An error changes nothing."""
         check_state(self.name, state, self.optimizer, self.schedule)
         with self.executor.lock:
             load_parts(self.module, self.optimizer, self.schedule, state)
@@ -276,10 +263,7 @@ class ExpertBackend:
 def _check_arguments(
     check: Validator, name: Any, module: Any, optimizer: Any, options: dict[str, Any], pool_options: Iterable[str]
 ) -> None:
-    """Note arguments that are missing or of a wrong type, and unknown options of a pool."""
-    check.require(
-        isinstance(name, str) and name != "", f"name is {name!r}, wanted a non-empty str that clients can use"
-    )
+    check.require(isinstance(name, str) and name != "", f"name is {name!r}, wanted a non-empty str for clients")
     check.instance("module", module, nn.Module, "a torch.nn.Module")
     if isinstance(module, nn.Module):
         named = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
@@ -299,4 +283,10 @@ def _check_arguments(
     kinds = (Guards, IdempotencyOptions, AccumulationOptions, GraphBudget, Journal)
     for (option, value), kind in zip(options.items(), kinds, strict=True):
         check.instance(option, value, kind, f"a {kind.__name__}", optional=True)
-    check.known(pool_options, [option.name for option in fields(PoolOptions)], "ExpertBackend")
+    known = [*inspect.signature(ExpertBackend).parameters, *(option.name for option in fields(PoolOptions))]
+    known.remove("pool_options")
+    for option in [option for option in pool_options if option not in known]:
+        hint = suggest(option, known) or f"; known are {', '.join(sorted(known))}"
+        if option.startswith("optim_"):
+            hint = "; bind arguments of the optimizer to it: partial(torch.optim.SGD, lr=0.1)"
+        check.add(f"ExpertBackend has no argument {option!r}{hint}")

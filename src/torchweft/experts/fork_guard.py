@@ -19,13 +19,11 @@ from torchweft.core.errors import UsageError
 
 SECONDS = 5.0
 _SUFFIX = "(_run)"  # of the names of gRPC's threads: Thread-7 (_run)
+# In a child: the objects that it must not end. Their destructors would wait as well, so they are never freed.
 _inherited: list[object] = []
-"""In a child: the objects that it must not end. Their destructors would wait as well, so they are never freed."""
 
 
 class ForkGuard:
-    """Remembers the process in which it was made. ``here``: whether this is that process, and not a fork of it."""
-
     def __init__(self) -> None:
         self._process = os.getpid()
 
@@ -73,7 +71,7 @@ class GrpcThreads:
         self._threads: set[threading.Thread] = set()
 
     def stream(self, method: Callable[..., Any], requests: Iterator[Any], **options: Any) -> Any:
-        """Begin a streaming call. It must not wait for its answer, because it holds the lock of all channels."""
+        # The call must not wait for its answer, because this holds the lock of all channels.
         with self._beginning:
             before = set(threading.enumerate())
             try:
@@ -83,7 +81,6 @@ class GrpcThreads:
                 self._threads = {thread for thread in self._threads if thread.is_alive()} | new
 
     def wait(self, seconds: float = SECONDS) -> bool:
-        """Wait until all have ended, and return whether they have. For after the channel is closed."""
         end = time.monotonic() + seconds
         with self._beginning:
             threads = self._threads - {threading.current_thread()}

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torchweft.core.segment import GradientSum
 from torchweft.core.validation import Validator, is_number
 from torchweft.experts.errors import CommitError, GradientError, OverloadError, QuotaError
+from torchweft.experts.graph_cache import strided_parts
 from torchweft.experts.side_effects import TensorSnapshot
 from torchweft.experts.task import CallerStream, Task
-from torchweft.experts.tensors import tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class Guards:
         return not self.finite or math.isfinite(norm(gradients))
 
     def output_fault(self, gradients: Sequence[Tensor]) -> str | None:
-        """The fault of one task's output gradients, in words."""
         if self.finite and not all(map(_is_finite, gradients)):
             return "the gradients of its outputs hold NaN or infinity, wanted finite numbers"
         if self.max_output_norm is not None and not (length := norm(gradients)) <= self.max_output_norm:
@@ -73,7 +72,6 @@ class Guards:
         return None
 
     def check_parameters(self, gradients: Sequence[Tensor]) -> None:
-        """Raise `GradientError` if the gradients of the parameters must not be applied."""
         if not self.finite and self.max_norm is None:
             return
         length, most = norm(gradients), math.inf if self.max_norm is None else self.max_norm
@@ -114,12 +112,11 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _with_norm(tensor: Tensor) -> Tensor:
-    """The same numbers in a dtype that has norms. PyTorch has none for floats of eight bits."""
+    # PyTorch has no norms for floats of eight bits.
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
-Owner = tuple[str | None, str]
-"""Client and name of the mini-batch."""
+Owner = tuple[str | None, str]  # Client and name of the mini-batch
 
 
 @dataclass(frozen=True)
@@ -157,8 +154,6 @@ class AccumulationOptions:
 
 @dataclass
 class GradientAccumulator:
-    """The gradients of these parameters so far. ``touched`` is the time of the last one, which came by ``stream``."""
-
     parameters: list[nn.Parameter]
     total: GradientSum
     principal: str | None
@@ -189,16 +184,14 @@ class GradientAccumulators(dict[Owner, GradientAccumulator]):
     def nbytes(self) -> int:
         # Copies of the lists, because statistics are read without the lock while a batch runs.
         totals = [total for accumulator in list(self.values()) for total in list(accumulator.total.totals)]
-        return sum(tensor_bytes(total) for total in totals if total is not None)
+        return sum(part.nbytes for total in totals if total is not None for part in strided_parts(total))
 
     def check_room(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `OverloadError`, `QuotaError` or `CommitError` if gradients of these parameters cannot be added."""
         if owner in self:
             # By identity: parameters compare element by element.
             if [*map(id, self[owner].parameters)] != [*map(id, parameters)]:
-                raise CommitError(
-                    f"layers were frozen or unfrozen while mini-batch {owner[1]!r} was open; start a new one"
-                )
+                raise CommitError(f"layers were frozen or unfrozen in mini-batch {owner[1]!r}; start a new one")
             return
         if len(self) >= self._options.mini_batches:
             raise OverloadError(
@@ -214,12 +207,11 @@ class GradientAccumulators(dict[Owner, GradientAccumulator]):
             )
 
     def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients, in private memory, to the sum of a task that has passed `check_room`."""
         new = GradientAccumulator(list(parameters), GradientSum(len(parameters)), task.principal)
         self.setdefault(task.owner, new).add(gradients, self._clock(), task.stream)
 
     def forget_sums(self, owners: Iterable[Owner]) -> None:
-        """Drop these without a journal entry, for a replay: the journal that it reads has the entries already."""
+        # Without a journal entry: the journal that a replay reads has the entries already.
         for owner in owners:
             self.pop(owner, None)
 
@@ -230,11 +222,10 @@ class GradientAccumulators(dict[Owner, GradientAccumulator]):
         )
 
     def discard(self, owner: Owner, principal: str | None) -> None:
-        """Drop a mini-batch before the next batch. For any thread: the caller must not wait for a running batch."""
+        # For any thread. The sum is dropped before the next batch, because the caller must not wait for a running one.
         self.discarded[owner] = principal
 
     def expired_owners(self) -> dict[Owner, str | None]:
-        """Owners, with their principals, of sums to be dropped: discarded (reported once), too old, or orphaned."""
         now = self._clock()
         # Emptied item by item, because other threads can add some at the same time.
         expired = dict(self.discarded.popitem() for _ in range(len(self.discarded)))

@@ -1,5 +1,5 @@
-"""Cache from forward to backward: the graph, so that the forward is not run again, and the inputs, so that they need
-not be sent again.
+"""Cache from forward to backward: the graph, so that the forward is not run again, and the inputs, so that they are not
+sent again.
 
     forward  of tasks k1 k2, one batch ──> outputs; their graph is kept, and the inputs of k1 and of k2
     backward of tasks k1 k2, one batch ──> uses that graph, if it is still there
@@ -7,8 +7,7 @@ not be sent again.
     any optimizer step                 ──> drops all graphs, because they belong to older weights. Inputs stay
 
 A graph serves a batch of exactly the tasks that made it, with equal inputs. So the cache pays off for one trainer, for
-several that run in step, or for mini-batches that are committed later. It holds a limited number of bytes for a limited
-time. Beyond that, the oldest entry of the client with the most bytes is dropped.
+several that run in step, or for mini-batches that are committed later.
 """
 
 import time
@@ -25,10 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchweft.core.segment import Tape, version
 from torchweft.core.validation import Validator
 from torchweft.experts.task import Task, split_rows
-from torchweft.experts.tensors import strided_parts
 
-Name = tuple[str | None, str]
-"""A client, and its key."""
+Name = tuple[str | None, str]  # A client, and its key
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,13 @@ class GraphBudget:
             check.seconds("seconds", self.seconds)
 
 
+def strided_parts(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that hold its memory: itself, or the parts of a COO tensor. Empty for other layouts."""
+    if tensor.layout is torch.sparse_coo:  # which does not report its size itself
+        return [tensor._indices(), tensor._values()]
+    return [tensor] if tensor.layout is torch.strided else []
+
+
 @dataclass
 class ForwardGraph:
     """A forward with its graph, for one backward."""
@@ -64,8 +68,6 @@ class ForwardGraph:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Packed:
-    """A saved tensor, and its version at that time."""
-
     tensor: Tensor
     version: int
 
@@ -74,7 +76,6 @@ class _Packed:
         return version(self.tensor) == self.version
 
     def unpack(self) -> Tensor:
-        """The tensor. Raises autograd's error if it was written to."""
         if not self.untouched:
             name = f"{self.tensor.type()} {list(self.tensor.shape)}"
             raise RuntimeError(f"{name}, needed for gradient computation, was modified by an inplace operation")
@@ -83,11 +84,9 @@ class _Packed:
 
 @dataclass
 class SavedTensors:
-    """The tensors that one graph saves. They are counted by storage, because that is the memory that stays alive.
+    """The tensors that one graph saves, by storage, because that is the memory that stays alive."""
 
-    ``ignored``: addresses of storages that are alive anyway.
-    """
-
+    # ``ignored``: addresses of storages that are alive anyway.
     ignored: set[int]
     sizes: dict[int, int] = field(default_factory=dict[int, int])
     packed: "list[weakref.ref[_Packed]]" = field(default_factory=list["weakref.ref[_Packed]"])
@@ -98,13 +97,11 @@ class SavedTensors:
 
     @property
     def untouched(self) -> bool:
-        """Whether no saved tensor was written to. Autograd does not check versions of hooked tensors itself."""
+        # Autograd does not check versions of hooked tensors itself.
         return all([packed is None or packed.untouched for packed in [ref() for ref in self.packed]])
 
     @contextmanager
     def count_tensors(self) -> Generator[None]:
-        """Surrounds the forward that makes the graph."""
-
         def pack(tensor: Tensor) -> _Packed:
             for part in strided_parts(tensor):
                 storage = part.untyped_storage()
@@ -147,18 +144,15 @@ class GraphCache:
         self._by_name: dict[Name, _CacheEntry] = {}
         self._shares: dict[str | None, OrderedDict[_CacheEntry, None]] = {}  # by principal, oldest first
         self._held_bytes: Counter[str | None] = Counter()  # by principal
-        self.nbytes = 0
-        self.used = 0
+        self.nbytes, self.used = 0, 0
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def is_wanted(self, tasks: Sequence[Task]) -> bool:
-        """Whether to keep a forward of these tasks: all of them allow it, and have a key to find it by."""
         return self._budget is not None and all([task.keep and task.key is not None for task in tasks])
 
     def keep_forward(self, tasks: Sequence[Task], graph: ForwardGraph, saved: SavedTensors) -> None:
-        """Keep a graph and its inputs if they fit into the budget. The largest holder's oldest entries make room."""
         self.drop_expired()
         names = _task_names(tasks)
         for name in names:
@@ -186,10 +180,8 @@ class GraphCache:
         self.nbytes += total
 
     def pop_graph(self, tasks: Sequence[Task], parameters: Sequence[Tensor]) -> tuple[ForwardGraph | None, bool]:
-        """Remove and return the graph that exactly these tasks made, if it is intact and leads to these parameters.
-
-        Also whether the tasks hold the very input tensors of that forward, which then need no comparison.
-        """
+        """Remove and return the graph that exactly these tasks made, if it is intact and leads to these parameters."""
+        # Also whether the tasks hold the very input tensors of that forward, which then need no comparison.
         self.drop_expired()
         names = _task_names(tasks)
         entry = self._by_name.get(names[0])
@@ -203,14 +195,12 @@ class GraphCache:
         reached = [] if graph is None else graph.tape.segment.parameters
         if graph is None or [*map(id, reached)] != [*map(id, parameters)] or not entry.saved.untouched:
             return None, False
-        same = [x is kept for task, inputs in pairs for kept, x in zip(inputs, task.tensors, strict=False)]
-        return graph, all(same)
+        return graph, all([x is kept for task, inputs in pairs for kept, x in zip(inputs, task.tensors, strict=False)])
 
     def count_use(self) -> None:
         self.used += 1
 
     def find_inputs(self, client: str | None, key: str) -> list[Tensor] | None:
-        """The flat inputs of the forward of this client and key, if they are kept."""
         # For any thread: each of the two look-ups is atomic under the GIL, and inputs are never written to.
         entry = self._by_name.get((client, key))
         return None if entry is None else entry.inputs.get((client, key))
@@ -220,7 +210,6 @@ class GraphCache:
             self._void_graph(entry)
 
     def drop_expired(self) -> None:
-        """Drop entries that are older than the budget allows."""
         while self._budget is not None and self._all:
             oldest = next(iter(self._all))
             if oldest.born > self._clock() - self._budget.seconds:
@@ -228,7 +217,7 @@ class GraphCache:
             self._drop(oldest)
 
     def _remove_task(self, name: Name) -> None:
-        """Remove one task. A graph that it made with others cannot be used any more."""
+        # A graph that it made with others cannot be used any more.
         if entry := self._by_name.pop(name, None):
             self._void_graph(entry)
             del entry.inputs[name]

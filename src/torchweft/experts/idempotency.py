@@ -13,8 +13,7 @@ bytes. A key beyond that share replaces the principal's own oldest key. A full t
 largest holder as soon as no retry of it is expected any more, and rejects new principals until then. Within these
 bounds no optimizer step is applied twice, even if the network loses or repeats messages.
 
-A key takes 48 bytes in a saved state and about 400 in memory, because requests and principals are stored as digests. A
-saved state contains the newest results, up to `SAVED_RESULT_BYTES`.
+A key takes 48 bytes in a saved state and about 400 in memory, because requests and principals are stored as digests.
 """
 
 import ctypes
@@ -37,11 +36,10 @@ from torchweft.experts.task import Results, Task
 from torchweft.experts.telemetry import IdempotencyStatistics
 
 RequestKind = Literal["backward", "commit"]
-MiniBatch = tuple[str | None, str]
-"""Client and name of a mini-batch."""
+MiniBatch = tuple[str | None, str]  # Client and name of a mini-batch
 
+# Bound of the results in a saved state. Exactly-once only needs keys and steps, and states are saved often.
 SAVED_RESULT_BYTES = 1_000_000
-"""Bound of the results in a saved state. Exactly-once only needs keys and steps, and states are saved often."""
 _RESULT_OVERHEAD = 512  # bytes of a result in a file, in addition to its tensors
 
 # Packed bytes, because 100,000 tuples would take several times the memory, and a state is a plain join of the rows.
@@ -91,8 +89,7 @@ class IdempotencyOptions:
 
 @dataclass(slots=True)
 class _Share:
-    """Keys of one principal, each with the time until which a retry is expected, and results. Oldest first."""
-
+    # Each with the time until which a retry is expected, oldest first.
     keys: "OrderedDict[bytes, float]" = field(default_factory=OrderedDict["bytes", float])
     results: "OrderedDict[bytes, Results]" = field(default_factory=OrderedDict["bytes", Results])
     result_bytes: int = 0
@@ -126,15 +123,10 @@ class IdempotencyTable:
         # Entries that a saved state must not contain, because they belong to no step yet: uncommitted requests with
         # their mini-batch, and dropped mini-batches (None).
         self._unsaved: dict[bytes, MiniBatch | None] = {}
-        self._result_bytes = 0
-        self._next_expiry = 0.0
-        self._repeated = 0
+        self._result_bytes, self._next_expiry, self._repeated = 0, 0.0, 0
 
     def begin(self, kind: RequestKind, task: Task) -> Task | Results | None:
-        """Return the running task, a copy of the stored result, or None for a new request, which is registered.
-
-        Raises `KeyReusedError`, `ResultEvictedError`, and `OverloadError` if the table is full.
-        """
+        """Return the running task, a copy of the stored result, or None for a new request, which is registered."""
         # A pool computes the checksums before it takes its lock, which it holds now.
         digest, fingerprint = _request_digest(kind, task), task.checksums or task.fingerprint()
         with self._lock:
@@ -165,7 +157,7 @@ class IdempotencyTable:
             return [tensor.clone() for tensor in result]
 
     def abandon(self, kind: RequestKind, task: Task) -> None:
-        """Unregister a task that has failed. A recorded result stays."""
+        # Only unregisters the task: a recorded result stays.
         digest = _request_digest(kind, task)
         with self._lock:
             # A retry can have registered another task under the same key in the meantime.
@@ -173,12 +165,10 @@ class IdempotencyTable:
                 del self._running[digest]
 
     def record(self, kind: RequestKind, task: Task, result: Results, step: int) -> None:
-        """Store the result of an applied request. It is part of ``step``, or with a mini-batch of no step yet.
-
-        Takes ownership of ``result``. This must not fail, so checksums and copies are made before the step.
-        """
+        """Store the result of an applied request. Takes ownership of ``result``, and must not fail."""
         digest, principal = _request_digest(kind, task), _principal_digest(task)
         with self._lock:
+            # With a mini-batch it is part of no step yet: a saved state leaves it out until the commit.
             self._insert(digest, principal, step, task.checksums or task.fingerprint())
             if kind == "backward" and task.mini_batch is not None:
                 self._unsaved[digest] = (task.client, task.mini_batch)
@@ -188,16 +178,12 @@ class IdempotencyTable:
             self._store(digest, principal, result, expires_at)
 
     def step_of(self, kind: RequestKind | Literal["dropped"], client: str | None, key: str) -> int | None:
-        """The optimizer step that contains a request; None if it is not known as applied.
-
-        With kind "dropped": not None if the mini-batch of that name was dropped.
-        """
+        """The optimizer step that contains a request, or None. "dropped" asks whether the mini-batch was dropped."""
         with self._lock:
             entry = self._entry(_digest((kind, client, key)))
             return None if entry is None else entry[1]
 
     def commit_mini_batch(self, client: str | None, mini_batch: str, step: int) -> None:
-        """Mark the requests accumulated in a mini-batch as part of optimizer step ``step``."""
         with self._lock:
             for digest in self._requests_of(client, mini_batch):
                 principal, _, *rest = _VALUE.unpack(self._applied[digest])
@@ -205,13 +191,13 @@ class IdempotencyTable:
                 del self._unsaved[digest]
 
     def forget_mini_batch(self, client: str | None, mini_batch: str) -> None:
-        """Forget the requests of a mini-batch after its gradient sum was lost, so that retries run again."""
+        # Its sum was lost, so retries of its requests must run again.
         with self._lock:
             for digest in self._requests_of(client, mini_batch):
                 self._forget(digest)
 
     def drop_mini_batch(self, client: str | None, mini_batch: str, principal: str | None) -> None:
-        """Forget a mini-batch except its name. If it were continued, a commit would apply only a part of it."""
+        # All except its name. If it were continued, a commit would apply only a part of it.
         self.forget_mini_batch(client, mini_batch)
         with self._lock:
             digest = _digest(("dropped", client, mini_batch))
@@ -219,11 +205,9 @@ class IdempotencyTable:
             self._unsaved[digest] = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All entries that are part of a step, to be saved with the weights.
-
-        ``keys``: uint8 of shape (number of keys, 48), oldest first. ``results``: the newest results as tuples of the
-        digest in hex, the seconds for which it is still expected, and its tensors. ``now``: the clock of the keys.
-        """
+        """All entries that are part of a step, to be saved with the weights."""
+        # ``keys``: uint8 of shape (number of keys, 48), oldest first. ``results``: the newest results as tuples of the
+        # digest in hex, the seconds for which it is still expected, and its tensors. ``now``: the clock of the keys.
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
@@ -254,7 +238,6 @@ class IdempotencyTable:
         return build_state
 
     def load_state_dict(self, state: Any) -> None:
-        """Replace all entries except dropped mini-batches. Raises ``UsageError`` if ``state`` is invalid."""
         try:
             keys, now = state["keys"], float(state["now"])
             if keys.dtype != torch.uint8 or keys.ndim != 2 or keys.shape[1] != _ROW.size:
@@ -285,10 +268,8 @@ class IdempotencyTable:
     def statistics(self) -> IdempotencyStatistics:
         with self._lock:
             self._expire(at_once=True)
-            results = sum(len(share.results) for share in self._shares.values())
-            return IdempotencyStatistics(
-                len(self._running), len(self._applied), results, self._result_bytes, self._repeated
-            )
+            keys, results = len(self._applied), sum(len(share.results) for share in self._shares.values())
+            return IdempotencyStatistics(len(self._running), keys, results, self._result_bytes, self._repeated)
 
     # The methods below are called with the lock held.
 
@@ -296,7 +277,6 @@ class IdempotencyTable:
         return self._clock() + self._offset
 
     def _entry(self, digest: bytes) -> tuple[bytes, int, int, float] | None:
-        """Principal, step, fingerprint and time of a key; None if it is unknown or too old."""
         value = _VALUE.unpack(self._applied[digest]) if digest in self._applied else None
         return None if value is None or value[3] <= self._now() - self.options.max_age else value
 
@@ -318,7 +298,7 @@ class IdempotencyTable:
         self._expire()
 
     def _choose_victim(self, own: _Share | None) -> bytes | None:
-        """The key that a full table forgets for a new key of a principal with the share ``own``; None: no key."""
+        # For a new key of a principal with the share ``own``.
         largest = max(self._shares.values(), key=lambda share: len(share.keys))
         oldest, expected_until = next(iter(largest.keys.items()))
         if expected_until <= self._now():
@@ -334,7 +314,7 @@ class IdempotencyTable:
             self._result_bytes -= largest.evict_result(next(iter(largest.results)))
 
     def _expire(self, *, at_once: bool = False) -> None:
-        """Forget old keys and evict old results. Only now and then, because `_entry` hides old keys anyway."""
+        # Only now and then, because `_entry` hides old keys anyway.
         now = self._now()
         if now < self._next_expiry and not at_once:
             return
@@ -370,7 +350,7 @@ class IdempotencyTable:
 
 
 def _read_shares(rows: torch.Tensor, applied: dict[bytes, bytes], max_result_age: float) -> dict[bytes, _Share]:
-    """The share of each principal. ``rows``: saved keys, uint8 of shape (keys, 48). ``applied``: the same as a dict."""
+    # ``rows``: saved keys, uint8 of shape (keys, 48). ``applied``: the same as a dict.
     principals = rows.view(torch.int64).numpy()[:, 2]
     # The sort is stable, so that within each group the oldest key stays first, as eviction expects.
     order = principals.argsort(kind="stable")
@@ -389,7 +369,7 @@ def _bytes_of(result: Results) -> int:
 
 
 def _request_digest(kind: RequestKind, task: Task) -> bytes:
-    """The identity of a request. It includes the client, so that no client can reach results of another."""
+    # With the client, so that no client can reach results of another.
     return _digest((kind, task.client, task.key))
 
 

@@ -4,16 +4,12 @@
 
 The weights depend only on the backward batches: their tensors, their order and their random seeds (see
 `weft.experts.side_effects`). So this log and one state suffice to compute all later states; `weft.experts.replay` does
-that. A batch that was taken apart is logged in the parts that finally ran. Tensors are not logged: a `Listener` can
-store them.
+that. Tensors are not logged: a `Listener` can store them.
 
     1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 are abandoned
 
 Both runs contain a state of step 5, so step numbers do not identify a state. The batches between two loads form a
-branch with a random name. Entries and saved states carry that name.
-
-A crash can tear the last line, and the next opening cuts it off. A full disk can also tear a line; it is removed at
-once. Lines are read as untrusted data and are validated by pydantic.
+branch with a random name. Entries and saved states carry that name. Lines are read as untrusted data.
 """
 
 import json
@@ -62,10 +58,9 @@ class Entry:
     """One logged event: a batch that counted (``backward``, ``commit``), or a change of state without a batch.
 
     ``restored``: a state was loaded. ``dropped``: the sum of a mini-batch was discarded, refused or too old. ``step``
-    and ``batch`` count optimizer steps and backward batches after the entry, like ``steps`` and ``backward_batches`` of
-    a ``state_dict``. ``threads``: intra-op threads. ``failed``: the optimizer raised, so that later batches cannot be
-    replayed. ``evaluation``: the module ran as after ``eval()``. ``branch``: see `weft.experts.journal`. ``terms``:
-    backward batches in the sum of a ``commit``.
+    and ``batch`` count optimizer steps and backward batches after the entry. ``threads``: intra-op threads. ``failed``:
+    the optimizer raised, so that later batches cannot be replayed. ``evaluation``: the module ran as after ``eval()``.
+    ``branch``: see `weft.experts.journal`. ``terms``: backward batches in the sum of a ``commit``.
 
     Example:
         >>> from torchweft.experts import Entry, Member
@@ -89,17 +84,14 @@ class Entry:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The position in the log of its branch: ``step`` and ``batch``."""
         return (self.step, self.batch)
 
     def to_json(self) -> str:
-        """One line, without the fields that have their default values."""
         defaults = {field.name: field.default for field in fields(self)}
         return json.dumps({name: value for name, value in asdict(self).items() if value != defaults[name]})
 
     @staticmethod
     def from_json(line: str) -> "Entry":
-        """The inverse of `to_json`. Raises ``UsageError`` that lists every fault of an invalid line."""
         # Imported here because a process that only writes journals does not need pydantic.
         from pydantic import ValidationError  # noqa: PLC0415
 
@@ -159,34 +151,29 @@ def _remove_torn_line(path: Path) -> None:
             file.truncate(size - len(tail))
 
 
+# Called with every batch and its tasks, in the runtime's thread: the place to store their tensors.
 Listener = Callable[[Entry, Sequence[Task]], None]
-"""Called with every batch and its tasks, in the runtime's thread: the place to store their tensors."""
 
 
 class Journal(AbstractContextManager["Journal"]):
     """Appends all batches of one expert to the file ``path``, and calls ``listener``. Thread-safe.
 
-    The lines do not contain the expert's name. Close the journal after the runtime, or use it as a context manager.
+    A context manager.
 
     Args:
         path: the log file. Its mode is 0600.
-        listener: called with every batch.
         max_file_bytes: the size at which ``path`` is renamed to ``path.1``, that file to ``path.2`` and so on. None:
             never.
         max_files: the number of files to keep. Older ones are removed.
 
-    Raises ``UsageError`` that lists every invalid option, or if the file is not a journal. Also raises the errors of
-    opening the file.
+    Raises ``UsageError`` for invalid options and for a file that is not a journal, and the errors of opening it.
 
     Example:
         >>> import pathlib, tempfile
         >>> journal = weft.experts.Journal(pathlib.Path(tempfile.mkdtemp(), "ffn.0.journal"))
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
         >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, journal=journal)
-        >>> with weft.Runtime([expert]), journal:
-        ...     gradients = expert.get_pools()[1].submit_task(torch.ones(4, 8), torch.ones(4, 8)).result(10)
-        >>> [(entry.kind, entry.step, entry.members[0].rows) for entry in journal.entries()]
-        [('backward', 1, 4)]
+        >>> journal.close()  # after the runtime
     """
 
     def __init__(
@@ -206,17 +193,15 @@ class Journal(AbstractContextManager["Journal"]):
             _remove_torn_line(self._path)
         self._file = _open_for_append(self._path)
         self._restored_line = ""  # written with the next entry, so that unused loads leave no trace in the file
-        self._owner: str | None = None
+        self._expert: str | None = None
         self._lock = threading.Lock()
 
-    def own(self, name: str) -> None:
-        """Bind the journal to the expert ``name``. Raises ``UsageError`` if it is bound to another expert."""
+    def bind_to(self, name: str) -> None:
+        """Make this the journal of the expert ``name``. Raises ``UsageError`` if it is that of another expert."""
         with self._lock:
-            if self._owner not in (None, name):
-                raise UsageError(
-                    f"expert {name!r} was given the journal of expert {self._owner!r}; give each its own journal"
-                )
-            self._owner = name
+            if self._expert not in (None, name):
+                raise UsageError(f"expert {name!r} has the journal of expert {self._expert!r}; give each its own")
+            self._expert = name
 
     def write(self, entry: Entry, tasks: Sequence[Task]) -> None:
         """Log a batch that has been applied. An error of the disk or the listener does not undo the batch."""
@@ -231,17 +216,12 @@ class Journal(AbstractContextManager["Journal"]):
                 self._listener(entry, tasks)
 
     def restored(self, step: int, batch: int, branch: str = "") -> None:
-        """Note that a state was loaded, or with ``(0, 0)`` that the expert is new. Later entries are abandoned.
-
-        ``branch``: the branch of the loaded state. `entries` takes the load into account at once, the file only with
-        its next entry.
-        """
+        """Note that a state of ``branch`` was loaded, or with ``(0, 0)`` that the expert is new."""
         mark = Entry("restored", step, 0, None, (), torch.get_num_threads(), batch=batch, branch=branch)
         with self._lock:
             self._restored_line = mark.to_json() + "\n"
 
     def entries(self) -> list[Entry]:
-        """The entries in all files that led to the current state; see `read_journal`."""
         with self._lock:
             return read_journal([*journal_lines(self._path), self._restored_line])
 
@@ -253,7 +233,7 @@ class Journal(AbstractContextManager["Journal"]):
         self.close()
 
     def _append(self, lines: bytes) -> None:
-        """Write all of ``lines``. If that raises, remove the part that was written."""
+        # A line that was written in part, e.g. on a full disk, is removed at once: later lines must not follow it.
         end = self._file.seek(0, os.SEEK_END)
         if self._max_bytes is not None and end and end + len(lines) > self._max_bytes:
             self._rotate()
@@ -266,7 +246,7 @@ class Journal(AbstractContextManager["Journal"]):
             raise
 
     def _rotate(self) -> None:
-        """Start a new file. If that raises, the journal continues in the current file."""
+        # If this raises, the journal continues in the current file.
         os.fsync(self._file.fileno())  # a reader accepts a torn line only at the end of the newest file
         for number in range(self._max_files - 2, -1, -1):
             if (old := _numbered_path(self._path, number)).exists():
@@ -294,8 +274,7 @@ def journal_lines(path: "str | PathLike[str]") -> Generator[str]:
 def read_journal(lines: Iterable[str]) -> list[Entry]:
     """The entries that led to the last one, in order. ``lines``: see `journal_lines`.
 
-    Entries that a loaded state abandoned are left out, and so is a last line that a crash tore. Raises ``UsageError``
-    for any other invalid line.
+    Leaves out a last line that a crash tore. Raises ``UsageError`` for any other invalid line.
 
     Example:
         >>> from torchweft.experts import Entry, Member
@@ -317,7 +296,7 @@ class _Node(NamedTuple):
 
 
 def _select_lineage(entries: Iterable[Entry]) -> list[Entry]:
-    """The chain of entries that ends with the last one: each load continues from the node that it restored."""
+    # The chain that ends with the last entry: each load continues from the node that it restored.
     last: _Node | None = None
     nodes: dict[tuple[tuple[int, int], str], _Node] = {}
     for entry in entries:

@@ -16,19 +16,19 @@ from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.journal import Entry, Member
 from torchweft.experts.task import Task
 
+# Loads the tensors of a task: its flat inputs and gradients, as they were submitted.
 Fetch = Callable[[Member], Sequence[Tensor]]
-"""Loads the tensors of a task: its flat inputs and gradients, as they were submitted."""
 
 
 def replay(backend: ExpertBackend, entries: Iterable[Entry], fetch: Fetch) -> int:
-    """Run logged batches on a backend in the state before the first of them. Return the number of batches that ran.
+    """Run logged batches on a backend in the state before the first of them. Returns the number of batches that ran.
 
     After a ``state_dict``, replay the entries whose ``place`` is beyond its ``(steps, backward_batches)``. Rounding
     depends on the number of intra-op threads, which is logged, and on machine and PyTorch, which the caller provides.
     Nothing else can use the backend during the replay.
 
-    Raises `ReplayError` if an entry does not fit the backend, such as a mini-batch that began before its state. Also
-    raises the errors of module and optimizer. The batches before the failed one stay applied.
+    Raises `ReplayError` if an entry does not fit the backend, and the errors of module and optimizer. The batches
+    before the failed one stay applied.
 
     Example:
         >>> from torchweft.experts import Entry, Member, replay
@@ -77,7 +77,6 @@ def _rebuild_task(backend: ExpertBackend, entry: Entry, member: Member, fetch: F
 
 
 def _check_entry(backend: ExpertBackend, entry: Entry) -> None:
-    """Raise `ReplayError` that lists every difference between the backend and the state before this batch."""
     takes_step = entry.kind == "commit" or (
         entry.kind == "backward" and entry.mini_batch is None and backend.optimizer is not None
     )

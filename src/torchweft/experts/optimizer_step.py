@@ -3,10 +3,6 @@
 gradients ── private ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
                                  '────────raises──> StepError                    in every case
 
-A fused step is one kernel over all parameters, and takes a tenth of the time. But PyTorch rejects complex parameters
-and sparse gradients only within the step, when some weights have changed already. So complex parameters are never
-fused, and at the first sparse gradient the optimizer continues unfused, before it changes anything.
-
 ``loss.backward()`` copies gradients where needed before it puts them into ``.grad``. `torch.autograd.grad`, which does
 not touch ``.grad``, does not copy:
 
@@ -33,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchweft.core.errors import UsageError
-from torchweft.core.validation import Validator
+from torchweft.core.validation import Validator, suggest
 from torchweft.experts.errors import StepError
 from torchweft.experts.journal import Entry, Journal, Member
 from torchweft.experts.task import Task
@@ -42,7 +38,6 @@ from torchweft.experts.task import Task
 def private_gradients(
     parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], shared_storages: set[int]
 ) -> list[Tensor | None]:
-    """The gradients, each in memory of its own and in the layout of its parameter."""
     seen, private = set(shared_storages), list[Tensor | None]()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.layout is not torch.strided:
@@ -56,7 +51,6 @@ def private_gradients(
 
 
 def match_layout(parameter: Tensor, tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """``tensor``, or a copy in the memory layout of ``parameter`` if the layouts differ or ``copy`` is set."""
     if not copy and has_same_layout(parameter, tensor):
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
@@ -70,10 +64,10 @@ def has_same_layout(parameter: Tensor, gradient: Tensor) -> bool:
     return gradient.stride() == dense.stride()
 
 
+# An optimizer, or a function that makes one for a list of parameters.
 OptimizerLike = Optimizer | Callable[..., Optimizer]
-"""An optimizer, or a function that makes one for a list of parameters."""
+# A schedule, or a function that makes one for an optimizer.
 ScheduleLike = LRScheduler | Callable[[Optimizer], LRScheduler]
-"""A schedule, or a function that makes one for an optimizer."""
 
 
 def make_stepping(
@@ -84,11 +78,12 @@ def make_stepping(
     *,
     without_arguments: bool,
 ) -> tuple[Optimizer | None, LRScheduler | None]:
-    """An optimizer of these parameters and its schedule. Raises ``UsageError`` that lists why they can never step.
-
-    ``without_arguments``: both are stepped without any. Only an overridden ``apply_gradients`` can pass some.
-    """
+    """An optimizer of these parameters and its schedule. Raises ``UsageError`` that lists why they can never step."""
     trainable = [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
+    with Validator(f"expert {name!r} cannot be made") as check:
+        for word, factory in (("optimizer", optimizer), ("schedule", schedule)):
+            if factory is not None and not isinstance(factory, Optimizer | LRScheduler):
+                check.add(*_factory_fault(word, factory))
     made = None if optimizer is None else make_optimizer(optimizer, trainable)
     made_schedule = make_schedule(schedule, made)
     with Validator(f"expert {name!r} cannot take steps") as check:
@@ -96,6 +91,7 @@ def make_stepping(
         if made is not None and not any(id(p) in own for group in made.param_groups for p in group["params"]):
             check.add("optimizer has none of the module's parameters; make it of module.parameters()")
         for word, part in (("optimizer", made), ("schedule", made_schedule)):
+            # Only an overridden ``apply_gradients`` can pass arguments to a step.
             if part is None or not without_arguments:
                 continue
             # Read from the class, because schedules wrap the method of the instance.
@@ -110,8 +106,22 @@ def make_stepping(
     return made, made_schedule
 
 
+def _factory_fault(word: str, factory: Callable[..., Any]) -> list[str]:
+    bound: partial[Any] = cast("partial[Any]", factory) if isinstance(factory, partial) else partial(factory)
+    with suppress(ValueError):  # raised for a function that has no signature
+        signature = inspect.signature(bound.func)
+        try:
+            signature.bind(*bound.args, None, **bound.keywords)
+        except TypeError as error:
+            known = list(signature.parameters)
+            hint = "".join(suggest(key, known) for key in bound.keywords if key not in known)
+            function: Any = bound.func
+            called = getattr(function, "__name__", repr(function))
+            return [f"{word} cannot be made by {called}: {error}; its arguments are {', '.join(known)}{hint}"]
+    return []
+
+
 def make_optimizer(optimizer: OptimizerLike, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """``optimizer``, or the one that a factory makes for these parameters. Raises ``UsageError`` for others."""
     if isinstance(optimizer, Optimizer):
         return optimizer
     # Fused kernels walk raw memory of real numbers, so all parameters must be dense.
@@ -135,7 +145,6 @@ def make_optimizer(optimizer: OptimizerLike, parameters: Sequence[nn.Parameter])
 
 
 def make_schedule(schedule: ScheduleLike | None, optimizer: Optimizer | None) -> LRScheduler | None:
-    """``schedule``, or the one that a factory makes for this optimizer. Raises ``UsageError``."""
     if schedule is None:
         return None
     if optimizer is None:
@@ -149,9 +158,9 @@ def make_schedule(schedule: ScheduleLike | None, optimizer: Optimizer | None) ->
 
 
 def _unfuse_on_demand(optimizer: Optimizer) -> None:
-    """Switch to the unfused step before the fused one would fail: at a sparse gradient, and if some parameters have
-    momentum and others do not yet. Both kinds have the same states."""
-
+    # A fused step is one kernel over all parameters, and takes a tenth of the time. But PyTorch rejects sparse
+    # gradients, and parameters of which only some have momentum, within the step, when some weights have changed
+    # already.
     def before_step(*_: object) -> None:
         for group in optimizer.param_groups:
             stepped = [p for p in group["params"] if p.grad is not None] if group.get("fused") else []
@@ -165,7 +174,6 @@ def _unfuse_on_demand(optimizer: Optimizer) -> None:
 
 
 def _accepts_fused(factory: Callable[..., Optimizer]) -> bool:
-    """Whether a factory has a keyword ``fused`` that is not bound yet."""
     if isinstance(factory, partial) and "fused" in factory.keywords:
         return False
     with suppress(TypeError, ValueError):
@@ -174,21 +182,16 @@ def _accepts_fused(factory: Callable[..., Optimizer]) -> bool:
 
 
 class OptimizerStep:
-    """Steps of one expert and their log. Guarded by the expert's lock.
-
-    ``backward_batches`` counts those that were applied. ``branch`` names the history that led to these weights.
-    """
+    """Steps of one expert and their log. Guarded by the expert's lock. ``branch`` names their history."""
 
     def __init__(self, name: str, apply: Callable[[], None] | None, journal: Journal | None) -> None:
         self.steps = self.backward_batches = 0
         self.branch = self._next_branch = ""
         self.journal_failures = 0
         self.trains = apply is not None
-        self.journal = journal
-        self._name = name
-        self._apply = apply
+        self.journal, self._name, self._apply = journal, name, apply
         if journal is not None:
-            journal.own(name)
+            journal.bind_to(name)
         self.resume_from(0, 0, "")
 
     def step(
@@ -198,12 +201,10 @@ class OptimizerStep:
         gradients: Sequence[Tensor | None],
         shared_storages: set[int],
     ) -> None:
-        """One optimizer step. Raises `StepError` if the optimizer or a hook does, and then does not count it.
-
-        ``every`` holds all parameters of the module, ``parameters`` those with these ``gradients``. ``shared_storages``
-        are addresses of memory that must not be written to, because others continue to use it.
-        """
-        # The optimizer can hold parameters that are frozen now. A gradient that was left on them would be applied.
+        """One optimizer step. Raises `StepError`, and does not count it, if the optimizer or a hook raises."""
+        # ``every`` parameter of the module, because frozen ones can hold a gradient too. ``shared_storages`` are
+        # addresses of memory that must not be written to: others continue to use it. The optimizer can hold parameters
+        # that are frozen now. A gradient that was left on them would be applied.
         for parameter in every:
             parameter.grad = None
         try:
@@ -229,7 +230,6 @@ class OptimizerStep:
         self.steps += 1
 
     def resume_from(self, steps: int, batches: int, branch: str) -> None:
-        """Continue after so many steps and backward batches, the last of ``branch``, on a new branch."""
         self.steps, self.backward_batches = steps, batches
         self.branch, self._next_branch = branch, token_hex(8)
         if self.journal is not None:
@@ -237,7 +237,6 @@ class OptimizerStep:
 
     @contextmanager
     def replaying(self, branch: str) -> Generator[None]:
-        """Batches within this block are repetitions of batches of ``branch``."""
         self._next_branch = branch
         try:
             yield
@@ -253,10 +252,7 @@ class OptimizerStep:
         failed: bool = False,
         terms: int = 0,
     ) -> None:
-        """Count a batch, and write it, or a dropped mini-batch, into the journal. ``terms``: of the sum of a commit.
-
-        Failures are counted and not raised, because a full disk must not make a step look as if it had failed.
-        """
+        """Count a batch, and write it, or a dropped mini-batch, into the journal. ``terms``: of the sum of a commit."""
         self.backward_batches += kind == "backward"
         if failed:
             # A failed commit can change the weights, but changes no count. Only the branch tells the states apart.
@@ -269,6 +265,7 @@ class OptimizerStep:
         try:
             self.journal.write(Entry(kind, self.steps, seed, tasks[0].mini_batch, members, *more), tasks)
         except Exception:
+            # Not raised, because a full disk must not make a step look as if it had failed.
             self.journal_failures += 1
 
 
@@ -280,7 +277,6 @@ _COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
 def copy_state(
     module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, counts: Mapping[str, int | str]
 ) -> dict[str, Any]:
-    """A copy of the state of an expert with these parts."""
     state: dict[str, Any] = {"module": module.state_dict(), **counts}
     for name, part in {"optimizer": optimizer, "schedule": schedule}.items():
         state[name] = None if part is None else part.state_dict()
@@ -289,7 +285,6 @@ def copy_state(
 
 
 def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
-    """Raise ``UsageError`` that lists why this is not a state of the expert of this name, with these parts."""
     fields = {"module", "branch", *_COUNTS, *_CLASS_KEYS, *_CLASS_KEYS.values()}
     with Validator(f"this is not a state of expert {name!r}") as check:
         check.add(*(f"{key!r} is missing" for key in sorted(fields - state.keys())))

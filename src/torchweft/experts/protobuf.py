@@ -3,8 +3,7 @@
     experts.proto ── protoc ──> experts.binpb ── here, at import ──> message classes
 
 Generated Python code would be the usual way, but it runs with only two major versions of protobuf. A descriptor set is
-protobuf's own format, which all versions read. Each ``.proto`` names the command that makes its set, and a test
-compares the two.
+protobuf's own format, which all versions read.
 """
 
 from functools import cache
@@ -16,10 +15,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 @cache
 def load_messages(package: str, name: str, raw: str = "") -> dict[str, Any]:
-    """The message classes of ``name``.binpb in a package, by their names in the ``.proto``.
-
-    ``raw``: messages of this field, such as "Call.tensors", are left as bytes. They are the same on the wire.
-    """
+    """The message classes of ``name``.binpb in a package, by their names in the ``.proto``."""
+    # ``raw``: messages of this field, such as "Call.tensors", are left as bytes. They are the same on the wire.
     described = cast("Any", descriptor_pb2.FileDescriptorSet)()
     described.ParseFromString((files(package) / f"{name}.binpb").read_bytes())
     # Not the default pool, in which names of other users of protobuf could collide with these.

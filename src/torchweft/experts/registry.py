@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchweft.core.errors import UsageError
 from torchweft.core.spec import TensorSpec
-from torchweft.core.validation import Validator
+from torchweft.core.validation import Validator, suggest
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.optimizer_step import OptimizerLike
 
@@ -38,7 +38,6 @@ class ExpertFactory:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def backend(self, name: str, optimizer: OptimizerLike | None = None, **options: Any) -> ExpertBackend:
-        """An expert with this name. ``options`` of `ExpertBackend` override those of the factory."""
         defaults = {"args_schema": self.args_schema, "kwargs_schema": self.kwargs_schema, **self.options}
         return ExpertBackend(name, self.module, optimizer, **{**defaults, **options})
 
@@ -76,13 +75,17 @@ def make_expert(kind: str, **arguments: Any) -> ExpertFactory:
         torch.Size([4, 8])
     """
     if kind not in _kinds:
-        raise UsageError(f"there is no kind of expert called {kind!r}; known are {', '.join(expert_kinds())}")
+        known = ", ".join(expert_kinds())
+        raise UsageError(f"there is no kind of expert called {kind!r}; known are {known}{suggest(kind, _kinds)}")
     make = _kinds[kind]
     signature = inspect.signature(make)
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise UsageError(f"an expert of kind {kind!r} is made by {kind}{signature}, but {error}") from None
+        # `bind` reports a missing argument before a misspelt one, which is often the reason.
+        unknown = [name for name in arguments if name not in signature.parameters]
+        why = f"it has no argument {unknown[0]!r}{suggest(unknown[0], signature.parameters)}" if unknown else error
+        raise UsageError(f"an expert of kind {kind!r} is made by {kind}{signature}, but {why}") from None
     return make(**arguments)
 
 

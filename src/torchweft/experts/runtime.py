@@ -5,8 +5,7 @@
     pool of expert 2, forward   ── empty            ┘
 
 A thread per pool would be simpler, but a device runs one batch at a time anyway, and threads would only compete for it
-and for the GIL. Other threads check and queue tasks while a batch runs. The thread ends with its ``with`` block, unless
-a module hangs, which `Runtime.shutdown` reports.
+and for the GIL. Other threads check and queue tasks while a batch runs.
 
 Lock order: the state of a runtime before the locks of its pools. Pools call `Runtime.wake_for` without theirs.
 """
@@ -28,20 +27,13 @@ _GRACE = 30.0  # seconds that the end of a ``with`` block leaves for accepted ta
 
 
 class Runtime:
-    """Works on the batches of pools, or of all pools of experts.
-
-    Args:
-        served: pools and experts. More can be added and removed at any time.
-        name: name of the thread and in statistics, usually the device.
+    """Works on the batches of pools, or of all pools of experts. ``name``: usually the device.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
         >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)
-        >>> forward, backward = expert.get_pools()
         >>> with weft.Runtime([expert]):
-        ...     (y,) = forward.submit_task(torch.randn(4, 8)).result(10)
-        >>> y.shape
-        torch.Size([4, 8])
+        ...     (y,) = expert.get_pools()[0].submit_task(torch.randn(4, 8)).result(10)
     """
 
     def __init__(self, served: Iterable[ExpertBackend | TaskPool] = (), *, name: str = "cpu") -> None:
@@ -76,8 +68,7 @@ class Runtime:
     def remove(self, *served: ExpertBackend | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Close these pools, wait until their accepted tasks are done (with ``drain``), and forget them.
 
-        Tasks that are not done after ``timeout`` seconds fail with `ClosedError`. A running batch is left to finish.
-        Returns whether none of their batches runs any more. Raises ``UsageError`` for a pool that is not here.
+        Tasks that are not done in time fail with `ClosedError`. Returns whether all their batches have ended.
         """
         pools = list(dict.fromkeys(_pools_of(served)))
         with self._state:
@@ -96,11 +87,11 @@ class Runtime:
         # Released last: as long as they were in `_pools`, this thread could have taken one more batch.
         for pool in claimed:
             pool.assign_runtime(None)
+        # A list, so that each pool is waited for, even after one that is not idle in time.
         return all([pool.wait_until_idle(max(0.0, end - time.monotonic())) for pool in claimed])
 
     def start(self) -> None:
-        """Start the thread. Raises ``UsageError`` if it runs already, or another running runtime has one of the
-        pools."""
+        """Start the thread. Raises ``UsageError`` if it runs, or another running runtime has one of the pools."""
         with self._state:
             if self._thread is not None:
                 raise UsageError(f"runtime {self.name!r} was started already; shut it down first")
@@ -117,8 +108,7 @@ class Runtime:
     def shutdown(self, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Reject new tasks, finish accepted ones (with ``drain``), and end the thread. Can be called again.
 
-        Tasks that are not done after ``timeout`` seconds fail with `ClosedError`. Returns False if a batch still runs
-        then, because a module cannot be stopped from outside.
+        Tasks that are not done in time fail with `ClosedError`. Returns False if a batch still runs then.
         """
         if threading.current_thread() is self._thread:
             raise UsageError(f"runtime {self.name!r} cannot be shut down from its own thread, which it would wait for")
@@ -140,8 +130,8 @@ class Runtime:
         return True
 
     def wake_for(self, pool: TaskPool) -> None:
-        """A task has arrived in ``pool``. For any thread."""
         with self._state:
+            # Another runtime's pool can call this while it moves, so it must be one of ours.
             if pool in self._pools:
                 self._active[pool] = None
                 self._state.notify()
@@ -166,6 +156,7 @@ class Runtime:
 
     def _close_pools(self, pools: Sequence[TaskPool], reason: str, end: float) -> None:
         """Reject new tasks, wait until ``end`` for accepted ones if a thread works on them, and fail the rest."""
+        # All are closed before the first wait, so that the wait for one does not let tasks into the others.
         for pool in pools:
             pool.close_pool(reason)
         for pool in pools:
@@ -174,19 +165,16 @@ class Runtime:
             pool.fail_waiting()
 
     def _claim_pools(self, pools: Sequence[TaskPool]) -> None:
-        """Become the only runtime of these pools, or raise if another one works on any of them."""
         with _claiming:
-            others = [(pool.name, pool.runtime.name) for pool in pools if pool.runtime not in (None, self)]
+            owners = [(pool.name, pool.runtime) for pool in pools]
+            others = [(pool, owner.name) for pool, owner in owners if owner is not None and owner is not self]
             if others:
                 listed = ", ".join(f"{pool!r} is in runtime {runtime!r}" for pool, runtime in others)
-                raise UsageError(
-                    f"runtime {self.name!r} cannot work on pools of another: {listed}; remove them there first"
-                )
+                raise UsageError(f"runtime {self.name!r} cannot take pools of others: {listed}; remove them there")
             for pool in pools:
                 pool.assign_runtime(self)
 
     def _run_batches(self) -> None:
-        """Thread main loop."""
         try:
             while (pool := self._next_pool()) is not None:
                 start = time.monotonic()

@@ -6,8 +6,8 @@
     flat inputs of a backward task            [x, m, gradient of y]
 
 Everything inside works on flat tensors with the batch as axis 0. `FlatSchema.check` is the edge: tensors that pass can
-be concatenated with all others that passed, if the free axes agree (`FlatSchema.batch_key`). Checking later, when the
-batch is joined, would let one malformed task fail all of them. Schemas are hivemind's idea.
+be concatenated with all others that passed, if the free axes agree. Checking later, when the batch is joined, would let
+one malformed task fail all of them. Schemas are hivemind's idea.
 """
 
 import cmath
@@ -35,7 +35,6 @@ class Column:
     casts: bool = False
 
     def faults(self, tensor: Any) -> list[str]:
-        """Every mismatch between a tensor and this column, in words."""
         if not isinstance(tensor, Tensor):
             return [f"{self.name} is of type {type(tensor).__name__}, wanted a tensor ({self.spec})"]
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
@@ -70,7 +69,6 @@ class FlatSchema:
         self.free = [(i, axis) for i, axis, size in shapes if axis and size is None]
 
     def check(self, tensors: Sequence[Any], where: str) -> int:
-        """The number of rows of these tensors, or 1 without any. Raises a ``SpecError`` that lists every mismatch."""
         # All faults are collected only after a first pass has failed, because nearly all tasks are valid.
         if len(tensors) == len(self.columns):
             rows = [0 if c.faults(x) else x.shape[0] for c, x in zip(self.columns, tensors, strict=True)] or [1]
@@ -79,7 +77,6 @@ class FlatSchema:
         raise SpecError(join_faults(f"{where} does not take these tensors:", self._list_faults(tensors)))
 
     def batch_key(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """The sizes of all free axes except the batch. Tasks share a batch only if these are equal."""
         return tuple([tensors[i].shape[axis] for i, axis in self.free])
 
     def _list_faults(self, tensors: Sequence[Any]) -> list[str]:
@@ -98,11 +95,9 @@ class FlatSchema:
 
 
 class NestedSchema:
-    """A nested value with specs in place of tensors. Other leaves are constants, which are never sent.
+    """A nested value with specs in place of tensors. Other leaves are constants, which are never sent."""
 
-    ``sample_rows``: the rows of the sample tensors that it was made of, if all had the same number.
-    """
-
+    # ``sample_rows``: the rows of the sample tensors that it was made of, if all had the same number.
     def __init__(self, tree: Any, root: str, names: Sequence[str] = (), sample_rows: int | None = None) -> None:
         self.tree, self.root = tree, root
         self.leaves, self.structure = flatten(tree)
@@ -118,7 +113,6 @@ class NestedSchema:
         self._single = isinstance(tree, TensorSpec)  # like the outputs of most modules
 
     def pack(self, tensors: Sequence[Any]) -> Any:
-        """The flat tensors, nested, with the constants among them."""
         if self._positional:  # like most calls; saves some microseconds of each
             return (tuple(tensors), {})
         if self._single:
@@ -134,7 +128,6 @@ class NestedSchema:
         return [Column(f"{prefix}{c.name}", c.spec, casts and _can_have_gradient(c.spec)) for c in self._columns]
 
     def constant_faults(self, leaves: Sequence[Any]) -> list[str]:
-        """Leaves of a value of this structure that differ from the constants, in words."""
         return [
             f"{name} is {_short_repr(leaves[place])}, wanted {_short_repr(leaf)}: a leaf that is not a tensor must be "
             "the same in every call. Return it as a tensor with one row per sample, or not at all"
@@ -166,10 +159,7 @@ class NestedSchema:
 
 
 def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
-    """The schemas of a call as one nest ``(args, kwargs)``. Raises ``UsageError`` that lists every fault.
-
-    If no spec has ``requires_grad``, all tensors of a floating or complex dtype get a gradient. Otherwise only those.
-    """
+    """The schemas of a call as one nest ``(args, kwargs)``. Raises ``UsageError`` that lists every fault."""
     if args is None and kwargs is None:
         raise UsageError(
             f"expert {name!r} has neither args_schema nor kwargs_schema: give a tuple (or dict) of TensorSpec, one for "
@@ -183,6 +173,7 @@ def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
     names = [*structure_paths(flatten(tree[0])[1], "args"), *structure_paths(flatten(tree[1])[1], "kwargs")]
     nest = NestedSchema(tree, "call", names)
     _check_batch_axis(f"the schemas of expert {name!r} cannot be used", nest)
+    # If no spec says ``requires_grad``, every tensor that can have a gradient gets one.
     explicit = any(spec.requires_grad for spec in nest.specs)
     specs = [replace(s, requires_grad=_can_have_gradient(s) and (s.requires_grad or not explicit)) for s in nest.specs]
     rows = {len(leaf) for leaf in flatten(samples)[0] if isinstance(leaf, Tensor)} - {0}
@@ -190,10 +181,8 @@ def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
 
 
 def check_ranges(name: str, call: NestedSchema, module: nn.Module, device: torch.device) -> None:
-    """Raise ``UsageError`` for integers without a range if an expert has embeddings on a GPU.
-
-    An index out of range fails an assertion on the device, after which no expert of the process can use it.
-    """
+    """Raise ``UsageError`` for integers without a range if an expert has embeddings on a GPU."""
+    # An index out of range fails an assertion on the device, after which no expert of the process can use it.
     looks_up = any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in module.modules())
     integers = [c for c in call.columns() if not _can_have_gradient(c.spec) and c.spec.dtype is not torch.bool]
     free = [column.name for column in integers if column.spec.values is None]
@@ -205,14 +194,12 @@ def check_ranges(name: str, call: NestedSchema, module: nn.Module, device: torch
 
 
 def output_schema(name: str, outputs: Any) -> NestedSchema:
-    """A schema of outputs as a nest. Raises ``UsageError`` that lists every fault."""
     nest = NestedSchema(_as_specs(outputs), "output")
     _check_batch_axis(f"the outputs_schema of expert {name!r} cannot be used", nest)
     return nest
 
 
 def _check_batch_axis(title: str, nest: NestedSchema) -> None:
-    """Raise ``UsageError`` that lists the specs without a free axis 0."""
     with Validator(title) as check:
         check.require(bool(nest.specs), "they hold no tensor, wanted at least one TensorSpec")
         for name, spec in zip(nest.names, nest.specs, strict=True):
@@ -243,8 +230,6 @@ def _can_have_gradient(spec: TensorSpec) -> bool:
 
 
 def _as_specs(tree: Any, batch_axis: int | None = 0) -> Any:
-    """The tree with specs in place of tensors."""
-
     def as_spec(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             raise SpecError("a nested tensor has no spec: use dense tensors, padded, and a tensor of their lengths")
@@ -260,10 +245,8 @@ _SIZES = [(3, 3), (4, 16), (2, 64)]  # rows and all other free axes; even ones f
 def infer_outputs(
     name: str, call: NestedSchema, outputs_schema: Any, device: torch.device, run: Callable[[list[Tensor]], Any]
 ) -> NestedSchema:
-    """The schema of the outputs: ``run`` on zeros, compared with the user's ``outputs_schema`` unless that is None.
-
-    An axis is free if it follows a free axis of the inputs. Raises ``SpecError``. Errors of the module pass through.
-    """
+    """The schema of the outputs: ``run`` on zeros, compared with the user's ``outputs_schema`` unless that is None."""
+    # An axis is free if it follows a free axis of the inputs.
     rows, first, other = _dummy_outputs(name, call, device, run)
     with Validator(f"axis 0 of all outputs of expert {name!r} must be the batch", SpecError) as check:
         for path, spec in zip(first.names, first.specs, strict=True):

@@ -27,32 +27,18 @@ from torchweft.experts.wire.frame import CODES
 
 _FORMAT = "torchweft-1"
 _ALIGNMENT = 64  # bytes, of the tensors' memory in the file
-_NAMED = {  # dtypes that safetensors can name; others that travel are stored as bytes
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.complex64: "C64",
+# Dtypes that safetensors can name. Others that travel are stored as bytes.
+_NAMED: dict[torch.dtype, str] = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.bool: "BOOL"},
+    **{torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"},
+    **{torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"},
 }
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 def serialize(value: Any) -> memoryview:
-    """The bytes of a safetensors file with a copy of this value.
-
-    Its tensors must not be written to during the call. Raises ``UsageError`` that lists all parts it cannot store.
-    """
+    """The bytes of a safetensors file with a copy of this value. Raises ``UsageError`` that lists other types."""
     encoder = _Encoder()
     tree = encoder.encode(value, "")
     if encoder.faults:
@@ -86,7 +72,7 @@ def serialize(value: Any) -> memoryview:
 
 
 def deserialize(data: bytes | bytearray | memoryview) -> Any:
-    """The value that `serialize` was given, its tensors on the CPU. Raises ``DamagedError`` for any other bytes."""
+    """The inverse of `serialize`, with tensors on the CPU. Raises ``DamagedError`` for any other bytes."""
     data = bytes(data)
     try:
         size = int.from_bytes(data[:8], "little")
@@ -103,15 +89,12 @@ def deserialize(data: bytes | bytearray | memoryview) -> Any:
 
 
 class _Encoder:
-    """Collects the tensors of a value, and the parts that cannot be stored."""
-
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.faults: list[str] = []
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str) -> Any:
-        """``value`` as JSON, in which tensors are names."""
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path.removeprefix("/") or "tensor")
         # The exact type: an instance of a subclass would come back as its base class, without any error.
@@ -127,9 +110,7 @@ class _Encoder:
         if kind is OrderedDict:
             versions = self.encode(dict(getattr(value, "_metadata", {})), f"{path}@")
             return {"ordered": self._encode_items(value.items(), path), "versions": versions}
-        self.faults.append(
-            f"{path.removeprefix('/') or 'the value'}, which is of type {kind.__module__}.{kind.__qualname__}"
-        )
+        self.faults.append(f"{path.removeprefix('/') or 'the value'}, of type {kind.__module__}.{kind.__qualname__}")
         return None
 
     def _encode_items(self, items: Iterable[tuple[Any, Any]], path: str) -> list[list[Any]]:
@@ -155,7 +136,6 @@ class _Encoder:
 
 
 def _decode(node: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `_Encoder.encode`."""
     if not isinstance(node, dict):
         return node
     fields = cast("dict[str, Any]", node)

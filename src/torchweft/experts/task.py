@@ -7,8 +7,8 @@
     batch key (any length 7)    a b d ────┐  oldest head first
     batch key (any length 9)    c e   ────┴──> next_batch(): a b d as one batch, then c e
 
-A single future per task would do, if clients never repeated a request that is still running. Such a repetition joins
-the task as one more waiter. Nothing here locks: the pool calls all of it under its own lock.
+One future per task would do, if clients never repeated a request that is still running. Such a repetition joins the
+task as one more waiter. Nothing here locks: the pool calls all of it under its own lock.
 """
 
 import ctypes
@@ -25,14 +25,11 @@ import torch
 from torch import Tensor
 
 Results = list[Tensor]
-Answer = Results | BaseException
-"""The flat results of a task, or the error for its sender."""
+Answer = Results | BaseException  # The flat results of a task, or the error for its sender
 
-BatchKey = tuple[Hashable, ...]
-"""Tasks share a batch only if this is equal."""
+BatchKey = tuple[Hashable, ...]  # Tasks share a batch only if this is equal
 
-REPEATED = "+"
-"""Separates the key of a forward from the suffix that distinguishes its backwards."""
+REPEATED = "+"  # Separates the key of a forward from the suffix that distinguishes its backwards
 
 _next_number = count().__next__
 
@@ -70,14 +67,11 @@ class Task:
 
     @property
     def owner(self) -> tuple[str | None, str]:
-        """Client and name of its mini-batch."""
         return (self.client, self.mini_batch or "")
 
     def fingerprint(self) -> int:
-        """Checksums of everything that a retry has to repeat: mode, mini-batch and shapes, and payload.
-
-        The first call reads the whole payload, so make it in the thread that submits the task.
-        """
+        """Checksums of everything that a retry has to repeat: mode, mini-batch and shapes, and payload."""
+        # Reads the whole payload, so the first call belongs into the thread that submits the task.
         if not self.checksums:
             shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in self.tensors]
             form = crc32(repr((self.mini_batch, self.evaluation, shapes)).encode("utf-8", "backslashreplace"))
@@ -103,7 +97,7 @@ class Task:
         return future
 
     def has_waiters(self) -> bool:
-        """Whether a waiter is left. Removes cancelled ones."""
+        # Cancelled waiters are removed on the way.
         for waiter in [waiter for waiter in self.waiters if waiter.cancelled()]:
             self.waiters.remove(waiter)
             # Without this, `concurrent.futures.wait` continues to wait for a cancelled future.
@@ -112,7 +106,7 @@ class Task:
         return bool(self.waiters)
 
     def start(self) -> bool:
-        """Whether a waiter is left. If so, the task cannot be cancelled from now on."""
+        """Return whether a waiter is left. If so, the task cannot be cancelled from now on."""
         self.waiters = [waiter for waiter in self.waiters if _set_running(waiter)]
         self.started = bool(self.waiters)
         return self.started
@@ -147,7 +141,6 @@ class Waiter(Future[Results]):
 
 
 def answer_waiters(waiters: Sequence["Future[Results]"], result: Answer) -> None:
-    """Set the result of all futures that were not cancelled."""
     for waiter in waiters:
         if not waiter.running() and not _set_running(waiter):
             continue
@@ -160,8 +153,8 @@ def answer_waiters(waiters: Sequence["Future[Results]"], result: Answer) -> None
 
 
 def split_rows(batch: Sequence[Tensor], rows: Sequence[int]) -> list[Results]:
-    """The results of every task: views of its own rows."""
     if len(rows) == 1:
+        # A copy of the list, because its receiver can change it.
         return [list(batch)]
     parts: list[Sequence[Tensor]] = [torch.split(tensor, list(rows)) for tensor in batch]
     return [[part[place] for part in parts] for place in range(len(rows))]
@@ -203,9 +196,7 @@ class BatchQueue:
     or it belongs to a mini-batch. ``count`` tasks and ``rows`` wait now."""
 
     def __init__(self, min_rows: int, max_rows: int, timeout: float) -> None:
-        self._timeout = timeout
-        self._min_rows = min_rows
-        self._max_rows = max_rows
+        self._timeout, self._min_rows, self._max_rows = timeout, min_rows, max_rows
         self._groups: dict[BatchKey, _Group] = {}
         self.count = self.rows = 0
 
@@ -222,7 +213,6 @@ class BatchQueue:
         self.count += 1
 
     def remove(self, task: Task) -> bool:
-        """Remove a task at any position. Returns whether it was there."""
         group = self._groups.get(task.batch_key)
         if group is None or not group.remove(task):
             return False
@@ -246,8 +236,7 @@ class BatchQueue:
         return None, min(times, default=None)
 
     def can_wait(self, latest: float) -> bool:
-        """Whether no batch is full or of a mini-batch, to which only one client adds, and no deadline is before
-        ``latest``."""
+        """Whether no batch is full, or of one client's mini-batch, or has a deadline before ``latest``."""
         heads = [group.first_task() for group in self._groups.values() if group.rows < self._max_rows]
         urgent = [head for head in heads if head.mini_batch is not None or head.is_expired(latest)]
         return not urgent and len(heads) == len(self._groups)

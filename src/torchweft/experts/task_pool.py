@@ -6,12 +6,12 @@
       Future    SpecError  Overload   leave at once when cancelled                Futures
 
 Batching is continuous: a batch consists of the tasks that wait when the device is free. A fixed time window would delay
-every lone caller. But batches have a cost of their own, above all the optimizer step. So a batch waits for callers that
-recently had tasks in the pools of this expert and have none now: at most ``max_batch_delay``, and half the duration of
-a batch. If no one returns, the next batch does not wait. After two such waits in a row the next two do not, then four.
+every lone caller. But each batch has a cost, above all the optimizer step. So a batch waits for callers that recently
+had tasks in the pools of this expert and have none now: at most ``max_batch_delay``, and half the duration of a batch.
+If no one returns, the next batch does not wait. After two such waits in a row the next two do not, then four.
 
-Everything that a batch or a client changes is guarded by the pool's lock. It is the innermost lock but for that of the
-idempotency table. Futures are answered outside of it, because their callbacks can call the pool.
+Lock order: runtime, pool, idempotency table. The pool's lock guards everything that a batch or a client changes.
+Futures are answered outside of it, because their callbacks can call the pool.
 """
 
 import threading
@@ -22,22 +22,13 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isnan
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from torchweft.core.errors import UsageError, join_faults
 from torchweft.core.validation import Validator, is_whole
-from torchweft.experts.errors import (
-    ClosedError,
-    DeviceLostError,
-    ExpertError,
-    ExpiredError,
-    OverloadError,
-    QuotaError,
-    TooManyRowsError,
-    reason_of,
-)
+from torchweft.experts import errors
 from torchweft.experts.idempotency import IdempotencyTable, RequestKind
 from torchweft.experts.schema import FlatSchema
 from torchweft.experts.task import Answer, BatchQueue, CallerStream, Results, Task, answer_waiters
@@ -52,8 +43,8 @@ class PoolOptions:
         min_batch_size: rows for which the oldest task waits, up to ``timeout``. Mini-batches do not wait for more.
         max_batch_size: the most rows of a batch. A task with more is rejected.
         timeout: seconds that a task waits for ``min_batch_size`` rows. Then it runs with fewer.
-        max_batch_delay: the most seconds that a ready batch waits for callers that are about to return; see
-            `weft.experts.task_pool`. 0: never. Ignored with a ``min_batch_size`` above 1, and for mini-batches.
+        max_batch_delay: the most seconds that a ready batch waits for callers that are about to return. 0: never.
+            Ignored with a ``min_batch_size`` above 1, and for mini-batches.
         max_tasks, max_rows: the most that can wait. One more raises `OverloadError`.
         max_client_tasks, max_client_rows: the most that one client can have waiting or running. One more raises
             `QuotaError`. None: half of ``max_tasks`` and of ``max_rows``. Tasks without a client are not counted.
@@ -96,11 +87,10 @@ _MOST_SKIPPED = 64  # batches in a row that do not wait, after waits in vain
 
 
 class CallerGroup:
-    """The callers of several pools, such as those of one expert.
+    """The callers of several pools, such as those of one expert."""
 
-    Each pool reports under its own lock. Reads of another pool's counters can be stale but are never torn.
-    """
-
+    # Each pool reports under its own lock. A common lock would make the pools of an expert wait for each other. Reads
+    # of another pool's counters can therefore be stale, but are never torn: each is one int.
     def __init__(self) -> None:
         self._delays: list[BatchDelay] = []
         self._peaks = deque([0] * _RECENT, maxlen=_RECENT)  # most tasks under way, from batch to batch
@@ -111,8 +101,8 @@ class CallerGroup:
 
     def count_missing(self, *, begun: bool = False) -> int:
         """Number of callers about to return: fewer tasks are under way than recently. ``begun``: a batch has begun."""
-        # The peak of each of the last batches, not only of the last one: callers that take turns in two groups would
-        # otherwise look complete after every batch of one group.
+        # The peaks of several batches: callers that take turns in two groups would otherwise look complete after every
+        # batch of one group.
         if begun:
             self._peaks.append(self._peak)
             self._peak = 0
@@ -121,7 +111,6 @@ class CallerGroup:
         return max(self._peaks) - now
 
     def longest_delay(self) -> float:
-        """Half the time that a separate batch costs: the shortest recent one of each pool."""
         return sum([min(delay.seconds, default=0.0) for delay in self._delays]) / 2
 
 
@@ -139,16 +128,16 @@ class BatchDelay:
         self._skip = self._skipped = 0  # batches that do not wait: still to come, and after the last wait in vain
 
     def task_arrived(self, tasks: int) -> bool:
-        """Note that ``tasks`` wait now. Whether to wake the runtime: not if it waits for more already."""
+        """Note that ``tasks`` wait now. Returns whether to wake the runtime: not if it waits for more already."""
         self.waiting = tasks
         missing = self._group.count_missing()  # never skipped, because it also notes the peak
         return missing <= 0 or self._since is None
 
     def start_time(self, now: float, tasks: int, can_wait: Callable[[float], bool]) -> float:
-        """When a batch of so many tasks that is ready now is to start. ``can_wait``: whether for so many seconds."""
+        """The time at which a batch that is ready now starts. ``can_wait``: whether so many seconds are allowed."""
         self.waiting = tasks
         longest = 0.0
-        missing = self._group.count_missing()  # never skipped, because it also notes the peak
+        missing = self._group.count_missing()  # called even if `_skip`, because it also notes the peak
         if missing > 0 and not self._skip:
             longest = min(self._max_delay, self._group.longest_delay())
         if not longest or not can_wait(longest):
@@ -157,11 +146,10 @@ class BatchDelay:
         return max(now, self._since + longest)
 
     def stop_waiting(self, tasks: int) -> None:
-        """No batch is ready, but so many tasks wait for something else."""
+        # Called when no batch is ready: the tasks that are left wait for something else.
         self.waiting, self._since = tasks, None
 
     def batch_started(self, now: float, tasks: int, left: int) -> None:
-        """A batch of so many tasks has started, and others are left."""
         if self._since is not None:
             self.waited += max(0.0, now - self._since)
             # Exponential back-off: callers that left for good must not delay the others for long.
@@ -174,8 +162,8 @@ class BatchDelay:
         self._group.count_missing(begun=True)
 
     def batch_ended(self, seconds: float | None) -> None:
-        """``seconds``: the duration, or None if it failed and the duration means nothing."""
         self.running = 0
+        # None: the batch failed. Its duration would make the delays of later batches too short.
         if seconds is not None:
             self.seconds.append(seconds)
 
@@ -186,26 +174,38 @@ _HASTE = 10.0  # a task is not delayed if its deadline is closer than so many de
 class PendingTasks:
     """Tasks of one pool that wait or run, and the share of each principal. Guarded by the pool's lock."""
 
+    # ``closed``: why new tasks are rejected, or None.
     def __init__(self, pool: str, options: PoolOptions, callers: CallerGroup | None) -> None:
+        self.closed: str | None = None
         self.queue = BatchQueue(options.min_batch_size, options.max_batch_size, options.timeout)
         self.delay = BatchDelay(options.max_batch_delay if options.min_batch_size == 1 else 0.0, callers)
         self.batch: Sequence[Task] = ()  # the last one that was started, until it is answered
         self.running = 0  # tasks; a batch that hangs in an earlier runtime counts as well
-        self._pool = pool
-        self._options = options
+        self._pool, self._options = pool, options
         self._shares: dict[str, tuple[int, int]] = {}  # tasks and rows of each principal that has any here
+
+    def set_closed(self, reason: str | None) -> None:
+        self.closed = reason
+        # Tasks that wait in a closed pool run at once, because no others will join them.
+        self.queue.set_timeout(self._options.timeout if reason is None else 0.0)
+
+    def check_open(self, task: Task) -> None:
+        if self.closed is not None:
+            raise errors.ClosedError(f"pool {self._pool!r} accepts no more tasks: {self.closed}; use another server")
+        if task.deadline is not None and task.deadline <= task.arrival:
+            raise errors.ExpiredError(f"the deadline of a task for pool {self._pool!r} had passed on submission")
 
     def admit(self, client: str | None, rows: int) -> None:
         """Count one more task, or raise `TooManyRowsError`, `OverloadError` or `QuotaError`."""
         # Checked from the task's own fault to the server's: a client must not retry a task that can never fit.
         limit, name, queue = self._options, self._pool, self.queue
         if rows > limit.max_batch_size:
-            raise TooManyRowsError(
+            raise errors.TooManyRowsError(
                 f"pool {name!r} got a task of {rows} rows, but its largest batch has {limit.max_batch_size}; "
                 "split the task, or raise max_batch_size"
             )
         if queue.count >= limit.max_tasks or queue.rows + rows > limit.max_rows:
-            raise OverloadError(
+            raise errors.OverloadError(
                 f"pool {name!r} is full: {queue.count} of {limit.max_tasks} tasks and {queue.rows} of {limit.max_rows} "
                 f"rows wait, and {rows} more were sent; retry later"
             )
@@ -213,32 +213,31 @@ class PendingTasks:
             return
         (most_tasks, most_rows), (tasks, held) = limit.client_share, self._shares.get(client, (0, 0))
         if tasks >= most_tasks or held + rows > most_rows:
-            raise QuotaError(
+            raise errors.QuotaError(
                 f"client {client!r} has {tasks} tasks with {held} rows at pool {name!r} and sent {rows} more rows; its "
                 f"limit is {most_tasks} tasks and {most_rows} rows; wait for answers before sending more"
             )
         self._shares[client] = (tasks + 1, held + rows)
 
     def add(self, task: Task) -> bool:
-        """Queue an admitted task. Returns whether to wake the runtime."""
         self.queue.add(task)
         return self.delay.task_arrived(self.queue.count)
 
     def leave(self, task: Task) -> None:
-        """Return the share of a task that is out of the queue."""
         if task.principal is not None:
+            # Popped, and put back unless it is zero: the table must not keep every client that ever called.
             tasks, rows = self._shares.pop(task.principal)
             if tasks > 1:
                 self._shares[task.principal] = (tasks - 1, rows - task.rows)
 
-    def oldest_ready(self, now: float, *, at_once: bool) -> tuple[int | None, float | None]:
-        """The number of the oldest task that can run now, or None and when to look again. ``at_once``: no delay."""
+    def oldest_ready(self, now: float) -> tuple[int | None, float | None]:
+        """The number of the oldest task that can run now, or None and when to look again."""
         queue, delay = self.queue, self.delay
         number, later = queue.oldest_ready(now) if queue.count else (None, None)
         if number is None:
             delay.stop_waiting(queue.count)
             return None, later
-        if at_once:
+        if self.closed is not None:
             return number, None
         start = delay.start_time(now, queue.count, lambda longest: queue.can_wait(now + _HASTE * longest))
         return (None, start) if start > now else (number, None)
@@ -248,6 +247,7 @@ class PendingTasks:
         batch, expired = self.queue.next_batch(now)
         started = [task for task in batch if task.start()]
         if started:
+            # If the runtime dies, `fail_all` has no other reference to the tasks of the running batch.
             self.batch = started
             self.running += len(started)
             self.delay.batch_started(now, len(started), self.queue.count)
@@ -256,7 +256,6 @@ class PendingTasks:
         return started, [task for task in batch if not task.started], expired
 
     def end_batch(self, seconds: float | None) -> None:
-        """The last batch took so long (None: it failed). Its tasks are about to be answered."""
         self.batch = ()
         self.delay.batch_ended(seconds)
 
@@ -275,7 +274,7 @@ class PoolCounters:
         self._tasks[fate] += 1
 
     def count_refusal(self, error: BaseException) -> None:
-        self._refused[reason_of(error)] += 1
+        self._refused[errors.reason_of(error)] += 1
 
     def count_batch(self, tasks: Sequence[Task]) -> None:
         self._tasks["batches"] += 1
@@ -284,16 +283,15 @@ class PoolCounters:
         self._merged[1 << (len(tasks) - 1).bit_length()] += 1
 
     def count_answers(self, tasks: Sequence[Task], answers: Sequence[Answer]) -> bool:
-        """Whether all of them are results."""
         now = time.monotonic()
         for task, answer in zip(tasks, answers, strict=True):
             if not isinstance(answer, BaseException):
                 self._tasks["answered"] += 1
                 self._answer_seconds += now - task.arrival
-            elif isinstance(answer, ExpiredError):
+            elif isinstance(answer, errors.ExpiredError):
                 self._tasks["expired"] += 1
             else:
-                self._failed[reason_of(answer)] += 1
+                self._failed[errors.reason_of(answer)] += 1
         return not any(isinstance(answer, BaseException) for answer in answers)
 
     def pool_statistics(self, name: str, pending: PendingTasks) -> PoolStatistics:
@@ -314,20 +312,26 @@ class PoolCounters:
         )
 
 
+# Works on a batch: one answer per task, in order. An exception fails every task of the batch.
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
-"""Works on a batch: one answer per task, in order. An exception fails every task of the batch."""
+
+
+@runtime_checkable
+class PoolRuntime(Protocol):
+    """The part of a `Runtime` that its pools use."""
+
+    name: str
+
+    def wake_for(self, pool: "TaskPool") -> None: ...
 
 
 class TaskPool:
     """Collects tasks and hands them out as batches.
 
     Args:
-        name: its name in errors and statistics.
         process: works on a batch, in the runtime's thread; see `Process`.
         columns: the flat tensors of one task.
-        options: see `PoolOptions`.
         idempotency: applied requests by idempotency key. Without it, ``key`` is only passed on.
-        kind: the kind of these requests.
         by_mini_batch: whether tasks can name a mini-batch. Tasks of different mini-batches never share a batch.
         callers: shared by pools with the same callers, such as those of one expert.
         runs_alone: whether a task of this mode (evaluation or not) shares its batch with no other.
@@ -354,19 +358,20 @@ class TaskPool:
     ) -> None:
         self.name = name
         self.options = options or PoolOptions()
-        self.columns = columns
-        self.process = process
-        self.runtime: Any = None  # the `Runtime` that works on it
+        self.columns, self.process = columns, process
+        self._runtime: PoolRuntime | None = None  # written only under the lock that all runtimes share
         self._observer: WorkObserver | None = None
         self._idempotency = idempotency
         self._kind: RequestKind = kind
-        self._by_mini_batch = by_mini_batch
-        self._runs_alone = runs_alone
+        self._by_mini_batch, self._runs_alone = by_mini_batch, runs_alone
         self.pending = PendingTasks(name, self.options, callers)
         self._counters = PoolCounters()
-        self._closed: str | None = None
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+
+    @property
+    def runtime(self) -> PoolRuntime | None:
+        return self._runtime
 
     def submit_task(
         self,
@@ -416,21 +421,16 @@ class TaskPool:
             with self._lock:
                 self._counters.count_refusal(error)
             raise
-        # Without the lock: the runtime holds its own lock when it takes this one.
-        if wake and (runtime := self.runtime) is not None:
-            runtime.wake_for(self)
+        if wake:
+            self._wake_runtime()
         return future
 
     def _enqueue(self, task: Task) -> "tuple[Future[Results], bool]":
-        """The task's future, and whether to wake the runtime."""
         pending, idempotency = self.pending, None if task.key is None else self._idempotency
         with self._lock:
-            if self._closed is not None:
-                raise ClosedError(f"pool {self.name!r} accepts no more tasks: {self._closed}; use another server")
-            if task.deadline is not None and task.deadline <= task.arrival:
-                raise ExpiredError(f"the deadline of a task for pool {self.name!r} had passed when it was submitted")
-            # Lock order: pool before table. Looking the key up and queueing are one step under the pool's lock, or two
-            # copies of a request could both be new.
+            pending.check_open(task)
+            # Looking the key up and queueing are one step under the pool's lock. Otherwise two copies of a request
+            # could both be new, and step twice.
             known = None if idempotency is None else idempotency.begin(self._kind, task)
             if known is not None:
                 self._counters.count_task("joined")
@@ -454,12 +454,10 @@ class TaskPool:
         self._observer = observer
 
     def oldest_ready(self, now: float) -> tuple[int | None, float | None]:
-        """The number of the oldest task that can run now, or None and when to look again (None: nothing waits)."""
         with self._lock:
-            return self.pending.oldest_ready(now, at_once=self._closed is not None)
+            return self.pending.oldest_ready(now)
 
     def has_mini_batch(self, client: str | None, mini_batch: str) -> bool:
-        """Whether a task of this mini-batch waits or runs."""
         with self._lock:
             pending = self.pending
             tasks = [*pending.batch, *pending.queue] if pending.running else pending.queue
@@ -476,7 +474,7 @@ class TaskPool:
                 self._counters.count_batch(batch)
         if expired:
             text = f"the deadline of a task for pool {self.name!r} passed before its turn"
-            self._finish_tasks(expired, [ExpiredError(text) for _ in expired])
+            self._finish_tasks(expired, [errors.ExpiredError(text) for _ in expired])
         return batch
 
     def process_batch(self, tasks: Sequence[Task]) -> None:
@@ -486,11 +484,11 @@ class TaskPool:
             with self._observer.batch_span(self.name, tasks) if self._observer else nullcontext():
                 answers = self.process(tasks)
             if len(answers) != len(tasks):
-                raise ExpertError(f"pool {self.name!r}: its process gave {len(answers)} answers for {len(tasks)} tasks")
+                raise errors.ExpertError(f"pool {self.name!r} got {len(answers)} answers for {len(tasks)} tasks")
         except BaseException as error:  # a fault of the process, not of a task, but every waiter needs an answer
             answers = [error] * len(tasks)
         self._finish_tasks(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
-        if isinstance(answers[0], DeviceLostError):
+        if isinstance(answers[0], errors.DeviceLostError):
             raise answers[0]
 
     def run_batch(self) -> bool:
@@ -500,61 +498,62 @@ class TaskPool:
             self.process_batch(tasks)
         return bool(tasks)
 
-    def assign_runtime(self, runtime: Any) -> None:
-        """Let ``runtime``, or none, work on this pool. The runtimes' own lock ensures that only one does."""
-        self.runtime = runtime
+    def assign_runtime(self, runtime: PoolRuntime | None) -> None:
+        self._runtime = runtime
 
     def open_pool(self) -> None:
-        """Accept tasks (again), and wake the runtime for those that wait already."""
-        self._set_closed(None, self.options.timeout)
+        self._set_closed(None)
 
     def close_pool(self, reason: str) -> None:
         """Reject new tasks with a `ClosedError`. Tasks that wait can still run, without delay."""
-        self._set_closed(reason, 0.0)
+        self._set_closed(reason)
 
-    def _set_closed(self, reason: str | None, timeout: float) -> None:
+    def _set_closed(self, reason: str | None) -> None:
         with self._lock:
-            self._closed = reason
-            self.pending.queue.set_timeout(timeout)
-        if (runtime := self.runtime) is not None:
+            self.pending.set_closed(reason)
+        self._wake_runtime()
+
+    def _wake_runtime(self) -> None:
+        # Never under the pool's lock: a runtime holds its own lock when it takes that of a pool.
+        if (runtime := self._runtime) is not None:
             runtime.wake_for(self)
 
     def fail_waiting(self) -> None:
-        """Fail all waiting tasks with a `ClosedError`. Running tasks are not affected."""
         with self._lock:
             waiting = list(self.pending.queue)
             for task in waiting:
                 self.pending.queue.remove(task)
             self._idle.notify_all()
-        text = f"pool {self.name!r} did not start this task: {self._closed or 'it was dropped'}; use another server"
-        self._finish_tasks(waiting, [ClosedError(text) for _ in waiting])
+        why = self.pending.closed or "it was dropped"
+        text = f"pool {self.name!r} did not start this task: {why}; use another server"
+        self._finish_tasks(waiting, [errors.ClosedError(text) for _ in waiting])
 
     def fail_all(self, reason: str) -> None:
         """Fail all tasks and accept no more, because the runtime died, possibly during a batch."""
         with self._lock:
-            self._closed = reason
+            self.pending.set_closed(reason)
             running, ran = [task for task in self.pending.batch if task.waiters], self.pending.running
         text = f"pool {self.name!r} was processing this task when {reason}; whether it was applied is unknown"
-        self._finish_tasks(running, [ExpertError(text) for _ in running], ran=ran)
+        self._finish_tasks(running, [errors.ExpertError(text) for _ in running], ran=ran)
         self.fail_waiting()
 
     def wait_until_idle(self, timeout: float | None) -> bool:
-        """Wait until no task waits or runs, for at most so many seconds. Returns whether that happened."""
+        """Wait until no task waits or runs. Returns whether that happened in time."""
         with self._lock:
-            return self._idle.wait_for(lambda: not self.pending.running and not self.pending.queue.count, timeout)
+            return self._idle.wait_for(lambda: not (self.pending.running or self.pending.queue.count), timeout)
 
     def statistics(self) -> PoolStatistics:
         with self._lock:
             return self._counters.pool_statistics(self.name, self.pending)
 
     def _on_cancel(self, task: Task) -> None:
-        # `remove` is False if the task has left the queue already, for example into a batch.
+        # In the cancelling thread. `remove` returns False if the task has left the queue already, e.g. into a batch.
         with self._lock:
             if not task.has_waiters() and self.pending.queue.remove(task):
                 self._drop_cancelled(task)
 
     def _drop_cancelled(self, task: Task) -> None:
-        """Forget a task without waiters that is out of the queue. Under the lock."""
+        # Under the lock, for a task that is out of the queue.
         self._counters.count_task("cancelled")
         self._release_task(task)
         self._idle.notify_all()
@@ -585,7 +584,6 @@ class TaskPool:
 
 
 def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadline: Any, *, by_mini_batch: bool) -> None:
-    """Raise ``UsageError`` that lists invalid metadata. ``by_mini_batch``: allows mini-batches."""
     faults = [
         f"{name} is {word!r}, wanted None or a non-empty str"
         for name, word in (("client", client), ("key", key), ("mini_batch", mini_batch))

@@ -8,9 +8,8 @@ one moment that never change and hold no tensor.
       traceparent, in the metadata of    |     one for each task         one for all of them, which links
       the connection: its trace, or none |                               to every task that it joined
 
-The name of a span begins with ``torchweft.``, as in ``torchweft.queue``.
-``Server(..., observer=...)`` opens the spans. ``GrpcTransport(..., trace=observer.current)`` propagates the trace, a
-W3C ``traceparent`` (Trace Context, 2021): ``00-<trace>-<span>-<flags>``. opentelemetry-api is optional.
+``Server(..., observer=...)`` opens the spans, with names such as ``torchweft.queue``. ``GrpcTransport(...,
+trace=observer.current)`` propagates the trace, a W3C ``traceparent``. opentelemetry-api is optional.
 """
 
 import logging
@@ -30,10 +29,9 @@ except ImportError:
 
 _context, _propagate, _trace = cast("Any", context), cast("Any", propagate), cast("Any", trace)
 _LOG = logging.getLogger("torchweft.experts.telemetry")
+# ``torchweft.expert``, ``torchweft.direction``, ``torchweft.client``, ``torchweft.tasks``, ``torchweft.rows``,
+# ``torchweft.steps``.
 Attributes = Mapping[str, str | int | float]
-"""``torchweft.expert``, ``torchweft.direction``, ``torchweft.client``, ``torchweft.tasks``, ``torchweft.rows``,
-``torchweft.steps``.
-"""
 
 
 @runtime_checkable
@@ -50,15 +48,11 @@ class SpanObserver(Protocol):
         """
         ...
 
-    def current(self) -> str | None:
-        """The traceparent of the span that is open in this thread."""
-        ...
+    def current(self) -> str | None: ...
 
 
 @runtime_checkable
 class WorkObserver(Protocol):
-    """Opens spans around the work of experts. Called in the runtime's thread."""
-
     def batch_span(self, pool: str, tasks: Sequence[Task]) -> AbstractContextManager[object]: ...
 
     def step_span(self, expert: str, step: int) -> AbstractContextManager[object]:
@@ -103,10 +97,7 @@ class SafeObserver:
 
 
 class OpenTelemetryObserver:
-    """A `SpanObserver` for opentelemetry-api. Raises ``UsageError`` if that is not installed.
-
-    ``tracer``: by default the one called ``weft.experts``.
-    """
+    """A `SpanObserver` for opentelemetry-api. ``tracer``: by default the one called ``torchweft.experts``."""
 
     def __init__(self, tracer: Any = None) -> None:
         if _trace is None:
@@ -165,8 +156,6 @@ class PoolStatistics:
 
 @dataclass(frozen=True)
 class IdempotencyStatistics:
-    """Idempotency keys: ``keys`` are known as applied, ``results`` are still stored."""
-
     running: int
     keys: int
     results: int
@@ -176,8 +165,6 @@ class IdempotencyStatistics:
 
 @dataclass(frozen=True)
 class BackendStatistics:
-    """One expert. ``kept_graph_bytes`` include the inputs that are kept for their backward."""
-
     name: str
     steps: int
     forward_batches: int

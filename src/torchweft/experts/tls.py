@@ -35,18 +35,15 @@ _grpc = cast("Any", grpc)
 _BEGIN = "-----BEGIN"
 _DATES = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
-Pem = bytes | str | Path
-"""PEM bytes, or the path of a PEM file."""
+Pem = bytes | str | Path  # PEM bytes, or the path of a PEM file
 
 
 @dataclass(frozen=True)
 class Certificates:
     """Certificates of a client, as PEM bytes or paths.
 
-    Args:
-        authority: signer of the server's certificate. None: the authorities that the system trusts.
-        key, certificate: of this client, if the server asks for them. Both or neither.
-        server_name: the name in the server's certificate, if it differs from the host in the address.
+    ``authority``: signer of the server's certificate. None: the authorities that the system trusts. ``server_name``:
+    the name in the server's certificate, if it differs from the host in the address.
     """
 
     authority: Pem | None = field(default=None, repr=False)
@@ -59,10 +56,8 @@ class Certificates:
             raise UsageError("a key goes with its certificate: give both key= and certificate=, or neither")
 
     def credentials(self) -> Any:
-        """gRPC's credentials. Raises ``UsageError`` that lists every fault of the files.
-
-        gRPC would accept invalid files, and later only report that the server is unavailable.
-        """
+        """gRPC's credentials. Raises ``UsageError`` that lists every fault of the files."""
+        # gRPC would accept invalid files, and later only report that the server is unavailable.
         sources = (self.authority, self.key, self.certificate)
         pems = [None if source is None else read_pem(source) for source in sources]
         _check_pems(*pems)
@@ -76,8 +71,8 @@ class Certificates:
 class ClientTls(Certificates):
     """Certificates of a client of experts. With ``key`` and ``certificate``: mutual TLS.
 
-    ``servers``: patterns (``*``, ``?``, ``[ab]``) for the names in the servers' certificates. Other servers are
-    rejected. Empty: any name that the authority has signed, which is not allowed with a directory.
+    ``servers``: patterns for the names in the servers' certificates. Other servers are rejected. Empty: any name that
+    the authority has signed, which is not allowed with a directory.
 
     Example:
         >>> from torchweft.experts.client import ClientTls
@@ -99,7 +94,6 @@ class ServerTls:
 
     With ``authority``, clients must show a certificate that it has signed (mutual TLS). Its common name is the client's
     name. ``allow_expired``: accept a certificate that has expired or is not valid yet, although clients reject it.
-    Raises ``UsageError`` for files that cannot be read.
     """
 
     key: Pem = field(repr=False)
@@ -108,7 +102,6 @@ class ServerTls:
     allow_expired: bool = False
 
     def credentials(self) -> Any:
-        """gRPC's credentials, which follow the files. Raises ``UsageError`` that lists every fault of the files."""
         stamps, first = self._file_stamps(), self._load()
 
         # gRPC calls this in its own threads for every new connection. None keeps the present certificates.
@@ -145,7 +138,6 @@ class ServerTls:
 def _check_pems(
     authority: bytes | None, key: bytes | None, certificate: bytes | None, *, allow_expired: bool = False
 ) -> None:
-    """Raise ``UsageError`` that lists every fault. A wrong date is only logged if ``allow_expired``."""
     # A server context for clients, too: only a handshake with a server reveals whether a date is wrong.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")  # gRPC decides about the length of keys
@@ -190,7 +182,7 @@ def check_address(address: str, tls: ClientTls | None, token: str | None) -> Non
 
 
 def directory_faults(tls: ClientTls | None) -> list[str]:
-    """Faults of certificates for servers from a directory that others can write to."""
+    # A directory that others can write to chooses the addresses.
     if tls is None or tls.servers or tls.server_name:
         return []
     return [
@@ -248,11 +240,9 @@ def _authority_faults(context: ssl.SSLContext, authority: bytes) -> list[str]:
 
 
 def _date_fault(server: ssl.SSLContext, certificate: bytes) -> str:
-    """The reason why a peer rejects the dates of this certificate, e.g. that it has expired; "" if it accepts them.
-
-    `ssl` parses dates only during verification. Therefore this runs a handshake in memory, between a client that trusts
-    only this certificate and ``server``, a context with its key.
-    """
+    """The reason why a peer rejects the dates of this certificate; "" if it accepts them."""
+    # `ssl` parses dates only during verification. Therefore this runs a handshake in memory, between a client that
+    # trusts only this certificate and a server with its key.
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

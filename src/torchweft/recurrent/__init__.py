@@ -24,18 +24,6 @@ from torchweft.recurrent.plan_cache import NoPlanWarning
 from torchweft.recurrent.recurrent import Recurrent, Result, recurrent_net
 
 __all__ = [
-    "GRU",
-    "LSTM",
-    "RNN",
-    "Bidirectional",
-    "Caffe2LSTM",
-    "InputWidthError",
-    "LayerInputError",
-    "NoPlanWarning",
-    "Recurrent",
-    "Result",
-    "Stack",
-    "Window",
-    "recurrent_net",
-    "release",
-]
+    "GRU", "LSTM", "RNN", "Bidirectional", "Caffe2LSTM", "InputWidthError", "LayerInputError", "NoPlanWarning",
+    "Recurrent", "Result", "Stack", "Window", "recurrent_net", "release",
+]  # fmt: skip

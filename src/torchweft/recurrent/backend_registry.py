@@ -40,10 +40,8 @@ def is_always_faster(name: str) -> bool:
 
 
 def composed_operators(name: str, device: torch.device) -> Mapping[Any, Any] | None:
-    """Decompositions of operators that the backend does not know, for `capture`; None if it knows all.
-
-    Raises Unsupported if the backend cannot run on this device.
-    """
+    """Decompositions of operators that the backend does not know, for `capture`; None if it knows all."""
+    # Raises Unsupported if the backend cannot run on this device.
     if name != "c":
         return None
     if device.type != "cpu":

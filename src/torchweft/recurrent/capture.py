@@ -204,7 +204,6 @@ def check_pair(result: Any) -> tuple[Any, Any]:
 
 
 def tensor_outputs(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of an output that are not None."""
     return [leaf for leaf in leaves if leaf is not None]
 
 

@@ -33,13 +33,7 @@ from torchweft.recurrent.sequence import SequenceInputs
 
 
 class InputWidthError(SpecError, RuntimeError):
-    """The input's width is not the one that the cell declares. PyTorch's own cells raise a RuntimeError for it.
-
-    Example:
-        >>> weft.Recurrent(nn.GRUCell(3, 8))(torch.ones(5, 2, 4))
-        Traceback (most recent call last):
-        weft.errors.InputWidthError: ...
-    """
+    """The input's width is not the one that the cell declares. PyTorch's own cells raise a RuntimeError for it."""
 
 
 class Cell:
@@ -48,8 +42,7 @@ class Cell:
     def __init__(self, function: Callable[..., Any], *, time_step: bool = False) -> None:
         self.function = function
         self.time_step = time_step
-        self.form: Hashable = (type(self), time_step)
-        """The part of a plan's key that does not come from the function."""
+        self.form: Hashable = (type(self), time_step)  # the part of a plan's key that does not come from the function
 
     def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
         """One step. The loop checks the result."""
@@ -57,7 +50,6 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def width_fault(self, x: Any) -> str | None:
@@ -68,7 +60,6 @@ class Cell:
         return None
 
     def own_initial(self) -> Callable[[Any], Any] | None:
-        """The cell's method ``initial_state(first input)``, if it has one."""
         method = getattr(self.function, "initial_state", None)
         return method if callable(method) else None
 
@@ -90,7 +81,6 @@ class TorchCell(Cell):
         return (new[0], tuple(new)) if isinstance(self.function, nn.LSTMCell) else (new, new)
 
     def own_initial(self) -> Callable[[Any], Any]:
-        """Zeros, one row of the hidden width for each row of the input, with the weights' dtype and device."""
         return self._zero_state
 
     def _zero_state(self, x: Tensor) -> Any:
@@ -101,10 +91,9 @@ class TorchCell(Cell):
 
 
 class StoredState(nn.Module):
-    """An initial state that was given as tensors, stored as parameters and buffers under the names 0, 1, ...
+    """An initial state that was given as tensors, stored as parameters and buffers under the names 0, 1, ..."""
 
-    It therefore moves and is saved with the network, and is trained where it is a parameter.
-    """
+    # It therefore moves and is saved with the network, and is trained where it is a parameter.
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -130,11 +119,9 @@ def adapt(function: Callable[..., Any], *, time_step: bool = False) -> Cell:
 
 
 def expand_state(state: Any, inputs: SequenceInputs, check: Validator, *, for_one_row: bool = False) -> Any:
-    """An initial state with one row per row of the inputs. Faults go to ``check``.
-
-    ``for_one_row``: the state was written down before any batch was known. If its first axis has size N by chance, that
-    axis is still not a batch.
-    """
+    """An initial state with one row per row of the inputs. Faults go to ``check``."""
+    # ``for_one_row``: the state was written down before any batch was known. If its first axis has size N by chance,
+    # that axis is still not a batch.
     leaves, structure = flatten(state)
     pairs = zip(structure_paths(structure, "state"), leaves, strict=True)
     return unflatten(structure, [_expand_leaf(name, leaf, inputs, for_one_row, check) for name, leaf in pairs])
@@ -215,7 +202,6 @@ class StepSpec:
 
 
 def expand_like(old: Any, like: Any) -> Any:
-    """``old`` with the shape and dtype of ``like``."""
     return old if _same_meta(old, like) else old.expand(like.shape).to(like.dtype)
 
 
@@ -258,7 +244,6 @@ Links = Mapping[str, str | Window]
 
 
 def check_links(check: Validator, links: object) -> None:
-    """Validate links by themselves."""
     if not isinstance(links, Mapping):
         check.add(f"links is of type {type(links).__name__}, wanted a dict: for every state the output that feeds it")
         return
@@ -271,11 +256,10 @@ def check_links(check: Validator, links: object) -> None:
 
 
 class StepNetCell(Cell):
-    """A step net over named values, with its links and references, as a cell.
+    """A step net over named values, with its links and references, as a cell."""
 
-    A window is k x N x ..., oldest first. Inside the loop it is a tuple of k tensors, so that a step drops one and adds
-    one without copying. Each of them has rows, like any other state.
-    """
+    # A window is k x N x ..., oldest first. Inside the loop it is a tuple of k tensors, so that a step drops one and
+    # adds one without copying. Each of them has rows, like any other state.
 
     def __init__(
         self,
@@ -296,10 +280,6 @@ class StepNetCell(Cell):
         outputs = self.function(x, named, *extra, t) if self.time_step else self.function(x, named, *extra)
         self._check_outputs(outputs, t)
         return dict(outputs), {name: self._next_state(name, state[name], outputs) for name in self.links}
-
-    def with_references(self, references: Mapping[str, Any]) -> "StepNetCell":
-        """The same step net with other references."""
-        return StepNetCell(self.function, self.links, references=references, time_step=self.time_step)
 
     def enter_loop(self, state: Any, check: Validator) -> Any:
         """States by name, windows as tuples, in the order of the links."""

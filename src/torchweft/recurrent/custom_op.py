@@ -43,23 +43,17 @@ from torchweft.recurrent.traced_networks import GONE, TraceableNetwork, find_net
 
 _numbers = itertools.count(1)
 _specs: dict[int, "CallSpec"] = {}
+# By the number in their token, the sequences that can still run backward.
 live_sequences: "weakref.WeakValueDictionary[int, _TokenMemory]" = weakref.WeakValueDictionary()
-"""By the number in their token, the sequences that can still run backward."""
-_NONE = "torchweft: None"
-"""Stands for None, which a traced call cannot take."""
-
-
-# -- a call as it is traced -------------------------------------------------------------------------------------------
+_NONE = "torchweft: None"  # stands for None, which a traced call cannot take
 
 
 def traced_call(
     network: TraceableNetwork, handle: int, inputs: Any, state: Any, row_options: dict[str, Any], start: int
 ) -> tuple[Any, Any, Any]:
-    """Outputs, last and all states of a whole sequence, by one operator.
-
-    `row_options` holds those of lengths, mask and reset that were given. Raises UsageError for calls that cannot be
-    traced: a PackedSequence, and a function that closes over parameters.
-    """
+    """Outputs, last and all states of a whole sequence, by one operator."""
+    # `row_options` holds those of lengths, mask and reset that were given. Raises UsageError for calls that cannot be
+    # traced: a PackedSequence, and a function that closes over parameters.
     if isinstance(inputs, PackedSequence):
         raise UsageError("a PackedSequence cannot be traced; pad it (pad_packed_sequence), and give its lengths")
     if "lengths" in row_options and not isinstance(row_options["lengths"], Tensor):
@@ -103,22 +97,17 @@ def _concrete_value(leaf: Any) -> Any:
     return next((convert(leaf) for kind, convert in kinds.items() if isinstance(leaf, kind)), leaf)
 
 
-# -- call specs -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class CallSpec:
     """One kind of call: everything about it except the tensors."""
 
     network: int
-    structure: Structure
-    """Nesting of (inputs, state, row options by name)."""
-    constants: tuple[Any, ...]
-    """Their leaves. None stands for a tensor."""
+    structure: Structure  # nesting of (inputs, state, row options by name)
+    constants: tuple[Any, ...]  # their leaves. None stands for a tensor.
     ambient: ExecutionContext
     number: int = field(default_factory=lambda: next(_numbers))
+    # Nesting of (outputs, last, states), and which of the leaves are tensors. The others are None.
     results: tuple[Structure, list[bool]] | None = None
-    """Nesting of (outputs, last, states), and which of the leaves are tensors. The others are None."""
 
     def run_network(
         self, tensors: Sequence[Tensor], references: Sequence[Tensor], start: int, fake: bool
@@ -179,15 +168,11 @@ def _named_tensors(network: TraceableNetwork) -> Mapping[str, Tensor]:
     return dict(itertools.chain(network.named_parameters(), network.named_buffers()))
 
 
-# -- shapes of the results, before any number is known ----------------------------------------------------------------
-
-
 class OutputMeta(PlanCache):
-    """Shapes and dtypes of a sequence's results, in place of a network's plans.
+    """Shapes and dtypes of a sequence's results, in place of a network's plans."""
 
-    The cell runs one step on fake tensors in the eager loop, and the results are expanded to T steps. T and N can be
-    symbols. The values of the results are arbitrary.
-    """
+    # The cell runs one step on fake tensors in the eager loop, and the results are expanded to T steps. T and N can be
+    # symbols. The values of the results are arbitrary.
 
     def run(self, job: eager.SequenceRun) -> eager.Unrolled:
         steps = job.inputs.steps
@@ -199,9 +184,6 @@ class OutputMeta(PlanCache):
             return leaf.new_empty((steps, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf
 
         return map_leaves(over_all_steps, outputs), last, map_leaves(over_all_steps, states)
-
-
-# -- the operator and its backward ------------------------------------------------------------------------------------
 
 
 class _TokenMemory(bytearray):
@@ -216,10 +198,8 @@ class _TokenMemory(bytearray):
 def recurrent(
     spec: int, tensors: Sequence[Tensor], references: Sequence[Tensor], wanted: Sequence[bool], start: int
 ) -> list[Tensor]:
-    """Run the network. `wanted` flags those of `tensors` and `references` that get a gradient. The token comes last.
-
-    Raises UsageError if the network is gone, and any exception of the network.
-    """
+    """Run the network. `wanted` flags those of `tensors` and `references` that get a gradient. The token comes last."""
+    # Raises UsageError if the network is gone, and any exception of the network.
     call = _find_spec(spec)
     leaves = [_new_leaf(tensor, want) for tensor, want in zip(tensors, wanted, strict=False)]
     registered = _named_tensors(find_network(call.network)).values()
@@ -255,10 +235,8 @@ def recurrent_backward(
     wanted: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """The gradients of the tensors flagged in `wanted`, from those of the ends.
-
-    Raises BackwardTwiceError if the values of the sequence are gone.
-    """
+    """The gradients of the tensors flagged in `wanted`, from those of the ends."""
+    # Raises BackwardTwiceError if the values of the sequence are gone.
     sequence = live_sequences.get(int(token))
     if sequence is None:
         raise BackwardTwiceError(

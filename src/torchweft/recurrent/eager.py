@@ -26,34 +26,26 @@ from torchweft.recurrent.cell import Cell, InputWidthError, StepSpec, expand_lik
 from torchweft.recurrent.masking import ALL_ROWS, RowMasks, padding_values, replace_padding, select_rows
 from torchweft.recurrent.sequence import SequenceInputs
 
+# Outputs (T x N x ...), the last state (N x ...), and all states (rows 1 to T, T x N x ...).
 Unrolled = tuple[Any, Any, Any]
-"""Outputs (T x N x ...), the last state (N x ...), and all states (rows 1 to T, T x N x ...)."""
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceRun:
-    """One sequence to run.
-
-    Attributes:
-        fresh: the state that a reset restores. If it is ``None``, that is ``initial``.
-        start: the number of the first step.
-        truncate: the number of steps between two places where the states' gradients stop.
-    """
+    """One sequence to run."""
 
     cell: Cell
     inputs: SequenceInputs
     rows: RowMasks
     initial: Any
-    fresh: Any
-    start: int
-    truncate: int | None
+    fresh: Any  # the state that a reset restores; None for `initial`
+    start: int  # the number of the first step
+    truncate: int | None  # the number of steps between two places where the states' gradients stop
 
     def run(self) -> Unrolled:
-        """Run by the eager loop. An output that is also a state is stacked once: both results are then one tensor.
-
-        Raises ``SpecError`` if the cell does not return ``(y, new_state)``, or if nesting, shape or dtype change from
-        step to step. Errors of the cell get a note that names the step.
-        """
+        """Run by the eager loop. An output that is also a state is stacked once: both results are then one tensor."""
+        # Raises ``SpecError`` if the cell does not return ``(y, new_state)``, or if nesting, shape or dtype change from
+        # step to step. Errors of the cell get a note that names the step.
         cell, inputs, rows = self.cell, self.inputs, self.rows
         if not inputs.steps:
             return self._run_no_steps()
@@ -85,10 +77,8 @@ class SequenceRun:
         return _stack_over_time(outputs.structure, collected, border.structure, states)
 
     def head(self, steps: int) -> "SequenceRun":
-        """The same run over its first `steps` steps."""
         leaves = [leaf[:steps] if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.leaves]
-        tables = (self.rows.valid, self.rows.reset)
-        rows = RowMasks(*(None if table is None else table[:steps] for table in tables))
+        rows = self.rows.apply(lambda table: table[:steps])
         return replace(self, inputs=replace(self.inputs, leaves=leaves, steps=steps), rows=rows)
 
     def _run_no_steps(self) -> Unrolled:
@@ -111,11 +101,9 @@ def is_cut(t: int, truncate: int | None) -> bool:
 
 
 def call_cell(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
-    """One step: ``(y, new_state)``.
-
-    Raises ``SpecError`` if the cell does not return such a pair, and ``InputWidthError`` if it failed on an input whose
-    width is not the one that it declares.
-    """
+    """One step: ``(y, new_state)``."""
+    # Raises ``SpecError`` if the cell does not return such a pair, and ``InputWidthError`` if it failed on an input
+    # whose width is not the one that it declares.
     try:
         pair = cell(x, state, t)
     except Exception as error:
@@ -137,9 +125,12 @@ def raise_input_form(cell: Cell, x: Any, error: Exception) -> None:
     """Raise ``SpecError`` if ``x``, on which the cell failed with ``error``, has a form that few cells accept."""
     leaves = flatten(x)[0]
     if isinstance(x, list):
-        form = "a list, which a cell gets as it is; if it holds the steps, stack them: torch.stack(steps)"
+        size = len(cast("list[Any]", x))
+        form = f"a list of {size}, wanted one tensor of T x N x ...; if the list holds the steps: torch.stack(steps)"
     elif leaves and all(isinstance(leaf, Tensor) and leaf.dim() < 2 for leaf in leaves):
-        form = f"x {_shapes_of(x)}, which has no batch axis; give inputs of T x N x D, such as inputs.unsqueeze(1)"
+        form = (
+            f"x {_shapes_of(x)}, which has no batch axis, wanted inputs of T x N x D; for one row: inputs.unsqueeze(1)"
+        )
     else:
         return
     raise SpecError(f"cell {cell.name} failed on {form} ({error})") from error

@@ -21,8 +21,7 @@ from torch import Tensor, fx
 
 from torchweft.core.pytree import Structure
 
-Value = fx.Node | None
-"""A node of the graph. None for the gradient of a value that has none."""
+Value = fx.Node | None  # A node of the graph. None for the gradient of a value that has none.
 
 
 @dataclass(frozen=True)
@@ -58,39 +57,30 @@ class StepGraph:
 
     module: fx.GraphModule
     signature: GraphSignature
-    held: Sequence["Tensor | weakref.ref[Tensor]"]
-    """The references that require a gradient."""
+    held: Sequence["Tensor | weakref.ref[Tensor]"]  # the references that require a gradient
     input_structure: Structure
     state_structure: Structure
     output_structure: Structure
-    output_is_tensor: tuple[bool, ...]
-    """Flags the leaves of the output that are tensors. The others are None."""
-    wanted_inputs: tuple[bool, ...]
-    """Flags the inputs that require a gradient."""
-    draws: "list[Draw]"
-    """Random numbers of a step. They are further inputs, after those of the cell."""
+    output_is_tensor: tuple[bool, ...]  # flags the leaves of the output that are tensors. The others are None.
+    wanted_inputs: tuple[bool, ...]  # flags the inputs that require a gradient
+    draws: "list[Draw]"  # random numbers of a step. They are further inputs, after those of the cell.
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The references that require a gradient."""
         return [_strong(tensor) for tensor in self.held]
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The operators, in an order in which they can run."""
         return [node for node in self.module.graph.nodes if node.op == "call_function"]
 
     @property
     def checks(self) -> list[fx.Node]:
-        """See `is_check`."""
         return [node for node in self.nodes if is_check(node)]
 
     def reference(self, node: fx.Node) -> Tensor:
-        """The tensor of one of the references."""
         return _strong(getattr(self.module, str(node.target)))
 
     def referred(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
-        """The tensors of some of the references, detached."""
         return {node: self.reference(node).detach() for node in nodes}
 
     def value(self, node: fx.Node) -> Any:
@@ -104,8 +94,7 @@ class StepGraph:
         return [tensor for tensor in map(self.reference, self.signature.references) if not tensor.requires_grad]
 
     def hold_weakly(self, owned: Iterable[Tensor]) -> "StepGraph":
-        """The same graph with weak references to the cell's own tensors `owned`, so that a cached plan does not keep
-        a deleted model alive."""
+        """The same graph with weak references to tensors `owned` by the cell, which a plan must not keep alive."""
         # By identity: a tensor of the graph that the step itself created must stay alive with the graph.
         owned_ids = {id(tensor) for tensor in owned}
         for node in self.signature.references:
@@ -117,12 +106,10 @@ class StepGraph:
 
     @cached_property
     def outputs(self) -> list[TensorMeta]:
-        """Metadata of the outputs."""
         return [_meta_of(node) for node in self.signature.outputs if node is not None]
 
     @cached_property
     def input_gradients(self) -> list[TensorMeta | None]:
-        """Metadata of the gradients of inputs, None for an input without."""
         return [None if node is None else _meta_of(node) for node in self.signature.input_gradients]
 
     @cached_property
@@ -177,7 +164,6 @@ def _meta_of(node: fx.Node) -> TensorMeta:
 
 
 def graph_signature(module: fx.GraphModule, counts: tuple[int, int, int, int]) -> GraphSignature:
-    """The signature of a joint graph, from the numbers of inputs, states, new states and outputs."""
     inputs, states, new_states, outputs = counts
     nodes = list(module.graph.nodes)
     starts, ends = (n for n in nodes if n.op == "placeholder"), iter(nodes[-1].args[0])
@@ -186,34 +172,22 @@ def graph_signature(module: fx.GraphModule, counts: tuple[int, int, int, int]) -
     return cast(Any, GraphSignature)(*arguments, [n for n in nodes if n.op == "get_attr"], *results)
 
 
-# -- random numbers ---------------------------------------------------------------------------------------------------
-
-
 _aten = cast(Any, torch.ops.aten)
+# Operators that read only shape, dtype and device of their tensor arguments.
 _BY_SHAPE = {
-    _aten.bernoulli.p,
-    _aten.rand_like.default,
-    _aten.randn_like.default,
-    _aten.rand.default,
-    _aten.randn.default,
-    _aten.randint.default,
-    _aten.randint.low,
-    _aten.randint_like.default,
-    _aten.randint_like.low_dtype,
-    _aten.normal_functional.default,
-    _aten.uniform.default,
-    _aten.exponential.default,
+    *(_aten.bernoulli.p, _aten.rand.default, _aten.rand_like.default, _aten.randn.default, _aten.randn_like.default),
+    *(_aten.randint.default, _aten.randint.low, _aten.randint_like.default, _aten.randint_like.low_dtype),
+    *(_aten.normal_functional.default, _aten.uniform.default, _aten.exponential.default),
 }
-"""Operators that read only shape, dtype and device of their tensor arguments."""
+# In-place operators that cells call, by their functional form in the graph.
 _IN_PLACE = {
     _aten.bernoulli.p: _aten.bernoulli_.float,
     _aten.normal_functional.default: _aten.normal_.default,
     _aten.uniform.default: _aten.uniform_.default,
     _aten.exponential.default: _aten.exponential_.default,
 }
-"""In-place operators that cells call, by their functional form in the graph."""
+# Arguments without which nothing is drawn: attention has a dropout rate, which is usually 0.
 _SWITCHES = frozenset({"dropout_p", "train", "training"})
-"""Arguments without which nothing is drawn: attention has a dropout rate, which is usually 0."""
 _STRIDES = "torchweft: strides"
 
 
@@ -225,12 +199,10 @@ class Draw:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """Numbers are drawn in the order of memory, so another layout gives other numbers."""
+    strides: tuple[int, ...]  # numbers are drawn in the order of memory, so another layout gives other numbers
     dtype: torch.dtype
 
     def draw_into(self, row: Tensor) -> None:
-        """Draw once."""
         like = torch.empty_strided(self.shape, self.strides, dtype=row.dtype, device=row.device)
         args = [like if argument is None else argument for argument in self.args]
         kwargs = {**self.kwargs, "device": row.device} if "device" in self.kwargs else self.kwargs
@@ -238,7 +210,6 @@ class Draw:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     declared = cast(Any, node.target)._schema.arguments
@@ -253,10 +224,8 @@ def value_dependent_draws(module: fx.GraphModule) -> list[str]:
 
 
 def separate_bernoulli(module: fx.GraphModule) -> None:
-    """Let `bernoulli(x, p)` draw into a new tensor.
-
-    Functionalization turns `x.bernoulli_(p)` into the same operator, but draws in the memory order of `x`.
-    """
+    """Let `bernoulli(x, p)` draw into a new tensor."""
+    # Functionalization turns `x.bernoulli_(p)` into the same operator, but draws in the memory order of `x`.
     for node in [node for node in module.graph.nodes if node.target is _aten.bernoulli.p]:
         with module.graph.inserting_before(node):
             new = module.graph.call_function(_aten.empty_like.default, node.args[:1])
@@ -306,7 +275,6 @@ def memory_order(tensor: Tensor) -> Hashable:
 
 
 def draw_numbers(draws: Sequence[Draw], steps: int, device: torch.device) -> list[Tensor]:
-    """The random numbers of `steps` steps, T x ... each."""
     rows = [torch.empty((steps, *draw.shape), dtype=draw.dtype, device=device) for draw in draws]
     # Step by step, and in the order of the operators, so that the generator advances as in the eager loop.
     with torch.no_grad():

@@ -36,39 +36,32 @@ from torchweft.recurrent.pytorch_internals import module_hooks, saved_tensor_hoo
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _BY_IDENTITY = (types.ModuleType, types.MethodDescriptorType, type(...), range)
 _DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
-_WRAPPED_NAMES = ("__func__", "fget", "func")
-"""Attributes in which descriptors hold their function."""
+_WRAPPED_NAMES = ("__func__", "fget", "func")  # attributes in which descriptors hold their function
 _CACHED = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, _CACHED)
 _UNREADY = (UninitializedParameter, UninitializedBuffer)
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MAX_DEPTH = 8
+# Methods that run without being named.
 _IMPLICIT = frozenset({"forward", "__call__", "__bool__", "__int__", "__float__", "__neg__"}).union(
     f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "matmul") for side in ("", "r")
 )
-"""Methods that run without being named."""
 _GLOBAL_READS = frozenset(name for name in dis.opmap if name.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
 _BY_STRING = frozenset({"getattr", "globals", "vars"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
-_PLAIN_SIZE = type("_Plain", (), {}).__basicsize__
-"""Size of an object with attributes and no other state."""
+_PLAIN_SIZE = type("_Plain", (), {}).__basicsize__  # size of an object with attributes and no other state
 
 
 class CellGuards:
-    """The current state of everything that a cell reads.
-
-    Attributes:
-        key: equal if nothing has changed; hashable as a tuple.
-        tensors: each once, in the order of the walk.
-        unready: whether a lazy module has yet to see its first input.
-        held: objects that the key identifies by address. They must live as long as the key.
-    """
+    """The current state of everything that a cell reads."""
 
     def __init__(self, cell: Callable[..., Any]) -> None:
-        self.key: list[Hashable] = []
-        self.tensors: list[Tensor] = []
-        self.unready = False
+        self.key: list[Hashable] = []  # equal if nothing has changed; hashable as a tuple
+        self.tensors: list[Tensor] = []  # each once, in the order of the walk
+        self.unready = False  # whether a lazy module has yet to see its first input
+        # Objects that the key identifies by address. They must live as long as the key: otherwise, another object could
+        # get the address of a dead one, and a stale plan would be found.
         self.held: list[object] = []
         self._unknown: list[str] = []
         self._modules: list[nn.Module] = []
@@ -88,7 +81,6 @@ class CellGuards:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The tensors that require a gradient."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
     @property
@@ -103,11 +95,9 @@ class CellGuards:
 
     @contextmanager
     def restore_state(self) -> Generator[None]:
-        """Undo the cell's writes on exit, for a run that traces or checks it.
-
-        This covers buffers, attributes, lists, dicts, sets and closures. The cell cannot write into parameters. Globals
-        and classes are not restored.
-        """
+        """Undo the cell's writes on exit, for a run that traces or checks it."""
+        # This covers buffers, attributes, lists, dicts, sets and closures. The cell cannot write into parameters.
+        # Globals and classes are not restored.
         with ExitStack() as undo:
             for tensor in self.tensors:
                 if not tensor.requires_grad:
@@ -120,11 +110,9 @@ class CellGuards:
 
     @contextmanager
     def tensors_restored(self, function: Callable[..., Any]) -> Generator[bool]:
-        """Inside, the modules of `function` hold the tensors of these guards again. Yields whether the key still holds.
-
-        During the backward of a `torch.func.functional_call` they hold others than in its forward. Flags and attributes
-        are not restored.
-        """
+        """Inside, the modules of `function` hold the tensors of these guards again."""
+        # Yields whether the key still holds. During the backward of a `torch.func.functional_call` they hold others
+        # than in its forward. Flags and attributes are not restored.
         now = CellGuards(function)
         with now._swap_tensors({id(new): old for new, old in zip(now.tensors, self.tensors, strict=False)}):
             yield CellGuards(function).key == self.key
@@ -154,8 +142,6 @@ class CellGuards:
                 table.update(values)
             for closure, value in closures:
                 closure.cell_contents = value
-
-    # -- the walk over everything that a cell can reach ---------------------------------------------------------------
 
     def _add_value(self, name: str, value: Any, depth: int = 0) -> None:
         # Ordered by frequency. A plain value, which most attributes are, must not cost a dozen checks.
@@ -343,9 +329,6 @@ class CellGuards:
                         self._add_value(f"{name} of {kind.__name__}", value, 1)
 
 
-# -- constants of a running program, and the names that code reads ----------------------------------------------------
-
-
 @functools.cache
 def _is_constant_module(module: str | None) -> bool:
     home = (module or "").partition(".")[0]
@@ -373,9 +356,6 @@ def _globals_read(code: types.CodeType) -> tuple[str, ...]:
     # From the instructions, not from `co_names`: there `h.mean()` and `self.net` would look like globals.
     read = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _GLOBAL_READS]
     return (*dict.fromkeys(read), *_strings_as_names(code))
-
-
-# -- running a cell without a trace -----------------------------------------------------------------------------------
 
 
 def _restore_tensor(tensor: Tensor, version: int, before: Tensor) -> None:
@@ -417,11 +397,9 @@ def without_observers() -> Generator[None]:
 
 @contextmanager
 def no_foreign_draws(step: Callable[[], object]) -> Generator[None]:
-    """Reject a cell that draws from Python's or numpy's generator: a plan would freeze the numbers of its capture.
-
-    `step` runs the cell once, without tracing. On an error both generators are restored, so that the eager loop draws
-    the same numbers as without an attempt to capture. Raises CaptureError.
-    """
+    """Reject a cell that draws from Python's or numpy's generator: a plan would freeze the numbers of its capture."""
+    # `step` runs the cell once, without tracing. On an error both generators are restored, so that the eager loop draws
+    # the same numbers as without an attempt to capture. Raises CaptureError.
     before = _generator_states()
     try:
         yield

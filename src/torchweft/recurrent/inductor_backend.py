@@ -30,10 +30,9 @@ from torchweft.recurrent.python_backend import CompiledLoop, Loop, PythonBackend
 from torchweft.recurrent.pytorch_internals import foreach_copy, inductor
 from torchweft.recurrent.verify import difference
 
+# Records a function. Returns its outputs, in memory that the recording owns, and a function that recomputes them.
 Recorder = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]
-"""Records a function. Returns its outputs, in memory that the recording owns, and a function that recomputes them."""
-MAX_RECORDINGS = 16
-"""Lengths for which a loop keeps a recording. Each has memory of its own."""
+MAX_RECORDINGS = 16  # lengths for which a loop keeps a recording. Each has memory of its own.
 _aten = cast(Any, torch.ops.aten)
 
 # Held in the whole process while a chunk is recorded or replayed. A recording has one set of buffers, which threads
@@ -44,10 +43,8 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 @contextmanager
 def recording_stream(device: torch.device) -> Generator[None]:
-    """Make the one stream of all recordings on this device current, in order with the caller's current stream.
-
-    The buffers of recordings belong to it, so replays run one after another, whichever streams they serve.
-    """
+    """Make the one stream of all recordings on this device current, in order with the caller's current stream."""
+    # The buffers of recordings belong to it, so replays run one after another, whichever streams they serve.
     with ExitStack() as stack:
         if device.type == "cuda":
             # PyTorch hands out 32 streams of each priority in turn. Stages of a pipe have streams of normal priority.
@@ -72,8 +69,8 @@ def cuda_recorder(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], C
     return outputs, graph.replay
 
 
+# Buffers that are read, rows that are written, the carried values at the end, and the function that replays.
 _Recording = tuple[list[Tensor], list[Tensor], list[Tensor], Callable[[], None]]
-"""Buffers that are read, rows that are written, the carried values at the end, and the function that replays."""
 
 
 class InductorStep:
@@ -99,10 +96,8 @@ class InductorStep:
         return self._launch_steps(steps, values, places)
 
     def _launch_steps(self, steps: int, values: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
-        """The carried values after the last step.
-
-        `values` are constants, carried values and rows. Rows and `places` are ordered by node, then by step.
-        """
+        """The carried values after the last step."""
+        # `values` are constants, carried values and rows. Rows and `places` are ordered by node, then by step.
         loop, count = self._loop, len(self._loop.constants)
         constants, carried = values[:count], values[count : count + len(loop.carried)]
         rows = values[count + len(carried) :]
@@ -184,7 +179,6 @@ class InductorStep:
 
 
 def compile_module(module: fx.GraphModule, arguments: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a step by Inductor for arguments of these shapes. Raises CompileError."""
     if not any(node.op == "call_function" for node in module.graph.nodes):
         return module
     # Copies, because tracing writes into the rows.
@@ -234,6 +228,5 @@ class InductorBackend(PythonBackend):
 
 
 def runs_on_cuda(captured: StepGraph) -> bool:
-    """Whether all inputs and states of the step are on CUDA."""
     values = [node.meta.get("val") for node in (*captured.signature.inputs, *captured.signature.states)]
     return bool(values) and all(isinstance(value, Tensor) and value.is_cuda for value in values)

@@ -18,7 +18,7 @@ In a captured step the masks, truncation and the step number are further inputs,
                                        padding) are loop-invariant
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -41,22 +41,21 @@ class RowMasks:
     reset: Tensor | None = None
 
     def each_step(self, steps: int) -> "zip[tuple[Tensor | None, Tensor | None]]":
-        """For every step the valid rows, and the reset rows."""
         tables = [[None] * steps if table is None else table.unbind(0) for table in (self.valid, self.reset)]
         return zip(*tables, strict=True)
 
+    def apply(self, function: Callable[[Tensor], Tensor]) -> "RowMasks":
+        return RowMasks(*(None if table is None else function(table) for table in (self.valid, self.reset)))
 
-ALL_ROWS = RowMasks()
-"""Every row is valid at every step."""
+
+ALL_ROWS = RowMasks()  # every row is valid at every step
 
 
 def read_rows(
     inputs: SequenceInputs | None, lengths: object, mask: object, reset: object, *, batch_first: bool, check: Validator
 ) -> RowMasks:
-    """The two tables, from lengths, mask and reset.
-
-    A reset past a row's length is dropped, because its state must stay. A reset in a hole of the mask counts.
-    """
+    """The two tables, from lengths, mask and reset."""
+    # A reset past a row's length is dropped, because its state must stay. A reset in a hole of the mask counts.
     if lengths is None and mask is None and reset is None:
         return ALL_ROWS
     if inputs is None or inputs.rows is None:
@@ -86,10 +85,8 @@ def select_nested_rows(flags: Tensor, yes: Any, *no: Any) -> Any:
 
 
 def padding_values(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
-    """For every leaf with rows, one step that the cell accepts, N x ...
-
-    A row's value is its first valid input, else that of another row, else a placeholder.
-    """
+    """For every leaf with rows, one step that the cell accepts, N x ..."""
+    # A row's value is its first valid input, else that of another row, else a placeholder.
     pairs = zip(inputs.leaves, inputs.placeholder_step(), strict=True)
     pairs = [(leaf, blank) for leaf, blank in pairs if isinstance(leaf, Tensor) and leaf.dim() >= 2]
     if not valid.numel():
@@ -164,10 +161,9 @@ class Conditions(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskedStep:
-    """A step as it is captured: ``((x, flags), (state, fresh, references, padding)) -> (y, (new, and these))``.
+    """A step as it is captured: ``((x, flags), (state, fresh, references, padding)) -> (y, (new, and these))``."""
 
-    `fresh` is () without resets, `references` () without references, `padding` () if all rows are valid.
-    """
+    # `fresh` is () without resets, `references` () without references, `padding` () if all rows are valid.
 
     cell: Cell
     on: Conditions
@@ -178,7 +174,7 @@ class MaskedStep:
         (x, flags), (state, fresh, references, padding) = inputs, states
         cell = self.cell
         if isinstance(cell, StepNetCell) and references != ():
-            cell = cell.with_references(references)
+            cell = StepNetCell(cell.function, cell.links, references=references, time_step=cell.time_step)
         remaining = iter(flags)
         valid = next(remaining) if self.on.valid else None
         if valid is not None:
@@ -206,10 +202,7 @@ class MaskedStep:
 
 
 def check_step_number(number: fx.Node, leaves: Sequence[Tensor]) -> None:
-    """Raise CaptureError if the graph rounds the step's number, an integer tensor, to float32 in a float64 cell.
-
-    `leaves` are the inputs and states.
-    """
+    """Raise CaptureError if the graph rounds the step's number, an integer tensor, to float32 in a float64 cell."""
     # PyTorch gives an integer tensor divided by a Python number the default dtype, where a Python int gives a double.
     values = [user.meta.get("val") for user in number.users if user.target is not torch.ops.aten._to_copy.default]
     rounded = any(isinstance(value, Tensor) and not value.dim() and value.dtype == torch.float32 for value in values)

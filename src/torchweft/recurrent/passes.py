@@ -43,9 +43,10 @@ _functionalize = cast("Callable[..., Callable[..., Any]]", torch.func.functional
 _aten, _prims = cast(Any, torch.ops.aten), cast(Any, torch.ops.prims)
 _ADD, _MUL = _aten.add.Tensor, _aten.mul.Tensor
 _STRIDED = {_aten.as_strided.default, _aten.as_strided_scatter.default}
+# Operators that read memory as if it were contiguous. PyTorch makes a contiguous copy before it calls them.
 _CONTIGUOUS_ONLY = {_aten.native_group_norm.default, _aten.native_group_norm_backward.default}
-"""Operators that read memory as if it were contiguous. PyTorch makes a contiguous copy before it calls them."""
 
+# Primitives that decompositions produce, with the equivalent ATen operator and names of its arguments.
 _PRIMS: dict[Any, tuple[Any, ...]] = {
     _prims.add.default: (_aten.add.Tensor,),
     _prims.sub.default: (_aten.sub.Tensor,),
@@ -57,10 +58,6 @@ _PRIMS: dict[Any, tuple[Any, ...]] = {
     _prims.var.default: (_aten.var.correction, "dim", "correction"),
     _prims.convert_element_type.default: (_aten._to_copy.default, "dtype"),
 }
-"""Primitives that decompositions produce, with the equivalent ATen operator and names of its arguments."""
-
-
-# -- functionalize ----------------------------------------------------------------------------------------------------
 
 
 def functionalize(
@@ -116,14 +113,9 @@ def writes(module: fx.GraphModule) -> list[str]:
     return [str(target) for target, schema in schemas if schema is not None and schema.is_mutable]
 
 
-# -- canonicalize -----------------------------------------------------------------------------------------------------
-
-
 def canonicalize(module: fx.GraphModule) -> None:
-    """Rewrite operators into forms that hold for all steps at once, and remove redundant ones, in place.
-
-    Raises WeftError for reads and writes by strides, because a value stacked over time has others.
-    """
+    """Rewrite operators into forms that hold for all steps at once, and remove redundant ones, in place."""
+    # Raises WeftError for reads and writes by strides, because a value stacked over time has others.
     graph = module.graph
     first_by_key: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
@@ -163,10 +155,8 @@ def canonicalize(module: fx.GraphModule) -> None:
 
 
 def _split_masked_gradients(graph: fx.Graph) -> None:
-    """Split each operator that computes the gradients of an input and of weights at once into two, one for each.
-
-    Such an operator has a mask of the gradients to compute. Unsplit, all of it would stay in the backward loop.
-    """
+    """Split each operator that computes the gradients of an input and of weights at once into two, one for each."""
+    # Such an operator has a mask of the gradients to compute. Unsplit, all of it would stay in the backward loop.
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         names = [argument.name for argument in schema.arguments] if schema is not None else []
@@ -249,9 +239,6 @@ def _repeated_value(node: fx.Node) -> fx.Node | None:
         if before.target is _aten.t.default:
             return before.all_input_nodes[0]
     return None
-
-
-# -- fuse -------------------------------------------------------------------------------------------------------------
 
 
 def fuse(captured: StepGraph) -> None:

@@ -23,87 +23,63 @@ from torch import Tensor
 from torchweft.core.errors import UsageError
 from torchweft.recurrent.graph import StepGraph
 
-CHUNK_BYTES = 4 << 20
-"""Approximate size of the values of one chunk."""
-CHUNK_ROWS = 1024
-"""Minimum rows of a chunk, steps times batch, so that products over it are efficient."""
+CHUNK_BYTES = 4 << 20  # approximate size of the values of one chunk
+CHUNK_ROWS = 1024  # minimum rows of a chunk, steps times batch, so that products over it are efficient
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Memory of a stretch of L steps, flat leaves each."""
 
-    steps: int
-    """L."""
-    inputs: list[Tensor]
-    """L x ..., contiguous."""
+    steps: int  # L
+    inputs: list[Tensor]  # L x ..., contiguous
+    # L+1 x ..., contiguous, row 0 given. A loop-invariant state, which every step passes on unchanged, has no rows.
     states: list[Tensor]
-    """L+1 x ..., contiguous, row 0 given. A loop-invariant state, which every step passes on unchanged, has no rows."""
-    outputs: list[Tensor]
-    """L x ..., contiguous."""
+    outputs: list[Tensor]  # L x ..., contiguous
 
 
 @dataclass(frozen=True)
 class Gradients:
     """Gradients of a chunk: the incoming ones, and buffers for the computed ones."""
 
-    outputs: list[Tensor]
-    """L x ..., contiguous."""
-    states: list[Tensor | None]
-    """L x ..., of the states after each step; None for zeros."""
-    carried: list[Tensor]
-    """Of the state after the last step; becomes that of the state before the first."""
-    inputs: list[Tensor | None]
-    """L x ..., to be written; None for an input without a gradient."""
-    parameters: list[Tensor | None]
-    """To be added to; None for a parameter without a gradient."""
+    outputs: list[Tensor]  # L x ..., contiguous
+    states: list[Tensor | None]  # L x ..., of the states after each step; None for zeros
+    carried: list[Tensor]  # of the state after the last step; becomes that of the state before the first
+    inputs: list[Tensor | None]  # L x ..., to be written; None for an input without a gradient
+    parameters: list[Tensor | None]  # to be added to; None for a parameter without a gradient
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A derived plan, made runnable.
+    """A derived plan, made runnable."""
 
-    Attributes:
-        captured: the step that the plan was derived from.
-        chunk_steps: the length of a chunk.
-        missing: the rows that a batch must be filled up with to fit the plan.
-    """
+    captured: StepGraph  # the step that the plan was derived from
+    chunk_steps: int  # the length of a chunk
+    missing: int  # the rows that a batch must be filled up with to fit the plan
 
-    captured: StepGraph
-    chunk_steps: int
-    missing: int
+    # Constants: values that depend on the references only, computed once per call of the network.
+    def begin(self) -> Any: ...
 
-    def begin(self) -> Any:
-        """Constants: values that depend on the references only, computed once per call of the network."""
-        ...
+    # Write states and outputs. With `keep`, return the other values that `backward` reads.
+    def forward(self, constants: Any, chunk: Chunk, keep: bool) -> Any: ...
 
-    def forward(self, constants: Any, chunk: Chunk, keep: bool) -> Any:
-        """Write states and outputs. With `keep`, return the other values that `backward` reads."""
-        ...
+    # Return the values that `forward` would have kept, given all states.
+    def recompute(self, constants: Any, chunk: Chunk) -> Any: ...
 
-    def recompute(self, constants: Any, chunk: Chunk) -> Any:
-        """Return the values that `forward` would have kept, given all states."""
-        ...
+    # Compute the gradients. `kept` stays unchanged, because a retained graph runs backward again.
+    def backward(self, constants: Any, chunk: Chunk, kept: Any, gradients: Gradients) -> None: ...
 
-    def backward(self, constants: Any, chunk: Chunk, kept: Any, gradients: Gradients) -> None:
-        """Compute the gradients. `kept` stays unchanged, because a retained graph runs backward again."""
-        ...
+    # End the use of `kept`, so that the next chunk can reuse its memory.
+    def release(self, kept: Any) -> None: ...
 
-    def release(self, kept: Any) -> None:
-        """End the use of `kept`, so that the next chunk can reuse its memory."""
-        ...
+    # Bytes that `forward` keeps for `steps` steps.
+    def kept_bytes(self, steps: int) -> int: ...
 
-    def kept_bytes(self, steps: int) -> int:
-        """Bytes that `forward` keeps for `steps` steps."""
-        ...
+    # Bytes that a call needs while it runs over a chunk, and constants.
+    def work_bytes(self, steps: int) -> int: ...
 
-    def work_bytes(self, steps: int) -> int:
-        """Bytes that a call needs while it runs over a chunk, and constants."""
-        ...
-
-    def explain(self) -> str:
-        """Readable report of the operators that run step by step, and of those moved out of the loops."""
-        ...
+    # Readable report of the operators that run step by step, and of those moved out of the loops.
+    def explain(self) -> str: ...
 
 
 def chunk_length(step_bytes: int, rows: int) -> int:
@@ -117,8 +93,7 @@ MEMORY_MODES: tuple[Literal["full", "states", "sqrt"], ...] = ("full", "states",
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """The values of a sequence to save: the heads of segments of `segment` chunks, else all states, and with `values`
-    all values."""
+    """The values to save: the heads of segments of `segment` chunks, else all states, and with `values` all values."""
 
     values: bool
     segment: int | None = None
@@ -136,22 +111,15 @@ class SequenceSize:
     steps: int
     chunk: int
     state_row: int
-    lone_state_row: int
-    """Of the states that are not outputs."""
-    output_row: int
-    """Of the outputs that are not states."""
-    input_row: int
-    """Of the inputs that have a gradient."""
-    fixed: int
-    """Of the parameters' gradients, the carried gradients, and the working memory of a call."""
-    kept: int
-    """Saved by a chunk."""
+    lone_state_row: int  # of the states that are not outputs
+    output_row: int  # of the outputs that are not states
+    input_row: int  # of the inputs that have a gradient
+    fixed: int  # of the parameters' gradients, the carried gradients, and the working memory of a call
+    kept: int  # saved by a chunk
 
     def peak(self, policy: MemoryPolicy) -> int:
-        """The most bytes that a call with its backward holds at a time, without its arguments.
-
-        Outputs, states and the returned gradients count.
-        """
+        """The most bytes that a call with its backward holds at a time, without its arguments."""
+        # Outputs, states and the returned gradients count.
         outputs = (self.steps + 1) * (self.output_row + self.state_row - self.lone_state_row)
         total = outputs + self.steps * self.input_row + self.fixed
         chunks = len(chunk_bounds(self.steps, self.chunk)) - 1

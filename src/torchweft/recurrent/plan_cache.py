@@ -35,7 +35,7 @@ from torchweft.recurrent.capture import CaptureError, MisfitError, capture
 from torchweft.recurrent.cell import StepNetCell
 from torchweft.recurrent.graph import StepGraph, draw_numbers, memory_order, same_but_rows
 from torchweft.recurrent.guards import CellGuards, no_foreign_draws, without_observers
-from torchweft.recurrent.masking import Conditions, MaskedStep, RowMasks, check_step_number, padding_values
+from torchweft.recurrent.masking import Conditions, MaskedStep, check_step_number, padding_values
 from torchweft.recurrent.passes import is_step_constant
 from torchweft.recurrent.plan_backends import MEMORY_MODES, Backend, Memory, choose_policy, size_of
 from torchweft.recurrent.pytorch_internals import (
@@ -49,12 +49,10 @@ from torchweft.recurrent.sequence_function import EagerReplay, append_rows, run_
 from torchweft.recurrent.verify import PlanError, verify
 
 VerifyMode = Literal["first", "never"]
+# After this many consecutive plans that were used only once, every new kind runs by the eager loop.
 MAX_UNUSED_PLANS = 32
-"""After this many consecutive plans that were used only once, every new kind runs by the eager loop."""
-MAX_PLANS = 64
-"""Plans that a network keeps. The least recently used is dropped first."""
-RACE_STEPS = 32
-"""Steps of a race. A shorter sequence is repeated."""
+MAX_PLANS = 64  # plans that a network keeps. The least recently used is dropped first.
+RACE_STEPS = 32  # steps of a race. A shorter sequence is repeated.
 COMPUTED = (
     "it reads a tensor that was computed from others, as by torch.func.functional_call, which is a new tensor at every "
     "call, so no plan could be reused; pass it as an input, a state, or one of references="
@@ -63,7 +61,6 @@ _Key = tuple[Hashable, Hashable]
 
 
 def check_settings(check: Validator, memory: object, backend: object, verify: object) -> None:
-    """Validate the settings of a network."""
     check.choice("backend", backend, get_args(BackendName))
     check.choice("verify", verify, get_args(VerifyMode))
     if memory not in MEMORY_MODES and not (type(memory) is int and memory > 0):
@@ -91,17 +88,12 @@ class PlanChoice:
     engine: Backend | None
     backend: str
     why: str
-    warning: str | None = None
-    """For the user, once."""
-    family: Hashable = None
-    """Equal for kinds that differ only in the number of rows."""
-    impossible: bool = False
-    """Whether the requested backend must not be replaced: an explicit "c" raises an error then."""
-    held: tuple[object, ...] = ()
-    """Objects whose addresses are part of the key. They live as long as it."""
+    warning: str | None = None  # for the user, once
+    family: Hashable = None  # equal for kinds that differ only in the number of rows
+    impossible: bool = False  # whether the requested backend must not be replaced: an explicit "c" raises an error then
+    held: tuple[object, ...] = ()  # objects whose addresses are part of the key. They live as long as it.
 
     def explain(self) -> str:
-        """Readable report."""
         head = f"{self.kind}: {self.backend}, because {self.why}"
         return head if self.engine is None else f"{head}\n\n{self.engine.explain()}"
 
@@ -122,7 +114,6 @@ class PlanCache:
         self._unused = 0
 
     def run(self, job: eager.SequenceRun) -> eager.Unrolled:
-        """Run by a plan, or by the eager loop. Warns once if that is not the requested plan."""
         if torch.is_inference_mode_enabled():
             # A plan holds tensors. Created in inference mode, they could not be used outside of it.
             with torch.inference_mode(False), torch.no_grad():
@@ -174,7 +165,6 @@ class PlanCache:
         return {mode: size.peak(choose_policy(mode, size)) for mode in MEMORY_MODES}
 
     def choices(self) -> list[PlanChoice]:
-        """The choices for all kinds of sequences so far."""
         with self._lock:
             return list(self._choices.values())
 
@@ -211,10 +201,8 @@ class PlanCache:
         return choice
 
     def _fill_up(self, call: "PlannedCall") -> Backend | None:
-        """A plan for a few more rows, if it computes the rows of this call with the same bits.
-
-        Only from the third batch size on, so that a smaller last batch of an epoch is not filled up.
-        """
+        """A plan for a few more rows, if it computes the rows of this call with the same bits."""
+        # Only from the third batch size on, so that a smaller last batch of an epoch is not filled up.
         family = call.step_key(1)
         same_cell = [choice for (_, cell_key), choice in self._choices.items() if cell_key == call.cell_key]
         relatives = [e.engine for e in same_cell if e.family == family and serves_smaller_batches(e.engine)]
@@ -284,18 +272,11 @@ class PlanCache:
         )
 
 
-_CAPTURING = threading.RLock()
-"""Held while a cell is traced, because tracing patches modules for the whole process."""
+_CAPTURING = threading.RLock()  # held while a cell is traced, because tracing patches modules for the whole process
 
 
 class PlannedCall:
-    """One call of a network as plans see it: its key, making and verifying a plan for it, and running it.
-
-    Attributes:
-        states: the initial ones of the captured step, flat.
-        cell_key: the cell and everything that it reads, as of now. A plan holds for exactly that.
-        computed: whether the cell reads a tensor computed from others, which is a new one at every call.
-    """
+    """One call of a network as plans see it: its key, making and verifying a plan for it, and running it."""
 
     def __init__(self, job: eager.SequenceRun) -> None:
         cell, inputs, rows, state = job.cell, job.inputs, job.rows, job.initial
@@ -304,17 +285,18 @@ class PlannedCall:
         fresh = (state if job.fresh is None else job.fresh) if self._on.reset else ()
         references = cell.references if isinstance(cell, StepNetCell) and cell.references is not None else ()
         padding = [] if rows.valid is None else padding_values(inputs, rows.valid)
+        # The initial states of the captured step, flat.
         self.states, self._structure = flatten((state, fresh, references, padding))
         self.guards = CellGuards(cell.function)
-        self.cell_key = tuple(self.guards.key)
+        self.cell_key = tuple(self.guards.key)  # what the cell reads, as of now. A plan holds for exactly that.
+        # Whether the cell reads a tensor computed from others, which is a new one at every call.
         self.computed = not all([tensor.is_leaf for tensor in self.guards.tensors])
         grad = torch.is_grad_enabled()
+        # Flags the inputs that require a gradient.
         self._wants = tuple([grad and leaf.requires_grad for leaf in inputs.leaves])
-        """Flags the inputs that require a gradient."""
 
     @property
     def kind(self) -> str:
-        """Shape and dtype of a step, for messages."""
         shapes = ", ".join(
             f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape[1:])}" for leaf in self.inputs.leaves
         )
@@ -328,14 +310,11 @@ class PlannedCall:
         return self.inputs.rows if by_rows and getattr(self.cell, "references", None) is None else None
 
     def with_rows(self, rows: int) -> "PlannedCall":
-        """The same call, filled up to `rows` rows."""
         job, more = self._job, rows - (self.rows or 0)
         over_time, first = (partial(append_rows, axis=axis, more=more) for axis in (1, 0))
         inputs = replace(self.inputs, leaves=[*map(over_time, self.inputs.leaves)], rows=rows)
-        tables = (job.rows.valid, job.rows.reset)
-        masks = RowMasks(*(None if table is None else over_time(table) for table in tables))
         initial, fresh = (None if state is None else map_leaves(first, state) for state in (job.initial, job.fresh))
-        return PlannedCall(replace(job, inputs=inputs, rows=masks, initial=initial, fresh=fresh))
+        return PlannedCall(replace(job, inputs=inputs, rows=job.rows.apply(over_time), initial=initial, fresh=fresh))
 
     def step_key(self, begin: int = 0) -> Hashable:
         """Everything that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes.
@@ -426,12 +405,10 @@ class PlannedCall:
         return captured
 
     def verify(self, engine: Backend, memory: Memory) -> None:
-        """See `weft.recurrent.verify`."""
         with self.guards.restore_state():
             verify(engine, self._masked_step(), self._input_leaves(), self.states, memory, self.guards.as_float64)
 
     def run(self, engine: Backend, memory: Memory) -> eager.Unrolled:
-        """Run the whole sequence by the plan."""
         captured, device, inputs = engine.captured, self.inputs.device, self._input_leaves()
         restored = partial(self.guards.tensors_restored, self.cell.function)
         # Before the draws below, because the replay draws the same numbers again.
@@ -451,8 +428,7 @@ class PlannedCall:
         """Seconds that `RACE_STEPS` of this sequence take by the engine, and by the eager loop."""
         steps = torch.arange(RACE_STEPS, device=self.inputs.device) % self.inputs.steps
         inputs = replace(self.inputs, leaves=[leaf.detach()[steps] for leaf in self.inputs.leaves], steps=RACE_STEPS)
-        tables = self._job.rows.valid, self._job.rows.reset
-        rows = RowMasks(*(None if table is None else table[steps] for table in tables))
+        rows = self._job.rows.apply(lambda table: table[steps])
         # Detached, because a backward through the caller's graph would free it before the caller's own backward.
         state, fresh, *_ = unflatten(self._structure, [leaf.detach() for leaf in self.states])
         job = replace(self._job, inputs=inputs, rows=rows, initial=state, fresh=fresh if self._on.reset else None)

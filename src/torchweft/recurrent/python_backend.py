@@ -26,27 +26,18 @@ from torchweft.recurrent.plan_backends import Chunk, Gradients, chunk_length
 from torchweft.recurrent.step_plan import BulkEvaluator, DependencePartition, dependences, explain, partition
 
 _aten = cast(Any, torch.ops.aten)
+# The same operators as direct functions. A call through the dispatcher's Python object costs about twice as much.
 _QUICK: dict[Any, Callable[..., Any]] = {
-    _aten.add.Tensor: torch.add,
-    _aten.sub.Tensor: torch.sub,
-    _aten.mul.Tensor: torch.mul,
-    _aten.div.Tensor: torch.div,
-    _aten.sigmoid.default: torch.sigmoid,
-    _aten.tanh.default: torch.tanh,
-    _aten.exp.default: torch.exp,
-    _aten.neg.default: torch.neg,
+    **{getattr(_aten, name).Tensor: getattr(torch, name) for name in ("add", "sub", "mul", "div")},
+    **{
+        getattr(_aten, name).default: getattr(torch, name)
+        for name in ("sigmoid", "tanh", "exp", "neg", "relu", "addmm", "addcmul", "mm", "bmm", "cat", "t")
+    },
     _aten.rsub.Scalar: torch.rsub,
-    _aten.relu.default: torch.relu,
-    _aten.addmm.default: torch.addmm,
-    _aten.addcmul.default: torch.addcmul,
-    _aten.mm.default: torch.mm,
-    _aten.bmm.default: torch.bmm,
-    _aten.cat.default: torch.cat,
-    _aten.t.default: torch.t,
     _aten.split.Tensor: torch.unsafe_split,
 }
-"""The same operators as direct functions. A call through the dispatcher's Python object costs about twice as much."""
 
+# Operators that can write their result into a given tensor: the function, and the argument's name.
 _INTO: dict[Any, tuple[Any, str]] = {
     **{
         target: (quick, "out")
@@ -56,17 +47,15 @@ _INTO: dict[Any, tuple[Any, str]] = {
     _aten.sigmoid_backward.default: (_aten.sigmoid_backward.grad_input, "grad_input"),
     _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
 }
-"""Operators that can write their result into a given tensor: the function, and the argument's name."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop to generate. Nodes stand for their values in one step.
+    """A loop to generate. Nodes stand for their values in one step."""
 
-    `constants` are the same in all steps. `rows` are read from lists with a tensor per step. `carried` are passed from
-    step to step and become `ends`. `saved` are left in a list per node. For those also in `written`, it holds rows to
-    write to. With `added`, every carried value gets a value of the step added to it before it is read.
-    """
+    # `constants` are the same in all steps. `rows` are read from lists with a tensor per step. `carried` are passed
+    # from step to step and become `ends`. `saved` are left in a list per node. For those also in `written`, it holds
+    # rows to write to. With `added`, every carried value gets a value of the step added to it before it is read.
 
     nodes: Sequence[fx.Node]
     constants: Sequence[fx.Node]
@@ -79,7 +68,6 @@ class Loop:
     added: bool = False
 
     def compile(self) -> "CompiledLoop":
-        """Generate the source, and compile it to a function."""
         names: dict[str, Any] = {"zero": torch.zeros_like}
         lines = [f"    {_variable(node)} = rows_{node}[step]" for node in self.rows]
         if self.added:
@@ -160,8 +148,6 @@ class PythonBackend:
         shape = states[0].meta["val"].shape if states else ()
         self.chunk_steps = chunk_length(self._step_bytes, shape[0] if shape else 1)
 
-    # -- a chunk: see `Backend` ---------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """None, because constants are cheap compared with a loop in Python."""
 
@@ -208,8 +194,6 @@ class PythonBackend:
     def _first_states(self, chunk: Chunk) -> list[Tensor]:
         return [state if k in self.captured.invariant else state[0] for k, state in enumerate(chunk.states)]
 
-    # -- the two loops ------------------------------------------------------------------------------------------------
-
     @cached_property
     def loop(self) -> CompiledLoop:
         """The forward loop. It saves the new states, the outputs, and the values that backward reads."""
@@ -226,10 +210,8 @@ class PythonBackend:
     def run_forward(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], BulkEvaluator]:
-        """Outputs and states after every step (T x ...), and the values that `run_backward` reads.
-
-        `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state.
-        """
+        """Outputs and states after every step (T x ...), and the values that `run_backward` reads."""
+        # `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state.
         signature, parts = self.captured.signature, self.parts
         bulk = BulkEvaluator(len(inputs[0]), self.varies)
         bulk.env.update(zip(signature.inputs, inputs, strict=True))
@@ -250,11 +232,9 @@ class PythonBackend:
     def run_backward(
         self, kept: BulkEvaluator, outputs: Sequence[Tensor], states: Sequence[Tensor] | None, last: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Tensor], list[Tensor | None]]:
-        """The gradients of inputs (T x ...), initial states and parameters, from those of outputs and states.
-
-        `outputs` are T x ...; `states`, T x ..., are those of the states after every step, or None; `last` are those of
-        the state after the last one.
-        """
+        """The gradients of inputs (T x ...), initial states and parameters, from those of outputs and states."""
+        # `outputs` are T x ...; `states`, T x ..., are those of the states after every step, or None; `last` are those
+        # of the state after the last one.
         signature, inside = self.captured.signature, self.parts.after_back
         # A copy of the table, so that `kept` can serve another backward of a retained graph.
         bulk = replace(kept, env=dict(kept.env))

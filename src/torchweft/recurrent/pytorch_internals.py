@@ -29,27 +29,27 @@ _C = cast(Any, torch._C)
 
 has_storage = cast("Callable[[Tensor], bool]", _C._has_storage)
 dispatch_modes = cast("Callable[[], list[object]]", _get_current_dispatch_mode_stack)
+# The innermost transform of `torch.func`, or None.
 functorch_interpreter = cast("Callable[[], object | None]", _C._functorch.peek_interpreter_stack)
-"""The innermost transform of `torch.func`, or None."""
+# -1 outside of forward-mode differentiation.
 forward_ad_level = cast("Callable[[], int]", partial(getattr, torch.autograd.forward_ad, "_current_level"))
-"""-1 outside of forward-mode differentiation."""
+# How many `parametrize.cached()` are open.
 parametrizations_cached = cast("Callable[[], int]", partial(getattr, parametrize, "_cache_enabled"))
-"""How many `parametrize.cached()` are open."""
+# The module of Dynamo if something imported it already, else None: its import takes seconds.
 loaded_dynamo = cast("Callable[[], Any]", partial(sys.modules.get, "torch._dynamo"))
-"""The module of Dynamo if something imported it already, else None: its import takes seconds."""
 
 # -- tracing ----------------------------------------------------------------------------------------------------------
 
 make_fx = cast("Callable[..., Callable[..., fx.GraphModule]]", proxy_tensor.make_fx)
 current_tracer = cast("Callable[[], object | None]", proxy_tensor.get_proxy_mode)
+# Whether the gradient of a view that is written to repeats the view instead of reading by strides.
 replay_views = cast(
     "Callable[[bool], AbstractContextManager[None]]", cast(Any, torch.autograd.grad_mode)._force_original_view_tracking
 )
-"""Whether the gradient of a view that is written to repeats the view instead of reading by strides."""
 foreach_copy = cast("Callable[[Sequence[Tensor], Sequence[Tensor]], None]", cast(Any, torch)._foreach_copy_)
 module_hooks = cast("dict[str, Any]", vars(nn.modules.module))
+# Swap other tensors in for a module's own, as `torch.func.functional_call` does.
 with_tensors = cast("Callable[..., AbstractContextManager[None]]", cast(Any, stateless)._reparametrize_module)
-"""Swap other tensors in for a module's own, as `torch.func.functional_call` does."""
 
 
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +60,6 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor() -> Any:
-    """The module of Inductor."""
     from torch import _inductor  # noqa: PLC0415  (takes seconds)
 
     return _inductor

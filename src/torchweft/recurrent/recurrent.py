@@ -270,7 +270,6 @@ class Recurrent(nn.Module):
         self._handle = register_network(self)
 
     def extra_repr(self) -> str:
-        """The arguments that differ from the default."""
         options = {"links": self.links, "truncate": self.truncate}
         words = [f"{name}={value!r}" for name, value in options.items() if value is not None]
         words += [f"{name}=True" for name in ("time_step", "batch_first") if getattr(self, name)]
@@ -307,7 +306,6 @@ class Recurrent(nn.Module):
 def check_arguments(
     cell: Any, links: Any, initial: Any, time_step: bool, truncate: Any, memory: Any, backend: Any, verify: Any
 ) -> None:
-    """Raise UsageError that lists all invalid arguments of a network."""
     with Validator("invalid arguments of Recurrent") as check:
         _check_cell(check, cell)
         if links is not None:

@@ -25,8 +25,7 @@ from torchweft.core.errors import UsageError
 from torchweft.core.pytree import Structure, flatten, map_leaves, structure_paths
 from torchweft.core.validation import Validator
 
-Lengths = Tensor | Sequence[int]
-"""Steps of every row, N integers."""
+Lengths = Tensor | Sequence[int]  # steps of every row, N integers
 
 
 @dataclass(frozen=True)
@@ -38,34 +37,27 @@ class SequenceInputs:
     steps: int
     rows: int | None
     certain: bool
-    axes: int
-    """The most axes that an input of one step has."""
+    axes: int  # the most axes that an input of one step has
     device: torch.device
 
     def each_step(self) -> Iterator[list[Any]]:
-        """The leaves of every step."""
         # One `unbind` per leaf, whose gradient is one stack. Indexing would add T gradients of size T x N x D.
         columns = [leaf.unbind(0) if isinstance(leaf, Tensor) else [leaf] * self.steps for leaf in self.leaves]
         return (list(step) for step in zip(*columns, strict=True))
 
     def first_step(self) -> list[Any]:
-        """The leaves of the first step. T must be at least 1."""
         return [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
     def placeholder_step(self) -> list[Any]:
-        """Placeholder for a step, e.g. of an empty sequence: integers are 0 (valid indices), other numbers 0.5.
-
-        Norm, sqrt and log have no gradient at 0, 1 or infinity. The step is computed from the sequences, so that
-        gradients of these exist for T = 0.
-        """
+        """Placeholder for a step, e.g. of an empty sequence: integers are 0 (valid indices), other numbers 0.5."""
+        # Norm, sqrt and log have no gradient at 0, 1 or infinity. The step is computed from the sequences, so that
+        # gradients of these exist for T = 0.
         return [_placeholder_value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
 
 def read_inputs(value: Any, *, batch_first: bool, certain: bool, check: Validator) -> SequenceInputs | None:
-    """Normalise ``value``. Faults go to ``check``. ``None`` if T or N cannot be determined.
-
-    ``certain``: the caller referred to rows, so every tensor with two axes has them.
-    """
+    """Normalise ``value``. Faults go to ``check``. ``None`` if T or N cannot be determined."""
+    # ``certain``: the caller referred to rows, so every tensor with two axes has them.
     leaves, structure = flatten(value)
     names = structure_paths(structure, "inputs")
     tensors = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
@@ -125,7 +117,6 @@ def _all_equal(sizes: Sequence[int]) -> bool:
 
 
 def list_some(values: Sequence[str], most: int = 5) -> str:
-    """The first few values, and how many more there are."""
     rest = len(values) - most
     return ", ".join(values[:most]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -151,7 +142,6 @@ class UnpackedInputs:
     batch_first: bool = False
 
     def pack_outputs(self, outputs: Any) -> Any:
-        """Outputs in the form in which the inputs came."""
         packed, lengths = self.packed, self.lengths
         if packed is None or not isinstance(lengths, Tensor):
             return outputs
@@ -163,10 +153,8 @@ class UnpackedInputs:
 
 
 def unpack_inputs(inputs: Any, lengths: Lengths | None, *, batch_first: bool, who: str) -> UnpackedInputs:
-    """Unpack a ``PackedSequence``, batch first if the layers are. Other inputs stay as they are.
-
-    Raises ``UsageError`` for a ``PackedSequence`` with lengths.
-    """
+    """Unpack a ``PackedSequence``, batch first if the layers are. Other inputs stay as they are."""
+    # Raises ``UsageError`` for a ``PackedSequence`` with lengths.
     if not isinstance(inputs, PackedSequence):
         return UnpackedInputs(inputs, lengths)
     if lengths is not None:

@@ -56,13 +56,12 @@ class SequenceLeaves(Generic[Value]):
     last: list[Value]
 
     def named(self) -> list[tuple[str, Value]]:
-        """The leaves with their names for messages."""
         parts = (("output", self.outputs), ("state", self.states), ("last state", self.last))
         return [(f"{name} {i}", value) for name, values in parts for i, value in enumerate(values)]
 
 
+# A tensor that backward reads: its name for messages, and its version, see `_version_of`.
 Read = tuple[str, Tensor, tuple[int, int]]
-"""A tensor that backward reads: its name for messages, and its version, see `_version_of`."""
 
 
 def run_derived(
@@ -108,10 +107,9 @@ def append_rows(tensor: Tensor, axis: int, more: int) -> Tensor:
 
 
 class Buffers:
-    """Memory of outputs and states over the steps of a sequence, or of a segment of it. Chunks are views into it.
+    """Memory of outputs and states over the steps of a sequence, or of a segment of it. Chunks are views into it."""
 
-    With `whole` it has all states, else only those that are also outputs.
-    """
+    # With `whole` it has all states, else only those that are also outputs.
 
     def __init__(
         self, captured: StepGraph, inputs: list[Tensor], initial: list[Tensor], bounds: Sequence[int], *, whole: bool
@@ -119,8 +117,8 @@ class Buffers:
         self._inputs, self._initial = inputs, initial
         self._invariant, self._aliases = captured.invariant, captured.aliases
         steps, longest = bounds[-1], bounds[1] - bounds[0]  # only the last chunk can be shorter
+        # None for a state that is loop-invariant, or not kept whole.
         self.states: list[Tensor | None] = [None] * len(initial)
-        """None for a state that is loop-invariant, or not kept whole."""
         # Rows that all chunks share. Allocated per chunk between small blocks, each would get another address, and the
         # process would grow.
         self._shared: dict[int, Tensor] = {}
@@ -151,7 +149,6 @@ class Buffers:
         return Chunk(end - start, [leaf[start:end].contiguous() for leaf in self._inputs], states, outputs)
 
     def free_shared(self) -> None:
-        """Free the rows that forward no longer needs."""
         self._shared.clear()
 
 
@@ -191,8 +188,6 @@ class ScanFunction:
         replayed = enumerate(states if tracked else ())
         self._replay_reads: list[Read] = [(f"initial state {i}", s, _version_of(s)) for i, s in replayed]
 
-    # -- forward ----------------------------------------------------------------------------------------------------
-
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """Outputs, states after every step, and the last states again; and for each whether it can have a gradient."""
         backend, captured, segment = self._backend, self._backend.captured, self._policy.segment
@@ -230,8 +225,6 @@ class ScanFunction:
             read = [(f"{role} {i}", t, _version_of(t)) for role, group in tensors.items() for i, t in enumerate(group)]
             self._saved = SavedSequence(buffers, values, heads, read)
         return ends, [_can_have_gradient(end) for end in ends]
-
-    # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`. Raises BackwardTwiceError if the sequence was freed."""
@@ -287,10 +280,8 @@ class ScanFunction:
     def _chunks_back(
         self, saved: SavedSequence, constants: Any, retain: bool
     ) -> Generator[tuple[int, int, Chunk, Any]]:
-        """Each chunk, the last one first, with the values that were kept or are recomputed.
-
-        If states are not kept whole, each segment is run forward once more, in memory of its own.
-        """
+        """Each chunk, the last one first, with the values that were kept or are recomputed."""
+        # If states are not kept whole, each segment is run forward once more, in memory of its own.
         backend, bounds, length = self._backend, self._bounds, self._policy.segment
         if length is None:
             for i in range(len(bounds) - 2, -1, -1):
@@ -313,7 +304,6 @@ class ScanFunction:
                 yield chunks.pop()
 
     def split_ends(self, values: Sequence[Value]) -> SequenceLeaves[Value]:
-        """Outputs, states and last states from one list."""
         count, width = len(self._backend.captured.outputs), self._counts[1]
         stop = count if self._policy.segment else count + width
         return SequenceLeaves(list(values[:count]), list(values[count:stop]), list(values[stop:]))
@@ -366,7 +356,6 @@ class _BackwardGradients:
         return Gradients(outputs, states, self._carried, inputs, self._parameters)
 
     def results(self) -> list[Tensor | None]:
-        """The gradients of inputs, initial states and parameters."""
         states = [gradient if _can_have_gradient(gradient) else None for gradient in self._carried]
         return [*self._inputs, *states, *self._parameters]
 
@@ -376,16 +365,11 @@ def _in_memory(gradient: Tensor) -> Tensor:
     return gradient.resolve_neg().contiguous()
 
 
-# -- gradients of gradients -------------------------------------------------------------------------------------------
-
-
 def run_stepwise(
     captured: StepGraph, cell: Cell, inputs: Sequence[Tensor], states: Sequence[Tensor]
 ) -> SequenceLeaves[Tensor]:
-    """Run the cell that was captured step by step in plain autograd. `inputs` are T x ..., T at least 1.
-
-    Further inputs, which stand for random numbers, are ignored, because the cell draws its own.
-    """
+    """Run the cell that was captured step by step in plain autograd. `inputs` are T x ..., T at least 1."""
+    # Further inputs, which stand for random numbers, are ignored, because the cell draws its own.
     count = captured.input_structure.num_leaves
     state = unflatten(captured.state_structure, states)
     outputs: list[list[Tensor]] = []
@@ -399,11 +383,10 @@ def run_stepwise(
 
 
 class EagerReplay:
-    """Replays a sequence in the eager loop under the conditions in which the plan ran it.
+    """Replays a sequence in the eager loop under the conditions in which the plan ran it."""
 
-    It must be created before the sequence runs and draws. Inside `restored()` the cell reads the tensors of that run.
-    `restored()` yields whether the rest of the cell is unchanged.
-    """
+    # It must be created before the sequence runs and draws. Inside `restored()` the cell reads the tensors of that run.
+    # `restored()` yields whether the rest of the cell is unchanged.
 
     def __init__(
         self,
@@ -420,10 +403,8 @@ class EagerReplay:
     def gradients(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor], incoming: SequenceLeaves[Tensor | None]
     ) -> list[Tensor | None]:
-        """The gradients of inputs, states and parameters, in this order. In grad mode autograd can differentiate them.
-
-        Raises DoubleBackwardError.
-        """
+        """The gradients of inputs, states and parameters, in this order. Raises DoubleBackwardError."""
+        # In grad mode autograd can differentiate them.
         gate = threading.Event()
         in_grad_mode, parameters = torch.is_grad_enabled(), self._captured.parameters
         with torch.enable_grad():

@@ -39,10 +39,8 @@ class DependencePartition:
 
 
 def dependences(captured: StepGraph, invariant: str = STATE) -> dict[fx.Node, frozenset[str]]:
-    """For every node, its dependences among INPUT, STATE, CARRIED and GIVEN. A reference has none.
-
-    A state that every step passes on unchanged counts as `invariant`.
-    """
+    """For every node, its dependences among INPUT, STATE, CARRIED and GIVEN. A reference has none."""
+    # A state that every step passes on unchanged counts as `invariant`.
     signature = captured.signature
     on: dict[fx.Node, frozenset[str]] = {node: frozenset() for node in captured.module.graph.nodes}
     starts = [
@@ -60,7 +58,6 @@ def dependences(captured: StepGraph, invariant: str = STATE) -> dict[fx.Node, fr
 
 
 def partition(captured: StepGraph) -> DependencePartition:
-    """Put every operator into its part."""
     signature, on = captured.signature, dependences(captured)
     to_state = leading_to(signature.new_states)
     to_carry = leading_to(signature.state_gradients)
@@ -99,7 +96,6 @@ def leading_to(ends: Iterable[Value], inside: Collection[fx.Node] | None = None)
 
 
 def explain(captured: StepGraph) -> str:
-    """Readable report of the operators in each part, and their sizes."""
     parts = partition(captured)
     lines: list[str] = []
     for name, when in _WHEN.items():
@@ -128,6 +124,7 @@ def _describe_node(node: fx.Node) -> str:
 
 
 _aten = cast(Any, torch.ops.aten)
+# Operators that can be applied to a sum over time instead of to each summand.
 _LINEAR_VIEWS = (
     _aten.t.default,
     _aten.reshape.default,
@@ -137,7 +134,6 @@ _LINEAR_VIEWS = (
     _aten.unsqueeze.default,
     _aten.neg.default,
 )
-"""Operators that can be applied to a sum over time instead of to each summand."""
 
 ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
 
@@ -226,7 +222,6 @@ class BulkEvaluator:
         return total.reshape(_shape_of(node))
 
     def stacked(self, node: fx.Node) -> Tensor:
-        """The value for all steps, T x ..., including values that are the same in each."""
         value = self.env[node]
         return value if self.varies(node) else value.expand(self.steps, *value.shape)
 

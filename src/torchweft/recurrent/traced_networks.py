@@ -21,9 +21,10 @@ class TraceableNetwork(Protocol):
     cell: Callable[..., Any]
     memory: Any
 
-    def run_plainly(self, inputs: Any, state: Any = None, *, plans: Any = None, **rows: Any) -> tuple[Any, Any, Any]:
-        """Run as outside of a graph; `plans` replace the network's own."""
-        ...
+    # Run as outside of a graph; `plans` replace the network's own.
+    def run_plainly(
+        self, inputs: Any, state: Any = None, *, plans: Any = None, **rows: Any
+    ) -> tuple[Any, Any, Any]: ...
 
     def parameters(self) -> Iterator[Any]: ...
     def buffers(self) -> Iterator[Tensor]: ...
@@ -40,7 +41,6 @@ GONE = (
 
 
 def register_network(network: TraceableNetwork) -> int:
-    """The new handle of a network."""
     handle = next(_handles)
     _networks[handle] = network
     return handle

@@ -30,14 +30,13 @@ from torchweft.recurrent.sequence_function import SequenceLeaves, run_derived, r
 # Without them, and in a single step, the carried gradient stays the same tensor: another path through a backend.
 TRIALS = ((3, True), (1, False))
 ROUNDINGS = 256
-NEAR = 8
-"""How many times the eager loop's own error, against float64, a plan can have."""
+NEAR = 8  # how many times the eager loop's own error, against float64, a plan can have
+# Inside, the cell reads its tensors in float64. Yields these by the ids of the originals.
 Widened = Callable[[], AbstractContextManager[Mapping[int, Tensor]]]
-"""Inside, the cell reads its tensors in float64. Yields these by the ids of the originals."""
 _unwidened: Widened = partial(nullcontext, dict[int, Tensor]())
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Tolerance for float32 if PyTorch can round the factors of products to this precision.
 ROUNDED_FACTORS = {"tf32": 2e-3, "bf16": TOLERANCE[torch.bfloat16]}
-"""Tolerance for float32 if PyTorch can round the factors of products to this precision."""
 
 
 class PlanError(WeftError, RuntimeError):
@@ -52,12 +51,9 @@ def verify(
     memory: Memory = "full",
     widened: Widened = _unwidened,
 ) -> None:
-    """Compare the plan with the eager loop over the first steps of a sequence (inputs T x ..., T at least 1).
-
-    Forward and back; forward alone if gradients are off, as they were when the plan was made.
-
-    Raises PlanError that names every differing value, with the difference.
-    """
+    """Compare the plan with the eager loop over the first steps of a sequence (inputs T x ..., T at least 1)."""
+    # Forward and back; forward alone if gradients are off, as they were when the plan was made. Raises PlanError that
+    # names every differing value, with the difference.
     for steps, every in TRIALS:
         trial = _Trial(plan, cell, [leaf[:steps] for leaf in inputs], states, every)
         # A number of bytes has no meaning for three steps. "states" runs every routine, including the recomputation.
@@ -141,11 +137,7 @@ def _new_leaves(plan: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor
 
 
 def _values_and_gradients(
-    parameters: Sequence[Tensor],
-    ends: SequenceLeaves[Tensor],
-    inputs: list[Tensor],
-    states: list[Tensor],
-    every: bool,
+    parameters: Sequence[Tensor], ends: SequenceLeaves[Tensor], inputs: list[Tensor], states: list[Tensor], every: bool
 ) -> dict[str, Tensor]:
     """Outputs and states by name, and in grad mode all gradients, with zeros where there is none."""
     groups = {"input": inputs, "initial state": states, "parameter": parameters}

@@ -19,7 +19,8 @@ from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from torchweft.core.errors import SpecError, WeftError
 from torchweft.experts import GraphBudget
 from torchweft.experts.client import NEVER, RemoteExpert, Retry
-from torchweft.experts.wire import Kind, LostError, UnreachableError
+from torchweft.experts.errors import LostError, UnreachableError
+from torchweft.experts.wire import Kind
 
 SWIFT = Retry(attempts=3, first=0.001)
 

@@ -21,16 +21,9 @@ from torchweft.core.errors import BackwardTwiceError, DoubleBackwardError, InPla
 from torchweft.experts import AccumulationOptions, ExpertBackend, GraphBudget, TensorSpec
 from torchweft.experts.client import GrpcTransport, RemoteExpert, Retry, Transport
 from torchweft.experts.compression import Policy
-from torchweft.experts.errors import CommitError, GradientError
+from torchweft.experts.errors import CommitError, DeadlineError, ExpertFailedError, GradientError, UnreachableError
 from torchweft.experts.server import Server
-from torchweft.experts.wire import (
-    Call,
-    DeadlineError,
-    ExpertFailedError,
-    Kind,
-    Received,
-    UnreachableError,
-)
+from torchweft.experts.wire import Call, Kind, Received
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 

@@ -14,20 +14,18 @@ from tests.experts.concurrency import wait_until
 from torchweft.core.errors import SpecError, UsageError
 from torchweft.experts.client.retry import NEVER, FixedResolver, Retry, RetryingCaller
 from torchweft.experts.client.transport import TransportStatistics
-from torchweft.experts.errors import ExpiredError, GradientError, OverloadError, ResultEvictedError
-from torchweft.experts.wire import (
-    Call,
+from torchweft.experts.errors import (
     DeadlineError,
     DrainingError,
+    ExpiredError,
     ForbiddenError,
-    Header,
-    Kind,
+    GradientError,
     LostError,
-    Received,
+    OverloadError,
+    ResultEvictedError,
     UnreachableError,
-    decode,
-    encode,
 )
+from torchweft.experts.wire import Call, Header, Kind, Received, decode, encode
 
 CALL = Call(Header(kind=Kind.PING, call_id=1))
 (ANSWER,) = decode(encode([CALL]))
@@ -87,7 +85,7 @@ def test_attempts_end_with_the_deadline_or_as_many_as_was_said(error: Exception)
     transport = Scripted(*[type(error)("x") for _ in range(9)])
     with pytest.raises(type(error)) as caught:
         make_caller(transport, attempts=4).call(CALL, 15.0)
-    assert transport.calls == 4 and not NEVER.again(error, 1)
+    assert transport.calls == 4 and not NEVER.allows_retry(error, 1)
     assert re.search(r"this was attempt 4 in [\d.]+ s; the one before it ended", caught.value.__notes__[0])
 
 

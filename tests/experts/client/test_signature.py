@@ -13,7 +13,8 @@ from torchweft.core.errors import SpecError
 from torchweft.experts import ExpertBackend
 from torchweft.experts.client.remote_function import RemoteFunction
 from torchweft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
-from torchweft.experts.wire import Call, Header, Kind, MalformedError, Received, decode, encode
+from torchweft.experts.errors import MalformedError
+from torchweft.experts.wire import Call, Header, Kind, Received, decode, encode
 from torchweft.experts.wire.service import describe, read_description
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from torchweft.core.errors import SpecError, UsageError
 from torchweft.experts.client import ClientTls, GrpcTransport, LocalTransport, Transport
 from torchweft.experts.client.transport import explain_failure
 from torchweft.experts.compression import Compression
-from torchweft.experts.errors import UnreachableError
+from torchweft.experts.errors import DeadlineError, ExpertFailedError, LostError, UnknownExpertError, UnreachableError
 from torchweft.experts.server import Server
 from torchweft.experts.server.grpc_server import GrpcHandlers
-from torchweft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
+from torchweft.experts.wire import Call, Header, Kind
 from torchweft.experts.wire.service import read_receipt
 
 PATIENCE = 10.0
@@ -153,8 +153,9 @@ def test_closed_handshake_names_certificate_and_option(tls: ClientTls | None, wo
 
 
 def test_wrong_host_name_gets_advice_and_other_errors_none() -> None:
-    for text in ("Connection refused", "Name or service not known", "Deadline Exceeded"):
+    for text in ("Name or service not known", "Deadline Exceeded"):
         assert explain_failure(text, None) == text
+    assert explain_failure("Connection refused", None) == "Connection refused; is `torchweft serve` running there?"
     text = "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed."
     told = explain_failure(text, ClientTls(b"authority"), "this server", "tls= of ReplicaOptions")
     assert told.startswith(text) and "server_name= (tls= of ReplicaOptions)" in told

@@ -15,8 +15,7 @@ from torchweft.experts.client.retry import DirectoryResolver, FixedResolver, Ret
 from torchweft.experts.client.stream import PendingCalls
 from torchweft.experts.client.stub import CallOptions, ExpertStub, PendingCommit
 from torchweft.experts.discovery import LocalDirectory
-from torchweft.experts.errors import CommitError
-from torchweft.experts.wire import DeadlineError, LostError, NotOwnerError, UnreachableError
+from torchweft.experts.errors import CommitError, DeadlineError, LostError, NotOwnerError, UnreachableError
 
 
 @pytest.fixture
@@ -136,11 +135,11 @@ def test_unlisted_expert_is_unreachable_until_listed(directory: LocalDirectory) 
 
 def test_connections_open_one_transport_per_address(directory: LocalDirectory) -> None:
     connections, _ = make_resolver(directory)
-    assert len(set(map(id, in_threads(connections.to, ["a:1"] * 8)))) == 1
+    assert len(set(map(id, in_threads(connections.transport_to, ["a:1"] * 8)))) == 1
     assert list(connections.statistics()) == ["a:1"]
     connections.close()
     with pytest.raises(UsageError, match="closed"):
-        connections.to("a:1")
+        connections.transport_to("a:1")
     with Connections() as without, pytest.raises(UsageError, match="directory"):
         without.snapshot()
     with pytest.raises(UsageError, match="open_transport= is in use"):

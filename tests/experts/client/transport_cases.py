@@ -8,8 +8,9 @@ from typing import Any
 
 from torchweft.experts import ExpertBackend
 from torchweft.experts.client import GrpcTransport, LocalTransport, Transport, TransportStatistics
+from torchweft.experts.errors import LostError
 from torchweft.experts.server import Server
-from torchweft.experts.wire import Call, Kind, LostError, Received, decode, encode, read_fault
+from torchweft.experts.wire import Call, Kind, Received, decode, encode, read_fault
 
 WAYS = ("grpc", "local", "fake")
 

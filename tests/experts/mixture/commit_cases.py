@@ -13,9 +13,10 @@ from tests.experts.mixture.mixture_cases import FOREVER, WIDTH, two_layers
 from torchweft.experts import ExpertBackend, TensorSpec
 from torchweft.experts.client import Connections, LocalTransport, Retry
 from torchweft.experts.discovery import LocalDirectory
+from torchweft.experts.errors import LostError
 from torchweft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from torchweft.experts.server import Server
-from torchweft.experts.wire import Call, Header, Kind, LostError, Received, write_fault
+from torchweft.experts.wire import Call, Header, Kind, Received, write_fault
 
 X = TensorSpec((None, WIDTH), torch.float64)
 COUNT = 4

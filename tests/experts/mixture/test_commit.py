@@ -73,7 +73,7 @@ def test_all_are_asked_to_commit_at_once(experts: Experts) -> None:
                 handle(*each)
 
     for uid in UIDS:
-        transport: Any = experts.connections.to(uid)
+        transport: Any = experts.connections.transport_to(uid)
         transport._handler = lambda call, reply, uid=uid: hold(uid, call, reply)
     assert mixture.commit() == ALL
 

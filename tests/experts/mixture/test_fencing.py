@@ -14,10 +14,10 @@ from tests.experts.mixture.mixture_cases import numbers
 from tests.experts.server.replica_cases import PATIENCE, HungTransport, backend_of, die, expert, hang, make, role
 from torchweft.experts.client import NEVER, Connections, RemoteExpert, Retry
 from torchweft.experts.discovery import LocalDirectory
-from torchweft.experts.errors import CommitError, TooFewAnswersError
+from torchweft.experts.errors import CommitError, NotOwnerError, TooFewAnswersError
 from torchweft.experts.mixture import RemoteMixtureOfExperts
 from torchweft.experts.server import Server
-from torchweft.experts.wire import Kind, NotOwnerError
+from torchweft.experts.wire import Kind
 from torchweft.experts.wire.service import Receipt, read_receipt
 
 UID = "fussy.0"
@@ -51,7 +51,7 @@ def test_an_answer_under_a_stale_fence_is_not_taken(directory: LocalDirectory) -
     lease = directory.declare(UID, "elsewhere:1", 60.0)
     with Server([expert(UID)]) as stale, Connections(directory) as connections:
         mixture = mixture_of(connections, retry=NEVER, accumulate=True)
-        connections._transports["elsewhere:1"] = connections.to(stale.address)
+        connections._transports["elsewhere:1"] = connections.transport_to(stale.address)
         y = mixture(rows(2, 0))
         directory.claim(UID, lease)
         with pytest.raises(TooFewAnswersError, match="fencing token 0"):

@@ -38,10 +38,10 @@ from torchweft.experts.client import Connections, RemoteExpert, StepsLostWarning
 from torchweft.experts.client.retry import NEVER, Retry
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery import LocalDirectory
-from torchweft.experts.errors import AnomalyError, NoExpertsError, TooFewAnswersError
+from torchweft.experts.errors import AnomalyError, NoExpertsError, TooFewAnswersError, UnreachableError
 from torchweft.experts.mixture import RemoteMixtureOfExperts
 from torchweft.experts.server import Server
-from torchweft.experts.wire import Header, Kind, UnreachableError
+from torchweft.experts.wire import Header, Kind
 from torchweft.recurrent import NoPlanWarning
 
 sgd = partial(torch.optim.SGD, lr=0.1)

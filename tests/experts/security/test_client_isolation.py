@@ -17,13 +17,13 @@ from torchweft.core.errors import UsageError
 from torchweft.experts import AccumulationOptions, ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, TaskPool
 from torchweft.experts.client import GrpcTransport, RemoteExpert
 from torchweft.experts.discovery import LocalDirectory
-from torchweft.experts.errors import CommitError, OverloadError, QuotaError
+from torchweft.experts.errors import CommitError, ForbiddenError, OverloadError, QuotaError
 from torchweft.experts.replication import ReplicaOptions, streams
 from torchweft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions
 from torchweft.experts.server.auth import authenticate
 from torchweft.experts.server.server_stream import ByteBudget
 from torchweft.experts.task import CallerStream
-from torchweft.experts.wire import Call, ForbiddenError, Header, Kind, Received
+from torchweft.experts.wire import Call, Header, Kind, Received
 from torchweft.experts.wire.service import STATE
 
 MIXED = Access(

@@ -23,10 +23,9 @@ from torchweft.core.errors import UsageError
 from torchweft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, RemoteExpert
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.discovery.etcd import EtcdDirectory, EtcdTls, RefusedByEtcdError
-from torchweft.experts.errors import DirectoryUnavailableError
+from torchweft.experts.errors import DirectoryUnavailableError, UnreachableError
 from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.server import Access, Grant, Role, Server, ServerTls
-from torchweft.experts.wire import UnreachableError
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 
@@ -51,7 +50,7 @@ def test_token_is_never_sent_in_plain_text(directory: LocalDirectory) -> None:
 
 def test_client_connects_only_to_matching_servers(authority: Authority) -> None:
     tls = ClientTls(authority.pem, servers=["torchweft-*.torchweft", "LOCALHOST"])
-    for address in ("torchweft-0.torchweft:7070", "Weft-17.WEFT:7070", "localhost:1"):
+    for address in ("torchweft-0.torchweft:7070", "TorchWeft-17.TORCHWEFT:7070", "localhost:1"):
         GrpcTransport(address, tls=tls).close()
     for address in ("torchweft-0.evil:7070", "trainer.example:7070", "127.0.0.1:1"):
         with pytest.raises(UsageError, match="does not match servers="):
@@ -87,7 +86,7 @@ def test_shared_directory_with_tls_requires_servers(authority: Authority) -> Non
     with pytest.raises(UsageError, match="has no servers="):
         Connections(directory, tls=mine)
     with pytest.raises(UsageError, match="has no servers="):
-        Server([], directory=directory, replicas=ReplicaOptions(tls=mine))
+        Server(directory=directory, replicas=ReplicaOptions(tls=mine))
     for named in (ClientTls(authority.pem, servers=["a"]), ClientTls(authority.pem, server_name="a")):
         with pytest.raises(DirectoryUnavailableError):  # nobody is there, but nothing is wrong with it
             Connections(directory, tls=named)

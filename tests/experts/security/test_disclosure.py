@@ -13,9 +13,10 @@ from torchweft.cli import main
 from torchweft.core.errors import UsageError, escape
 from torchweft.experts.client import GrpcTransport
 from torchweft.experts.client import status as client_status
+from torchweft.experts.errors import ForbiddenError, UnknownExpertError
 from torchweft.experts.server import Access, Audit, Caller, Grant, Role, Server
 from torchweft.experts.server.config import build, parse_expert, read_config
-from torchweft.experts.wire import Call, ForbiddenError, Header, Kind, UnknownExpertError
+from torchweft.experts.wire import Call, Header, Kind
 
 HOSTILE = "\x1b]0;owned\x07\n\u202e2026-01-01 accepted: client='root'"
 
@@ -60,7 +61,7 @@ def test_open_server_on_a_network_is_refused(address: str, more: dict[str, Any])
 
 def test_the_command_line_says_insecure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("torchweft.experts.server.command.serve", seen.append)
+    monkeypatch.setattr("torchweft.experts.server.command.serve", lambda table, **_: seen.append(table))
     words = ["serve", "--expert", "f=ffn:hidden=8", "--address", "0.0.0.0:0"]
     main([*words, "--insecure"])
     assert seen[0]["insecure"] is True
@@ -72,10 +73,10 @@ def test_the_command_line_says_insecure(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_open_server_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torchweft.experts.server"):
-        with Server([], address="0.0.0.0:0", access=Access([])):
+        with Server(address="0.0.0.0:0", access=Access([])):
             pass
         assert not caplog.text
-        with Server([], address="0.0.0.0:0"):
+        with Server(address="0.0.0.0:0"):
             pass
     assert "anybody who reaches 0.0.0.0:0 can" in caplog.text
 
@@ -110,13 +111,13 @@ def test_foreign_text_cannot_control_a_terminal(
     told["address"] = told["draining"] = HOSTILE
     told["failures"] = {HOSTILE: HOSTILE}
     told["refusals"] = {HOSTILE: 1}
-    monkeypatch.setattr(GrpcTransport, "status", lambda self: json.dumps(told, ensure_ascii=False).encode())
+    monkeypatch.setattr(GrpcTransport, "status", lambda self, timeout: json.dumps(told, ensure_ascii=False).encode())
     for words in (["status", "127.0.0.1:1"], ["status", "127.0.0.1:1", "--json"]):
         main(words)
         text = capsys.readouterr().out
         assert all(line.isprintable() for line in text.split("\n"))
 
-    def refuse(self: GrpcTransport) -> bytes:
+    def refuse(self: GrpcTransport, timeout: float) -> bytes:
         raise ForbiddenError(HOSTILE)
 
     monkeypatch.setattr(GrpcTransport, "status", refuse)

@@ -48,7 +48,7 @@ def test_connection_without_a_stream_is_closed(encrypted: bool, monkeypatch: pyt
 
     monkeypatch.setattr("torchweft.experts.server.grpc_server.server_options", hasty)
     tls = ServerTls(*Authority("authority").issue("server")) if encrypted else None
-    with Server([], address="localhost:0", tls=tls) as server:
+    with Server(address="localhost:0", tls=tls) as server:
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port)), 10.0) as silent:
             while silent.recv(1 << 16):  # HTTP/2's first words, and then the end

@@ -21,10 +21,10 @@ from tests.experts.server.raw_stream import raw_stream
 from tests.experts.server.server_cases import budget_of
 from torchweft.experts.client import GrpcTransport, RemoteExpert
 from torchweft.experts.discovery import LocalDirectory
-from torchweft.experts.errors import QuotaError
+from torchweft.experts.errors import QuotaError, TruncatedError
 from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.server import Access, Grant, Server, ServerOptions
-from torchweft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode_parts, read_fault
+from torchweft.experts.wire import Call, Header, Kind, Limits, encode_parts, read_fault
 from torchweft.experts.wire.service import INFO, MESSAGE_BYTES, SERVICE, STATE, STATUS, STREAM
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc")
@@ -71,7 +71,7 @@ def test_a_stranger_makes_at_most_64_mib_resident(paths: list[str], window: int,
 def test_a_stranger_is_refused_before_a_message_of_it_is_read() -> None:
     access, directory = Access([Grant("trainer")], {"s3cret": "trainer"}), LocalDirectory()
     with (
-        Server([], access=access, directory=directory, replicas=ReplicaOptions()) as server,
+        Server(access=access, directory=directory, replicas=ReplicaOptions()) as server,
         RawHttp2(server.address) as client,
     ):
         for path in (STREAM, INFO, STATUS, STATE, REFLECTION):  # no message is ever sent
@@ -109,14 +109,14 @@ def test_health_check_reads_no_message() -> None:
 
 
 def test_the_streams_of_one_connection_are_bounded() -> None:
-    with Server([]) as server, RawHttp2(server.address) as client:
+    with Server() as server, RawHttp2(server.address) as client:
         client.ping()
         told = next(each for each in client.events if isinstance(each, h2.events.RemoteSettingsChanged))
         assert told.changed_settings[h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS].new_value == 128
 
 
 def test_unread_health_checks_are_bounded() -> None:
-    with Server([]) as server, RawHttp2(server.address, window=0) as client:
+    with Server() as server, RawHttp2(server.address, window=0) as client:
         streams = [client.open(f"{HEALTH}/Check") for _ in range(9)]
         assert client.status(streams[8]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
         client.close()
@@ -126,7 +126,7 @@ def test_unread_health_checks_are_bounded() -> None:
 
 def test_reflection_needs_admission() -> None:
     access = Access([Grant("trainer")], {"s3cret": "trainer"})
-    with Server([], access=access) as server, grpc.insecure_channel(server.address) as channel:
+    with Server(access=access) as server, grpc.insecure_channel(server.address) as channel:
         ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         with pytest.raises(grpc.RpcError) as caught:
@@ -177,7 +177,7 @@ def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPat
     with Server([fussy_backend()]) as server, raw_stream(server.address) as stream:
         stream.send(FIRST)
         (answer,) = stream.receive()
-        assert "not sent to its end in time" in str(read_fault(answer.header.data))
+        assert "was not sent in time" in str(read_fault(answer.header.data))
         wait_until(lambda: budget_of(server).held == 0)
 
 

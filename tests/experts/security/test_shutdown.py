@@ -9,7 +9,7 @@ import torch
 from tests.experts.concurrency import blocking_expert
 from tests.experts.expert_cases import WIDTH, fussy_backend, rows
 from tests.experts.security.raw_http2 import RawHttp2
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import LocalTransport, RemoteExpert
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.errors import ClosedError
@@ -25,7 +25,7 @@ def take_step(backend: ExpertBackend) -> None:
     backend.backward_pool.submit_task(rows(2, 0), rows(2, 1)).result(PATIENCE)
 
 
-def test_unread_health_checks_do_not_prevent_saving(store: CheckpointStore) -> None:
+def test_unread_health_checks_do_not_prevent_saving(store: FolderCheckpointStore) -> None:
     server = Server([fussy_backend()], checkpoints=store)
     with server, RawHttp2(server.address, window=0) as watcher, RemoteExpert("fussy", server.address) as remote:
         for _ in range(2):
@@ -48,7 +48,7 @@ def test_failed_shutdown_step_does_not_prevent_saving(
     def fail(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("broken")
 
-    store, (first, last) = CheckpointStore(tmp_path), (fussy_backend("first"), fussy_backend("last"))
+    store, (first, last) = FolderCheckpointStore(tmp_path), (fussy_backend("first"), fussy_backend("last"))
     server = Server([first, last], checkpoints=store, directory=LocalDirectory(), replicas=replicas)
     server.start()
     if broken == "experts.save":  # from here on: an owner saves what it took over, maybe with a step
@@ -69,7 +69,7 @@ def test_failed_shutdown_step_does_not_prevent_saving(
 
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
 def test_a_module_that_does_not_end_holds_up_nothing_else(replicas: ReplicaOptions | None, tmp_path: Path) -> None:
-    (gate, hung), store, directory = blocking_expert(), CheckpointStore(tmp_path), LocalDirectory()
+    (gate, hung), store, directory = blocking_expert(), FolderCheckpointStore(tmp_path), LocalDirectory()
     steady, options = fussy_backend("steady"), ServerOptions(drain_seconds=0.3)
     server = Server([hung, steady], checkpoints=store, directory=directory, replicas=replicas, options=options)
     server.start()

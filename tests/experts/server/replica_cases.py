@@ -124,7 +124,7 @@ class HungTransport(GrpcTransport):
 
 def hang(server: Server, connections: Connections) -> None:
     """As SIGSTOP: it renews no more, and answers no call of these connections, whose transports are `HungTransport`."""
-    transport = connections.to(server.address)
+    transport = connections.transport_to(server.address)
     assert isinstance(transport, HungTransport)
     transport.hangs = True
     server._replication.stop()

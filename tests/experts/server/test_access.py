@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from torchweft.core.errors import UsageError
+from torchweft.experts.errors import ForbiddenError
 from torchweft.experts.server import Access, Audit, Caller, Grant, Role
 from torchweft.experts.server.auth import authenticate
-from torchweft.experts.wire import ForbiddenError
 
 ACCESS = Access(
     [

@@ -18,10 +18,10 @@ from tests.experts.server.server_cases import access_of, backend_of
 from tests.processes import SOURCE, python
 from torchweft.cli import main
 from torchweft.core.errors import UsageError
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import RemoteExpert, Retry
 from torchweft.experts.client.status import status
-from torchweft.experts.errors import ClosedError
+from torchweft.experts.errors import ClosedError, RemoteError
 from torchweft.experts.gradients import AccumulationOptions
 from torchweft.experts.graph_cache import GraphBudget
 from torchweft.experts.idempotency import IdempotencyOptions
@@ -29,7 +29,6 @@ from torchweft.experts.journal import Entry, journal_lines, read_journal
 from torchweft.experts.server import Role
 from torchweft.experts.server.command import serve
 from torchweft.experts.server.config import build, parse_expert, read_config
-from torchweft.experts.wire import RemoteError
 
 CONFIG = """
 address = "127.0.0.1:0"
@@ -158,7 +157,7 @@ def process(tmp_path: Path) -> Any:
 
 def test_terminated_server_answers_accepted_calls_and_saves(process: Any, tmp_path: Path) -> None:
     line = process.stdout.readline()
-    assert line.startswith("torchweft: serving 1 experts at ")
+    assert " INFO torchweft: serving 1 experts at " in line
     with RemoteExpert("f", line.split()[-1], retry=Retry(attempts=1)) as remote:
         steps = 0
         remote(torch.ones(2, 8)).sum().backward()
@@ -169,7 +168,7 @@ def test_terminated_server_answers_accepted_calls_and_saves(process: Any, tmp_pa
                 steps = remote.steps or 0
         said, errors = process.communicate(timeout=50)
         assert process.returncode == 0 and "draining" in said and errors == ""
-    assert CheckpointStore(tmp_path).steps("f")[0] >= max(1, steps)
+    assert FolderCheckpointStore(tmp_path).steps("f")[0] >= max(1, steps)
 
 
 def test_ctrl_c_ends_a_server_and_leaves_the_signal_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:

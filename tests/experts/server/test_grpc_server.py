@@ -16,24 +16,18 @@ from tests.experts.server.server_cases import backend_of
 from tests.experts.wire_cases import frames
 from torchweft.core.errors import SpecError
 from torchweft.experts.client import GrpcTransport
-from torchweft.experts.errors import ExpiredError, GradientError
-from torchweft.experts.server import Server, ServerOptions
-from torchweft.experts.wire import (
-    Call,
+from torchweft.experts.errors import (
     DrainingError,
     ExpertFailedError,
-    Header,
-    Kind,
+    ExpiredError,
+    GradientError,
     LimitError,
-    Limits,
     MalformedError,
     TruncatedError,
     UnknownExpertError,
-    decode,
-    encode,
-    encode_parts,
-    read_fault,
 )
+from torchweft.experts.server import Server, ServerOptions
+from torchweft.experts.wire import Call, Header, Kind, Limits, decode, encode, encode_parts, read_fault
 from torchweft.experts.wire.service import INFO
 
 

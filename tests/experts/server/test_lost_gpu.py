@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.processes import ROOT, SOURCE
 from torchweft import ExpertBackend, RemoteExpert, Server, TensorSpec
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import Retry
 from torchweft.experts.errors import ClosedError, DeviceLostError, ExpertError
 
@@ -51,7 +51,7 @@ def test_a_failed_gpu_ends_the_server_with_one_message(kind: str, tmp_path: Path
     assert child.returncode == 1
     (message,) = [line for line in errors.splitlines() if line.startswith("torchweft: ")]
     assert "CUDA error: device-side assert triggered" in message and "restart it" in message
-    saved = CheckpointStore(tmp_path)
+    saved = FolderCheckpointStore(tmp_path)
     assert saved.steps("g")[0] == 3, "the experts of other devices are saved"
     assert kind != "breaking" or saved.steps("f")[0] == 3
 

@@ -23,15 +23,15 @@ from tests.experts.server.replica_cases import (
     step,
 )
 from torchweft.core.errors import UsageError
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import NEVER, Connections, LocalTransport, RemoteExpert
 from torchweft.experts.client.status import shown
 from torchweft.experts.discovery import LocalDirectory
-from torchweft.experts.errors import CommitError
+from torchweft.experts.errors import CommitError, NotOwnerError
 from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.server import Access, Grant, Role, Server
 from torchweft.experts.server.config import build
-from torchweft.experts.wire import Call, Header, Kind, NotOwnerError
+from torchweft.experts.wire import Call, Header, Kind
 from torchweft.experts.wire.service import Receipt
 
 
@@ -207,8 +207,8 @@ def test_an_open_mini_batch_does_not_survive_its_owner_by_half(directory: LocalD
 def test_new_owner_loads_a_newer_checkpoint(tmp_path: Path) -> None:
     directory, seldom = LocalDirectory(), ReplicaOptions(follow_seconds=600.0, follow_steps=10**6)
     with (
-        make(directory, replicas=seldom, checkpoints=CheckpointStore(tmp_path)) as first,
-        make(directory, expert(), replicas=seldom, checkpoints=CheckpointStore(tmp_path)) as second,
+        make(directory, replicas=seldom, checkpoints=FolderCheckpointStore(tmp_path)) as first,
+        make(directory, expert(), replicas=seldom, checkpoints=FolderCheckpointStore(tmp_path)) as second,
     ):
         with LocalTransport(first.handler()) as transport:
             for turn in range(3):
@@ -222,7 +222,7 @@ def test_new_owner_loads_a_newer_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_made_by_hand_is_led_from(tmp_path: Path) -> None:
-    store, made = CheckpointStore(tmp_path), expert()
+    store, made = FolderCheckpointStore(tmp_path), expert()
     store.save("fussy", made.state_dict(), 0)
     with make(LocalDirectory(), expert(), checkpoints=store) as server:
         wait_until(lambda: role(server) == "owner")

@@ -23,14 +23,13 @@ from tests.experts.server.replica_cases import (
     same_steps,
     step,
 )
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import Connections, RemoteExpert
 from torchweft.experts.discovery import LocalDirectory, Ownership
 from torchweft.experts.discovery.fencing import epoch_of, token_of
-from torchweft.experts.errors import FencedError
+from torchweft.experts.errors import FencedError, NotOwnerError
 from torchweft.experts.replication import Leadership, Replica
 from torchweft.experts.replication.replica import StateVersion, newer
-from torchweft.experts.wire import NotOwnerError
 
 MANY = 60  # more revisions than a test needs: tokens of an epoch that begins there are larger than any of another
 NOW, BEFORE = 5, 9  # lives of the directory
@@ -65,7 +64,7 @@ def test_steps_decide_between_two_earlier_epochs(one: int, other: int) -> None:
 def test_checkpoint_of_another_epoch_replaces_no_steps(
     saved: int, old: int, epoch: int, heard: bool, tmp_path: Path
 ) -> None:
-    store = CheckpointStore(tmp_path)
+    store = FolderCheckpointStore(tmp_path)
     owner = owning(token_of(epoch, old), *"abc"[:saved])
     state, records = owner.backend.state_dict(), owner.backend.idempotency.state_dict()
     store.save("fussy", state, saved, {"records": records, "token": token_of(epoch, old)})
@@ -160,7 +159,7 @@ def test_two_owners_never_step_after_a_directory_restart() -> None:
 @pytest.mark.parametrize("revisions", [0, MANY], ids=["smaller", "larger"])
 @pytest.mark.parametrize("dies", [False, True], ids=["ends", "dies"])
 def test_old_checkpoint_does_not_undo_steps_of_a_new_epoch(revisions: int, dies: bool, tmp_path: Path) -> None:
-    stores = [CheckpointStore(tmp_path / name) for name in "ab"]
+    stores = [FolderCheckpointStore(tmp_path / name) for name in "ab"]
 
     def pair(directory: LocalDirectory, steps: int) -> list[int]:
         """Two servers one after the other own the expert; the steps that each is at then."""

@@ -18,7 +18,7 @@ from tests.experts.concurrency import wait_until
 from tests.experts.etcd_cases import cluster, free_ports
 from tests.experts.server.replica_cases import expert, make, role, same_steps, step
 from tests.processes import SOURCE
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import Connections, RemoteExpert
 from torchweft.experts.client.status import status
 from torchweft.experts.discovery.etcd import EtcdDirectory
@@ -109,7 +109,7 @@ def test_a_call_leaves_a_stopped_owner(tmp_path: Path, directory: tuple[str, Etc
     """
     etcd, there = directory
     reference = make_expert("ffn", hidden=8).backend("ffn.0", torch.optim.Adam)
-    store = CheckpointStore(tmp_path / "kept")
+    store = FolderCheckpointStore(tmp_path / "kept")
     store.save("ffn.0", reference.state_dict(), 0, {"records": reference.idempotency.state_dict(), "token": 0})
     inputs = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(0))
     with ExitStack() as stack:

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import LEASED, owning
 from torchweft.experts.discovery import Ownership
-from torchweft.experts.errors import DamagedError, FencedError
+from torchweft.experts.errors import DamagedError, FencedError, MalformedError, NotOwnerError
 from torchweft.experts.replication import Leadership, Replica
 from torchweft.experts.replication.replica import StateVersion
 from torchweft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response
-from torchweft.experts.wire import MalformedError, NotOwnerError
 
 numbers = st.integers(0, 2**64 - 1)
 versions = st.builds(StateVersion, numbers, numbers, numbers)

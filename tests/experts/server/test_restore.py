@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import (
 from tests.experts.crashing_disk import CrashingDisk
 from torchweft.core.errors import UsageError
 from torchweft.experts import ExpertBackend
-from torchweft.experts.checkpoint import CheckpointStore, EncodedCheckpoint
+from torchweft.experts.checkpoint import EncodedCheckpoint, FolderCheckpointStore
 from torchweft.experts.client.status import shown
 from torchweft.experts.errors import CheckpointError
 from torchweft.experts.registry import make_expert
@@ -41,8 +41,8 @@ def take_step(backend: ExpertBackend) -> None:
     backend.backward_pool.submit_task(x, x).result(20)
 
 
-def save_steps(folder: Path, *steps: int, optimizer: Any = Adam, **more: Any) -> CheckpointStore:
-    store, backend = CheckpointStore(folder, keep=9), expert(optimizer, **more)
+def save_steps(folder: Path, *steps: int, optimizer: Any = Adam, **more: Any) -> FolderCheckpointStore:
+    store, backend = FolderCheckpointStore(folder, keep=9), expert(optimizer, **more)
     with Server([backend], checkpoints=store) as server:
         for wanted in steps or (1,):
             while backend.steps < wanted:
@@ -51,7 +51,7 @@ def save_steps(folder: Path, *steps: int, optimizer: Any = Adam, **more: Any) ->
     return store
 
 
-def rewrite_newest(store: CheckpointStore, change: Callable[[dict[str, Any]], object]) -> None:
+def rewrite_newest(store: FolderCheckpointStore, change: Callable[[dict[str, Any]], object]) -> None:
     found = store.load_newest("f")
     assert found is not None
     change(found.state)
@@ -101,7 +101,7 @@ def test_checkpoint_of_another_optimizer_is_refused(
     ],
 )
 def test_unloadable_checkpoints_are_listed_by_expert(wrong: Any, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = FolderCheckpointStore(tmp_path)
     for name in ("f", "g"):
         state, extra = wrong(expert(name=name))
         store.save(name, state, 3, extra)
@@ -114,9 +114,9 @@ def test_unloadable_checkpoints_are_listed_by_expert(wrong: Any, tmp_path: Path)
 
 
 def test_a_checkpoint_that_was_made_by_hand_needs_no_keys(tmp_path: Path) -> None:
-    CheckpointStore(tmp_path).save("f", expert().state_dict(), 0)
+    FolderCheckpointStore(tmp_path).save("f", expert().state_dict(), 0)
     backend = expert()
-    with Server([backend], checkpoints=CheckpointStore(tmp_path)) as server:
+    with Server([backend], checkpoints=FolderCheckpointStore(tmp_path)) as server:
         take_step(backend)
         assert server.statistics().keeping["f"].restored == 0
 
@@ -129,7 +129,7 @@ def test_skipped_checkpoints_are_reported(tmp_path: Path, caplog: pytest.LogCapt
         status = server.status()
         assert status["keeping"]["f"]["restored"] == 1
         for text in (status["failures"]["restore of f"], shown(status), caplog.text):
-            assert "went on from step 1" in text and newest.name in text
+            assert "at step 1, as newer" in text and newest.name in text
         server._background.periodic["checkpoints"].run_turn()
         assert server.status()["failures"] == status["failures"]
     store = save_steps(tmp_path, 6)
@@ -188,7 +188,7 @@ def test_changed_hyperparameters_are_reported(before: Any, after: Any, told: lis
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_folder_that_was_removed_is_made_again(removed: str, steps: int, tmp_path: Path) -> None:
     root = tmp_path / "here"
-    store, backend, idle = CheckpointStore(root / "saved"), expert(), expert(name="idle")
+    store, backend, idle = FolderCheckpointStore(root / "saved"), expert(), expert(name="idle")
     with Server([backend, idle], checkpoints=store) as server:
         take_step(backend)
         assert server.checkpoint() == 1
@@ -202,7 +202,7 @@ def test_a_folder_that_was_removed_is_made_again(removed: str, steps: int, tmp_p
 
 def test_recreated_folder_survives_a_crash() -> None:
     disk, root = CrashingDisk(), Path("/data/experts")
-    store = CheckpointStore(root, disk=disk)
+    store = FolderCheckpointStore(root, disk=disk)
     store.save("f", {"a": 1}, 1)
     for files, folders in ((disk.now, disk.folders), (disk.safe, disk.safe_folders)):
         for path in [path for path in (*files, *folders) if path.is_relative_to(root)]:
@@ -210,7 +210,7 @@ def test_recreated_folder_survives_a_crash() -> None:
             folders.discard(path)
     store.save("f", {"a": 2}, 2)
     for seed in range(9):
-        found = CheckpointStore(root, disk=disk.after_crash(Random(seed))).load_newest("f")
+        found = FolderCheckpointStore(root, disk=disk.after_crash(Random(seed))).load_newest("f")
         assert found is not None and found.step == 2
 
 
@@ -223,25 +223,25 @@ def test_a_disk_that_does_not_answer_is_not_asked_to_save_again(tmp_path: Path) 
 
 
 def test_second_server_on_a_locked_folder_is_refused(tmp_path: Path) -> None:
-    first = Server([expert()], checkpoints=CheckpointStore(tmp_path))
+    first = Server([expert()], checkpoints=FolderCheckpointStore(tmp_path))
     with first:
-        second = Server([expert(name="other"), expert()], checkpoints=CheckpointStore(tmp_path))
+        second = Server([expert(name="other"), expert()], checkpoints=FolderCheckpointStore(tmp_path))
         with pytest.raises(CheckpointError, match=r"expert 'f' in .* belong to another server, process \d+ on "):
             second.start()
-        with Server([expert(name="other")], checkpoints=CheckpointStore(tmp_path)) as third:  # it was let go
+        with Server([expert(name="other")], checkpoints=FolderCheckpointStore(tmp_path)) as third:  # it was let go
             third.remove("other")
             third.add(expert(name="other"))
         first.remove("f")
-        with Server([expert()], checkpoints=CheckpointStore(tmp_path)):
+        with Server([expert()], checkpoints=FolderCheckpointStore(tmp_path)):
             pass
-    with Server([expert()], checkpoints=CheckpointStore(tmp_path)):
+    with Server([expert()], checkpoints=FolderCheckpointStore(tmp_path)):
         pass
 
 
 def test_a_periodic_save_rests_for_as_long_as_it_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, rests = [0.0], list[float]()
 
-    class Slow(CheckpointStore):
+    class Slow(FolderCheckpointStore):
         def write(self, encoded: EncodedCheckpoint) -> Path:
             now[0] += 0.125
             return super().write(encoded)

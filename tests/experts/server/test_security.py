@@ -15,9 +15,9 @@ from tests.experts.server.raw_stream import raw_stream
 from tests.type_checks import without_type_checks
 from torchweft.core.errors import UsageError
 from torchweft.experts.client import NEVER, ClientTls, GrpcTransport, RemoteExpert
-from torchweft.experts.errors import CommitError
+from torchweft.experts.errors import CertificateError, CommitError, ForbiddenError, UnreachableError
 from torchweft.experts.server import Access, Grant, Role, Server, ServerTls
-from torchweft.experts.wire import Call, CertificateError, ForbiddenError, Header, Kind, Received, UnreachableError
+from torchweft.experts.wire import Call, Header, Kind, Received
 from torchweft.experts.wire import frame as frame_module
 
 ACCESS = Access(
@@ -216,7 +216,7 @@ def test_invalid_pem_is_misuse_and_is_not_printed(key: Any, make: Any, authority
     with without_type_checks(), pytest.raises(UsageError, match=wanted) as caught:
         tls = make(key=pem.decode() if key == "as text" else key, certificate=certificate)
         if isinstance(tls, ServerTls):
-            Server([], address="127.0.0.1:0", tls=tls).start()
+            Server(address="127.0.0.1:0", tls=tls).start()
         GrpcTransport("127.0.0.1:1", tls=tls)
     assert pem.decode()[30:60] not in str(caught.value)
 

@@ -13,16 +13,16 @@ from tests.experts.expert_cases import X, fussy_backend, rows, weights
 from tests.experts.server.test_units import Silent
 from torchweft.core.errors import UsageError
 from torchweft.experts import ExpertBackend
-from torchweft.experts.checkpoint import Checkpoint, CheckpointStorage, CheckpointStore, EncodedCheckpoint
+from torchweft.experts.checkpoint import Checkpoint, CheckpointStore, EncodedCheckpoint, FolderCheckpointStore
 from torchweft.experts.client import LocalTransport, RemoteExpert
 from torchweft.experts.client.status import shown
 from torchweft.experts.discovery import Lease, LocalDirectory, Snapshot
 from torchweft.experts.discovery.registration import LeaseHeartbeat
-from torchweft.experts.errors import AlreadyDeclaredError, CommitError
+from torchweft.experts.errors import AlreadyDeclaredError, CommitError, DrainingError, UnknownExpertError
 from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.serialization import deserialize, serialize
 from torchweft.experts.server import Server, ServerOptions
-from torchweft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
+from torchweft.experts.wire import Call, Header, Kind, Limits
 from torchweft.experts.wire.service import Receipt
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -36,7 +36,7 @@ def train_steps(server: Server, steps: int) -> None:
             remote(rows(3, step)).square().sum().backward()
 
 
-def test_server_restores_its_checkpoint(store: CheckpointStore) -> None:
+def test_server_restores_its_checkpoint(store: FolderCheckpointStore) -> None:
     first = fussy_backend()
     with Server([first], checkpoints=store) as server:
         train_steps(server, 3)
@@ -75,9 +75,9 @@ class InMemory:
         return uid in self.newest and self.newest[uid].step == step
 
 
-def test_storage_other_than_a_folder_restores_an_expert(store: CheckpointStore) -> None:
+def test_storage_other_than_a_folder_restores_an_expert(store: FolderCheckpointStore) -> None:
     storage, first, second = InMemory(), fussy_backend(), fussy_backend()
-    assert isinstance(storage, CheckpointStorage) and isinstance(store, CheckpointStorage)
+    assert isinstance(storage, CheckpointStore) and isinstance(store, CheckpointStore)
     for backend in (first, second):
         with Server([backend], checkpoints=storage) as server:
             train_steps(server, 2)
@@ -88,12 +88,12 @@ def test_even_the_first_weights_survive(tmp_path: Path) -> None:
     first, second = expert_named("layer"), expert_named("layer")
     assert weights(first) != weights(second)
     for backend in (first, second):
-        with Server([backend], checkpoints=CheckpointStore(tmp_path)):
+        with Server([backend], checkpoints=FolderCheckpointStore(tmp_path)):
             pass
     assert weights(first) == weights(second)
 
 
-def test_server_saves_stepped_experts_periodically(store: CheckpointStore, tmp_path: Path) -> None:
+def test_server_saves_stepped_experts_periodically(store: FolderCheckpointStore, tmp_path: Path) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         train_steps(server, 2)
         wait_until(lambda: server.statistics().keeping["fussy"].durable == 2)
@@ -103,7 +103,7 @@ def test_server_saves_stepped_experts_periodically(store: CheckpointStore, tmp_p
         assert server.checkpoint() == 0
 
 
-def test_full_disk_is_reported_and_stops_nothing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_and_stops_nothing(store: FolderCheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
         full = OSError("no space left")
         monkeypatch.setattr(store._disk, "write", lambda *_: (_ for _ in ()).throw(full))
@@ -139,7 +139,7 @@ def test_expert_of_another_server_is_refused() -> None:
         refused = Server([fussy_backend()], directory=directory, options=options)
         with pytest.raises(UsageError, match=rf"(?s)set replicas= at every server.*'fussy' at {first.address}"):
             refused.start()
-        with Server([], directory=directory, options=options) as second:
+        with Server(directory=directory, options=options) as second:
             with pytest.raises(UsageError, match="clients might move between different weights"):
                 second.add(fussy_backend())
             assert second.experts == []
@@ -162,7 +162,7 @@ def test_simultaneous_declarations_are_both_withdrawn(monkeypatch: pytest.Monkey
 
 def test_experts_are_added_and_removed_while_serving(directory: LocalDirectory, tmp_path: Path) -> None:
     with (
-        Server([], directory=directory, checkpoints=CheckpointStore(tmp_path)) as server,
+        Server(directory=directory, checkpoints=FolderCheckpointStore(tmp_path)) as server,
         LocalTransport(server.handler()) as transport,
     ):
         assert server.experts == [] and not len(directory.get())

@@ -6,9 +6,10 @@ import pytest
 
 from tests.experts.concurrency import in_threads
 from tests.experts.expert_cases import rows
+from torchweft.experts.errors import LimitError
 from torchweft.experts.server import Caller, RequestDispatcher, ServerOptions
 from torchweft.experts.server.server_stream import ByteBudget, ServerStream
-from torchweft.experts.wire import Call, Header, Kind, LimitError, Limits, decode, encode, read_fault
+from torchweft.experts.wire import Call, Header, Kind, Limits, decode, encode, read_fault
 
 WIDE = Limits(frame_bytes=64 << 20, decoded_bytes=64 << 20)
 

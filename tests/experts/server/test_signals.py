@@ -16,7 +16,7 @@ import torch
 from tests.experts.concurrency import wait_until
 from torchweft.cli import main
 from torchweft.core.errors import UsageError
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.errors import DirectoryUnavailableError
 from torchweft.experts.registry import make_expert
@@ -142,7 +142,7 @@ def test_late_failure_of_a_start_closes_everything(tmp_path: Path, capsys: pytes
         said = capsys.readouterr().err
         assert stop.value.code == 2 and said.startswith("torchweft: ") and panel in said and "Traceback" not in said
         backend = make_expert("ffn", hidden=8).backend("f", torch.optim.Adam)
-        store = CheckpointStore(tmp_path)
+        store = FolderCheckpointStore(tmp_path)
         server = Server([backend], panel=panel, directory=directory, checkpoints=store)
         with pytest.raises(UsageError, match=panel):
             server.start()
@@ -166,4 +166,4 @@ def test_closed_pipe_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) ->
         serve(CONFIG)
         reading.join()
         stdout.flush()  # as the interpreter does when it ends
-    assert lines[0].startswith("torchweft: serving")
+    assert "torchweft: serving" in lines[0]

@@ -13,8 +13,8 @@ from tests.experts.expert_cases import fussy_backend, rows
 from torchweft.core.errors import UsageError
 from torchweft.experts.client import NEVER, ClientTls, RemoteExpert
 from torchweft.experts.discovery.etcd import EtcdDirectory, EtcdTls
+from torchweft.experts.errors import UnreachableError
 from torchweft.experts.server import Server, ServerTls
-from torchweft.experts.wire import UnreachableError
 
 LOCAL = "localhost:0"
 
@@ -96,9 +96,9 @@ def test_certificate_with_wrong_dates_is_not_served(
     pair = authority.issue("server", days=days)
     if why:
         with pytest.raises(UsageError, match=f"{why}; renew it, or .* allow_expired=True"):
-            Server([], address=LOCAL, tls=ServerTls(*pair)).start()
+            Server(address=LOCAL, tls=ServerTls(*pair)).start()
     tls = ServerTls(*pair, allow_expired=bool(why))
-    with caplog.at_level(logging.WARNING, "torchweft.experts.tls"), Server([], address=LOCAL, tls=tls):
+    with caplog.at_level(logging.WARNING, "torchweft.experts.tls"), Server(address=LOCAL, tls=tls):
         pass
     assert (why in caplog.text) if why else not caplog.text
 

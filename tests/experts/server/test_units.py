@@ -9,7 +9,7 @@ import torch
 from tests.experts.concurrency import wait_until
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import Away
-from torchweft.experts.checkpoint import CheckpointStore
+from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.discovery.registration import LeaseHeartbeat
 from torchweft.experts.errors import DirectoryUnavailableError
@@ -130,7 +130,7 @@ def test_late_declaration_is_withdrawn() -> None:
 
 def test_checkpoint_has_weights_and_keys_of_one_step(tmp_path: Path) -> None:
     first = fussy_backend()
-    served = HostedExpert(first, CheckpointStore(tmp_path), 5)
+    served = HostedExpert(first, FolderCheckpointStore(tmp_path), 5)
     served.restore()
     assert read_receipt(served.receipt()).durable == 0 and not served.save()
     answer = first.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
@@ -142,7 +142,7 @@ def test_checkpoint_has_weights_and_keys_of_one_step(tmp_path: Path) -> None:
     forgetful.restore()
     assert not forgetful.save() and read_receipt(forgetful.receipt()).durable is None
     second = fussy_backend()
-    again = HostedExpert(second, CheckpointStore(tmp_path), 6)
+    again = HostedExpert(second, FolderCheckpointStore(tmp_path), 6)
     again.restore()
     again.close()
     assert weights(second) == weights(first) and again.restored == again.durable == 1

@@ -27,11 +27,11 @@ MADE: list[Callable[[str], object]] = [
     parse_address,
     GrpcTransport,
     lambda address: RemoteExpert("x", address),
-    lambda address: Connections().to(address),
+    lambda address: Connections().transport_to(address),
     lambda address: EtcdDirectory([address]),
-    lambda address: Server([], address=address),
-    lambda address: Server([], panel=address),
-    lambda address: Server([], directory=LocalDirectory(), advertise=address),
+    lambda address: Server(address=address),
+    lambda address: Server(panel=address),
+    lambda address: Server(directory=LocalDirectory(), advertise=address),
 ]
 
 
@@ -68,9 +68,9 @@ def test_uncallable_address_is_not_listed(host: str) -> None:
             build({**CONFIG, "address": address, "directory": "local", **more})
     directory = LocalDirectory()
     with pytest.raises(UsageError, match="which others cannot call"):
-        Server([], address=address, directory=directory)
+        Server(address=address, directory=directory)
     with pytest.raises(UsageError, match="advertise= and no directory"):
-        Server([], advertise="gpu-7:1")
+        Server(advertise="gpu-7:1")
     if host in ("0.0.0.0", "[::]"):
         with Server(
             [make_expert("ffn", hidden=4).backend("f")], address=address, advertise="gpu-7:1", directory=directory

@@ -14,7 +14,7 @@ from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, se
 from torchweft.core.errors import UsageError
 from torchweft.core.spec import TensorSpec
 from torchweft.experts import ExpertBackend
-from torchweft.experts.wire import MalformedError
+from torchweft.experts.errors import MalformedError
 from torchweft.experts.wire.frame import CODES
 from torchweft.experts.wire.service import Receipt, describe, read_description, read_receipt
 

@@ -28,6 +28,12 @@ from torchweft.core.pytree import flatten, map_leaves
 from torchweft.recurrent import Recurrent, plan_backends
 
 STEPS, ROWS = 4, 2
+COMPILED = (
+    *SAMPLE,
+    *("Elman relu", "RHN", "peephole LSTM", "MI-LSTM", "minimal gated", "additive attention", "zoneout in eval"),
+    *("sequence dropout", "torch's LSTM, residual"),
+)
+"""Cells that differ most in their operators. The others are `long`."""
 every_plan = pytest.mark.parametrize(
     ("case", "backend"),
     [
@@ -36,7 +42,7 @@ every_plan = pytest.mark.parametrize(
             backend,
             marks=[
                 *([needs_compiler] if backend == "c" else []),
-                *([] if backend == "c" or case.name in SAMPLE else [pytest.mark.long]),
+                *([] if case.name in (COMPILED if backend == "c" else SAMPLE) else [pytest.mark.long]),
             ],
             id=f"{case.name}-{backend}",
         )
@@ -44,7 +50,7 @@ every_plan = pytest.mark.parametrize(
         for case in ZOO
     ],
 )
-"""Every cell by compiled loops, and a few by Python's, whose operators are PyTorch's."""
+"""Cells by compiled loops, and a few by Python's, whose operators are PyTorch's."""
 
 
 def initial_state_of(case: ZooCase, cell: Any, x: Tensor) -> Any:
@@ -102,8 +108,14 @@ def test_a_cell_can_be_copied_saved_and_loaded(case: ZooCase) -> None:
     assert equal(tuple(results[0]), tuple(results[1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@sampled()
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=[] if case.name in few else [pytest.mark.long])
+        for dtype, few in ((torch.float32, SAMPLE[::2]), (torch.bfloat16, SAMPLE[1::2]))
+        for case in ZOO
+    ],
+)
 def test_a_cell_keeps_to_the_dtype_of_its_weights(case: ZooCase, dtype: torch.dtype) -> None:
     cell, x = case.cell(dtype), case.inputs(STEPS, ROWS, dtype)
     leaves = flatten(Recurrent(cell)(x, case.state(cell, x))[:2])[0]

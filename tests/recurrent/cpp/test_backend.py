@@ -15,7 +15,7 @@ from torchweft.core.pytree import flatten
 from torchweft.recurrent import Recurrent, cells
 from torchweft.recurrent.cpp import cpp_backend
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("optimized_cells")]
 
 
 @pytest.fixture

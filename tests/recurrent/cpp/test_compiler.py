@@ -19,7 +19,7 @@ from torchweft.recurrent.cpp.compiler import CompileError, cache_folder, load
 
 TEXT = 'extern "C" int answer() { return 42; }'
 CACHED = (
-    *(compiler.compiler, compiler.cache_folder, compiler.compiler_version, compiler.processor_flags),
+    *(compiler.find_compiler, compiler.cache_folder, compiler.compiler_version, compiler.processor_flags),
     cpp_backend.kernels,
 )
 
@@ -66,6 +66,23 @@ def test_libraries_are_reused_by_text_and_flags(place: Path, commands: list[list
     assert load(TEXT, exact=False).answer() == 42, "other flags, another library"
     assert load(TEXT.replace("42", "43"), exact=True).answer() == 43
     assert len(commands) == 2 and len(list(place.glob("*.so"))) == 3
+
+
+@needs_compiler
+def test_further_flags_apply_to_loops_of_cells(
+    place: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are part of the key, and cannot undo the flag for equal bits. Matrix products never get them."""
+    monkeypatch.delenv("TORCHWEFT_CXXFLAGS", raising=False)
+    load(TEXT, exact=True)
+    load(TEXT, exact=False)
+    monkeypatch.setenv("TORCHWEFT_CXXFLAGS", "-O0 -DNAME='a b'")
+    commands.clear()
+    load(TEXT, exact=False)
+    assert not commands
+    load(TEXT, exact=True)
+    flags = commands[0]
+    assert flags.index("-O0") < flags.index("-DNAME=a b") < flags.index("-ffp-contract=off")
 
 
 @needs_compiler

@@ -13,8 +13,9 @@ from tests.recurrent.recurrent_cases import grid, needs_compiler
 from torchweft.recurrent.cpp.cpp_backend import kernels, panel_width
 
 pytestmark = needs_compiler
-LETTER = {torch.float32: "f", torch.float64: "d"}
-by_dtype = pytest.mark.parametrize("dtype", LETTER, ids=str)
+DTYPES = [torch.float32, torch.float64]
+NAMES = ("pack", "product", "some", "gather", "columns")
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 sizes = st.integers(0, 40)
 
 
@@ -26,7 +27,9 @@ def call_kernel(name: str, dtype: torch.dtype, *arguments: Any) -> None:
             return ctypes.c_void_p(argument.data_ptr())
         return ctypes.c_void_p() if argument is None else ctypes.c_long(argument)
 
-    getattr(kernels(), f"torchweft_{name}_{LETTER[dtype]}")(*map(as_c, arguments))
+    table = ctypes.cast(kernels().torchweft_kernels(), ctypes.POINTER(ctypes.c_void_p))
+    address = table[2 * NAMES.index(name) + DTYPES.index(dtype)]
+    ctypes.CFUNCTYPE(None)(address)(*map(as_c, arguments))
 
 
 def random_matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
@@ -95,7 +98,7 @@ def test_gather_adds_a_product_over_live_rows(
     assert_near(c, expected, inner)
 
 
-@grid(columns=[1, 37, 64, 200], dtype=list(LETTER))
+@grid(columns=[1, 37, 64, 200], dtype=DTYPES)
 def test_bits_do_not_depend_on_other_rows_or_shares(columns: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     a, b, start = torch.randn(29, 50, dtype=dtype), torch.randn(50, columns, dtype=dtype), torch.randn(columns)

@@ -14,7 +14,7 @@ from tests.recurrent.recurrent_cases import grid, needs_compiler
 from torchweft.recurrent.cpp import compiler
 from torchweft.recurrent.cpp.compiler import load
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("optimized_cells")]
 ONE_ARGUMENT = ("exp", "tanh", "sigmoid", "sign", "sqrt", "abs", "log", "expm1", "log1p")
 TWO_ARGUMENTS = ("max", "min", "pow", "atan2")
 KINDS = {torch.float32: "float", torch.float64: "double"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import as_the_loop, equal, gradients, needs_compiler, outcome, planned
+from tests.recurrent.recurrent_cases import as_the_loop, equal, gradients, grid, needs_compiler, outcome, planned
 from torchweft.recurrent import Recurrent, cells
 from torchweft.recurrent.cpp.cpp_backend import CppBackend
 from torchweft.recurrent.cpp.partitioner import ForwardBackwardSplit
@@ -97,8 +97,7 @@ def inputs_of(name: str) -> tuple[Tensor, Tensor]:
     return torch.randn(5, ROWS, WIDTH, dtype=torch.float64, generator=draw).requires_grad_(), h
 
 
-@pytest.mark.parametrize("lengths", [None, (5, 2, 4)], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", AROUND)
+@grid(name=list(AROUND), lengths={"whole": None, "padded": (5, 2, 4)})
 def test_unknown_operators_run_outside_the_loops(name: str, lengths: tuple[int, ...] | None) -> None:
     options = {} if lengths is None else {"lengths": torch.tensor(lengths)}
     as_the_loop(Outside(AROUND[name]), "c", *inputs_of(name), verify="never", **options)

@@ -1,4 +1,4 @@
-"""RemoteExpert: a module whose forward, backward and optimizer step happen on a server.
+"""RemoteExpert: a module with forward, backward and optimizer step on a server.
 
     layer = RemoteExpert("ffn.0", "10.0.0.7:7070")
     model = nn.Sequential(nn.Linear(8, 512), layer, nn.Linear(512, 2))
@@ -10,6 +10,7 @@ processes that trust each other. The idea of one autograd function that joins tw
 
 import inspect
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, cast
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 
 from torchweft.core.autograd import apply_as_node, graph_break
 from torchweft.core.context import is_checkpointing, is_recomputing
-from torchweft.core.errors import UsageError
+from torchweft.core.errors import UsageError, escape
 from torchweft.core.validation import Validator, uid_fault
 from torchweft.experts.address import address_fault
-from torchweft.experts.client.remote_function import RecomputeCache, RemoteFunction, RemoteLayer, forbid_tangents
+from torchweft.experts.client.remote_function import RecomputeCache, RemoteFunction, RemoteLayer, reject_tangents
 from torchweft.experts.client.retry import DirectoryResolver, FixedResolver, Retry, RetryingCaller
 from torchweft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey
 from torchweft.experts.client.transport import Connections, GrpcTransport, Transport, fixed_faults
@@ -32,6 +33,7 @@ from torchweft.experts.fork_guard import finalizer
 from torchweft.experts.tls import ClientTls, credential_faults
 from torchweft.experts.wire.service import Description
 
+_LISTED = 10  # most names in a message
 _LAST_DISCARD = 1.0  # longest wait of `close`, in seconds, until the server has dropped an open mini-batch
 _LOCAL = ("_stub", "_cache", "_finalizer")  # valid in this process only, and made again in another
 _SHARED = ("_where", "_credentials", "_retry", "_options")  # shared by copies
@@ -41,11 +43,9 @@ class RemoteExpert(RemoteLayer):
     """An expert of a server as a layer. Any number of threads can call it at once.
 
     Args:
-        uid: the expert's name.
         where: the server's address (``host:port``), for a separate connection until `close` or garbage collection; or
             a shared `Transport`; or `Connections` with a directory, which locates the expert at every call.
         timeout: seconds for one forward, backward or commit, including its retries.
-        retry: rule for retries (see `Retry`).
         compression: of tensors on the wire (see `weft.experts.compression`).
         client: name of this caller in the server's quotas; by default one name per process.
         accumulate: gradients of backward add up at the server until `commit`, which is one optimizer step: for
@@ -54,18 +54,17 @@ class RemoteExpert(RemoteLayer):
             not send the inputs again.
         tls, token: see `GrpcTransport`; for an address only.
 
-    Arguments and results are those of the server's module, with the same nesting. Outputs are placed on the device of
-    the first input tensor. With gradients enabled, each backward is one call with one step of the server's optimizer,
-    even if no input requires a gradient. A call with more rows than the server accepts is sent in parts, which together
-    are one step. A `weft.Pipe` that recomputes does not send forward again.
+    Arguments and results are those of the server's module, with the same nesting, on the device of the first input.
+    With gradients enabled, each backward is one call with one step of the server's optimizer, even if no input requires
+    a gradient. A call with more rows than the server accepts is sent in parts, which together are one step. A
+    `weft.Pipe` that recomputes does not send forward again.
 
-    Its parameters are at the server. The local parameter ``anchor``, a single zero, makes autograd reach the expert. It
-    is in `parameters`, not in `state_dict`. Freezing it forbids backward. A copy or a pickle is another client of the
-    same expert. With a `Transport` or `Connections` the layer can be copied, but not pickled.
+    The local parameter ``anchor``, a single zero, makes autograd reach the expert. It is in `parameters`, not in
+    `state_dict`. Freezing it forbids backward. A copy or a pickle is another client of the same expert. With a
+    `Transport` or `Connections` the layer can be copied, but not pickled.
 
     Raises ``UsageError`` that lists all invalid arguments. A call raises ``SpecError`` for arguments that do not fit
-    (before anything is sent), ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``, ``DeadlineError``,
-    ``LostError``, and errors of the expert (see `weft.experts.errors`).
+    (before anything is sent), and the errors in `weft.experts.errors`.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -104,7 +103,6 @@ class RemoteExpert(RemoteLayer):
         self._connect()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The expert's outputs; see the class."""
         return graph_break(self._forward, args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +110,7 @@ class RemoteExpert(RemoteLayer):
         deadline = time.monotonic() + self._options.timeout
         signature = stub.signature(deadline)
         inputs = signature.flatten_call(args, kwargs)
-        forbid_tangents(f"expert {self.uid!r}", inputs)
+        reject_tangents(f"expert {self.uid!r}", inputs)
         key, cached = IdempotencyKey(evaluation=not self.training), None
         if is_recomputing():
             # With the key of the original forward, so that the server draws the same random numbers in backward.
@@ -122,6 +120,7 @@ class RemoteExpert(RemoteLayer):
             # Clones, because the caller can modify the outputs in place before the recomputation reads these.
             self._cache.store(inputs, (key, [tensor.detach().clone() for tensor in outputs]))
             return signature.outputs.pack(outputs)
+        # The anchor comes last, so that the gradients of the inputs have the places of the inputs.
         leaves = [*inputs, self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves):
             if cached is None and self._options.keep_graph:
@@ -183,7 +182,7 @@ class RemoteExpert(RemoteLayer):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of this layer, including additions of subclasses, without connections of this process."""
+        # Additions of subclasses are kept. Connections belong to this process.
         if not isinstance(self._where, str):
             text = f"remote expert {self.uid!r} uses connections of this process, which cannot be pickled"
             raise UsageError(f"{text}; make it from an address, or make it again in the other process")
@@ -226,7 +225,6 @@ _DEFAULTS = {
 
 
 def check_remote_expert(check: Validator, uid: Any, where: Any, options: Mapping[str, Any]) -> None:
-    """Check the arguments of `RemoteExpert`."""
     check.add(*uid_fault(uid))
     if isinstance(where, str):
         check.add(*address_fault("where", where))
@@ -239,7 +237,6 @@ def check_remote_expert(check: Validator, uid: Any, where: Any, options: Mapping
 
 
 def check_options(check: Validator, has_address: bool, options: Mapping[str, Any]) -> None:
-    """Check keyword arguments of `RemoteExpert`. ``has_address``: it is made from an address."""
     values = {**_DEFAULTS, **options}
     check.seconds("timeout", values["timeout"])
     check.instance("retry", values["retry"], Retry, "a Retry, such as Retry(attempts=3)", optional=True)
@@ -264,6 +261,8 @@ def create_remote_experts(
     uids: Sequence[str], directory: Directory | Connections | Mapping[str, str], **options: Any
 ) -> list[RemoteExpert | None]:
     """Create one `RemoteExpert` per uid, in order. None stands for those that the directory does not list now.
+
+    Warns if it lists none of them.
 
     ``Connections`` stay open. For a directory, or addresses by uid, connections are made, which close when the last of
     the experts is garbage-collected. ``options``: those of `RemoteExpert` except ``tls`` and ``token``.
@@ -293,6 +292,10 @@ def create_remote_experts(
         check_options(check, False, options)
     connections = directory if isinstance(directory, Connections) else Connections(directory)
     known = connections.snapshot()
+    if names and not any(uid in known for uid in names):
+        wanted, listed = (", ".join(map(escape, uids[:_LISTED])) for uids in (names, known.uids))
+        text = f"none of the experts {wanted} is listed in the directory, which lists {listed or 'no expert at all'}"
+        warnings.warn(f"{text}; check their names, or start a server of them", stacklevel=2)
     return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in names]
 
 

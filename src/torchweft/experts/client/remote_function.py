@@ -31,8 +31,7 @@ from torchweft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
 ONLY_ONCE = (
     "has its graph at its server, and returns first-order gradients only; compute such a penalty with local layers, "
     "from the expert's detached outputs"
-)
-"""The reason why a gradient of a gradient does not exist through an expert."""
+)  # The reason why a gradient of a gradient does not exist through an expert
 _ANCHOR = "anchor"
 _MOST = 256  # entries of a cache
 Value = TypeVar("Value")
@@ -49,15 +48,12 @@ class RemoteLayer(nn.Module):
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait for a commit."""
         raise NotImplementedError
 
     def commit(self) -> Any:
-        """Take one optimizer step with the gradients since the last commit. Returns whether, or by uid, it stepped."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Drop the gradients since the last commit."""
         raise NotImplementedError
 
     @property
@@ -79,7 +75,7 @@ class RemoteLayer(nn.Module):
         return self.anchor.detach()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Omit the anchor: the servers save the experts."""
+        # Without the anchor: the servers save the experts, and the anchor is always zero.
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.pop(prefix + _ANCHOR, None)
 
@@ -93,7 +89,7 @@ class RemoteLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Treat an anchor as unexpected, which is an error if ``strict``."""
+        # An anchor is unexpected, which is an error if ``strict``.
         key, missing = prefix + _ANCHOR, list[str]()
         if state_dict.pop(key, None) is not None and strict:
             unexpected_keys.append(key)
@@ -122,14 +118,12 @@ class RemoteFunction:
         self._freed = False
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """See `CutFunction.forward`."""
         cached, self.cached = self.cached, None
         outputs = self.stub.forward(self.inputs, self.key, self.deadline) if cached is None else cached
         self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs, self.signature.tracked
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
-        """See `CutFunction.backward`."""
         if self._freed:
             raise BackwardTwiceError(BACKWARD_TWICE)
         names = zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
@@ -153,17 +147,14 @@ class RemoteFunction:
 
     @property
     def only_once(self) -> str:
-        """See `weft.core.autograd.OnceDifferentiable`."""
         return f"expert {self.signature.name!r} {ONLY_ONCE}"
 
 
 class RecomputeCache(Generic[Value]):
-    """Results of forwards that will be recomputed, by their inputs. Thread-safe.
+    """Results of forwards that will be recomputed, by their inputs. Thread-safe."""
 
-    A second call could return other outputs, because other clients train the experts in between. The gradient would
-    then belong to another forward. Newer results evict those that no backward has fetched.
-    """
-
+    # A second call could return other outputs, because other clients train the experts in between. The gradient would
+    # then belong to another forward. Newer results evict those that no backward has fetched.
     def __init__(self, most: int = _MOST) -> None:
         self._lock = threading.Lock()
         self._entries: deque[tuple[list[Tensor], Value]] = deque(maxlen=most)
@@ -172,13 +163,11 @@ class RecomputeCache(Generic[Value]):
         return len(self._entries)
 
     def store(self, inputs: Sequence[Tensor], value: Value) -> None:
-        """Store a result with a copy of its inputs."""
         copies = [tensor.detach().clone() for tensor in inputs]
         with self._lock:
             self._entries.append((copies, value))
 
     def pop_match(self, inputs: Sequence[Tensor]) -> Value | None:
-        """Remove and return the oldest result for these inputs."""
         with self._lock:
             for place, (stored, value) in enumerate(self._entries):
                 pairs = zip(stored, inputs, strict=True)
@@ -188,8 +177,8 @@ class RecomputeCache(Generic[Value]):
         return None
 
 
-def forbid_tangents(name: str, inputs: Sequence[Tensor]) -> None:
-    """Raise ``UsageError`` for forward-mode differentiation, because the tangents would be lost without notice."""
+def reject_tangents(name: str, inputs: Sequence[Tensor]) -> None:
+    # Forward-mode differentiation: the tangents would be lost without notice.
     if has_tangent(inputs):
         raise UsageError(
             f"an input of {name} has a tangent (forward-mode differentiation), which only its server could propagate; "

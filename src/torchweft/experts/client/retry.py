@@ -16,12 +16,8 @@ gRPC's own retries do not suffice: they cannot change the server, and do not kno
 call that was possibly executed is safe: a forward changes nothing, and a backward or commit has an idempotency key,
 under which it steps once however often it is sent.
 
-A dead address stays in the directory until its lease ends, so every attempt takes the next address. A follower rejects
-calls with `NotOwnerError`: it is alive, and takes over when the owner's lease has ended. A hung server does not answer
-at all, so a waiting call checks the directory's snapshot from time to time.
-
-Pauses grow, and are drawn at random between zero and their bound ("full jitter", Brooker, AWS Architecture Blog 2015),
-so that clients that failed together do not return together.
+A dead address stays in the directory until its lease ends, so every attempt takes the next address. A hung server does
+not answer at all, so a waiting call checks the directory's snapshot from time to time.
 """
 
 import math
@@ -37,16 +33,9 @@ from dataclasses import dataclass, field
 from torchweft.core.errors import UsageError, WeftError, escape, join_faults
 from torchweft.core.rng import lock_released
 from torchweft.core.validation import Validator
+from torchweft.experts import errors
 from torchweft.experts.client.stream import TICK, describe_call
 from torchweft.experts.client.transport import Connections, Transport
-from torchweft.experts.errors import (
-    CertificateError,
-    DeadlineError,
-    ExpiredError,
-    LostError,
-    NotOwnerError,
-    UnreachableError,
-)
 from torchweft.experts.wire import RETRYABLE, Call, Received
 
 _MAX_EXPONENT = 60.0  # far beyond any pause, and far from overflow
@@ -59,8 +48,7 @@ _random = random.Random()  # a generator of its own, so that the user's seeds gi
 class FixedResolver:
     """The way to one expert: always the same transport."""
 
-    takeover_expected = False
-    """Whether a follower of the expert will certainly take it over soon."""
+    takeover_expected = False  # Whether a follower of the expert will certainly take it over soon
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -88,12 +76,13 @@ class DirectoryResolver(FixedResolver):
 
     def select_transport(self, attempt: int, last: BaseException | None) -> Transport:
         """The owner that ``last`` names; otherwise the owner first, then the other servers in turn."""
-        to, refusal = self.connections.to, self.connections.refusal
-        named = last.details.get("address") if isinstance(last, NotOwnerError | LostError) else None
+        transport_to, refusal = self.connections.transport_to, self.connections.refusal
+        named = last.details.get("address") if isinstance(last, errors.NotOwnerError | errors.LostError) else None
         # A server can name any address, so the name must pass the same check as an address of the directory.
         if named and refusal(named) is None:
-            return to(named)
+            return transport_to(named)
         snapshot = self.connections.snapshot()
+        # A follower would only reject the call, so the owner comes first.
         owner, addresses = snapshot.owner(self._uid), list(snapshot.addresses(self._uid))
         if owner is not None:
             addresses.sort(key=lambda address: address != owner.address)
@@ -101,13 +90,13 @@ class DirectoryResolver(FixedResolver):
             known = ", ".join(sorted(snapshot.experts)[:_LISTED]) or "no expert"
             raise UsageError(f"these connections have no address of expert {self._uid!r}, but addresses of {known}")
         if not addresses:
-            raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
+            raise errors.UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
         refusals = {address: refusal(address) for address in addresses}
         trusted = [address for address in addresses if refusals[address] is None]
         if not trusted:
             head = f"refusing to connect to any server of expert {self._uid!r} that the directory knows:"
-            raise UnreachableError(join_faults(head, [escape(refusal) for refusal in refusals.values()]))
-        return to(trusted[attempt % len(trusted)])
+            raise errors.UnreachableError(join_faults(head, [escape(refusal) for refusal in refusals.values()]))
+        return transport_to(trusted[attempt % len(trusted)])
 
     def owner_token(self) -> int:
         owner = self.connections.snapshot().owner(self._uid)
@@ -153,28 +142,25 @@ class Retry:
             check.require(fits, f"first is {self.first}, wanted at most longest, which is {self.longest}")
             check.seconds("attempt_seconds", self.attempt_seconds, optional=True)
 
-    def again(self, error: BaseException, attempt: int) -> bool:
-        """Whether to send a call again after ``attempt`` attempts, of which the last ended with this error."""
-        if self.attempts is not None and attempt >= self.attempts:
+    def allows_retry(self, error: BaseException, attempt: int) -> bool:
+        if isinstance(error, errors.CertificateError) or (self.attempts is not None and attempt >= self.attempts):
             return False
-        if isinstance(error, CertificateError):
-            return False
-        return not_executed(error) or isinstance(error, LostError | DeadlineError)
+        return not_executed(error) or isinstance(error, errors.LostError | errors.DeadlineError)
 
     def pause(self, attempt: int) -> float:
-        """Seconds to wait after so many attempts."""
         # `growth ** attempt` would raise OverflowError after some thousand attempts.
         factor = math.exp(min(_MAX_EXPONENT, (attempt - 1) * math.log(self.growth)))
+        # Random from zero ("full jitter", Brooker, AWS Architecture Blog 2015), so that clients that failed together do
+        # not return together.
         return _random.uniform(0.0, min(self.longest, self.first * factor))
 
 
 def not_executed(error: BaseException) -> bool:
     """Whether a call that ended with this error was certainly not executed, and can succeed later."""
-    return isinstance(error, (*RETRYABLE, ExpiredError))
+    return isinstance(error, (*RETRYABLE, errors.ExpiredError))
 
 
-NEVER = Retry(attempts=1)
-"""The rule without retries."""
+NEVER = Retry(attempts=1)  # The rule without retries
 
 
 @dataclass(eq=False)
@@ -186,12 +172,9 @@ class RetryingCaller:
     closed: threading.Event = field(default_factory=threading.Event)
 
     def call(self, call: Call, timeout: float, accept: Callable[[Received], None] | None = None) -> Received:
-        """Send a call until it is answered. Releases the RNG lock while it waits.
-
-        ``accept`` can raise for an answer that must not be used. That error counts as the answer. The last error is
-        raised, with a note about earlier attempts. If only an earlier attempt was possibly executed, the error of that
-        attempt is raised instead. Raises ``UsageError`` after `closed` is set.
-        """
+        """Send a call until it is answered. Releases the RNG lock while it waits."""
+        # ``accept`` can raise for an answer that must not be used. That error counts as the answer. If only an earlier
+        # attempt was possibly executed, its error is raised: the last one would say that nothing has happened.
         attempts, start = RetryState(), time.monotonic()
         end = start + timeout
         with lock_released():
@@ -206,10 +189,10 @@ class RetryingCaller:
                     if pause is None:
                         attempts.explain(error, time.monotonic() - start)
                         raise
+                # Not `sleep`: closing the expert ends the pause.
                 self.closed.wait(pause)
 
     def send(self, call: Call, timeout: float) -> "Future[Received] | None":
-        """Send a call once, without waiting for the answer: its future, or None if it could not be sent."""
         with suppress(WeftError):
             return self.resolver.select_transport(0, None).submit(call, timeout)
         return None
@@ -219,7 +202,7 @@ class RetryingCaller:
             raise UsageError(f"{describe_call(call)} was not sent: its RemoteExpert is closed")
         seconds = end - time.monotonic()
         if seconds <= 0:
-            raise DeadlineError(f"{describe_call(call)} was not sent again: its {timeout:g} s are over")
+            raise errors.DeadlineError(f"{describe_call(call)} was not sent again: its {timeout:g} s are over")
         if self.retry.attempt_seconds is not None:
             seconds = min(seconds, self.retry.attempt_seconds)
         look = LOOK if self.resolver.takeover_expected else seconds + _GRACE
@@ -235,7 +218,7 @@ class RetryingCaller:
                         raise
                 attempts.check_owner(call, self.resolver)
             text = f"had no answer from {attempts.address} within {seconds:g} s"
-            raise DeadlineError(f"{describe_call(call)} {text}")
+            raise errors.DeadlineError(f"{describe_call(call)} {text}")
         except CancelledError:
             raise UsageError(f"{describe_call(call)} was cancelled while it waited") from None
         except BaseException:  # e.g. a new owner, or Ctrl-C
@@ -249,13 +232,11 @@ class RetryingCaller:
 
 @dataclass(eq=False, slots=True)
 class RetryState:
-    """Outcomes of the attempts of one call.
+    """Outcomes of the attempts of one call."""
 
-    ``counted``: attempts that count against `Retry.attempts`. ``sent``: the current one was passed to the transport to
-    ``address``, when the expert's owner had the fencing token ``token``. ``last``: the last error. ``unsure``: that of
-    the last attempt that was possibly executed.
-    """
-
+    # ``counted``: attempts that count against `Retry.attempts`. ``sent``: the current one was passed to the transport
+    # to ``address``, when the expert's owner had the fencing token ``token``. ``last``: the last error. ``unsure``:
+    # that of the last attempt that was possibly executed.
     count: int = 0
     counted: int = 0
     sent: bool = False
@@ -265,7 +246,6 @@ class RetryState:
     unsure: Exception | None = None
 
     def submit(self, call: Call, seconds: float, resolver: FixedResolver) -> "Future[Received]":
-        """Send the next attempt."""
         # The token is read before the address. If the owner changes in between, `check_owner` compares with the older
         # token and notices it. The other way round, a call to the replaced owner would wait until the deadline.
         self.token = resolver.owner_token()
@@ -276,23 +256,21 @@ class RetryState:
         return future
 
     def check_owner(self, call: Call, resolver: FixedResolver) -> None:
-        """Raise ``LostError`` if the owner of the expert has changed since the current attempt was sent.
-
-        An answer of the old owner would be rejected, because its token is smaller. If it has stepped, the new owner
-        either has that state with the key of this call, or has neither. So a retry there steps exactly once.
-        """
+        """Raise ``LostError`` if the owner of the expert has changed since the current attempt was sent."""
+        # An answer of the old owner would be rejected, because its token is smaller. If it has stepped, the new owner
+        # either has that state with the key of this call, or has neither. So a retry there steps exactly once.
         owner = resolver.new_owner(self.address, self.token)
         if owner is not None:
             text = f"had no answer from {self.address} before {owner} became the owner of its expert"
-            raise LostError(f"{describe_call(call)} {text}", {"address": owner})
+            raise errors.LostError(f"{describe_call(call)} {text}", {"address": owner})
 
     def record_failure(self, error: Exception, retry: Retry, resolver: FixedResolver, end: float) -> float | None:
         """Note the error of an attempt. Returns the seconds until the next attempt, or None to stop."""
         self.count += 1
-        taken_over = resolver.takeover_expected and isinstance(error, NotOwnerError)
+        taken_over = resolver.takeover_expected and isinstance(error, errors.NotOwnerError)
         self.counted = 1 if taken_over else self.counted + 1
         pause = retry.pause(self.count)
-        if time.monotonic() + pause >= end or not retry.again(error, self.counted):
+        if time.monotonic() + pause >= end or not retry.allows_retry(error, self.counted):
             return None
         # The traceback holds the frame of the call, and the frame holds this object: a cycle.
         self.last = error.with_traceback(None)
@@ -307,15 +285,16 @@ class RetryState:
         self.last = self.unsure = None
         if self.sent and not not_executed(error):
             earlier = None
-        elif not self.sent and isinstance(error, DeadlineError):
+        elif not self.sent and isinstance(error, errors.DeadlineError):
             earlier = earlier or last
         if earlier is not None:
-            over = f"attempt {self.count} in {seconds:.3g} s, the last, ended with {type(error).__name__}"
-            earlier.add_note(f"{over if self.sent else 'it was not sent again'}: {error}")
+            over = f"attempt {self.count} in {seconds:.3g} s, the last, ended with {type(error).__name__}: {error}"
+            earlier.add_note(over if self.sent else f"it was not sent again: {error}")
             try:
                 raise earlier from None
             finally:
                 del earlier, last, error  # each holds this frame by its traceback: a cycle
         if last is not None:
-            before = f"the one before it ended with {type(last).__name__}: {last}"
-            error.add_note(f"this was attempt {self.count} in {seconds:.3g} s; {before}")
+            same = type(last) is type(error) and str(last) == str(error)
+            before = "in the same way" if same else f"with {type(last).__name__}: {last}"
+            error.add_note(f"this was attempt {self.count} in {seconds:.3g} s; the one before it ended {before}")

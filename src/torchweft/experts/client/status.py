@@ -6,6 +6,7 @@ ffn.0      412       400     1033          0        2
 """
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -13,16 +14,35 @@ from typing import Any
 
 from torchweft.core.errors import escape
 from torchweft.experts.client.transport import GrpcTransport
+from torchweft.experts.errors import DeadlineError, UnreachableError
 from torchweft.experts.tls import ClientTls
 
 Json = Mapping[str, Any]
 
 
-def status(address: str, *, tls: ClientTls | None = None, token: str | None = None, as_json: bool = False) -> str:
+def status(
+    address: str,
+    *,
+    tls: ClientTls | None = None,
+    token: str | None = None,
+    as_json: bool = False,
+    timeout: float = 10.0,
+) -> str:
     """The text of a server's status. Raises ``UnreachableError``, ``ForbiddenError`` or ``DeadlineError``."""
     with GrpcTransport(address, tls=tls, token=token) as transport:
-        statistics = json.loads(transport.status())
+        statistics = json.loads(transport.status(timeout))
     return json.dumps(statistics) if as_json else shown(statistics)
+
+
+def watch(address: str, seconds: float, **options: Any) -> Iterator[str]:
+    """`status` again and again, with a pause of ``seconds``. While the server is away, its error takes the place."""
+    while True:
+        try:
+            yield status(address, **options)
+        except (UnreachableError, DeadlineError) as error:  # a server that is restarted comes back
+            text = f"{escape(error)}; asked again every {seconds:g} s"
+            yield json.dumps({"error": text}) if options.get("as_json") else text
+        time.sleep(seconds)
 
 
 def shown(status: Json) -> str:

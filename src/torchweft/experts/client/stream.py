@@ -27,28 +27,18 @@ import grpc
 
 from torchweft.core.errors import UsageError, WeftError
 from torchweft.core.validation import MAX_SECONDS
-from torchweft.experts.errors import (
-    DeadlineError,
-    ForbiddenError,
-    LostError,
-    OverloadError,
-    UnreachableError,
-    WireError,
-)
+from torchweft.experts import errors
 from torchweft.experts.wire import Call, Kind, Limits, Received, decode, encode_parts, read_fault
 from torchweft.experts.wire.service import COALESCED, FRAME_BYTES
 
-OPENING = 10.0
-"""Longest wait, in seconds, for a server's metadata. After it, calls are retried on another stream."""
-TICK = 0.02
-"""Longest delay, in seconds, until an exceeded deadline is noticed."""
+OPENING = 10.0  # Longest wait, in seconds, for a server's metadata. After it, calls are retried on another stream.
+TICK = 0.02  # Longest delay, in seconds, until an exceeded deadline is noticed
 _IDLE = 50  # ticks without calls after which the clock ends
 _JOIN = 5.0
 _grpc = cast("Any", grpc)
-Start = Callable[[Iterator[bytes]], Any]
-"""Starts a gRPC call that sends the items of the iterator."""
-Explain = Callable[[str, str], UnreachableError]
-"""Builds the error of a failed connection from the failed action and gRPC's message."""
+Start = Callable[[Iterator[bytes]], Any]  # Starts a gRPC call that sends the items of the iterator
+# Builds the error of a failed connection from the failed action and gRPC's message.
+Explain = Callable[[str, str], errors.UnreachableError]
 
 
 @dataclass(eq=False, slots=True)
@@ -66,15 +56,18 @@ class PendingCall:
     def assign(self, stream: object) -> None:
         self.stream = stream
 
+    def numbered_call(self) -> Call:
+        left = max(0, int((self.deadline - time.monotonic()) * 1000))
+        return self.call._replace(header=self.call.header._replace(call_id=self.number, deadline_ms=left))
+
     def begin_send(self) -> bool:
-        """Mark the call as sent. Returns False if it was cancelled before."""
         # Set before the bytes leave: if the connection fails in between, "may have been executed" is the safe answer.
         self.sent = not self.future.cancelled()
         return self.sent
 
 
 class PendingCalls:
-    """All calls in flight on one transport. Thread-safe. ``address`` is for errors, ``closed`` set by `close`."""
+    """All calls in flight on one transport. Thread-safe."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -100,14 +93,13 @@ class PendingCalls:
             self._entries[entry.number] = entry
             self._calls += 1
             if self._clock is None:
-                self._clock = threading.Thread(
-                    target=self._run_clock, name=f"torchweft-clock-{self.address}", daemon=True
-                )
+                name = f"torchweft-clock-{self.address}"
+                self._clock = threading.Thread(target=self._run_clock, name=name, daemon=True)
                 self._clock.start()
         return entry
 
     def set_outcome(self, number: int, outcome: Received | Exception) -> None:
-        """End a call with its answer or error. Ignored if the call has ended before."""
+        # The call can have ended before, e.g. at its deadline. The thread that removes the entry completes the future.
         with self._lock:
             entry = self._entries.pop(number, None)
         if entry is not None:
@@ -119,20 +111,18 @@ class PendingCalls:
             self._complete(entry, error(entry.sent))
 
     def close(self) -> None:
-        """End all calls, and the clock."""
         with self._lock:
             self.closed = True
             self._stop.set()
             clock = self._clock
         for entry in self._remove_where(lambda entry: True):
-            kind = LostError if entry.sent else UnreachableError
+            kind = errors.LostError if entry.sent else errors.UnreachableError
             text = f"the transport to {self.address} was closed while {describe_call(entry.call)} waited"
             self._complete(entry, kind(text))
         if clock is not None and clock is not threading.current_thread():
             clock.join(_JOIN)
 
     def counts(self) -> tuple[int, int, int, dict[str, int]]:
-        """Numbers of calls, answers, calls in flight, and errors by class."""
         with self._lock:
             return self._calls, self._answered, len(self._entries), dict(self._failed)
 
@@ -162,7 +152,7 @@ class PendingCalls:
             for entry in self._remove_where(lambda entry, now=now: entry.deadline <= now or entry.future.cancelled()):
                 state = "whether it was executed is unknown" if entry.sent else "it was not sent"
                 text = f"no answer from {self.address} within {entry.timeout:g} s; {state}"
-                self._complete(entry, DeadlineError(f"{describe_call(entry.call)} had {text}"))
+                self._complete(entry, errors.DeadlineError(f"{describe_call(entry.call)} had {text}"))
             # Ending and `register` exclude each other by the lock, so that a new call always finds or starts a clock.
             with self._lock:
                 idle_ticks = 0 if self._entries else idle_ticks + 1
@@ -177,20 +167,18 @@ class Stream:
     def __init__(self, start: Start, pending: PendingCalls, limits: Limits, explain: Explain) -> None:
         self.is_draining = self.is_gone = False
         self._pending, self._limits, self._explain = pending, limits, explain
-        self._unreached: UnreachableError | None = None
+        self._unreached: errors.UnreachableError | None = None
         self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
         self._lock = threading.Lock()  # between `enqueue` and the end of the stream
         self._opening_ended = threading.Event()
         self._is_open = self._is_late = False
         self._fault: WeftError | None = None
         self._call = start(self._generate_messages())
-        self._reader = threading.Thread(
-            target=self._read_answers, name=f"torchweft-stream-{pending.address}", daemon=True
-        )
+        name = f"torchweft-stream-{pending.address}"
+        self._reader = threading.Thread(target=self._read_answers, name=name, daemon=True)
         self._reader.start()
 
     def enqueue(self, entry: PendingCall) -> bool:
-        """Queue a call. Returns False if the stream is gone."""
         # Under the lock, so that `_finish` either sees this stream in the entry and fails it, or is seen here. Without
         # it, a call that is queued while the stream ends would wait until its deadline.
         with self._lock:
@@ -242,7 +230,7 @@ class Stream:
     def _encode_batch(self, batch: list[PendingCall]) -> Iterator[bytes]:
         """The messages of one frame, or of one frame per call if they cannot be encoded together."""
         try:
-            yield from encode_parts([_number_call(entry) for entry in batch], self._limits)
+            yield from encode_parts([entry.numbered_call() for entry in batch], self._limits)
         except Exception as error:  # from the encoder, before the first message, so that nothing is sent twice
             if len(batch) == 1:
                 self._pending.set_outcome(batch[0].number, error)
@@ -263,7 +251,7 @@ class Stream:
                 self._opening_ended.set()
             for message in self._call:
                 self._handle_message(message)
-        except (_grpc.RpcError, WireError, ValueError) as caught:
+        except (_grpc.RpcError, errors.WireError, ValueError) as caught:
             error = caught
         finally:
             self._finish(error)
@@ -295,9 +283,9 @@ class Stream:
         code = error.code() if isinstance(error, _grpc.RpcError) else None
         text = str(error.details() if code is not None else error or "the server closed the stream")
         if code in (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED):
-            return ForbiddenError(f"{address} rejects this client: {text}")
+            return errors.ForbiddenError(f"{address} rejects this client: {text}")
         if not self._is_open and code is _grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return OverloadError(f"{address} accepts no more clients: {text}")
+            return errors.OverloadError(f"{address} accepts no more clients: {text}")
         if not self._is_open:
             if self._is_late:
                 text = f"it did not answer the opening of a stream within {OPENING:g} s"
@@ -305,21 +293,13 @@ class Stream:
                 self._unreached = self._explain("cannot be reached", text)
             return type(self._unreached)(str(self._unreached))  # a new error each: callers add notes to theirs
         if not sent:
-            return UnreachableError(f"{address} cannot be reached: {text}")
+            return errors.UnreachableError(f"{address} cannot be reached: {text}")
         why = text if self._fault is None else f"the server could not read a message: {self._fault}"
-        return LostError(f"the connection to {address} ended before the answer came: {why}")
+        return errors.LostError(f"the connection to {address} ended before the answer came: {why}")
 
 
 def describe_call(call: Call) -> str:
-    """The call in words, for errors."""
     return f"the {call.header.kind.name.lower()} of expert {call.header.uid!r}"
-
-
-def _number_call(entry: PendingCall) -> Call:
-    """The call with its number and its remaining time."""
-    left = max(0, int((entry.deadline - time.monotonic()) * 1000))
-    call = entry.call
-    return call._replace(header=call.header._replace(call_id=entry.number, deadline_ms=left))
 
 
 def _count_bytes(call: Call) -> int:

@@ -30,17 +30,10 @@ from torch import Tensor
 
 from torchweft.core.errors import SpecError, WeftError, join_faults
 from torchweft.core.pytree import difference, flatten, structure_paths
+from torchweft.experts import errors
 from torchweft.experts.client.retry import FixedResolver, RetryingCaller
 from torchweft.experts.compression import Policy
 from torchweft.experts.discovery.fencing import number_of, replaced
-from torchweft.experts.errors import (
-    CommitError,
-    DeadlineError,
-    InputsGoneError,
-    MalformedError,
-    NotOwnerError,
-    StepsLostWarning,
-)
 from torchweft.experts.schema import FlatSchema, NestedSchema, call_schema, output_schema
 from torchweft.experts.task import REPEATED
 from torchweft.experts.wire import Call, Header, Kind, Received
@@ -64,9 +57,7 @@ class ExpertStub:
     """The calls of one expert. Thread-safe."""
 
     def __init__(self, uid: str, caller: RetryingCaller, options: CallOptions) -> None:
-        self.uid = uid
-        self.caller = caller
-        self.options = options
+        self.uid, self.caller, self.options = uid, caller, options
         self.requests = RequestBuilder(options.client, options.compression)
         self.mini_batch = PendingCommit(uid)
         self.progress = ExpertProgress(uid, caller.resolver)
@@ -74,14 +65,12 @@ class ExpertStub:
         self._signature: Signature | None = None
 
     def describe(self, timeout: float | None = None) -> Description:
-        """The server's current description of the expert."""
         seconds = self.options.timeout if timeout is None else timeout
         description = read_description(self.caller.call(self.requests.info(self.uid), seconds).header.data)
         self.progress.update(description.steps, Receipt(description.durable, description.incarnation))
         return description
 
     def signature(self, deadline: float) -> "Signature":
-        """The expert's signature, requested by the first call. Raises ``DeadlineError``."""
         # Without a lock: two first calls at once both request the same description, and neither waits for the other.
         if self._signature is None:
             self._signature = Signature(self.describe(self._remaining_seconds(deadline)))
@@ -108,7 +97,7 @@ class ExpertStub:
         if len(parts) == 1:
             return self._backward(inputs, gradients, key, mini_batch, deadline)
         # Parts that each step would change the weights between them. They accumulate in a mini-batch of this call
-        # instead, whose commit is the one step.
+        # instead, and its commit is the one step.
         temporary = PendingCommit(self.uid) if signature.trained and mini_batch is None else None
         try:
             part_gradients = [
@@ -124,7 +113,6 @@ class ExpertStub:
         return [torch.cat(rows) for rows in zip(*part_gradients, strict=True)]
 
     def commit(self, mini_batch: "PendingCommit | None" = None, deadline: float | None = None) -> bool:
-        """Take one step with the gradients of the open mini-batch. Returns False without gradients."""
         mini_batch = mini_batch or self.mini_batch
         incarnation = mini_batch.commit_incarnation()
         if incarnation is None:
@@ -132,7 +120,7 @@ class ExpertStub:
         call = self.requests.commit(self.uid, mini_batch.name, incarnation, self.caller.resolver.owner_token())
         try:
             self._call_server(call, time.monotonic() + self.options.timeout if deadline is None else deadline)
-        except CommitError as error:
+        except errors.CommitError as error:
             mini_batch.record_failure(error)
             raise
         self._begin_next(mini_batch)
@@ -161,14 +149,13 @@ class ExpertStub:
         mini_batch: "PendingCommit | None",
         deadline: float,
     ) -> list[Tensor]:
-        """One backward call. It adds parameter gradients to ``mini_batch``, or steps if that is None."""
         name = "" if mini_batch is None else mini_batch.name
         token = self.caller.resolver.owner_token()
         call, complete_call = self.requests.backward(self.uid, inputs, gradients, key, name, token)
         try:
             try:
                 answer = self._call_server(call, deadline)
-            except InputsGoneError:
+            except errors.InputsGoneError:
                 answer = self._call_server(complete_call, deadline)
         except BaseException as error:
             if mini_batch is not None:
@@ -184,7 +171,7 @@ class ExpertStub:
     def _remaining_seconds(self, deadline: float) -> float:
         seconds = deadline - time.monotonic()
         if seconds <= 0:
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"a call of expert {self.uid!r} was not sent: its description is requested first, which took all of "
                 f"the {self.options.timeout:g} s"
             )
@@ -200,12 +187,9 @@ def _split_rows(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
 
 @dataclass(eq=False, slots=True)
 class IdempotencyKey:
-    """Key of a forward and its backward. By it, a server recognises retries and draws the same numbers for both.
+    """Key of a forward and its backward. By it, a server recognises retries and draws the same numbers for both."""
 
-    ``text`` is sent. ``keep``: asks the server to keep graph and inputs. ``kept``: the server has reported that it
-    holds the inputs. ``evaluation``: the module runs as after ``eval()``, in forward and backward.
-    """
-
+    # ``keep``: asks the server to keep graph and inputs. ``kept``: the server has reported that it holds the inputs.
     keep: bool = False
     evaluation: bool = False
     text: str = field(default_factory=partial(secrets.token_hex, 16))  # not from the user's generators
@@ -213,19 +197,17 @@ class IdempotencyKey:
     _parts: "list[IdempotencyKey]" = field(default_factory=list["IdempotencyKey"])
 
     def request_graph(self) -> None:
-        """Ask the server to keep graph and inputs of the forward."""
         self.keep = True
 
     def note_kept(self, kept: bool) -> None:
         self.kept = kept
 
     def next_backward(self) -> "IdempotencyKey":
-        """The key of one more backward of the same forward."""
         first, _, number = self.text.partition(REPEATED)
         return IdempotencyKey(evaluation=self.evaluation, text=f"{first}{REPEATED}{int(number or 0) + 1}")
 
     def for_parts(self, count: int) -> "list[IdempotencyKey]":
-        """The keys of the parts of a call, the same ones for its forward and its backward."""
+        # Stored, because forward and backward must use the same keys.
         if len(self._parts) != count:
             first, repeated, number = self.text.partition(REPEATED)
             texts = [f"{first}/{part}{repeated}{number}" for part in range(count)]
@@ -245,10 +227,8 @@ class RequestBuilder:
         return Call(self._header(Kind.INFO, uid=uid))
 
     def forward(self, uid: str, inputs: Sequence[Tensor], key: IdempotencyKey) -> Call:
-        reply = self._choose("outputs", 1)[0]
-        header = self._header(
-            Kind.FORWARD, uid=uid, key=key.text, keep=key.keep, evaluation=key.evaluation, reply=reply
-        )
+        reply, mode = self._choose("outputs", 1)[0], key.evaluation
+        header = self._header(Kind.FORWARD, uid=uid, key=key.text, keep=key.keep, evaluation=mode, reply=reply)
         return Call(header, inputs, self._choose("inputs", len(inputs)))
 
     def backward(
@@ -260,7 +240,7 @@ class RequestBuilder:
         mini_batch: str,
         token: int,
     ) -> tuple[Call, Call]:
-        """Request input gradients. Returns the call to send first, and the complete one if the inputs are gone."""
+        """Return the call to send first, and the complete one if the inputs are gone."""
         header = self._header(
             Kind.BACKWARD,
             uid=uid,
@@ -275,7 +255,6 @@ class RequestBuilder:
         return (Call(header._replace(keep=True), gradients, compressions) if key.kept else complete), complete
 
     def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
-        """Request one step with the sum of a mini-batch from a server of this incarnation."""
         data = Receipt(None, incarnation, token).to_bytes()
         return Call(self._header(Kind.COMMIT, uid=uid, key=mini_batch, mini_batch=mini_batch, data=data))
 
@@ -303,12 +282,11 @@ class PendingCommit:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a server may hold gradients of it."""
+        # Also after a failure: the server can have added the gradient before the answer was lost.
         return bool(self._incarnations) or self._failure is not None
 
     @property
     def fault(self) -> str | None:
-        """The reason why gradients are missing, or None if all are there."""
         # A restarted server has lost the gradients that it held, so two incarnations mean that some are missing.
         return "its server was restarted in the middle of it" if len(self._incarnations) > 1 else self._failure
 
@@ -317,7 +295,7 @@ class PendingCommit:
         with self._lock:
             if fault := self.fault:
                 text = f"a mini-batch of expert {self._uid!r} is incomplete: {fault}. Call discard() and run it again"
-                raise CommitError(text)
+                raise errors.CommitError(text)
             return next(iter(self._incarnations), None)
 
 
@@ -339,7 +317,6 @@ class ExpertProgress:
 
     @property
     def durable_step(self) -> int | None:
-        """The last step that survives a crash of the server. None: unknown, or none."""
         receipt = self.receipt
         return None if receipt is None else receipt.durable
 
@@ -347,7 +324,7 @@ class ExpertProgress:
         """Note the progress in an answer. Raises ``NotOwnerError`` for an answer of a replaced owner."""
         receipt, known = read_receipt(answer.header.data), self._resolver.owner_token()
         if known and replaced(receipt.token, known):
-            raise NotOwnerError(
+            raise errors.NotOwnerError(
                 f"expert {self._uid!r} was answered by a server with fencing token {number_of(receipt.token)}, but its "
                 f"owner has {number_of(known)}: the step does not count, and the call must be sent to the owner"
             )
@@ -368,7 +345,7 @@ class ExpertProgress:
                 self.steps_lost += lost
             self.receipt = receipt
         if lost:  # outside of the lock: a filter can turn the warning into an error, or call this again
-            warnings.warn(StepsLostWarning(self._uid, before, steps, self._address()), stacklevel=2)
+            warnings.warn(errors.StepsLostWarning(self._uid, before, steps, self._address()), stacklevel=2)
 
     def _address(self) -> str:
         try:
@@ -381,8 +358,7 @@ class Signature:
     """Arguments and results of one expert. Values can be nested in other containers with the same names."""
 
     def __init__(self, description: Description) -> None:
-        self.name = description.name
-        self.trained = description.trained
+        self.name, self.trained = description.name, description.trained
         self.max_batch_size = description.max_batch_size
         self.inputs: NestedSchema = call_schema(description.name, description.args, description.kwargs)
         self.outputs: NestedSchema = output_schema(description.name, description.outputs)
@@ -407,7 +383,6 @@ class Signature:
         return tensors
 
     def _select_tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> list[Any]:
-        """The leaves at the places of tensors. Raises ``SpecError`` for another nesting."""
         # The common case: positional tensors only. Flattening is a large part of the client's time per call.
         is_plain = self._is_plain and not kwargs and len(args) == len(self.inputs.specs)
         if is_plain and all(type(x) is Tensor for x in args):
@@ -427,12 +402,11 @@ class Signature:
         return [leaves[place] for place in self.inputs.places]
 
     def read_outputs(self, answer: Received, device: torch.device, columns: FlatSchema | None = None) -> list[Tensor]:
-        """The flat outputs. Raises ``MalformedError`` if they do not fit the schema."""
         tensors = answer.tensors()
         try:
             (columns or self._answers).check(tensors, f"the answer of expert {self.name!r}")
         except SpecError as error:
-            raise MalformedError(str(error), reason="answer") from None
+            raise errors.MalformedError(str(error), reason="answer") from None
         return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
     def read_input_gradients(self, answer: Received, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -441,5 +415,5 @@ class Signature:
         if any(gradient.shape != tensor.shape for gradient, tensor in zip(gradients, inputs, strict=True)):
             shapes, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (gradients, inputs))
             text = f"expert {self.name!r} returned gradients of shapes {shapes}, wanted {wanted}"
-            raise MalformedError(text, reason="shape")
+            raise errors.MalformedError(text, reason="shape")
         return [g.to(device=x.device, dtype=x.dtype) for g, x in zip(gradients, inputs, strict=True)]

@@ -7,9 +7,9 @@
     Connections      one transport per server, shared by all its experts, and the directory's snapshot
 
 Every future completes: with an answer, with an error of the server, with `LostError` or `UnreachableError` if the
-connection ends, with `DeadlineError` after the timeout, or at `close`. Experts and retries belong to
-`weft.experts.client.retry`, so that tests can replace the network by a transport of few lines. One protocol for real,
-local and fake transports is httpx's idea.
+connection ends, with `DeadlineError` after the timeout, or at `close`. Retries belong to `weft.experts.client.retry`,
+so that tests can replace the network by a transport of few lines. One protocol for real and fake transports is httpx's
+idea.
 """
 
 import os
@@ -53,15 +53,16 @@ from torchweft.experts.wire.service import (
 
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
+# gRPC's messages for connections with missing or wrong certificates.
 _HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset")
-"""gRPC's messages for connections with missing or wrong certificates."""
 # The last two are for a renewed authority, which has its old name and another key. BoringSSL takes it for the signer
 # because of the name, and then reports an error of the signature algorithm instead of a failed verification.
 _REJECTED = ("certificate_verify_failed", "hostname verification", "certificate signature failure", "bad_signature")
+_NOT_LISTENING = ("connection refused", "no route to host", "timed out", "timeout")
 _DIRECTORY_HINT = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
 _PROBE = 1.0  # timeout of each message of the handshake in `_rejects_certificate`
+# Receives a call and a function for its answer, such as ``server.handler()``.
 Handler = Callable[[Received, Callable[[Call], None]], Any]
-"""Receives a call and a function for its answer, such as ``server.handler()``."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ class TransportStatistics:
     """``calls`` so far, those ``waiting`` for answers, ``failed``: errors by class, ``streams``: opened connections.
 
     Example:
-        >>> with weft.GrpcTransport("10.0.0.7:7070") as transport:
-        ...     transport.statistics().calls
+        >>> weft.GrpcTransport("10.0.0.7:7070").statistics().calls
         0
     """
 
@@ -92,9 +92,7 @@ class Transport(Protocol):
     """
 
     @property
-    def address(self) -> str:
-        """Address of the server, for errors and statistics."""
-        ...
+    def address(self) -> str: ...
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         """Send a call without waiting. Its tensors must not be modified before the future is done.
@@ -105,11 +103,8 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Fail calls in flight with ``LostError``, and end all threads. Can be called twice."""
-        ...
 
-    def statistics(self) -> TransportStatistics:
-        """Numbers of calls so far and in flight."""
-        ...
+    def statistics(self) -> TransportStatistics: ...
 
 
 class _BaseTransport:
@@ -133,17 +128,16 @@ class _BaseTransport:
 
 
 class GrpcTransport(_BaseTransport):
-    """A `Transport` to the server at ``address`` (host:port). A context manager.
+    """A `Transport` to the server at ``address``. A context manager. The first call connects.
 
     Args:
-        address: host:port, such as 10.0.0.7:7070 or [::1]:7070. The first call connects.
+        address: host:port, such as 10.0.0.7:7070 or [::1]:7070.
         tls: certificates. None: no encryption.
         token: authenticates this client if certificates do not.
         limits: of a frame; those of the server apply as well.
         trace: returns the traceparent of a new stream, such as ``current`` of a `weft.experts.telemetry.SpanObserver`.
 
-    Raises ``UsageError`` for an address that is malformed or not one of ``tls.servers``, a token that a header cannot
-    hold, and a token without TLS to another machine.
+    Raises ``UsageError`` for an invalid address or token, and for a token without TLS to another machine.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -229,24 +223,21 @@ class GrpcTransport(_BaseTransport):
 class LocalTransport(_BaseTransport):
     """A `Transport` to a handler of this process, for tests. A context manager.
 
-    Only bytes are exchanged, so neither end can write into the other's tensors.
-
     Example:
-        >>> from torchweft.experts.client import LocalTransport
-        >>> with LocalTransport(lambda received, answer: None) as transport:
+        >>> with weft.experts.client.LocalTransport(lambda received, answer: None) as transport:
         ...     transport.address
         'here'
     """
 
     def __init__(self, handler: Handler, *, name: str = "here", limits: Limits = LIMITS) -> None:
         super().__init__(name)
-        self._handler = handler
-        self._limits = limits
+        self._handler, self._limits = handler, limits
         self._finalizer = finalizer(self, self._pending.close)
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         entry = self._pending.register(call, timeout)
         try:
+            # Only bytes are exchanged, so that neither end can write into the other's tensors.
             header = call.header._replace(call_id=entry.number, deadline_ms=int(timeout * 1000))
             (received,) = decode(encode([call._replace(header=header)], self._limits), self._limits)
         except WeftError as error:
@@ -271,8 +262,7 @@ class Connections:
 
     Does not connect to an address of the directory that is not one of ``tls.servers``, or to which a token would be
     sent in plain text. Raises ``DirectoryUnavailableError`` if the directory does not answer at first, and
-    ``UsageError`` that lists all invalid arguments, including ``tls`` without ``servers`` for a directory of several
-    machines.
+    ``UsageError`` that lists all invalid arguments.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -301,16 +291,19 @@ class Connections:
                 check.add(*([] if isinstance(directory, LocalDirectory | None) else directory_faults(tls)))
         self._credentials = None if open_transport is not None else (tls, token)
         self._open_transport = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
+        # Whether all addresses are known from the start, so that an unlisted expert will never be listed.
         self.fixed = isinstance(directory, Mapping)
-        """Whether all addresses are known from the start, so that an unlisted expert will never be listed."""
-        source = _list_addresses(directory) if isinstance(directory, Mapping) else directory
-        self._watch = None if source is None else source.watch()
+        if isinstance(directory, Mapping):
+            # A directory with leases that practically never end, so that lookups need no second code path.
+            addresses, directory = directory, LocalDirectory()
+            for uid, address in addresses.items():
+                directory.declare(uid, address, ttl=MAX_SECONDS)
+        self._watch = None if directory is None else directory.watch()
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
         self._finalizer = finalizer(self, _close_connections, self._lock, self._transports, self._watch)
 
-    def to(self, address: str) -> Transport:
-        """The transport to this address. Raises ``UsageError`` after `close`."""
+    def transport_to(self, address: str) -> Transport:
         with self._lock:
             if not self._finalizer.alive:
                 raise UsageError("these connections were closed; make new ones")
@@ -330,13 +323,11 @@ class Connections:
         return self._watch.snapshot()
 
     def statistics(self) -> dict[str, TransportStatistics]:
-        """Statistics of every transport, by address."""
         with self._lock:
             transports = dict(self._transports)
         return {address: transport.statistics() for address, transport in transports.items()}
 
     def close(self) -> None:
-        """Close all transports. Calls in flight fail with ``LostError``. Can be called twice."""
         self._finalizer()
 
     def __enter__(self) -> "Connections":
@@ -347,7 +338,6 @@ class Connections:
 
 
 def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
-    """The faults of addresses by uid."""
     return [
         fault
         for uid, address in addresses.items()
@@ -355,16 +345,7 @@ def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
     ]
 
 
-def _list_addresses(addresses: Mapping[str, str]) -> Directory:
-    # A directory with leases that practically never end, so that lookups need no second code path.
-    directory = LocalDirectory()
-    for uid, address in addresses.items():
-        directory.declare(uid, address, ttl=MAX_SECONDS)
-    return directory
-
-
 def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
-    """Open a gRPC channel to a server of experts. Raises ``UsageError`` in a fork (see `weft.experts.fork_guard`)."""
     check_fork(f"the transport to {address}")
     options = client_options(limits)
     if tls is None:
@@ -390,7 +371,8 @@ def _close_transport(pending: PendingCalls, streams: list[Stream], channel: Any,
 
 
 def _close_connections(lock: threading.Lock, transports: dict[str, Transport], watch: Watch | None) -> None:
-    with lock:  # waits for a running `Connections.to`, after which no other transport is opened
+    # The lock waits for a running `Connections.transport_to`, after which no other transport is opened.
+    with lock:
         opened = list(transports.values())
     for transport in opened:
         transport.close()
@@ -405,6 +387,7 @@ def unreachable(
     lower, rejected = text.lower(), False
     if tls is not None:
         ended = any(words in lower for words in _HANDSHAKE_ENDED)
+        # The probe is a second connection, so it is made only where gRPC's message leaves the cause open.
         rejected = any(words in lower for words in _REJECTED) or (ended and _rejects_certificate(address, tls))
     kind = CertificateError if rejected else UnreachableError
     return kind(f"{address} {action}: {explain_failure(text, tls, end, option)}")
@@ -412,25 +395,28 @@ def unreachable(
 
 def explain_failure(text: str, tls: ClientTls | None, end: str = "this client", option: str = "tls=") -> str:
     """gRPC's message for a failed connection with advice. ``tls`` is the ``option`` of ``end``."""
-    if "hostname verification" in text.lower():
+    lower = text.lower()
+    if "hostname verification" in lower:
         return f"{text} Call it by a name (subjectAltName) of its certificate, or pass that as server_name= ({option})"
-    if not any(words in text.lower() for words in _HANDSHAKE_ENDED):
+    if any(words in lower for words in _NOT_LISTENING):
+        return f"{text}; is `torchweft serve` running there?"
+    if not any(words in lower for words in _HANDSHAKE_ENDED):
         return text
     if tls is None:
         return f"{text}; it was called without TLS: if it requires TLS, give {end} certificates ({option})"
-    sent = "no certificate was sent, which it may require" if tls.certificate is None else "a certificate was sent"
+    cause = "no certificate was sent, which it may require" if tls.certificate is None else "a certificate was sent"
+    if any(words in lower for words in _REJECTED):
+        cause = "the server's certificate is not signed by authority="
     return (
-        f"{text}; {sent}; check the certificates of both ends ({option}): each must be signed by the other's "
+        f"{text}; {cause}; check the certificates of both ends ({option}): each must be signed by the other's "
         "authority=, with its present key if that was renewed, and neither may have expired"
     )
 
 
 def _rejects_certificate(address: str, tls: ClientTls) -> bool:
-    """Whether the server ends a complete handshake because of the client's certificate, or for lack of one.
-
-    In TLS 1.3 a server can reject a client after the handshake without a message, and gRPC reports a closed
-    connection. Otherwise the server sends first, because HTTP/2 demands it.
-    """
+    """Whether the server ends a complete handshake because of the client's certificate, or for lack of one."""
+    # In TLS 1.3 a server can reject a client after the handshake without a message, and gRPC reports a closed
+    # connection. A server that accepts the client sends first, because HTTP/2 demands it.
     host, port = parse_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

@@ -32,8 +32,7 @@ class Lease:
     """The right of one server to be listed, for ``ttl`` seconds after each renewal.
 
     Example:
-        >>> from torchweft.experts.discovery import LocalDirectory
-        >>> directory = LocalDirectory()
+        >>> directory = weft.experts.discovery.LocalDirectory()
         >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
         >>> directory.renew(lease)  # every 5/3 s, as a `weft.Server` does
     """
@@ -49,8 +48,7 @@ class Ownership:
     """The right of one server to step an expert. Later owners of it have a larger ``token`` (see `fencing`).
 
     Example:
-        >>> from torchweft.experts.discovery import LocalDirectory
-        >>> directory = LocalDirectory()
+        >>> directory = weft.experts.discovery.LocalDirectory()
         >>> directory.claim("ffn.0", directory.declare("ffn.0", "10.0.0.7:7070", ttl=5.0)).address
         '10.0.0.7:7070'
     """
@@ -65,8 +63,7 @@ class Snapshot:
     """Experts with their servers' addresses (sorted), and their owners, at ``revision``. Immutable.
 
     Example:
-        >>> from torchweft.experts.discovery import Snapshot
-        >>> Snapshot(7, {"ffn.0": ("10.0.0.7:7070",)}).addresses("ffn.0")
+        >>> weft.experts.discovery.Snapshot(7, {"ffn.0": ("10.0.0.7:7070",)}).addresses("ffn.0")
         ('10.0.0.7:7070',)
     """
 
@@ -82,16 +79,14 @@ class Snapshot:
 
     @cached_property
     def uids(self) -> tuple[str, ...]:
-        """All experts, sorted."""
         return tuple(sorted(self.experts))
 
     def search(self, prefix: str) -> list[str]:
-        """The experts with this prefix, sorted. Takes logarithmic time and that of the result."""
+        # A client looks grids up at every call, so this must not take time for the experts of other prefixes.
         start = bisect_left(self.uids, prefix)
         return list(takewhile(lambda uid: uid.startswith(prefix), (self.uids[i] for i in range(start, len(self)))))
 
     def addresses(self, uid: str) -> tuple[str, ...]:
-        """The servers of this expert, possibly empty."""
         return self.experts.get(uid, ())
 
     def owner(self, uid: str) -> Ownership | None:
@@ -102,15 +97,12 @@ class Snapshot:
 class Watch(Protocol):
     """The experts with one prefix, as the directory last listed them. Thread-safe. A context manager.
 
-    An address in the snapshot can be dead. Callers notice that first, and try another address.
-
     Example:
-        >>> from torchweft.experts.discovery import LocalDirectory
-        >>> with LocalDirectory().watch("ffn.") as watch:
-        ...     watch.snapshot().experts
+        >>> weft.experts.discovery.LocalDirectory().watch("ffn.").snapshot().experts
         {}
     """
 
+    # An address in the snapshot can be dead. Callers notice that first, and try another address.
     _away_since: float | None = None
 
     @property
@@ -137,27 +129,21 @@ class Directory(Protocol):
     """A registry of experts. Thread-safe. All methods raise ``DirectoryUnavailableError`` if it does not answer.
 
     Example:
-        >>> from torchweft.experts.discovery import Directory, LocalDirectory
-        >>> directory: Directory = LocalDirectory()
+        >>> directory: weft.experts.discovery.Directory = weft.experts.discovery.LocalDirectory()
         >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
         >>> directory.get("ffn.").experts
         {'ffn.0': ('10.0.0.7:7070',)}
     """
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
-        """List experts under a new lease. The same expert at the same address moves to the new lease.
-
-        Raises ``UsageError`` without experts, and for an empty name or address or a ``ttl`` that is not positive.
-        """
+        """List experts under a new lease. The same expert at the same address moves to it. Raises ``UsageError``."""
         ...
 
     def renew(self, lease: Lease) -> None:
         """Extend the lease to its ``ttl`` from now. Raises ``LeaseLostError`` if it has ended."""
-        ...
 
     def withdraw(self, lease: Lease) -> None:
         """End the lease now with all its entries. Does nothing if it has ended."""
-        ...
 
     def get(self, prefix: str = "") -> Snapshot:
         """All experts with this prefix, at one moment."""
@@ -170,25 +156,20 @@ class Directory(Protocol):
     def claim(self, uid: str, lease: Lease) -> Ownership:
         """Become the owner of an expert that was declared under ``lease``, if it has no other owner. Compare and swap.
 
-        The token is larger than all earlier ones of this epoch of the directory. A directory that lost its data, or was
-        replaced, has another epoch. An earlier claim from the same address is replaced.
-
-        Raises ``ExpertOwnedError`` if another address owns it, ``LeaseLostError`` if the lease has ended, and
-        ``UsageError`` if the expert was not declared under the lease.
+        The token is larger than all earlier ones of this epoch of the directory. An earlier claim from the same address
+        is replaced. Raises ``ExpertOwnedError`` if another address owns it, ``LeaseLostError`` if the lease has ended,
+        and ``UsageError`` if the expert was not declared under the lease.
         """
         ...
 
     def release(self, ownership: Ownership) -> None:
         """End an ownership. Does nothing if it has ended, even if there is a newer owner."""
-        ...
 
     def close(self) -> None:
         """Free the directory's resources and wake every watch. Can be called twice."""
-        ...
 
 
 def check_declaration(uids: str | Sequence[str], address: str, ttl: float) -> tuple[str, ...]:
-    """The distinct names of the experts. Raises ``UsageError`` for arguments that a directory cannot list."""
     names = (uids,) if isinstance(uids, str) else tuple(dict.fromkeys(uids))
     with Validator("cannot declare experts") as check:
         check.require(bool(names), "the list of experts is empty, wanted at least one")
@@ -201,13 +182,11 @@ def check_declaration(uids: str | Sequence[str], address: str, ttl: float) -> tu
 
 
 def check_claim(uid: str, lease: Lease) -> None:
-    """Raise ``UsageError`` for an expert that was not declared under this lease."""
     if uid not in lease.uids:
         raise UsageError(f"expert {uid!r} was not declared under the lease of {lease.address}: declare it first")
 
 
-Entry = tuple[str, str | Ownership]
-"""An expert, and one of its servers' addresses or its owner."""
+Entry = tuple[str, str | Ownership]  # An expert, and one of its servers' addresses or its owner
 
 
 def make_snapshot(revision: int, entries: Iterable[Entry]) -> Snapshot:
@@ -235,15 +214,9 @@ def lease_lost_error(lease: Lease) -> LeaseLostError:
 class LocalDirectory(Directory):
     """The protocol `Directory`, in the memory of this process, without a thread. ``clock`` returns seconds.
 
-    Every call first ends expired leases. A watch reads the directory at every call.
-
     Example:
-        >>> from torchweft.experts.discovery import LocalDirectory
-        >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
-        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)
-        >>> with weft.Server([expert], directory=directory), weft.Connections(directory) as connections:
-        ...     weft.RemoteExpert("ffn.0", connections)(torch.randn(4, 8)).shape
-        torch.Size([4, 8])
+        >>> directory = weft.experts.discovery.LocalDirectory()
+        >>> server = weft.Server(directory=directory)  # and the clients: weft.Connections(directory)
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -266,6 +239,7 @@ class LocalDirectory(Directory):
             lease = Lease(self._last_lease, names, address, ttl)
             self._ends[lease.number] = self._clock() + ttl
             entries = dict.fromkeys([(uid, address) for uid in names], lease.number)
+            # A declaration that only moves entries to a new lease is no change that watchers must see.
             is_listed = entries.keys() <= self._entries.keys()
             self._entries |= entries
             if not is_listed:
@@ -324,7 +298,8 @@ class LocalDirectory(Directory):
             raise lease_lost_error(lease)
 
     def _expire(self) -> None:
-        """Raise if closed, and end expired leases. The caller holds the lock."""
+        # The caller holds the lock.
+        # Expired leases end here and not in a thread: every call comes through here before it reads an entry.
         if self._closed:
             raise DirectoryUnavailableError("the directory is closed")
         now = self._clock()
@@ -343,8 +318,7 @@ class LocalDirectory(Directory):
 
 
 class LocalWatch(Watch):
-    """The protocol `Watch` for a `LocalDirectory`."""
-
+    # Reads the directory at every call, so that no thread is needed.
     def __init__(self, directory: LocalDirectory, prefix: str) -> None:
         self._directory, self._prefix = directory, prefix
         self._snapshot = directory.get(prefix)

@@ -16,11 +16,9 @@ Keys, each under its server's lease, except for the epoch:
 The byte 0 ends the name, so that a name is never a prefix of another's keys. Names come first, so that one range and
 one watch cover all keys of the experts with a prefix, in the order of their changes.
 
-    call ── member 1 ── no answer ──> member 2 ── answer        from now on member 2 goes first
-
-gRPC's own load balancing cannot replace this loop, because it does not move a call from a member that hangs. Every call
-has a deadline, of which each member gets a share. All calls can be sent twice: a second lease ends by itself, and a
-compare-and-swap succeeds only once.
+gRPC's own load balancing cannot replace the loop over members, because it does not move a call from a member that
+hangs. Every call has a deadline, of which each member gets a share. All calls can be sent twice: a second lease ends by
+itself, and a compare-and-swap succeeds only once.
 """
 
 import threading
@@ -77,21 +75,14 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+# The classes of etcd's messages, by their names in its ``rpc.proto``.
 MESSAGES = load_messages(__package__ or "", "etcd")
-"""The classes of etcd's messages, by their names in its ``rpc.proto``."""
 
 DELETE = 1  # type of an Event
 MODIFIED, VALUE = 2, 3  # targets of a Compare, whose default result is "equal"
 
-_SERVICES = {
-    "Range": "KV",  # keys of a prefix, and their revision
-    "Txn": "KV",  # compare and swap; puts and ranges at one moment
-    "LeaseGrant": "Lease",
-    "LeaseRevoke": "Lease",
-    "LeaseKeepAlive": "Lease",
-    "Watch": "Watch",  # changes from now on
-}
-_PATHS = {name: f"/etcdserverpb.{service}/{name}" for name, service in _SERVICES.items()}
+_CALLS = {"KV": ("Range", "Txn"), "Lease": ("LeaseGrant", "LeaseRevoke", "LeaseKeepAlive"), "Watch": ("Watch",)}
+_PATHS = {name: f"/etcdserverpb.{service}/{name}" for service, names in _CALLS.items() for name in names}
 _STREAMS = ("LeaseKeepAlive", "Watch")
 _SCHEME = "etcd://"
 _PUTS = 100  # in one transaction; etcd's default limit is 128
@@ -116,10 +107,7 @@ class EtcdTls(Certificates):
 
 
 class EtcdClient:
-    """Calls of the members of a cluster, given as host:port. Thread-safe.
-
-    Raises ``UsageError`` that lists invalid addresses, and an invalid timeout.
-    """
+    """Calls of the members of a cluster, given as host:port. Thread-safe. Raises ``UsageError`` for invalid options."""
 
     def __init__(self, addresses: Sequence[str], tls: EtcdTls | None, timeout: float) -> None:
         with Validator("invalid options of an etcd client") as check:
@@ -138,10 +126,7 @@ class EtcdClient:
         self._channels = [channel(address, options=options, **secure) for address in addresses]
 
     def call(self, name: str, /, *, within: float = float("inf"), **fields: Any) -> Any:
-        """The response to a request with these fields, in ``within`` seconds or `timeout`, whichever is less.
-
-        Raises ``DirectoryUnavailableError`` if all members fail to answer, ``RefusedByEtcdError`` for an error of etcd.
-        """
+        """The response to a request with these fields. Raises ``DirectoryUnavailableError`` if all members fail."""
         request = MESSAGES[f"{name}Request"](**fields)
         timeout = min(within, self.timeout)
         end, faults = time.monotonic() + timeout, list[str]()
@@ -154,17 +139,13 @@ class EtcdClient:
                 return response
             except (RpcError, StopIteration, ValueError) as error:
                 faults.append(self.explain_error(index, error))
-        raise DirectoryUnavailableError(
-            join_faults(f"etcd does not answer {_PATHS[name]} within {timeout:g} s:", faults)
-        )
+        raise DirectoryUnavailableError(join_faults(f"{_PATHS[name]} had no answer within {timeout:g} s:", faults))
 
     def watch(self, index: int, requests: Any) -> Any:
-        """A stream of watch responses from one member, to be iterated and ended by ``cancel``."""
         return self.grpc_threads.stream(self._callable(index, "Watch"), requests, metadata=_LEADER)
 
     def member_order(self) -> list[int]:
-        """The order in which to try members. Raises ``DirectoryUnavailableError`` after `close`, ``UsageError`` in a
-        fork."""
+        """The order in which to try members. Raises ``DirectoryUnavailableError`` after `close`."""
         check_fork("the way to etcd")
         if self._closed:
             raise DirectoryUnavailableError("the directory is closed")
@@ -185,7 +166,6 @@ class EtcdClient:
         return f"{address}: {code.name}: {text}"
 
     def close(self) -> None:
-        """End all calls. Can be called twice."""
         self._closed = True
         for channel in self._channels:
             channel.close()
@@ -208,39 +188,31 @@ class EtcdClient:
 
 
 def open_directory(address: str, *, tls: EtcdTls | None = None, timeout: float = 5.0) -> Directory:
-    """The directory at an address, without connecting. The caller closes it.
+    """The directory at an address, without connecting. The caller closes it. Raises ``UsageError``.
 
-        local                                          in this process
-        etcd://one:2379,two:2379,three:2379/training   members of a cluster, the keys' namespace (default: torchweft)
-
-    Raises ``UsageError`` for an invalid address, and for ``tls`` with a local directory.
+    local                                          in this process
+    etcd://one:2379,two:2379,three:2379/training   members of a cluster, the keys' namespace (default: torchweft)
     """
     if address == "local":
         if tls is not None:
             raise UsageError("a directory in this process does not use certificates; leave tls out")
         return LocalDirectory()
     if not address.startswith(_SCHEME):
-        raise UsageError(
-            f"a directory's address is {address!r}, wanted 'local' or etcd://host:port[,host:port][/namespace]"
-        )
+        raise UsageError(f"a directory is {address!r}, wanted 'local' or etcd://host:port[,host:port][/namespace]")
     members, _, namespace = address.removeprefix(_SCHEME).partition("/")
     endpoints = [member for member in members.split(",") if member]
     return EtcdDirectory(endpoints, namespace=namespace or "torchweft", tls=tls, timeout=timeout)
 
 
 class EtcdDirectory(Directory):
-    """The protocol `Directory`, in etcd. A context manager.
-
-    etcd's leases last whole seconds, and etcd ends expired ones twice a second. A ``ttl`` is therefore rounded up, and
-    a dead server is noticed up to half a second later.
+    """The protocol `Directory`, in etcd. A context manager. The first call connects.
 
     Args:
         endpoints: the members of the cluster, as host:port, tried one after the other.
         namespace: of the keys; directories with different namespaces can share an etcd.
-        tls: certificates. None: no encryption.
         timeout: seconds for each call, over all members.
 
-    Raises ``UsageError`` for invalid addresses and options. The first call connects.
+    Raises ``UsageError`` for invalid addresses and options.
     """
 
     def __init__(
@@ -257,8 +229,8 @@ class EtcdDirectory(Directory):
         self._epoch = 0  # the last known one; every claim compares it
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
-        """See `Directory.declare`. The lease has the ``ttl`` that etcd granted: whole seconds, at least its minimum."""
         names = check_declaration(uids, address, ttl)
+        # Whole seconds, and at least etcd's minimum. etcd looks for expired leases twice a second.
         granted = self._client.call("LeaseGrant", TTL=ceil(ttl))
         lease = Lease(granted.ID, names, address, float(granted.TTL))
         puts = [{"request_put": {"key": self._keys.entry_key(uid, address), "lease": lease.number}} for uid in names]
@@ -291,7 +263,6 @@ class EtcdDirectory(Directory):
         return make_snapshot(response.header.revision, filter(None, map(self._keys.read_entry, response.kvs)))
 
     def watch(self, prefix: str = "") -> "EtcdWatch":
-        """See `Directory.watch`. It has a thread, which ends with `close`."""
         watch = EtcdWatch(self._client, self._keys, prefix)
         self._watches = [*(other for other in self._watches if not other.closed.is_set()), watch]
         return watch
@@ -319,9 +290,7 @@ class EtcdDirectory(Directory):
             if owner_address != lease.address:
                 raise owned_error(uid, owner_address, lease)
             seen_revision = owners[0].mod_revision if owners else 0
-        raise DirectoryUnavailableError(
-            f"the owner of expert {uid!r} changed {_TRIES} times while {lease.address} claimed it"
-        )
+        raise DirectoryUnavailableError(f"the owner of expert {uid!r} changed {_TRIES} times during one claim")
 
     def release(self, ownership: Ownership) -> None:
         key = self._keys.owner_key(ownership.uid)
@@ -329,7 +298,7 @@ class EtcdDirectory(Directory):
         self._client.call("Txn", compare=[compare], success=[delete])
 
     def close(self) -> None:
-        """See `Directory.close`. Does nothing in a fork of its process."""
+        # Does nothing in a fork, where gRPC must not be touched.
         if not self._client.fork_guard.here:
             return
         self._client.close()
@@ -345,7 +314,7 @@ class EtcdDirectory(Directory):
         self.close()
 
     def _current_epoch(self) -> int:
-        """The directory's epoch, drawn now if it has none."""
+        # Drawn now if there is none. The comparison lets only one of several first servers draw it.
         key, drawn = self._keys.epoch, new_epoch()
         answer = self._client.call(
             "Txn",
@@ -365,13 +334,11 @@ class EtcdDirectory(Directory):
 
 
 def _compare_revision(key: bytes, revision: int) -> dict[str, Any]:
-    """The condition that the key was last written at this revision. 0: that it does not exist."""
+    # Revision 0 means that the key does not exist.
     return {"target": MODIFIED, "key": key, "mod_revision": revision}
 
 
 class EtcdKeys:
-    """The keys of one namespace. Directories with different namespaces can share an etcd."""
-
     def __init__(self, namespace: str) -> None:
         if not namespace or "\0" in namespace:
             raise UsageError(f"namespace is {namespace!r}, wanted a name without the character 0")
@@ -385,18 +352,16 @@ class EtcdKeys:
         return self._root + uid.encode() + _END + b"o"
 
     def key_range(self, prefix: str) -> tuple[bytes, bytes]:
-        """The first key of the experts with this prefix, and the first key after them."""
         start = self._root + prefix.encode()
         return start, start[:-1] + bytes([start[-1] + 1])  # UTF-8 has no byte 255
 
     def read_ownership(self, uid: str, kv: Any) -> Ownership:
-        """The owner in a KeyValue. Bytes that are not UTF-8 (from other programs) are escaped."""
+        # Bytes that are not UTF-8 come from other programs, and are escaped.
         address, _, epoch = kv.value.partition(_END)
         token = token_of(_read_epoch(epoch), kv.mod_revision)
         return Ownership(uid, address.decode("utf-8", "backslashreplace"), token)
 
     def read_entry(self, kv: Any) -> Entry | None:
-        """The entry in a KeyValue, or None for the epoch, and for keys of other programs."""
         uid, _, rest = kv.key.removeprefix(self._root).partition(_END)
         try:
             name, address = uid.decode(), rest[1:].decode()
@@ -418,9 +383,9 @@ class EtcdWatch(Watch):
         member 2 ── began ── range: snapshot 9 ── event 10 ...               are in the second snapshot
         all gone: the last snapshot, and a new round after a pause
 
-    The range is requested after the stream has begun at the present revision. Every change is therefore in the range or
-    in the stream; changes in both are skipped. Resuming at the last revision would be less work, but fails if etcd has
-    compacted that revision or lost its data.
+    The range is requested after the stream has begun. Every change is therefore in the range or in the stream; changes
+    in both are skipped. Resuming at the last revision would be less work, but fails if etcd has compacted that
+    revision.
     """
 
     def __init__(self, client: EtcdClient, keys: EtcdKeys, prefix: str) -> None:
@@ -446,7 +411,6 @@ class EtcdWatch(Watch):
         return self._snapshot
 
     def close(self) -> None:
-        """See `Watch.close`. Does nothing in a fork of its process."""
         if not self._client.fork_guard.here:
             return
         self.closed.set()
@@ -497,7 +461,6 @@ class EtcdWatch(Watch):
         return f"{self._client.addresses[index]}: the stream ended"
 
     def _apply_response(self, response: Any) -> None:
-        """Make the snapshot from a range after the stream has begun, and then from its events."""
         if response.created:
             contents = self._client.call("Range", **self._range)
             revision, before = contents.header.revision, {}

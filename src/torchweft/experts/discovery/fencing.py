@@ -26,17 +26,15 @@ _EPOCHS = 1 << 20
 
 
 def new_epoch() -> int:
-    """A random number for a new directory, never 0."""
+    # Never 0, which stands for tokens of unknown epochs.
     return 1 + secrets.randbelow(_EPOCHS - 1)
 
 
 def token_of(epoch: int, number: int) -> int:
-    """The token that is granted in this epoch at this revision, below 2**64."""
     return (epoch % _EPOCHS) << _BITS | number
 
 
 def epoch_of(token: int) -> int:
-    """The epoch of a token. 0: unknown."""
     return token >> _BITS
 
 
@@ -60,9 +58,7 @@ class Fence:
     """The largest known token of one expert. Not thread-safe.
 
     Example:
-        >>> from torchweft.experts.discovery import Fence
-        >>> fence = Fence("ffn.0")
-        >>> fence.largest is None  # nothing seen yet
+        >>> weft.experts.discovery.Fence("ffn.0").largest is None  # nothing seen yet
         True
     """
 
@@ -71,7 +67,6 @@ class Fence:
         self.largest: int | None = None
 
     def admit(self, token: int) -> None:
-        """Admit a write of the owner with ``token``. Raises ``FencedError`` if a newer owner has written before."""
         largest = token if self.largest is None else self.largest
         if replaced(token, largest):
             reason = f"is stale: an owner with token {number_of(largest)} has written since"
@@ -82,10 +77,8 @@ class Fence:
         self.largest = token
 
     def listed(self, token: int, *, granted: bool = False) -> bool:
-        """Note that the directory lists the owner with ``token``. Returns whether the directory has begun again.
-
-        ``granted``: it was granted just now, so that even a smaller token is later than the known one.
-        """
+        """Note that the directory lists the owner with ``token``. Returns whether the directory has begun again."""
+        # ``granted`` just now: then even a smaller token is later than the known one.
         largest = self.largest
         if largest is None or later(token, largest):
             self.largest = token

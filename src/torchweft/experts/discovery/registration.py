@@ -19,8 +19,8 @@ from torchweft.experts.discovery import Directory, Lease, Snapshot, Watch
 from torchweft.experts.errors import AlreadyDeclaredError, DirectoryError, DirectoryUnavailableError, LeaseLostError
 
 _MARGIN = 0.1  # part of a lease: its owner stops stepping so long before the lease ends
+# Longest wait, in seconds, of a closing server for the directory, which usually answers within milliseconds.
 PATIENCE = 0.5
-"""Longest wait, in seconds, of a closing server for the directory, which usually answers within milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,10 @@ class LeaseStatistics:
 
 
 class LeaseHeartbeat:
-    """Lists experts at an address, and watches the directory. Thread-safe.
+    """Lists experts at an address, and watches the directory. Thread-safe."""
 
-    ``uids`` is called at every turn, because experts can be added and removed while the server runs. ``replicated``:
-    whether several servers can list an expert. ``lease``: the present one, as far as known. ``watch``: of all experts;
-    None until `look` has reached the directory.
-    """
-
+    # ``replicated``: whether several servers can list an expert. ``watch``: of all experts; None until `look` has
+    # reached the directory.
     def __init__(
         self,
         directory: Directory,
@@ -64,7 +61,6 @@ class LeaseHeartbeat:
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """The experts of the last declaration. Empty before it, and after `withdraw`."""
         lease = self.lease
         return () if lease is None else lease.uids
 
@@ -74,7 +70,6 @@ class LeaseHeartbeat:
         return until if present is not None and present.number == lease.number else float("-inf")
 
     def statistics(self) -> LeaseStatistics | None:
-        """Delays of the renewals, or None if no expert is listed."""
         lease = self.lease
         if lease is None:
             return None
@@ -89,31 +84,29 @@ class LeaseHeartbeat:
         return {"here": self.address, "away_seconds": away, "servers": servers}
 
     def look(self) -> None:
-        """Begin to watch the directory. If it does not answer, the renewal of the lease reports that."""
         if self.watch is None and not self._ended:
             with suppress(DirectoryUnavailableError):
                 self.watch = self._directory.watch()
 
     def turn(self) -> None:
-        """Declare or renew, whichever is due.
-
-        Raises ``DirectoryUnavailableError`` if the directory does not answer, and ``AlreadyDeclaredError`` for experts
-        that another server lists. The earlier declaration then stays valid.
-        """
+        """Declare or renew, whichever is due. Raises ``DirectoryUnavailableError`` and ``AlreadyDeclaredError``."""
         with self._lock:
             if self._ended:
                 return
+            # Read at every turn, because experts can be added and removed while the server runs.
             uids, start, before = tuple(self._uids()), time.monotonic(), self.lease
             if before is not None and set(before.uids) == set(uids):
                 try:
-                    return self._renew_lease(start, before)
+                    self._directory.renew(before)
+                    return self._record_renewal(start, before)
                 except LeaseLostError:
                     self.lease = before = None
             try:
                 self._check_elsewhere(uids)
             except AlreadyDeclaredError:
                 if before is not None:
-                    self._renew_lease(start, before)
+                    self._directory.renew(before)
+                    self._record_renewal(start, before)
                 raise
             # The new lease begins before the old one ends, so that clients find the experts at every moment.
             lease = self._directory.declare(uids, self.address, self._ttl) if uids else None
@@ -134,14 +127,11 @@ class LeaseHeartbeat:
                 self._directory.withdraw(before)
 
     def withdraw(self, patience: float = PATIENCE) -> None:
-        """End the registration for good. Can be called twice. The second call does not wait.
-
-        Waits at most ``patience`` seconds, and leaves the rest to a thread. If the directory does not answer, the entry
-        ends with the lease.
-        """
+        """End the registration for good, after at most ``patience`` seconds. Can be called twice."""
         if self._ended:
             return
         self._ended = True
+        # In a thread: a directory that hangs must not delay the end of the server. The entry then ends with the lease.
         thread = threading.Thread(target=self._withdraw_lease, name="torchweft-withdraw", daemon=True)
         thread.start()
         thread.join(patience)
@@ -152,7 +142,6 @@ class LeaseHeartbeat:
             self.watch.close()
 
     def _check_elsewhere(self, uids: Sequence[str]) -> None:
-        """Raise ``AlreadyDeclaredError`` if another server lists one of these experts that is not a replica."""
         single = [uid for uid in uids if not self._replicated(uid)]
         known = self._directory.get() if single else Snapshot()
         others = {uid: sorted({*known.addresses(uid)} - {self.address}) for uid in single}
@@ -165,12 +154,7 @@ class LeaseHeartbeat:
                 )
             )
 
-    def _renew_lease(self, start: float, lease: Lease) -> None:
-        self._directory.renew(lease)
-        self._record_renewal(start, lease)
-
     def _record_renewal(self, start: float, lease: Lease) -> None:
-        """Note that the directory has answered a call that began at ``start``."""
         # Counted from the start of the call, because the directory cannot have renewed the lease earlier. The margin is
         # for a step that has just begun: it ends before another server can own the expert.
         self._late = max(0.0, time.monotonic() - self._due) if self._due > float("-inf") else 0.0

@@ -9,9 +9,4 @@ from torchweft.experts.mixture.fanout import MixtureStatistics
 from torchweft.experts.mixture.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from torchweft.experts.mixture.routing import load_balancing_loss
 
-__all__ = [
-    "MixtureStatistics",
-    "RemoteMixtureOfExperts",
-    "RemoteSwitchMixtureOfExperts",
-    "load_balancing_loss",
-]
+__all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts", "load_balancing_loss"]

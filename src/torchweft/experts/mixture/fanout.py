@@ -7,8 +7,8 @@
                                        '── timeout_after_k_min ──'
 
 An answer counts for its samples, unless ``accept`` of its call rejects it: an answer of another shape is a failure of
-the expert, a row that is not finite a failure of that row. The waiting thread also runs the pauses before retries. A
-pool with one blocking call per thread would need as many threads as experts, and could not cancel the late ones.
+the expert, a row that is not finite a failure of that row. A pool with one blocking call per thread would need as many
+threads as experts, and could not cancel the late ones.
 """
 
 import threading
@@ -23,26 +23,15 @@ from typing import Literal, Never
 import torch
 from torch import Tensor
 
-from torchweft.core.errors import UsageError, join_faults
+from torchweft.core.errors import UsageError, escape, join_faults
 from torchweft.core.rng import lock_released
 from torchweft.core.validation import Validator, is_whole
+from torchweft.experts import errors
 from torchweft.experts.client.remote_function import RecomputeCache
 from torchweft.experts.client.retry import LOOK, DirectoryResolver, Retry, RetryState
 from torchweft.experts.client.stub import ExpertProgress, IdempotencyKey, PendingCommit, RequestBuilder, Signature
 from torchweft.experts.client.transport import Connections
 from torchweft.experts.discovery import Snapshot
-from torchweft.experts.errors import (
-    AnomalyError,
-    CommitError,
-    DeadlineError,
-    InputsGoneError,
-    LostError,
-    NoExpertsError,
-    StepsLostWarning,
-    TooFewAnswersError,
-    UnreachableError,
-    reason_of,
-)
 from torchweft.experts.mixture.routing import Grid, LiveExperts, RowSpan
 from torchweft.experts.wire import Call, Received
 from torchweft.experts.wire.service import Description, Receipt, read_description, read_receipt
@@ -67,13 +56,12 @@ class MixtureOptions:
     allow_zero_outputs: bool
 
     def steps_wanted(self, touched: int) -> int:
-        """The number of experts that must step at a commit: all if backward needs all answers, else one."""
         if self.allow_zero_outputs or self.backward_k_min == 0:
             return 0
+        # If backward needs all answers, a commit without one of the experts would be another step.
         return touched if self.backward_k_min == self.k_best else min(1, touched)
 
     def check(self, check: Validator, places: int | None = None) -> None:
-        """Check the options of a mixture with this number of places in its grid."""
         most = self.k_best if check.count("k_best", self.k_best) else None
         for name in ("k_min", "backward_k_min"):
             value = getattr(self, name)
@@ -102,8 +90,8 @@ class MixtureSignature(Signature):
             raise UsageError(join_faults(f"expert {description.name!r} cannot be part of a mixture:", faults))
 
     def output_sizes(self, inputs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
-        """Each output's sizes beyond the batch axis. Free sizes are those of the first input with an equal shape in
-        the schema, or None without such an input."""
+        """Each output's sizes beyond the batch axis, or None if they are not known."""
+        # Free sizes are those of the first input with an equal shape in the schema.
         shapes = {spec.shape: tuple(x.shape) for spec, x in reversed([*zip(self.inputs.specs, inputs, strict=True)])}
         sizes: list[tuple[int, ...] | None] = []
         for spec in self.outputs.specs:
@@ -153,11 +141,10 @@ class ExpertPool:
         return DirectoryResolver(uid, self.connections)
 
     def start_call(self, call: Call, deadline: float, attempts: RetryState) -> "Future[Received]":
-        """Send a call, to be answered by ``deadline``. All errors go into the future."""
         try:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise DeadlineError(f"no time was left to call expert {call.header.uid!r}")
+                raise errors.DeadlineError(f"no time was left to call expert {call.header.uid!r}")
             attempt_seconds = self.retry.attempt_seconds
             seconds = remaining if attempt_seconds is None else min(remaining, attempt_seconds)
             return attempts.submit(call, seconds, self.resolver(call.header.uid))
@@ -167,7 +154,6 @@ class ExpertPool:
             return failed
 
     def accept(self, uid: str, answer: Received) -> Receipt:
-        """Note the progress in an answer, and return its receipt. Raises ``NotOwnerError``."""
         progress = self.progress.get(uid)
         if progress is None:  # `setdefault`, so that threads which get here together use the same object
             progress = self.progress.setdefault(uid, ExpertProgress(uid, self.resolver(uid)))
@@ -175,13 +161,12 @@ class ExpertPool:
         return read_receipt(answer.header.data)
 
     def discard(self, mini_batches: Mapping[str, PendingCommit]) -> None:
-        """Ask the servers to drop these, without waiting: a server also drops them by itself, after a while."""
+        # Without waiting for answers: a server also drops mini-batches by itself, after a while.
         for uid, mini_batch in mini_batches.items():
             request = self.requests.discard(uid, mini_batch.name)
             self.start_call(request, time.monotonic() + _DISCARD_TIMEOUT, RetryState())
 
     def live_experts(self) -> LiveExperts:
-        """The living experts according to the directory's snapshot. Does not call them."""
         # Snapshot and experts are cached as one tuple, so that threads without a lock never see parts of two.
         snapshot, known = self.connections.snapshot(), self._known
         if known is None or known[0] is not snapshot:
@@ -190,15 +175,21 @@ class ExpertPool:
         return known[1]
 
     def signature(self, live: LiveExperts, deadline: float) -> MixtureSignature:
-        """The signature, the same for all experts of a grid. The first call requests it from several of them."""
+        # The same for all experts of a grid. The first call requests it from several of them.
         if self._signature is None:
             if not len(live):
                 raise self.no_experts_error()
             self._signature = MixtureSignature(self._fetch_description(live, deadline))
         return self._signature
 
-    def no_experts_error(self) -> NoExpertsError:
-        return NoExpertsError(f"the directory lists no living expert of the grid {self.grid.prefix}*")
+    def no_experts_error(self) -> errors.NoExpertsError:
+        listed, sizes = self.connections.snapshot().uids, " x ".join(map(str, self.grid.sizes))
+        names = ", ".join(escape(uid) for uid in listed[:_LISTED]) + ", ..." * (len(listed) > _LISTED)
+        example = self.grid.uid([0] * len(self.grid.sizes))
+        return errors.NoExpertsError(
+            f"the directory lists no living expert of the grid {self.grid.prefix}* ({sizes}), such as {example!r}; it "
+            f"lists {names or 'no expert at all'}. Check uid_prefix and grid_size, or start a server of these experts"
+        )
 
     def __deepcopy__(self, memo: object) -> "ExpertPool":
         return self
@@ -207,7 +198,6 @@ class ExpertPool:
         raise UsageError("a remote mixture holds connections, which cannot be pickled: save its state_dict()")
 
     def _fetch_description(self, live: LiveExperts, deadline: float) -> Description:
-        """The first description that arrives."""
         snapshot, descriptions = self.connections.snapshot(), list[Description]()
         by_address = {snapshot.addresses(uid)[:1]: uid for uid in reversed(live.uids)}
         uids = list(dict.fromkeys([*by_address.values(), *live.uids[:_DESCRIBED]]))[:_DESCRIBED]
@@ -226,14 +216,11 @@ class ExpertPool:
 
 @dataclass(eq=False, slots=True)
 class ExpertCall:
-    """One call of a fan-out. ``fault``: the error of the call, or of some of its rows.
+    """One call of a fan-out. ``fault``: the error of the call, or of some of its rows."""
 
-    Args:
-        samples: the sample of each row, int64.
-        accept: receives the answer. Returns a mask of valid rows (bool), None for all. Raises if all are invalid.
-        complete_call: the call with inputs, for a server that does not hold them any more.
-    """
-
+    # ``samples``: the sample of each row, int64. ``accept`` receives the answer, returns a mask of valid rows (bool,
+    # None for all), and raises if all are invalid. ``complete_call``: with inputs, for a server that does not hold them
+    # any more.
     call: Call
     samples: Tensor
     accept: Callable[[Received], Tensor | None]
@@ -242,7 +229,6 @@ class ExpertCall:
     attempts: RetryState = field(default_factory=RetryState)
 
     def record_fault(self, error: BaseException) -> None:
-        """Note the error, unless there is one already."""
         self.fault = self.fault or error
 
     def include_inputs(self) -> bool:
@@ -254,20 +240,14 @@ class ExpertCall:
 
 
 def faults_of(calls: Iterable[ExpertCall]) -> dict[str, BaseException]:
-    """The faults of calls, by expert."""
     return {call.call.header.uid: call.fault for call in calls if call.fault is not None}
 
 
 class FanOut:
-    """Concurrent calls of many experts. `run` fills ``counts`` (valid answers by sample, int64) and the calls' faults.
+    """Concurrent calls of many experts. `run` fills ``counts`` (valid answers by sample) and the calls' faults."""
 
-    Args:
-        needed: number of answers that each sample needs, int64.
-        deadline: end of the wait (`time.monotonic`).
-        after: seconds to wait after every sample has enough answers. None: until the deadline.
-        lenient: continue to wait for other samples although some can no longer get enough answers.
-    """
-
+    # ``needed``: answers that each sample needs, int64. ``after``: seconds to wait after every sample has enough.
+    # ``lenient``: continue to wait for other samples although some can no longer get enough answers.
     def __init__(
         self,
         client: ExpertPool,
@@ -311,6 +291,7 @@ class FanOut:
         has_quorum = False
         while self._futures or self._pauses:
             impossible = self._possible < self._needed
+            # Without this, a call whose error is certain would wait for the slowest expert.
             if not self._lenient and bool(impossible.any()):
                 break
             if not has_quorum and bool(((self.counts >= self._needed) | impossible).all()):
@@ -324,11 +305,10 @@ class FanOut:
                 break
         waited = time.monotonic() - start
         for call in [*self._futures, *self._pauses]:
-            late = DeadlineError(f"no answer within {waited:.3g} s, when the wait ended")
+            late = errors.DeadlineError(f"no answer within {waited:.3g} s, when the wait ended")
             call.record_fault(call.attempts.last or late)
 
     def _next_ended(self, end: float) -> ExpertCall | None:
-        """The next call that has ended, or None at ``end`` and after retries were sent."""
         now = time.monotonic()
         until = min(end, now + LOOK, min(self._pauses.values(), default=end))
         try:
@@ -336,33 +316,29 @@ class FanOut:
             # An attempt that `_follow_owners` cancelled has been handled: the call has been sent again, or has failed.
             return call if call in self._futures and attempt == call.attempts.count else None
         except Empty:
-            self._send_due(time.monotonic())
+            for call in [call for call, at in self._pauses.items() if at <= time.monotonic()]:
+                del self._pauses[call]
+                self._start(call)
             self._follow_owners()
             return None
 
-    def _send_due(self, now: float) -> None:
-        for call in [call for call, at in self._pauses.items() if at <= now]:
-            del self._pauses[call]
-            self._start(call)
-
     def _follow_owners(self) -> None:
-        """End the calls of experts that have a new owner, so that they are sent there."""
+        # Calls of experts that have a new owner end here, so that they are sent there.
         for call, future in list(self._futures.items()):
             try:
                 call.attempts.check_owner(call.call, self._client.resolver(call.call.header.uid))
-            except LostError as error:
+            except errors.LostError as error:
                 if not future.done():
                     future.cancel()
                     self._handle_outcome(call, error)
 
     def _handle_outcome(self, call: ExpertCall, fault: Exception | None = None) -> None:
-        """Accept the answer of a call, or handle its error, or ``fault``."""
         future, rows = self._futures.pop(call), call.samples
         try:
             if fault is not None:
                 raise fault
             valid = call.accept(future.result(timeout=0))
-        except StepsLostWarning:  # the user's filter has turned it into an error, which ends the whole fan-out
+        except errors.StepsLostWarning:  # the user's filter has turned it into an error, which ends the whole fan-out
             raise
         except Exception as error:
             error.__traceback__ = None  # holds this frame, and with it all tensors of the calls
@@ -371,15 +347,16 @@ class FanOut:
             call.record_fault(error)
             valid = torch.zeros_like(rows, dtype=torch.bool)
         ones = torch.ones_like(rows) if valid is None else valid.to(rows.dtype)
+        # By `index_add_`, because a sample can occur in several calls, one for each of its experts.
         self.counts.index_add_(0, rows, ones)
         if valid is not None:
             self._possible.index_add_(0, rows, ones - 1)
             invalid = len(rows) - int(ones.sum())
-            call.record_fault(AnomalyError(f"{invalid} of {len(rows)} rows are not finite"))
+            call.record_fault(errors.AnomalyError(f"{invalid} of {len(rows)} rows are not finite"))
 
     def _schedule_retry(self, call: ExpertCall, error: Exception) -> bool:
         """Send a call again, at once with its inputs or after a pause. Returns False if it is not sent again."""
-        if isinstance(error, InputsGoneError) and call.include_inputs():
+        if isinstance(error, errors.InputsGoneError) and call.include_inputs():
             self._start(call)
             return True
         resolver = self._client.resolver(call.call.header.uid)
@@ -392,29 +369,27 @@ class FanOut:
 
 def too_few_answers(
     action: str, samples: int, short: int, needed: int, faults: Mapping[str, BaseException], retry: Retry
-) -> TooFewAnswersError:
-    """The error for ``short`` of ``samples`` with fewer than ``needed`` answers."""
+) -> errors.TooFewAnswersError:
     lines = [f"{uid}: {type(error).__name__}: {error}" for uid, error in list(faults.items())[:_LISTED]]
     lines += [f"and {len(faults) - _LISTED} more"] * (len(faults) > _LISTED)
     head = (
         f"{action}: {short} of {samples} samples have fewer than {needed} answers. Wait longer, call more experts "
         "(k_best), need fewer (k_min), or let such samples be zero (allow_zero_outputs)."
     )
-    if any(isinstance(error, CommitError) for error in faults.values()):
+    if any(isinstance(error, errors.CommitError) for error in faults.values()):
         head += " If a mini-batch has ended, e.g. by an interrupted commit, discard() begins a new one."
-    unreachable = bool(faults) and all(isinstance(error, UnreachableError) for error in faults.values())
+    unreachable = bool(faults) and all(isinstance(error, errors.UnreachableError) for error in faults.values())
     if unreachable and retry.attempts is not None:
         head += " If servers are restarting, retry=Retry() waits for them, until the timeout of the call."
-    return TooFewAnswersError(join_faults(f"{head} Failed:", lines) if lines else head, faults)
+    return errors.TooFewAnswersError(join_faults(f"{head} Failed:", lines) if lines else head, faults)
 
 
 @dataclass(frozen=True)
 class MixtureStatistics:
     """Counts since the mixture was made.
 
-    ``failed``: calls without an answer, or with invalid rows, by reason. ``dropped``: pairs (sample, expert) beyond the
-    capacity. ``zeroed``: samples with too few answers. ``left_out``: experts that were missing from a commit.
-    ``living``: experts in the directory's last snapshot.
+    ``dropped``: pairs (sample, expert) beyond the capacity. ``zeroed``: samples with too few answers. ``left_out``:
+    experts that were missing from a commit. ``living``: experts in the directory's last snapshot.
 
     Example:
         >>> sizes = {"in_features": 8, "grid_size": [2], "uid_prefix": "ffn"}
@@ -437,8 +412,6 @@ class MixtureStatistics:
 
 
 class MixtureCounters:
-    """The counters of `MixtureStatistics`. Thread-safe."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -448,10 +421,9 @@ class MixtureCounters:
         rows = 0 if direction == "commit" else sum(len(call.samples) for call in calls)
         with self._lock:
             self._counts.update({f"{direction}s": 1, f"{direction}_calls": len(calls), "rows": rows})
-            self._failed.update(reason_of(call.fault) for call in calls if call.fault is not None)
+            self._failed.update(errors.reason_of(call.fault) for call in calls if call.fault is not None)
 
     def add(self, name: Literal["dropped", "zeroed", "left_out"], number: int) -> None:
-        """Count pairs, samples or experts."""
         with self._lock:
             self._counts[name] += number
 

@@ -6,9 +6,8 @@
 
 A sum over `RemoteExpert` layers would fail with the first expert that fails. Here experts that fail or are late get
 weight zero, in forward and in backward, as long as each sample has its ``k_min`` answers. The contract and the rule of
-waiting are those of hivemind's mixture (Ryabinin and Gusev, "Towards Crowdsourced Training of Large Neural Networks
-using Decentralized Mixture-of-Experts", 2020). The second class follows Fedus, Zoph and Shazeer, "Switch Transformers"
-(2021).
+waiting are those of hivemind's mixture (Ryabinin and Gusev, 2020). The second class follows Fedus, Zoph and Shazeer,
+"Switch Transformers" (2021).
 """
 
 import time
@@ -24,7 +23,7 @@ from torchweft.core.autograd import apply_as_node, graph_break
 from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import SpecError, UsageError
 from torchweft.core.validation import Validator, is_number
-from torchweft.experts.client.remote_function import RemoteLayer, forbid_tangents
+from torchweft.experts.client.remote_function import RemoteLayer, reject_tangents
 from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.stub import IdempotencyKey, RequestBuilder
 from torchweft.experts.client.transport import Connections
@@ -34,8 +33,7 @@ from torchweft.experts.mixture.fanout import CachedCall, ExpertPool, MixtureCall
 from torchweft.experts.mixture.mixture_function import MixtureCommit, MixtureFunction
 from torchweft.experts.mixture.routing import Dispatch
 
-RETRY = Retry(attempts=3)
-"""The default rule. It is short, because a mixture can continue with other experts."""
+RETRY = Retry(attempts=3)  # The default rule. It is short, because a mixture can continue with other experts.
 
 
 class RemoteMixtureOfExperts(RemoteLayer):
@@ -62,9 +60,9 @@ class RemoteMixtureOfExperts(RemoteLayer):
 
     In every backward the experts that it reaches take an optimizer step (or add to their sums), even if no input
     requires a gradient, but not under `torch.no_grad`. Autograd reaches the experts through the parameter ``anchor``, a
-    single zero, which is in `parameters`, not in `state_dict`. Freezing it freezes the experts; freezing ``proj``
-    freezes the router. Trained experts cannot be frozen if an input requires a gradient, because that backward would
-    step at their servers. A copy shares the connections, but not the open mini-batch.
+    single zero, which is in `parameters`, not in `state_dict`. Freezing it freezes the experts, unless an input
+    requires a gradient; freezing ``proj`` freezes the router. A copy shares the connections, but not the open
+    mini-batch.
 
     Raises ``UsageError`` that lists all invalid arguments.
 
@@ -126,15 +124,14 @@ class RemoteMixtureOfExperts(RemoteLayer):
 
         ``input`` and all other arguments go to the experts; axis 0 is the batch. The router reads ``input`` (samples x
         ... x in_features), averaged over the axes in between.
-
-        Raises ``SpecError`` for arguments that do not fit the experts, ``UsageError`` if trained experts are frozen and
-        an input requires a gradient, ``NoExpertsError``, ``TooFewAnswersError`` and ``AnomalyError``.
         """
         return graph_break(self._forward, (input, *args), kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, flat = self._prepare_call(args, kwargs)
         scores = self._router_scores(self._gating_input(args[0]))
+        # A recomputation keeps the choice of its forward: the router can round otherwise, and experts can have come or
+        # gone.
         places, sizes, cached, k = call.live.places.to(scores.device), self.grid.sizes, call.cached, self.options.k_best
         chosen = routing.choose_experts(scores, places, sizes, k) if cached is None else cached.chosen
         answers, alive = self._call_experts(call, flat, chosen)
@@ -146,27 +143,23 @@ class RemoteMixtureOfExperts(RemoteLayer):
 
     @property
     def options(self) -> MixtureOptions:
-        """The numbers of experts and answers, and the timeouts."""
         return self._client.options
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait for `commit`."""
         return self._batch.accumulates
 
     def commit(self) -> dict[str, bool]:
         """Take one optimizer step of every expert that has gradients. Returns by uid whether it stepped.
 
-        All commits are sent at once, within ``backward_timeout``. An expert steps with its complete sum or not at all.
-        The sum is incomplete if one of its backwards failed or was late, or if its server was restarted in between.
+        An expert steps with its complete sum or not at all. The sum is incomplete if one of its backwards failed or was
+        late, or if its server was restarted in between. A mixture that allows missing answers (``backward_k_min`` below
+        ``k_best``, or ``allow_zero_outputs``) continues without experts whose sum is incomplete, or that do not commit
+        in time. Their result is False and their sums are dropped. One must step, unless ``backward_k_min`` is 0 or
+        zeros are allowed. Otherwise all must step.
 
-        A mixture that allows missing answers (``backward_k_min`` below ``k_best``, or ``allow_zero_outputs``) continues
-        without experts whose sum is incomplete, or that do not commit in time. Their result is False and their sums are
-        dropped. One must step, unless ``backward_k_min`` is 0 or zeros are allowed. Otherwise all must step.
-
-        Raises ``UsageError`` without ``accumulate``. Raises ``MixtureCommitError`` (a ``CommitError``) that lists the
-        incomplete ones: before anything is sent if too few sums are complete or a backward raised (then `discard`),
-        and after it if too few have stepped (then `commit` again, which steps none twice, or `discard`).
+        Raises ``MixtureCommitError``: before anything is sent if too few sums are complete or a backward raised (then
+        `discard`), and after it if too few have stepped (then `commit` again, which steps none twice, or `discard`).
         """
         if not self._batch.accumulates:
             raise UsageError(
@@ -197,7 +190,6 @@ class RemoteMixtureOfExperts(RemoteLayer):
         return {uid: lost for uid, lost in lost_by_uid.items() if lost}
 
     def statistics(self) -> MixtureStatistics:
-        """Counts since the mixture was made."""
         return self._client.counters.statistics(len(self._client.live_experts()))
 
     def extra_repr(self) -> str:
@@ -215,7 +207,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         return MixtureCall(signature, live if cached is None else cached.live, deadline, cached), flat
 
     def _gating_input(self, x: Tensor) -> Tensor:
-        """The router's input: the mean over all axes in between, in the dtype and on the device of its weights."""
+        # The mean over all axes in between, in the dtype and on the device of the router's weights.
         if x.dim() < 2 or x.shape[-1] != self.in_features or not x.is_floating_point():
             raise SpecError(
                 f"the router of this mixture reads samples x ... x {self.in_features} floating-point numbers, but the "
@@ -233,12 +225,12 @@ class RemoteMixtureOfExperts(RemoteLayer):
     def _call_experts(
         self, call: MixtureCall, flat: Sequence[Tensor], chosen: Tensor, capacity: int | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        """The flat outputs (each samples x k x ..., zeros without an answer), and the mask of answers (samples x k)."""
+        """Return the flat outputs (each samples x k x ...), and the mask of answers (samples x k)."""
         client, experts = self._client, f"experts {self.grid.prefix}*"
         dispatch = Dispatch(chosen.cpu(), capacity=capacity, most=call.signature.max_batch_size)
         if capacity is not None and call.cached is None:
             client.counters.add("dropped", chosen.numel() - len(dispatch.rows))
-        forbid_tangents(experts, flat)
+        reject_tangents(experts, flat)
         anchor = self.anchor_for(f"{experts} are", call.signature.trained, flat)
         leaves = [anchor, *flat]
         # In a checkpoint, backward goes through the recomputed forward, so a graph kept for this one would be wasted.

@@ -24,17 +24,9 @@ import torch
 from torch import Tensor
 
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, join_faults
+from torchweft.experts import errors
 from torchweft.experts.client.remote_function import ONLY_ONCE
 from torchweft.experts.client.stub import IdempotencyKey, PendingCommit
-from torchweft.experts.errors import (
-    AnomalyError,
-    CommitError,
-    GradientError,
-    MixtureCommitError,
-    NoExpertsError,
-    StepError,
-    TooFewAnswersError,
-)
 from torchweft.experts.mixture.fanout import (
     Direction,
     ExpertCall,
@@ -48,8 +40,8 @@ from torchweft.experts.mixture.routing import CombineBuffer, Dispatch, RowSpan, 
 from torchweft.experts.wire import Received
 
 _CPU = torch.device("cpu")
-_GONE = (CommitError, GradientError, StepError)
-"""Errors after which the server does not hold the sum any more."""
+# Errors after which the server does not hold the sum any more.
+_GONE = (errors.CommitError, errors.GradientError, errors.StepError)
 
 
 class MixtureCommit:
@@ -62,38 +54,33 @@ class MixtureCommit:
         self._open: dict[str, PendingCommit] = {}
 
     def open_for(self, uid: str) -> PendingCommit:
-        """The open mini-batch of an expert, or a new one."""
         with self._lock:
             if uid not in self._open:
                 self._open[uid] = PendingCommit(uid)
             return self._open[uid]
 
     def open_mini_batches(self) -> dict[str, PendingCommit]:
-        """The mini-batches that a commit would apply, by expert."""
         with self._lock:
             return dict(self._open)
 
     def record_failure(self, error: BaseException) -> None:
-        """Note that a backward raised, so that the accumulated sums are incomplete."""
+        # A backward raised, so the accumulated sums are incomplete.
         with self._lock:
             if self.accumulates:
                 self.failure = self.failure or error
 
     def close(self, ended: Mapping[str, PendingCommit]) -> None:
-        """Remove mini-batches that were committed or discarded."""
         with self._lock:
             for uid, mini_batch in ended.items():
                 if self._open.get(uid) is mini_batch:  # a backward in another thread can have begun the next one
                     del self._open[uid]
 
     def discard(self) -> dict[str, PendingCommit]:
-        """Remove and return all mini-batches."""
         with self._lock:
             discarded, self._open, self.failure = self._open, {}, None
             return discarded
 
     def commit(self, client: ExpertPool) -> dict[str, bool]:
-        """See `RemoteMixtureOfExperts.commit`."""
         pending, failure = self.open_mini_batches(), self.failure
         needed = client.options.steps_wanted(len(pending))
         complete, incomplete = _separate_complete(pending)
@@ -128,12 +115,9 @@ class MixtureCommit:
 
 
 def commit_parts(client: ExpertPool, parts: Mapping[str, PendingCommit]) -> None:
-    """One step of each expert that was called several times in a backward that does not accumulate.
-
-    An expert that lacks a part does not step. Raises ``MixtureCommitError`` for one that has all parts and may not have
-    stepped.
-    """
+    """One step of each expert that was called several times in a backward that does not accumulate."""
     complete, incomplete = _separate_complete(parts)
+    # An expert that lacks a part does not step.
     failed = _send_commits(client, parts, complete)
     client.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
     if failed:
@@ -164,33 +148,29 @@ def _send_commits(
     return faults_of(calls)
 
 
-def _separate_complete(
-    pending: Mapping[str, PendingCommit],
-) -> tuple[dict[str, int], dict[str, BaseException]]:
-    """The incarnations of the complete mini-batches, and the faults of the others."""
+def _separate_complete(pending: Mapping[str, PendingCommit]) -> tuple[dict[str, int], dict[str, BaseException]]:
+    """Return the incarnations of the complete mini-batches, and the faults of the others."""
     complete: dict[str, int] = {}
     incomplete: dict[str, BaseException] = {}
     for uid, mini_batch in pending.items():
         if fault := mini_batch.fault:
-            incomplete[uid] = CommitError(fault)
+            incomplete[uid] = errors.CommitError(fault)
         elif (incarnation := mini_batch.commit_incarnation()) is not None:
             complete[uid] = incarnation
         else:
-            incomplete[uid] = CommitError("its backward has not ended")
+            incomplete[uid] = errors.CommitError("its backward has not ended")
     return complete, incomplete
 
 
-def _commit_error(head: str, faults: Mapping[str, BaseException]) -> MixtureCommitError:
+def _commit_error(head: str, faults: Mapping[str, BaseException]) -> errors.MixtureCommitError:
     lines = [f"{uid}: {type(error).__name__}: {error}" for uid, error in faults.items()]
-    return MixtureCommitError(join_faults(head, lines), faults)
+    return errors.MixtureCommitError(join_faults(head, lines), faults)
 
 
 class MixtureFunction:
-    """A `CutFunction`. After `forward`, ``alive`` (samples x k, bool, CPU) is the mask of experts that answered.
+    """A `CutFunction`. After `forward`, ``alive`` (samples x k, bool, CPU) is the mask of experts that answered."""
 
-    ``inputs``: flat, each samples x .... ``keys``: of the calls by span, replaced at every backward.
-    """
-
+    # ``inputs``: flat, each samples x .... ``keys``: of the calls by span, replaced at every backward.
     def __init__(
         self,
         client: ExpertPool,
@@ -215,7 +195,6 @@ class MixtureFunction:
         self.alive = torch.zeros(dispatch.samples, dispatch.k, dtype=torch.bool, device=_CPU)
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """One tensor per flat output: samples x k x ..., on the device of the first input."""
         cached, device = self._call.cached, self._like[0].device
         if cached is None:
             outputs = [x.to(device) for x in self._send_forward()]
@@ -226,11 +205,10 @@ class MixtureFunction:
 
     @property
     def only_once(self) -> str:
-        """See `weft.core.autograd.OnceDifferentiable`."""
         return f"each expert of a mixture {ONLY_ONCE}"
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
-        """Zero for the anchor, then one gradient for each flat input that requires one."""
+        # Zero for the anchor, then one gradient for each flat input that requires one.
         sent = self._sent
         if sent is None:
             raise BackwardTwiceError(BACKWARD_TWICE)
@@ -255,7 +233,7 @@ class MixtureFunction:
         buffer = CombineBuffer(dispatch.samples, dispatch.k, finite=options.detect_anomalies)
         floor = options.k_min if options.allow_zero_outputs else max(1, options.k_min)
         if dispatch.k < floor and not options.allow_zero_outputs:  # waiting would not help
-            raise TooFewAnswersError(
+            raise errors.TooFewAnswersError(
                 f"forward of a mixture: every sample needs {floor} answers (k_min), but the directory lists only "
                 f"{len(self._uids)} living experts of the grid. Start more, need fewer (k_min), or let such samples be "
                 "zero (allow_zero_outputs)."
@@ -315,7 +293,6 @@ class MixtureFunction:
         buffer: CombineBuffer,
         missing: dict[RowSpan, PendingCommit],
     ) -> ExpertCall:
-        """The call of a span, or of its ``remaining`` rows."""
         client, uid, key = self._client, self._uids[span.expert], self._keys[span]
         self._keys[span] = key.next_backward()
         if remaining is not None:
@@ -339,7 +316,7 @@ class MixtureFunction:
     def _call_experts(
         self, direction: Direction, deadline: float, calls: Sequence[ExpertCall], needed: Tensor, buffer: CombineBuffer
     ) -> None:
-        """Run all calls of one direction. Afterwards the buffer has enough answers for a sample, or none."""
+        # Afterwards the buffer has enough answers for a sample, or none.
         client, lenient, after = self._client, self._options.allow_zero_outputs, self._options.timeout_after_k_min
         counts = FanOut(client, calls, needed, deadline=deadline, after=after, lenient=lenient).run().counts
         client.counters.add_fan_out(direction, calls)
@@ -356,7 +333,7 @@ class MixtureFunction:
         sizes = self._signature.output_sizes(self._like)
         unknown = [name for name, size in zip(outputs.names, sizes, strict=True) if size is None]
         if unknown:
-            raise NoExpertsError(
+            raise errors.NoExpertsError(
                 f"no expert answered, and the size of the zeros of {', '.join(unknown)} is not known: its free axes "
                 "are not those of an input"
             )
@@ -366,12 +343,12 @@ class MixtureFunction:
         ]
 
     def _input_gradient(self, index: int, rows: Tensor | None) -> Tensor | None:
-        """The gradient of one input: the sum over those from the k experts of a sample (samples x k x ...)."""
         like = self._like[index]
         if not self._needs_gradient[index]:
             return None
         if rows is None:
             return like.new_zeros(self._dispatch.samples, *like.shape[1:])
+        # The k experts of a sample received the same input, so their gradients add up.
         return rows.sum(1).to(like.device, like.dtype)
 
 
@@ -379,4 +356,4 @@ def _check_finite(subject: str, names: Sequence[str], tensors: Sequence[Tensor])
     rows = {name: finite_rows([tensor.detach()]) for name, tensor in zip(names, tensors, strict=True)}
     faults = [f"{name}: {int((~ok).sum())} of {len(ok)} rows" for name, ok in rows.items() if ok is not None]
     if faults:
-        raise AnomalyError(join_faults(f"{subject} are not finite, and nothing was sent:", faults))
+        raise errors.AnomalyError(join_faults(f"{subject} are not finite, and nothing was sent:", faults))

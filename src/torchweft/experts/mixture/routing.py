@@ -68,11 +68,10 @@ class Grid:
         return math.prod(self.sizes)
 
     def uid(self, place: Sequence[int]) -> str:
-        """The name of the expert at a place."""
         return self.prefix + ".".join(map(str, place))
 
     def place(self, uid: str) -> tuple[int, ...] | None:
-        """The place of the expert of this name, or None if it is not in the grid."""
+        """Return None if it is not in the grid."""
         words = uid.removeprefix(self.prefix).split(".")
         if len(words) != len(self.sizes):
             return None
@@ -84,7 +83,7 @@ class Grid:
         return place if self.uid(place) == uid else None  # "03" would be a second name of 3
 
     def live_experts(self, snapshot: Snapshot) -> LiveExperts:
-        """The experts of the snapshot that are in the grid. Others with its prefix belong to another model."""
+        # Other experts with the prefix belong to another model.
         listed = sorted((place, uid) for uid in snapshot.search(self.prefix) if (place := self.place(uid)) is not None)
         places = torch.tensor([place for place, _ in listed], dtype=torch.int64, device="cpu")
         return LiveExperts(tuple(uid for _, uid in listed), places.reshape(-1, len(self.sizes)))
@@ -122,9 +121,7 @@ def _sum_columns(scores: Tensor, columns: Sequence[Tensor]) -> Tensor:
 
 
 def _score_columns(places: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """For each axis, the column of the scores for each expert."""
-    starts = accumulate(sizes[:-1], initial=0)
-    return [places[:, axis] + start for axis, start in enumerate(starts)]
+    return [places[:, axis] + start for axis, start in enumerate(accumulate(sizes[:-1], initial=0))]
 
 
 def weights_of_answered(scores: Tensor, alive: Tensor) -> Tensor:
@@ -174,14 +171,9 @@ class RowSpan:
 
 
 class Dispatch:
-    """The order in which rows are sent to the experts.
+    """The order in which rows are sent to the experts. ``chosen``: experts by number, samples x k, on the CPU."""
 
-    Args:
-        chosen: numbers of experts, samples x k, int64 on the CPU. A sample never has an expert twice.
-        capacity: most rows for one expert. Further pairs are dropped. None: no limit.
-        most: most rows of one call. An expert with more rows is called several times.
-    """
-
+    # ``capacity``: most rows for one expert. Further pairs are dropped. ``most``: most rows of one call.
     def __init__(self, chosen: Tensor, *, capacity: int | None = None, most: int | None = None) -> None:
         self.samples, self.k = chosen.shape
         # First choices precede second ones, each in the order of the samples. The sort is stable, so that a capacity
@@ -194,25 +186,20 @@ class Dispatch:
             rank = torch.arange(len(order), device="cpu") - starts[by_choice[order]]
             order = order[rank < capacity]
             counts = counts.clamp(max=capacity)
-        self.rows = order % max(1, self.samples)
-        """Sample of each sent row, int64."""
-        self.pairs = self.rows * self.k + order // max(1, self.samples)
-        """Pair of each sent row, int64."""
+        self.rows = order % max(1, self.samples)  # Sample of each sent row, int64
+        self.pairs = self.rows * self.k + order // max(1, self.samples)  # Pair of each sent row, int64
         self.spans = _make_spans(cast("list[int]", counts.tolist()), most)
 
     @property
     def sent(self) -> Tensor:
-        """The mask of sent pairs, samples x k."""
         mask = torch.zeros(self.samples * self.k, dtype=torch.bool, device="cpu")
         mask[self.pairs] = True
         return mask.view(self.samples, self.k)
 
     def gather_rows(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor of samples, in the order of the dispatch."""
         return tensor.index_select(0, self.rows.to(tensor.device))
 
     def gather_pairs(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor of samples x k x ..., in the order of the dispatch."""
         return tensor.flatten(0, 1).index_select(0, self.pairs.to(tensor.device))
 
     def restrict_spans(self, alive: Tensor) -> "list[tuple[RowSpan, Tensor | None]]":
@@ -228,7 +215,6 @@ class Dispatch:
 
 
 def _make_spans(counts: Sequence[int], most: int | None) -> list[RowSpan]:
-    """The spans of experts with these numbers of rows, at most ``most`` rows each."""
     spans: list[RowSpan] = []
     start = 0
     for expert, count in enumerate(counts):
@@ -242,11 +228,9 @@ def _make_spans(counts: Sequence[int], most: int | None) -> list[RowSpan]:
 
 
 class CombineBuffer:
-    """Rows of answers by pair: samples x k x ..., zeros without an answer, on the device of the first answer.
+    """Rows of answers by pair: samples x k x ..., zeros without an answer, on the device of the first answer."""
 
-    With ``finite``, rows with NaN or Inf are left out. ``alive`` is the mask of pairs with a row.
-    """
-
+    # With ``finite``, rows with NaN or Inf are left out. ``alive`` is the mask of pairs with a row.
     def __init__(self, samples: int, k: int, *, finite: bool) -> None:
         self._samples, self._k, self._finite = samples, k, finite
         self._flat: list[Tensor] | None = None
@@ -287,7 +271,6 @@ class CombineBuffer:
         return [flat.view(self._samples, self._k, *flat.shape[1:]) for flat in self._flat]
 
     def drop_samples(self, mask: Tensor) -> None:
-        """Drop all rows of the samples in ``mask``."""
         self.alive.view(self._samples, self._k)[mask] = False
 
 

@@ -21,14 +21,14 @@ from fnmatch import fnmatchcase
 
 from torchweft.core.errors import UsageError, WeftError, join_faults
 from torchweft.core.validation import MAX_SECONDS
+from torchweft.experts import errors
 from torchweft.experts.discovery import Directory, Lease, LocalDirectory, Ownership, Snapshot
 from torchweft.experts.discovery.fencing import number_of, replaced
 from torchweft.experts.discovery.registration import LeaseHeartbeat
-from torchweft.experts.errors import AlreadyDeclaredError, ExpertError, ExpertOwnedError, LeaseLostError
 from torchweft.experts.replication.replica import Replica, ReplicaOptions, StateVersion
 from torchweft.experts.replication.streams import FollowerStream, LeaderStreams
 from torchweft.experts.tls import directory_faults
-from torchweft.experts.wire import Limits, UnknownExpertError
+from torchweft.experts.wire import Limits
 
 _LOG = logging.getLogger("torchweft.experts.server")
 INTERVAL = 0.05  # seconds between two readings of the snapshot, which is in memory
@@ -43,8 +43,8 @@ class ReplicaStatistics:
     """One replicated expert at one server.
 
     ``role``: "owner", "taking over", or "follower". ``owner``: its address, "" if unknown, with the number of its
-    fencing ``token``. ``lasts``: whether this server's lease certainly lasts. ``behind``: steps that this follower
-    lacks, according to the owner's report ``heard_seconds`` ago. ``followers``: steps that each lacks, by address.
+    fencing ``token``. ``lasts``: whether this server's lease lasts. ``behind``: steps that this follower lacks,
+    according to the owner's report ``heard_seconds`` ago. ``followers``: steps that each lacks, by address.
     """
 
     role: str
@@ -62,13 +62,9 @@ class ReplicaStatistics:
 
 
 class ReplicationManager:
-    """The replicas of one server, and a thread that attends to them from `start` to `stop`.
+    """The replicas of one server, and a thread that attends to them. Without ``options``, all methods do nothing."""
 
-    Without ``options``, all methods do nothing. ``directory`` lists the owners, and is not closed.
-
-    Raises ``UsageError`` for options without a directory, and for certificates without server names.
-    """
-
+    # Raises ``UsageError`` for options without a directory, and for certificates without server names.
     def __init__(self, options: ReplicaOptions | None, directory: Directory | None, limits: Limits) -> None:
         self.replicas: dict[str, Replica] = {}
         self.leader_streams = None if options is None else LeaderStreams(self.replicas, limits)
@@ -89,23 +85,16 @@ class ReplicationManager:
         self._thread = threading.Thread(target=self._run_rounds, name="torchweft-replicas", daemon=True)
 
     def covers(self, uid: str) -> bool:
-        """Whether other servers can have this expert too."""
         return self.leader_streams is not None and self._options.covers(uid)
 
     def add(self, replica: Replica) -> None:
-        """Tend this replica too, from the start on."""
         self.replicas[replica.uid] = replica
 
     def until(self, lease: Lease) -> float:
-        """See `LeaseHeartbeat.until`."""
         return float("-inf") if self._heartbeat is None else self._heartbeat.until(lease)
 
     def start(self, heartbeat: LeaseHeartbeat, served: list[str]) -> None:
-        """Start to claim and follow. ``served``: all experts of the server, replicated or not.
-
-        Waits until every replica is owned by this server or has its owner's state, at most ``first_seconds``. Raises
-        ``UsageError`` if another server lists one of the experts without ``replicas=``.
-        """
+        """Start to claim and follow, and wait until each replica has an owner, for at most ``first_seconds``."""
         self._heartbeat, self._address = heartbeat, heartbeat.address
         if self.leader_streams is None:
             return
@@ -117,7 +106,7 @@ class ReplicationManager:
         end = time.monotonic() + self._options.first_seconds
         while time.monotonic() < end and not self._stop.wait(0.01):
             for replica in self.replicas.values():
-                if isinstance(replica.failure, AlreadyDeclaredError):
+                if isinstance(replica.failure, errors.AlreadyDeclaredError):
                     raise UsageError(str(replica.failure))
             if all(replica.is_settled for replica in self.replicas.values()):
                 return
@@ -128,11 +117,8 @@ class ReplicationManager:
         return self.leader_streams is not None
 
     def hand_over(self, seconds: float, max_wait: float) -> None:
-        """Save the owned replicas, let followers fetch the last states, and stop owning. No steps may follow.
-
-        Waits at most ``max_wait`` seconds for a module that still holds its expert, and ``seconds`` for followers.
-        Raises the last error of saving, at the end. The claims themselves end with the lease.
-        """
+        """Save the owned replicas, let followers fetch the last states, and stop owning. No steps may follow."""
+        # Waits ``max_wait`` seconds for a module that holds its expert, and ``seconds`` for followers.
         failure: Exception | None = None
         owned = [replica for replica in self.replicas.values() if replica.leadership.may_step]
         for replica in owned:
@@ -155,7 +141,7 @@ class ReplicationManager:
             raise failure
 
     def stop(self) -> None:
-        """End the thread and all streams. Can be called twice, and before `start`."""
+        # Can be called twice, and before `start`.
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_JOIN)
@@ -164,7 +150,6 @@ class ReplicationManager:
         self._streams.clear()
 
     def statistics(self) -> dict[str, ReplicaStatistics]:
-        """Statistics of every replica, by uid."""
         return {uid: self._replica_statistics(replica) for uid, replica in sorted(self.replicas.items())}
 
     def _replica_statistics(self, replica: Replica) -> ReplicaStatistics:
@@ -221,7 +206,6 @@ class ReplicationManager:
                 replica.record_failure(error)
 
     def _attend_replica(self, replica: Replica, snapshot: Snapshot, lease: Lease | None) -> None:
-        """Follow, claim or take over one replica, whichever is due."""
         leadership, owner = replica.leadership, snapshot.owner(replica.uid)
         other = owner if owner is not None and owner.address != self._address else None
         if leadership.role == "follower":
@@ -229,7 +213,7 @@ class ReplicationManager:
                 replica.follow(other)
             if other is None and lease is not None and replica.uid in lease.uids and not self._is_retired:
                 if not replica.may_lead:
-                    raise ExpertError(
+                    raise errors.ExpertError(
                         f"expert {replica.uid!r} has no owner, and this server does not claim it, because it never "
                         "received the owner's state or could not load it. Start a server that has the state, or "
                         "restart this one to continue with its present state"
@@ -248,19 +232,18 @@ class ReplicationManager:
     def _claim_replica(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> None:
         try:
             ownership = self._directory.claim(replica.uid, lease)
-        except ExpertOwnedError as error:
+        except errors.ExpertOwnedError as error:
             replica.follow(Ownership(replica.uid, error.address, 0))
-        except LeaseLostError:  # the heartbeat declares the experts again soon
+        except errors.LeaseLostError:  # the heartbeat declares the experts again soon
             pass
         else:
             replica.claimed(ownership, lease)
             self._take_over(replica, ownership, snapshot, lease)
 
     def _take_over(self, replica: Replica, ownership: Ownership, snapshot: Snapshot, lease: Lease) -> None:
-        """Load the newest state of a claimed expert, and lead it, unless it is too early or the state is broken."""
         if seconds := replica.quiet(lease):
             replica.record_failure(
-                ExpertError(
+                errors.ExpertError(
                     f"the directory has begun again: expert {replica.uid!r} is claimed, and will be led in "
                     f"{seconds:.1f} s, when the lease of the previous owner has certainly ended"
                 )
@@ -268,11 +251,12 @@ class ReplicationManager:
             return
         failure: Exception | None = None
         try:
+            # Every replica, not only the last owner: its address can be unknown after a restart of this server.
             for address in sorted({*snapshot.addresses(replica.uid)} - {self._address}):
                 try:
                     self._stream_from(address).fetch_newest(replica, ownership.token, _ANSWER_SECONDS)
-                except UnknownExpertError:
-                    raise AlreadyDeclaredError(
+                except errors.UnknownExpertError:
+                    raise errors.AlreadyDeclaredError(
                         f"the server at {address} lists expert {replica.uid!r} without replicas=, so clients would "
                         "move between different weights: set replicas= at that server too"
                     ) from None
@@ -282,7 +266,7 @@ class ReplicationManager:
         # Errors of module and optimizer included: while this server holds the claim, no other server can lead.
         except Exception as error:
             failure = error
-        if replica.state.is_broken or isinstance(failure, AlreadyDeclaredError):
+        if replica.state.is_broken or isinstance(failure, errors.AlreadyDeclaredError):
             # Follow first: once the claim is released, another server may step.
             replica.follow(None)
             self._directory.release(ownership)

@@ -5,7 +5,6 @@
     restore  the newest checkpoint, if it is newer than the present state
 
 Copying weights alone is not enough: without the idempotency keys, a new owner would repeat steps that clients retry.
-States come from servers that may own the expert, and are still read as untrusted data: no code is run.
 
     StateVersion(token 7, steps 20)  <  StateVersion(token 7, steps 21)  <  StateVersion(token 12, steps 15)
 
@@ -23,13 +22,13 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torchweft.core.validation import Validator, token_fault
-from torchweft.experts.checkpoint import CheckpointStorage
+from torchweft.experts.checkpoint import CheckpointStore
 from torchweft.experts.discovery import Fence, Lease, Ownership
 from torchweft.experts.discovery.fencing import epoch_of, number_of, replaced
+from torchweft.experts.errors import NotOwnerError
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.serialization import deserialize, serialize
 from torchweft.experts.tls import ClientTls
-from torchweft.experts.wire import NotOwnerError
 
 Role = Literal["owner", "taking over", "follower"]
 
@@ -43,8 +42,6 @@ class ReplicaOptions:
 
     Args:
         experts: patterns (``*``, ``?``, ``[ab]``) of the names of experts that other servers have too.
-        follow_seconds: interval at which a follower fetches the state of an owner that has stepped.
-        follow_steps: number of steps after which it fetches at once.
         first_seconds: longest wait for the owners' states when a server starts. After it, the server starts without.
         state_bytes: largest state of one expert. A larger one is rejected before memory is allocated.
         tls, token: credentials for the other servers, where this server needs `Role.ADMIN` (see `GrpcTransport`).
@@ -77,7 +74,6 @@ class ReplicaOptions:
             check.require(valid, f"experts is {patterns!r}, wanted a list of patterns such as ['ffn.*']")
 
     def covers(self, uid: str) -> bool:
-        """Whether this expert is a replica."""
         return any(fnmatchcase(uid, pattern) for pattern in self.experts)
 
 
@@ -108,9 +104,6 @@ class Leadership:
            ^                        |                    |                       |  answers forwards,
            '──────── another owns it ────────────────────┴───────────────────────┘  refuses to step
 
-        may step     an owner whose lease lasts, by its own clock and counted from before each renewal
-        may answer   an owner, even if its lease has lapsed, because no other owner is known
-
     It is checked twice: when a call arrives, to reject it early, and before a step is applied, to reject a call that
     waited too long. Only the directory changes a role. A newer owner that a caller names affects that call alone.
     ``until`` returns the time (`time.monotonic`) up to which a lease of this server certainly lasts.
@@ -128,23 +121,20 @@ class Leadership:
 
     @property
     def token(self) -> int:
-        """This server's fencing token, or 0 for a follower."""
         owner = self.owner
         return owner.token if owner is not None and self.role != "follower" else 0
 
     @property
     def lasts(self) -> bool:
-        """Whether this server's lease certainly lasts."""
+        # By its own clock, counted from before each renewal.
         lease = self.lease
         return lease is not None and time.monotonic() < self._until(lease)
 
     @property
     def may_step(self) -> bool:
-        """Whether this server is certainly the owner."""
         return self.role == "owner" and self.lasts
 
     def become(self, role: Role, owner: Ownership | None, lease: Lease | None = None) -> None:
-        """Take a role. ``lease``: the one under which this server owns the expert, None for a follower."""
         with self._lock:
             self.role, self.owner, self.lease = role, owner, lease
             epoch = 0 if owner is None else epoch_of(owner.token)
@@ -153,11 +143,8 @@ class Leadership:
                 self._epoch = epoch
 
     def check(self, *, steps: bool, carried: int = 0) -> None:
-        """Raise ``NotOwnerError`` if this server may not execute a call. ``steps``: whether it changes the expert.
-
-        ``carried``: the largest fencing token that the caller knows. 0: none. A token of a past epoch of the directory
-        is ignored, because the caller sent it before it learned of the new epoch.
-        """
+        """Raise ``NotOwnerError`` if this server may not execute a call. ``steps``: whether it changes the expert."""
+        # ``carried``: the largest fencing token that the caller knows, or 0.
         # One consistent view of the four. `until` takes no lock, so this order of locks cannot deadlock.
         with self._lock:
             role, owner, token, lasts = self.role, self.owner, self.token, self.lasts
@@ -168,6 +155,7 @@ class Leadership:
             where = {} if owner is None else {"address": owner.address}
             known = "its owner is not known now" if owner is None else f"{owner.address} owns it"
             why = f"this server is a follower, and {known}"
+        # A token of a past epoch is ignored: the caller sent it before it learned of the new epoch.
         elif carried and replaced(token, carried) and epoch_of(carried) not in self._past_epochs:
             why = f"this server was replaced: it has token {mine}, and the call has token {number_of(carried)}"
         elif steps and not lasts:
@@ -181,13 +169,11 @@ class Leadership:
 
 
 class ReplicaState:
-    """The state of an expert at this server, and its version. `Replica` decides which states are admitted.
+    """The state of an expert at this server, and its version. `Replica` decides which states are admitted."""
 
-    ``token``: of the owner when it was made. ``is_loaded``: it is more than initial weights. ``is_broken``: a load
-    failed, possibly in the middle. ``sent``, ``received``: numbers of transfers.
-    """
-
-    def __init__(self, backend: ExpertBackend, store: CheckpointStorage | None, on_load: Callable[[], None]) -> None:
+    # ``token``: of the owner when it was made. ``is_loaded``: it is more than initial weights. ``is_broken``: a load
+    # failed, possibly in the middle.
+    def __init__(self, backend: ExpertBackend, store: CheckpointStore | None, on_load: Callable[[], None]) -> None:
         self.token = 0
         self.is_loaded = self.is_broken = False
         self.sent = self.received = self.received_bytes = 0
@@ -198,11 +184,9 @@ class ReplicaState:
         return StateVersion(self.token, self._backend.steps, self._backend.executor.backward_batches)
 
     def confirm(self, token: int) -> None:
-        """Declare the present state complete, as made under this token."""
         self.token, self.is_loaded = token, True
 
     def encode(self, max_wait: float) -> tuple[StateVersion, memoryview] | None:
-        """See `Replica.encode`."""
         lock = self._backend.executor.lock
         if not lock.acquire(timeout=max_wait):
             return None
@@ -216,7 +200,6 @@ class ReplicaState:
         return version, serialize({"state": state, "records": keys()})
 
     def newest_checkpoint(self) -> tuple[StateVersion, Any, Any] | None:
-        """Version, state and idempotency keys of the newest checkpoint. Raises as `CheckpointStorage`."""
         checkpoint = None if self._store is None else self._store.load_newest(self._backend.name)
         if checkpoint is None:
             return None
@@ -225,7 +208,7 @@ class ReplicaState:
         return version, checkpoint.state, extra.get("records")
 
     def replace(self, version: StateVersion, state: Any, records: Any, nbytes: int | None = None) -> None:
-        """Load a state with its idempotency keys. ``nbytes``: size of the transfer, None for a checkpoint."""
+        # ``nbytes`` is None for a checkpoint.
         # Set before the first write and cleared after the last one, so that an exception in between leaves a replica
         # that is never led: its module can hold a mixture of two states.
         self.is_broken = True
@@ -249,23 +232,20 @@ class OwnerReport(NamedTuple):
 
 
 class Replica:
-    """An expert that other servers have too: the role of this server, and which states it admits. Thread-safe.
+    """An expert that other servers have too: the role of this server, and which states it admits. Thread-safe."""
 
-    From now on ``backend`` asks for a permit before every step. ``save`` makes the present state durable, in ``store``.
-    ``loaded`` is called after the state was replaced. ``failure``: the last failure of following or taking over.
-    """
-
+    # ``save`` makes the present state durable, in ``store``. ``loaded`` is called after the state was replaced.
+    # ``failure``: the last failure of following or taking over.
     def __init__(
         self,
         backend: ExpertBackend,
         until: Callable[[Lease], float],
         *,
         save: Callable[[float], object] = lambda max_wait: None,
-        store: CheckpointStorage | None = None,
+        store: CheckpointStore | None = None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        self.backend = backend
-        self.uid = backend.name
+        self.backend, self.uid = backend, backend.name
         self.leadership = Leadership(backend.name, until)
         self.state = ReplicaState(backend, store, loaded)
         self.save = save
@@ -281,6 +261,7 @@ class Replica:
         self._fence = Fence(backend.name)
         self._owner_was_seen = False
         self._epoch_changed_at = float("-inf")  # when the directory was last seen to have begun again
+        # Asked before every step, because the lease can lapse while a task waits.
         backend.executor.updates.require_permit(partial(self.leadership.check, steps=True))
 
     @property
@@ -289,12 +270,11 @@ class Replica:
 
     @property
     def may_lead(self) -> bool:
-        """Whether to claim a free expert: not if an owner's state was never received, or could not be loaded."""
+        # Not if an owner's state was never received, or could not be loaded: its steps would be lost.
         return not self.state.is_broken and (self.state.is_loaded or not self._owner_was_seen)
 
     @property
     def is_settled(self) -> bool:
-        """Whether this server owns it, or has its owner's state."""
         leadership, owner = self.leadership, self.leadership.owner
         return leadership.role == "owner" or (
             owner is not None and self.report is not None and not replaced(self.state.token, owner.token)
@@ -308,25 +288,21 @@ class Replica:
         return None if self.report is None else max(0, self.report.version.steps - self.backend.steps)
 
     def restored(self, token: int) -> None:
-        """Note that the state was loaded from a checkpoint that was made under this token."""
         self.state.confirm(token)
 
     def record_report(self, version: StateVersion) -> None:
         self.report = OwnerReport(version, time.monotonic())
 
     def record_failure(self, error: Exception | None) -> None:
-        """Note the outcome of taking over or saving. None: it succeeded."""
         self.failure = error
 
     def postpone(self, seconds: float) -> None:
         self.next_try = time.monotonic() + seconds
 
     def mark_final(self) -> None:
-        """Send followers the present state without delay: it is the last one of this server."""
         self.is_final = True
 
     def follow(self, owner: Ownership | None) -> None:
-        """Become a follower of this owner. None: the owner is not known."""
         with self._lock:
             self._owner_was_seen = self._owner_was_seen or owner is not None
             if owner is not None and owner.token and self._fence.listed(owner.token):
@@ -334,27 +310,25 @@ class Replica:
             self.leadership.become("follower", owner)
 
     def claimed(self, ownership: Ownership, lease: Lease) -> None:
-        """Begin to take over. From now on, states of an older owner or epoch are rejected."""
+        # From now on, states of an older owner or epoch are rejected.
         with self._lock:
             self.leadership.become("taking over", ownership, lease)
             if self._fence.listed(ownership.token, granted=True):
                 self._epoch_changed_at = time.monotonic()
 
     def quiet(self, lease: Lease) -> float:
-        """Seconds for which no server may lead it yet, under this lease.
-
-        After a directory has begun again, the previous owner still relies on its lease, which is as long as this one.
-        """
+        """Seconds for which no server may lead it yet, under this lease."""
+        # After a directory has begun again, the previous owner still relies on its lease, which is as long as this one.
         return max(0.0, self._epoch_changed_at + lease.ttl - time.monotonic())
 
     def failed(self, error: Exception) -> None:
-        """Note a failure of following. Ignored if this server has claimed it since."""
         with self._lock:
+            # Ignored if this server has claimed it since: the failure is of the stream from the former owner.
             if self.leadership.role == "follower":
                 self.failure = error
 
     def lead(self, ownership: Ownership, lease: Lease) -> None:
-        """Become the owner. The new incarnation ends mini-batches that were open under an earlier owner."""
+        # The new incarnation ends mini-batches that were open under an earlier owner.
         with self._lock:
             # The token goes first: a state that is sent to followers in between must not bear the old token.
             self.state.confirm(ownership.token)
@@ -363,15 +337,12 @@ class Replica:
             self.leadership.become("owner", ownership, lease)
 
     def encode(self, max_wait: float = 1.0) -> tuple[StateVersion, memoryview] | None:
-        """The present state as bytes, or None if a batch is in progress for longer than ``max_wait`` seconds."""
+        """Return the present state as bytes, or None if a batch runs for longer than ``max_wait`` seconds."""
         return self.state.encode(max_wait)
 
     def load(self, version: StateVersion, data: bytes | bytearray | memoryview, *, taking_over: bool = False) -> bool:
-        """Load a state that an owner has sent. Returns False if the role has changed, so that it is not needed.
-
-        Raises ``FencedError`` for a state of a replaced owner, ``DamagedError`` for bytes that are not a state, and
-        errors of module and optimizer. After one of those the replica is broken and never becomes the owner.
-        """
+        """Load a state that an owner has sent. Returns False if the role has changed, so that it is not needed."""
+        # After an error of module or optimizer the replica is broken and never becomes the owner.
         value = deserialize(data)  # outside of the lock: it can take seconds, and changes nothing
         with self._lock:
             if not taking_over:
@@ -383,7 +354,6 @@ class Replica:
             return True
 
     def restore(self) -> bool:
-        """Load the newest checkpoint if it is newer than the present state. Raises as `CheckpointStorage`."""
         checkpoint = self.state.newest_checkpoint()
         if checkpoint is None:
             return False

@@ -5,13 +5,9 @@
                       ^                               PullResponse, then the bytes in pieces <──────────────────────┘
                       '── loaded: the next request names the version that arrived, so the leader knows when to stop
 
-Followers pull, because a leader that pushes could not know which state a follower has loaded. A request stays open
-until there is an answer. In between, the leader reports its progress. A stream transfers one state at a time, in
-pieces, as fast as gRPC accepts them. Copying a state holds up the expert as a checkpoint does.
-
-A follower has one stream and one thread for every server that it follows. After an error it stops following that
-expert, and the manager looks up its owner. A server that has just claimed an expert calls
-`FollowerStream.fetch_newest`.
+Followers pull, because a leader that pushes could not know which state a follower has loaded. A stream transfers one
+state at a time, in pieces. A follower has one stream and one thread for every server that it follows. After an error
+it stops following that expert, and the manager looks up its owner.
 """
 
 import asyncio
@@ -30,16 +26,8 @@ import grpc
 import torch
 
 from torchweft.core.errors import WeftError
+from torchweft.experts import errors
 from torchweft.experts.client.transport import open_channel, unreachable
-from torchweft.experts.errors import (
-    DamagedError,
-    ForbiddenError,
-    LimitError,
-    MalformedError,
-    UnknownExpertError,
-    UnreachableError,
-    WireError,
-)
 from torchweft.experts.fork_guard import GrpcThreads
 from torchweft.experts.replication.replica import Replica, ReplicaOptions, StateVersion, newer
 from torchweft.experts.tls import check_address
@@ -63,18 +51,15 @@ Send = Callable[[bytes], Awaitable[Any]]
 
 
 class PullRequest(NamedTuple):
-    """``have``: the follower's version. The next is due after ``steps`` steps, or ``milliseconds`` and any step.
+    """``have``: the follower's version. The next is due after ``steps`` steps, or ``milliseconds`` and any step."""
 
-    ``token`` other than 0: the sender has claimed the expert with it, so that a newer state is due at once.
-    """
-
+    # ``token`` other than 0: the sender has claimed the expert with it, so that a newer state is due at once.
     have: StateVersion
     steps: int = 0
     milliseconds: int = 0
     token: int = 0
 
     def to_bytes(self) -> bytes:
-        """The data of a STATE call."""
         return _REQUEST.pack(*[min(_MOST, number) for number in (*self.have, *self[1:])])
 
 
@@ -95,41 +80,33 @@ class PullResponse(NamedTuple):
     digest: bytes = bytes(16)
 
     def to_bytes(self) -> bytes:
-        """The data of a result."""
         return _RESPONSE.pack(self.kind, *self.version, *self[2:])
 
 
 def read_request(data: bytes) -> PullRequest:
-    """The inverse of `PullRequest.to_bytes`. Raises ``MalformedError`` for other bytes."""
     try:
         numbers = _REQUEST.unpack(data)
     except struct.error as reason:
-        raise MalformedError(f"a request for a state cannot be read: {reason}", reason="state") from None
+        raise errors.MalformedError(f"a request for a state cannot be read: {reason}", reason="state") from None
     return PullRequest(StateVersion(*numbers[:3]), *numbers[3:])
 
 
 def read_response(data: bytes) -> PullResponse:
-    """The inverse of `PullResponse.to_bytes`. Raises ``MalformedError`` for other bytes."""
     try:
         kind, *version, nbytes, digest = _RESPONSE.unpack(data)
         return PullResponse(UpdateKind(kind), StateVersion(*version), nbytes, digest)
     except (struct.error, ValueError) as reason:
-        raise MalformedError(f"the head of a state cannot be read: {reason}", reason="state") from None
+        raise errors.MalformedError(f"the head of a state cannot be read: {reason}", reason="state") from None
 
 
 class LeaderStreams:
-    """Answers followers of ``replicas``, those of one server."""
-
     def __init__(self, replicas: Mapping[str, Replica], limits: Limits) -> None:
-        self._replicas = replicas
-        self._limits = limits
+        self._replicas, self._limits = replicas, limits
         self.open: set[_LeaderStream] = set()
 
     async def serve(self, read: Read, send: Send, admit: Callable[[str], None]) -> None:
-        """Serve one follower until its stream ends (``read`` returns None) or has no open request for `IDLE` seconds.
-
-        ``admit`` raises for an expert whose state this follower is not allowed to have.
-        """
+        """Serve one follower until its stream ends (``read`` returns None) or has no open request for a while."""
+        # ``admit`` raises for an expert whose state this follower is not allowed to have.
         stream = _LeaderStream(self._replicas, self._limits, send)
         self.open.add(stream)
         tasks = [asyncio.create_task(stream.read_requests(read, admit)), asyncio.create_task(stream.answer_requests())]
@@ -142,7 +119,6 @@ class LeaderStreams:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def followers(self, uid: str) -> dict[str, StateVersion]:
-        """The version that each follower of this expert has, by its address."""
         # A copy of the set, because another thread calls this while the event loop adds and removes streams.
         requests = [stream.waiting.get(uid) for stream in list(self.open)]
         return {
@@ -165,7 +141,6 @@ class _OpenRequest:
     _reported: StateVersion | None = None
 
     def is_due(self, version: StateVersion, is_final: bool) -> bool:
-        """Whether to send the follower this version now. ``is_final``: it is the last one."""
         request, have = self.request, self.request.have
         if version == have:
             return False
@@ -178,7 +153,6 @@ class _OpenRequest:
         self.is_answered = True
 
     def begin_report(self, version: StateVersion) -> bool:
-        """Whether to report this version now; if so, the next report is due later."""
         now = time.monotonic()
         if version == self._reported or now < self._reported_at + _PROGRESS:
             return False
@@ -187,8 +161,6 @@ class _OpenRequest:
 
 
 class _LeaderStream:
-    """The stream of one follower, with its open requests by expert."""
-
     def __init__(self, replicas: Mapping[str, Replica], limits: Limits, write: Send) -> None:
         self.waiting: dict[str, _OpenRequest] = {}
         # Held from the announcement of a state to its last piece: a follower takes all messages in between as pieces.
@@ -196,17 +168,16 @@ class _LeaderStream:
         self._replicas, self._limits, self._write = replicas, limits, write
 
     async def read_requests(self, read: Read, admit: Callable[[str], None]) -> None:
-        """Read requests until the stream ends."""
         while (message := await read()) is not None:
             try:
                 calls = decode(message, self._limits)
-            except WireError as error:
+            except errors.WireError as error:
                 return await self._send_error(0, error)
             for call in calls:
                 header = call.header
                 try:
                     if header.kind is not Kind.STATE:
-                        raise MalformedError(f"a call of kind {header.kind.name}, wanted STATE", reason="kind")
+                        raise errors.MalformedError(f"a call of kind {header.kind.name}, wanted STATE", reason="kind")
                     admit(header.uid)
                     # Replaces the previous request for this expert: that is the acknowledgement of its state.
                     request = read_request(header.data)
@@ -215,7 +186,6 @@ class _LeaderStream:
                     await self._send_error(header.call_id, error)
 
     async def answer_requests(self) -> None:
-        """Answer requests until none has been open for `IDLE` seconds."""
         last = time.monotonic()
         while time.monotonic() < last + IDLE:
             if self.waiting:
@@ -237,7 +207,7 @@ class _LeaderStream:
         """Answer a request if it is due. Returns whether it is closed, so that it needs no acknowledgement."""
         replica, request = self._replicas.get(uid), waiting.request
         if replica is None:
-            raise UnknownExpertError(f"there is no replica of expert {uid!r} at this server")
+            raise errors.UnknownExpertError(f"there is no replica of expert {uid!r} at this server")
         if not request.token:
             replica.leadership.check(steps=False)
         version = replica.version
@@ -278,19 +248,15 @@ class _LeaderStream:
 
 
 class FollowerStream:
-    """A stream of states from the server at ``address``. ``here`` is the address of the follower.
-
-    Raises ``UsageError`` for an address that is not one of ``tls.servers``, and if a token would be sent in plain text.
-    """
+    """A stream of states from the server at ``address``. ``here`` is the address of the follower."""
 
     def __init__(self, address: str, here: str, options: ReplicaOptions, limits: Limits) -> None:
+        # The address comes from the directory, where others can write.
         check_address(address, options.tls, options.token)
         self.address = address
         self.ended = False
         self._closed = False
-        self._follower_address = here
-        self._options = options
-        self._limits = limits
+        self._follower_address, self._options, self._limits = here, options, limits
         self._call_ids = count(1)
         # By call id. Two threads use it without a lock: each access is one atomic operation of the dictionary.
         self._requested: dict[int, Replica] = {}
@@ -303,7 +269,6 @@ class FollowerStream:
 
     @property
     def followed(self) -> set[str]:
-        """The experts that are followed on this stream."""
         return {replica.uid for replica in list(self._requested.values())}
 
     def follow(self, replica: Replica) -> None:
@@ -314,10 +279,7 @@ class FollowerStream:
         self._requests.put(self._encode_request(call_id, replica.uid, request))
 
     def fetch_newest(self, replica: Replica, token: int, timeout: float) -> bool:
-        """Load a newer state, if the other server has one, into a replica that was claimed with this token.
-
-        Returns whether a state was loaded. Raises errors of the other server, and ``UnreachableError``.
-        """
+        """Load a newer state, if the other server has one, into a claimed replica. Returns whether one was loaded."""
         requests: SimpleQueue[bytes | None] = SimpleQueue()
         requests.put(self._encode_request(1, replica.uid, PullRequest(replica.version, token=token)))
         call = self._open_call(requests, timeout)
@@ -334,10 +296,9 @@ class FollowerStream:
         finally:
             call.cancel()
             requests.put(None)
-        raise UnreachableError(f"{self.address} ended the stream before its state was complete")
+        raise errors.UnreachableError(f"{self.address} ended the stream before its state was complete")
 
     def close(self) -> None:
-        """End the stream, and wait for its thread. This does not count as a failure of the replicas."""
         self._closed = True
         self._call.cancel()
         self._requests.put(None)
@@ -347,7 +308,6 @@ class FollowerStream:
         self._grpc_threads.wait(_JOIN)
 
     def _open_call(self, requests: "SimpleQueue[bytes | None]", timeout: float | None = None) -> Any:
-        """Open a gRPC stream that sends the items of ``requests``, up to the first None."""
         token = self._options.token
         metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
         method, sent = self._channel.stream_stream(STATE), iter(requests.get, None)
@@ -359,7 +319,7 @@ class FollowerStream:
         return encode([Call(header)], self._limits)
 
     def _read_states(self) -> None:
-        failure: Exception = UnreachableError(f"{self.address} ended the stream of its states")
+        failure: Exception = errors.UnreachableError(f"{self.address} ended the stream of its states")
         answers = self._decode_answers(self._call)
         try:
             for answer in answers:
@@ -381,14 +341,13 @@ class FollowerStream:
                 replica.failed(failure)
 
     def _handle_answer(self, replica: Replica, answer: Received, answers: Iterator[Received]) -> None:
-        """Record a progress report, or load an announced state and request the next one."""
         try:
             head = self._read_head(answer)
             replica.record_report(head.version)
             if head.kind is not UpdateKind.STATE:
                 return
             if not replica.load(head.version, self._read_state(head, answers)):
-                raise UnreachableError("this server does not follow the expert any more")
+                raise errors.UnreachableError("this server does not follow the expert any more")
             # Only now, after the load: this request acknowledges the state, and the leader may then shut down.
             self.follow(replica)
         except _grpc.RpcError:
@@ -408,35 +367,32 @@ class FollowerStream:
         head, most = read_response(answer.header.data), self._options.state_bytes
         if head.kind is UpdateKind.STATE and not 0 < head.nbytes <= most:
             text = f"{self.address} has a state of {head.nbytes} bytes, at most {most} are allowed; raise state_bytes"
-            raise LimitError(text, reason="state_bytes")
+            raise errors.LimitError(text, reason="state_bytes")
         return head
 
     def _read_state(self, head: PullResponse, answers: Iterator[Received]) -> bytearray:
-        """Join the pieces of an announced state, which are the next answers. Never holds more than announced.
-
-        Raises ``MalformedError``, ``DamagedError`` and ``UnreachableError``.
-        """
+        """Join the pieces of an announced state, which are the next answers. Never holds more than announced."""
         data = bytearray()
         while len(data) < head.nbytes:
             answer = next(answers, None)
             if answer is None:
-                raise UnreachableError(f"{self.address} ended the stream before its state was complete")
+                raise errors.UnreachableError(f"{self.address} ended the stream before its state was complete")
             if len(answer.descriptors) != 1:
                 text = f"a piece of a state holds {len(answer.descriptors)} tensors, wanted 1"
-                raise MalformedError(text, reason="state")
+                raise errors.MalformedError(text, reason="state")
             piece = answer.tensors()[0].numpy().tobytes()
             if len(data) + len(piece) > head.nbytes or not piece:
                 text = f"a piece of {len(piece)} bytes after {len(data)} of the {head.nbytes} bytes of a state"
-                raise MalformedError(text, reason="state")
+                raise errors.MalformedError(text, reason="state")
             data += piece
         if blake2b(data, digest_size=16).digest() != head.digest:
-            raise DamagedError(f"the {len(data)} bytes of a state differ from those that were sent")
+            raise errors.DamagedError(f"the {len(data)} bytes of a state differ from those that were sent")
         return data
 
     def _explain_error(self, error: Any) -> WeftError:
         text, tls = str(error.details()), self._options.tls
         if error.code() in _REFUSED:
-            return ForbiddenError(f"{self.address} rejects this server: {text}")
+            return errors.ForbiddenError(f"{self.address} rejects this server: {text}")
         if error.code() is _grpc.StatusCode.UNIMPLEMENTED:
-            return UnknownExpertError(f"{self.address} has no replicas (replicas=)")
+            return errors.UnknownExpertError(f"{self.address} has no replicas (replicas=)")
         return unreachable(self.address, tls, "cannot be followed", text, "this server", "tls= of ReplicaOptions")

@@ -3,9 +3,9 @@
 server.py         Server: the order of start and end     options.py            quotas, addresses, memory
 grpc_server.py    gRPC: streams, health, reflection      server_stream.py      one stream, its answers, bytes of all
 auth.py           callers, roles, grants, audit          dispatcher.py         calls in, one answer each
-hosted_expert.py  one expert, restored and saved         background.py         threads, and how they end
-server_lease.py   its entry in the directory             server_statistics.py  counters of a server
-config.py         the file of ``torchweft serve``             command.py            ``torchweft serve``
+hosted_expert.py  one expert, restored and saved         background.py         threads and the lease, and how they end
+config.py         the file of ``torchweft serve``        command.py            ``torchweft serve``
+server_statistics.py  counters of a server
 """
 
 from torchweft.experts import extras as extras  # reports missing packages before they are imported

@@ -38,16 +38,14 @@ _BURST, _PER_SECOND = 20, 2.0  # lines of the log: at once, and afterwards
 _CACHED_ROLES = 4096
 _UNPROVEN, _PEER = "unproven:", "peer:"  # prefixes that proven names must not have
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-ANONYMOUS = "anonymous"
-"""Stands for the client of a call without a name."""
+ANONYMOUS = "anonymous"  # Stands for the client of a call without a name
 
 
 class Role(IntEnum):
     """Permissions of a client. Each role includes the previous ones. FORWARD also permits ``info``, ADMIN the status.
 
     Example:
-        >>> from torchweft.experts.server import Role
-        >>> Role.FORWARD < Role.TRAIN < Role.ADMIN
+        >>> weft.experts.server.Role.FORWARD < weft.experts.server.Role.TRAIN < weft.experts.server.Role.ADMIN
         True
     """
 
@@ -64,8 +62,7 @@ class Grant:
     A client without a proven name has an empty one: ``"*"`` matches it, the default ``"?*"`` does not.
 
     Example:
-        >>> from torchweft.experts.server import Grant, Role
-        >>> Grant("reader", role=Role.FORWARD).expert
+        >>> weft.experts.server.Grant("reader", role=weft.experts.server.Role.FORWARD).expert
         '*'
     """
 
@@ -79,10 +76,7 @@ OPEN = (Grant("*", role=Role.ADMIN),)
 
 @dataclass(frozen=True)
 class Caller:
-    """The client of a connection: a proven ``name`` (empty without proof), and ``peer``, an address.
-
-    ``trace``: the W3C traceparent of the connection, or empty. ``stream``: the stream of its calls.
-    """
+    """The client of a connection: a proven ``name`` (empty without proof), and ``peer``, an address."""
 
     name: str
     peer: str
@@ -91,7 +85,7 @@ class Caller:
 
     @cached_property  # read several times for each call
     def principal(self) -> str:
-        """The name to which quotas count its calls: the proven name, or else the host of the address."""
+        # Quotas count by it: the proven name, or else the host, because anybody can claim a name.
         return self.name or f"{_PEER}{_host_of(self.peer)}"
 
     @property
@@ -99,14 +93,11 @@ class Caller:
         return f"client {self.name!r}" if self.name else f"a client without certificate or token ({self.peer})"
 
     def owner(self, client: str, mini_batch: str | None) -> tuple[str, str | None]:
-        """Owner of the keys and mini-batches of a call that claims to come from ``client``.
-
-        Proven and unproven names never share an owner. Several processes can share a proven name, and then the claimed
-        name separates their mini-batches. Unproven names do not depend on the address, because a client's address can
-        change before it repeats a call.
-        """
+        """Owner of the keys and mini-batches of a call. Proven and unproven names never share an owner."""
         if self.name:
+            # Several processes can share a proven name. The claimed name separates their mini-batches.
             return self.name, None if mini_batch is None else f"{client}/{mini_batch}"
+        # Without the address, which can change before a client repeats a call.
         return f"{_UNPROVEN}{client or ANONYMOUS}", mini_batch
 
 
@@ -118,8 +109,7 @@ class Access:
     grants: by default every client that can connect can do everything.
     tokens: secret -> client name. Other tokens are rejected.
 
-    Raises ``UsageError`` for an empty token or name, for a token that a header cannot carry, and for tokens without
-    grants, because clients could simply leave their token out.
+    Raises ``UsageError`` for invalid tokens, and for tokens without grants, which clients could simply leave out.
 
     Example:
         >>> from torchweft.experts.server import Access, Grant, Role
@@ -141,7 +131,6 @@ class Access:
         object.__setattr__(self, "grants", tuple(self.grants))  # a copy, because roles are cached
 
     def find_client(self, token: str) -> str | None:
-        """The client with this token. Takes the same time for every token."""
         client = None
         for known, name in self.tokens.items():  # no early exit, which would reveal the position by its timing
             if hmac.compare_digest(known.encode(), token.encode("utf-8", "surrogatepass")):
@@ -150,8 +139,6 @@ class Access:
 
     @cached_property
     def role(self) -> Callable[[str, str], Role]:
-        """The largest role that any grant gives a client for an expert."""
-
         @lru_cache(_CACHED_ROLES)  # bounded, because clients choose the names
         def best_role(client: str, expert: str) -> Role:
             matching = [g for g in self.grants if fnmatchcase(client, g.client) and fnmatchcase(expert, g.expert)]
@@ -160,11 +147,9 @@ class Access:
         return best_role
 
     def admits(self, client: str, wanted: Role = Role.FORWARD) -> bool:
-        """Whether this client has the role ``wanted`` for any expert."""
         return any(grant.role >= wanted and fnmatchcase(client, grant.client) for grant in self.grants)
 
     def check(self, caller: Caller, expert: str, wanted: Role, what: str) -> None:
-        """Raise ``ForbiddenError`` if the caller does not have the role ``wanted``. ``what``: the request, in words."""
         seen = self.role(caller.name, expert)
         if seen < wanted:
             raise ForbiddenError(
@@ -186,13 +171,11 @@ class Refusal:
 
 
 class Audit:
-    """Writes refusals to the logger ``weft.experts.audit`` and remembers the last ones. Thread-safe.
-
-    Refused clients control names and rate. Therefore names are escaped and shortened, and beyond a few lines per second
-    the log only gets a number. ``counts`` includes every refusal.
-    """
+    """Writes refusals to the logger ``weft.experts.audit`` and remembers the last ones. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        # Refused clients control names and rate. Therefore names are escaped and shortened, and beyond a few lines per
+        # second the log only gets a number.
         self._clock = clock
         self._tokens, self._filled = float(_BURST), clock()  # token bucket that limits the lines of the log
         self._unwritten = 0
@@ -229,13 +212,13 @@ class Audit:
 
 
 def _reserved_name_fault(name: str) -> str:
-    """The fault of a proven name that could be mistaken for an unproven one; empty if it has none."""
+    # Such a name could be mistaken for an unproven one.
     unproven = f"it begins with {_UNPROVEN!r} or {_PEER!r}, which are reserved for clients without a proven name"
     return unproven if name.startswith((_UNPROVEN, _PEER)) else ""
 
 
 def _host_of(peer: str) -> str:
-    """The host of an address as gRPC writes it; for IPv6 its /64 network, because one host owns all addresses of it."""
+    # For IPv6 the /64 network, because one host owns all addresses of it.
     host = peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
     with suppress(ValueError):
         if host.startswith("ipv6:"):
@@ -246,10 +229,7 @@ def _host_of(peer: str) -> str:
 def authenticate(
     access: Access, tls: Mapping[Any, Any], metadata: Iterable[tuple[Any, Any]] | None, peer: str
 ) -> Caller:
-    """The caller of a connection, from the authentication data of gRPC.
-
-    Raises ``ForbiddenError`` for an unknown token, a reserved name, and a client without any grant.
-    """
+    """The caller of a connection, from the authentication data of gRPC. Raises ``ForbiddenError``."""
     fields = dict(metadata or ())
     trace = str(fields.get(TRACEPARENT, ""))
     trace = trace if _TRACEPARENT.fullmatch(trace) else ""
@@ -266,7 +246,5 @@ def authenticate(
     if fault := _reserved_name_fault(caller.name):
         raise ForbiddenError(f"the name in the certificate of client {caller.name!r} cannot be used here: {fault}")
     if not access.admits(caller.name):
-        raise ForbiddenError(
-            f"nothing is granted to {caller.described}; ask the administrator of the server for a grant"
-        )
+        raise ForbiddenError(f"nothing is granted to {caller.described}; ask the administrator for a grant")
     return caller

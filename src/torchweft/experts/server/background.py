@@ -5,12 +5,17 @@ together share one deadline, and each gets at least a moment of it even if those
 """
 
 import logging
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
-from torchweft.core.errors import escape
+from torchweft.core.errors import UsageError, escape
+from torchweft.experts.discovery import Directory
+from torchweft.experts.discovery.registration import LeaseHeartbeat, LeaseStatistics
+from torchweft.experts.errors import AlreadyDeclaredError
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.runtime import Runtime
 from torchweft.experts.telemetry import RuntimeStatistics
@@ -20,12 +25,10 @@ LEAST_SECONDS = 0.1  # for each thread to end, even if the deadline has passed
 
 
 class PeriodicTask:
-    """A thread that calls ``act`` every ``seconds``, counted from the start of one turn to the start of the next.
+    """A thread that calls ``act`` every ``seconds``, counted from the start of one turn to the start of the next."""
 
-    After an error it is called again in ``retry_seconds``: a full disk or an unavailable directory can recover. Of
-    several failures in a row, the log shows the first, and then that the task works again.
-    """
-
+    # After an error it is called again in ``retry_seconds``. Of several failures in a row, the log shows the first, and
+    # then that the task works again.
     def __init__(self, name: str, seconds: float, retry_seconds: float, act: Callable[[], object]) -> None:
         self.last_failure: Exception | None = None
         self._name, self._seconds, self._retry_seconds, self._act = name, seconds, retry_seconds, act
@@ -36,7 +39,7 @@ class PeriodicTask:
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """Prevent further turns. Return whether the current one ended within ``timeout``. A second call never waits."""
+        """Prevent further turns. Returns whether the current one ended in time. A second call never waits."""
         waited = self._stop.is_set()
         self._stop.set()
         if self._thread.ident is not None:  # None: it was never started, and cannot be joined
@@ -65,7 +68,7 @@ class PeriodicTask:
 
 
 class BackgroundTasks:
-    """Periodic tasks and closing callbacks. `close` ends them in reverse order of their start, within one deadline."""
+    """Periodic tasks and closing callbacks, which `close` ends in reverse order of their start."""
 
     def __init__(self) -> None:
         self.periodic: dict[str, PeriodicTask] = {}
@@ -74,11 +77,9 @@ class BackgroundTasks:
         self._deadline = 0.0
 
     def own(self, close: Callable[[], None]) -> None:
-        """Call ``close`` after everything that was started has ended."""
         self._owned.callback(close)
 
     def on_close(self, close: Callable[[], object]) -> None:
-        """Call ``close`` before the end of everything that was started earlier."""
         self._closing.callback(close)
 
     def start_periodic(self, name: str, seconds: float, retry_seconds: float, act: Callable[[], object]) -> None:
@@ -95,18 +96,16 @@ class BackgroundTasks:
         return {name: str(task.last_failure) for name, task in tasks.items() if task.last_failure}
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline of `close`, and at least `LEAST_SECONDS`."""
+        # Each gets at least a moment, even if those before it took all the time.
         return max(LEAST_SECONDS, self._deadline - time.monotonic())
 
     def close(self, seconds: float) -> None:
-        """End everything in about ``seconds``. A thread that hangs in a module or a directory is not waited for."""
+        # Within one deadline for all. A thread that hangs in a module or a directory is not waited for.
         self._deadline = time.monotonic() + seconds
         self._closing.close()
 
 
 class DeviceRuntimes:
-    """One `Runtime` per device, started with the first expert on that device, and ended by ``background``."""
-
     def __init__(self, background: BackgroundTasks) -> None:
         self._background = background
         self._by_device: dict[str, Runtime] = {}
@@ -118,17 +117,17 @@ class DeviceRuntimes:
     def add(self, backend: ExpertBackend) -> None:
         device = str(backend.device)
         if device not in self._by_device:
+            # Started with the first expert on its device, and ended in reverse order with everything else.
             runtime = self._by_device[device] = Runtime(name=device)
             self._background.on_close(lambda: runtime.shutdown(drain=False, timeout=self._background.seconds_left()))
             runtime.start()
         self._by_device[device].add(backend)
 
     def remove(self, backend: ExpertBackend, timeout: float) -> bool:
-        """Finish the accepted tasks of this expert. Return whether that ended in time."""
         return self._by_device[str(backend.device)].remove(backend, timeout=timeout)
 
     def finish(self, deadline: float) -> bool:
-        """Finish all accepted tasks. Return whether that ended before ``deadline`` (`time.monotonic`)."""
+        """Finish all accepted tasks. Returns whether that ended before ``deadline`` (`time.monotonic`)."""
         return all([runtime.shutdown(timeout=max(0.0, deadline - time.monotonic())) for runtime in self._all()])
 
     def failures(self) -> dict[str, str]:
@@ -139,3 +138,48 @@ class DeviceRuntimes:
 
     def _all(self) -> list[Runtime]:
         return list(self._by_device.values())
+
+
+class ServerLease:
+    """Lists the experts of a server in ``directory`` (None: nowhere) for as long as it serves."""
+
+    def __init__(self, directory: Directory | None, seconds: float, background: BackgroundTasks) -> None:
+        self.heartbeat: LeaseHeartbeat | None = None
+        self._directory, self._seconds, self._background = directory, seconds, background
+
+    def start(self, uids: Callable[[], Sequence[str]], address: str, replicated: Callable[[str], bool]) -> None:
+        if self._directory is None:
+            return
+        self.heartbeat = LeaseHeartbeat(self._directory, uids, address, self._seconds, replicated)
+        self._background.on_close(self.heartbeat.close)
+        self.announce()
+        # Two threads: a directory that hangs in `look` must not delay the renewal.
+        third = self._seconds / 3
+        self._background.start_periodic("lease", third, third / 10, self.heartbeat.turn)
+        self._background.start_periodic("directory", third, third, self.heartbeat.look)
+
+    def announce(self) -> None:
+        """List the present experts now. If the directory is unavailable, the lease thread keeps trying."""
+        # Raises ``UsageError`` only after the lease of a dead server would have ended.
+        deadline = time.monotonic() + 1.5 * self._seconds
+        while self.heartbeat is not None:
+            try:
+                self.heartbeat.turn()
+                self.heartbeat.look()
+                return
+            except ConnectionError:  # the directory is unavailable, which does not prevent serving
+                return
+            except AlreadyDeclaredError as error:
+                if time.monotonic() >= deadline:
+                    raise UsageError(str(error)) from None
+            # Random, because two servers that withdraw for each other would otherwise retry in step.
+            time.sleep(self._seconds * random.uniform(0.05, 0.15))
+
+    def withdraw(self) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.withdraw()
+        self._background.stop_periodic("lease", LEAST_SECONDS)  # a turn that still runs declares nothing after this
+
+    def statistics(self) -> tuple[tuple[str, ...], dict[str, Any] | None, LeaseStatistics | None]:
+        own = self.heartbeat
+        return ((), None, None) if own is None else (own.listed, own.directory_statistics(), own.statistics())

@@ -13,7 +13,9 @@
 docs/experts.md lists every key. The author of the file runs the server, so it can import any module.
 """
 
+import os
 import re
+import socket
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +43,9 @@ from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from torch.optim import Optimizer, lr_scheduler
 
 from torchweft.core.errors import UsageError, WeftError, split_faults
-from torchweft.core.validation import Validator
+from torchweft.core.validation import Validator, suggest
 from torchweft.experts.address import address_fault, is_loopback, parse_address
-from torchweft.experts.checkpoint import CheckpointStore, folder_name
+from torchweft.experts.checkpoint import FolderCheckpointStore, folder_name
 from torchweft.experts.discovery.etcd import EtcdTls, open_directory
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.gradients import AccumulationOptions, Guards
@@ -249,12 +251,41 @@ class ServeConfig(_Table):
                     if directory is not None:
                         opened.callback(directory.close)
                 if self.checkpoints is not None and not check.faults:  # last, because it creates the folder
-                    store = partial(CheckpointStore, self.checkpoints, keep=self.keep)
+                    store = partial(FolderCheckpointStore, self.checkpoints, keep=self.keep)
                     parts["checkpoints"] = _try_make(check, "checkpoints", store)
             # From here on the server closes the opened resources. Before, the stack closes them if anything raises.
             server = Server(experts, address=self.address, advertise=self.advertise, tls=self.tls, **parts)
             server.own(opened.pop_all().close)
             return server
+
+    def check(self) -> list[str]:
+        """The names of the experts. Raises ``UsageError`` that lists all that would prevent a start.
+
+        Makes the experts and reads all certificates. Creates no folder, writes no file, and leaves no port open.
+        """
+        # Without journals and checkpoints, because making them creates their folders.
+        experts = [entry.model_copy(update={"journal": None}) for entry in self.experts]
+        dry_run = self.model_copy(update={"checkpoints": None, "experts": experts})
+        names: list[str] = []
+        with Validator(_TITLE) as check:
+            try:
+                server = dry_run.server()
+            except UsageError as error:
+                check.add(*split_faults(str(error)))
+            else:
+                names = server.experts
+                server.shutdown()  # closes the directory
+            if self.tls is not None:
+                _try_make(check, "tls", self.tls.credentials)
+            if self.replicas is not None and self.replicas.tls is not None:
+                _try_make(check, "replicas.tls", self.replicas.tls.credentials)
+            check.add(*_port_faults("address", self.address))
+            check.add(*([] if self.panel is None else _port_faults("panel", self.panel.address)))
+            check.add(*([] if self.checkpoints is None else _folder_faults("checkpoints", self.checkpoints)))
+            for number, entry in enumerate(self.experts):
+                if entry.journal is not None:
+                    check.add(*_folder_faults(f"experts[{number}].journal.folder", entry.journal.folder))
+        return names
 
     def _make_experts(self, check: Validator, opened: ExitStack) -> list[ExpertBackend]:
         """The experts of all entries. Of an entry only the first fault is listed: its experts share them."""
@@ -312,7 +343,9 @@ def _describe_fault(error: ErrorDetails) -> list[str]:
     if "tokens" in table:  # the key is the token itself, so it must not be quoted
         return ["tokens has a client that is not text, wanted a secret and the name of its client"]
     if kind == "extra_forbidden":
-        return [f"{_path(table) or 'the configuration'} has {name!r}, known are {', '.join(_known_names(table))}"]
+        known = _known_names(table)
+        where = _path(table) or "the configuration"
+        return [f"{where} has {name!r}, known are {', '.join(known)}{suggest(str(name), known)}"]
     if kind == "missing":
         return [f"{_path(table)} has no {name}"]
     if kind == "value_error":
@@ -368,6 +401,32 @@ def _relation_faults(table: Mapping[str, Any]) -> list[str]:
     return faults if table.get("experts") else [*faults, "there are no experts, wanted at least one"]
 
 
+def _port_faults(name: str, address: str) -> list[str]:
+    """The fault of an address that a server cannot listen at now, found by listening there for a moment."""
+    host, port = parse_address(address)
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            # Connections of an earlier process can still be closing. A server listens all the same.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen()
+    except OSError as error:
+        return [f"{name} is {address!r}, and nothing can listen there now: {error.strerror}"]
+    return []
+
+
+def _folder_faults(name: str, folder: str) -> list[str]:
+    """The fault of a folder that this user cannot write to, or, if it is missing, could not create."""
+    path = Path(folder).absolute()
+    nearest = next(part for part in (path, *path.parents) if part.exists())
+    if not nearest.is_dir():
+        return [f"{name} is {folder!r}, but {str(nearest)!r} is a file; wanted a folder"]
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return [f"{name} is {folder!r}, and this user cannot write to {str(nearest)!r}"]
+    return []
+
+
 def _try_make(check: Validator, where: str, make: Callable[[], Made]) -> Made | None:
     """The result of ``make``, or None if it raised. The error is added to ``check``."""
     try:
@@ -390,7 +449,8 @@ def _find_factory(
         return None
     kind = getattr(module, name, None)
     if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:
-        raise UsageError(f"{module.__name__} has no {what} {name!r}")
+        known = [name for name, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, base)]
+        raise UsageError(f"{module.__name__} has no {what} {name!r}{suggest(name, known)}")
     if own in (arguments or {}):
         raise UsageError(f"{what}_arguments has {own!r}, but that is the expert's own")
     return partial(kind, **arguments) if arguments else kind

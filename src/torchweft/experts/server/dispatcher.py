@@ -5,8 +5,7 @@
       '───────┴──────────┴───────────┴──────────┴────────────┴─────────────┴────────────> ERROR, to its author only
 
 All checks of the header come before the first tensor is made, so that a rejected call costs almost nothing. A task
-carries the deadline of its call, and is dropped if its turn comes later. `ObservedDispatcher` adds spans, see
-`weft.experts.telemetry` (their names begin with ``torchweft.``):
+carries the deadline of its call. `ObservedDispatcher` adds spans (their names begin with ``torchweft.``):
 
     dispatch ── receive ──> future, and the trace it belongs to ──┐
     batch of tasks, whose waiters are such futures <──────────────┘ ── queue (each task) ── batch ── step
@@ -24,27 +23,16 @@ from functools import partial
 from torch import Tensor
 
 from torchweft.core.errors import UsageError
-from torchweft.experts.errors import CommitError, InputsGoneError, reason_of
+from torchweft.experts import errors
 from torchweft.experts.server.auth import Access, Audit, Caller, Role
 from torchweft.experts.server.hosted_expert import HostedExpert
 from torchweft.experts.task import Results, Task
 from torchweft.experts.telemetry import SafeObserver, SpanObserver
-from torchweft.experts.wire import (
-    Call,
-    DrainingError,
-    ForbiddenError,
-    Header,
-    Kind,
-    MalformedError,
-    Received,
-    UnknownExpertError,
-    WireError,
-    write_fault,
-)
+from torchweft.experts.wire import Call, Header, Kind, Received, write_fault
 from torchweft.experts.wire.service import read_receipt
 
+# Receives the one answer of a call. It can be called in any thread, and must neither raise nor block.
 Reply = Callable[[Call], None]
-"""Receives the one answer of a call. It can be called in any thread, and must neither raise nor block."""
 
 _ROLES = {
     Kind.INFO: Role.FORWARD,
@@ -70,7 +58,6 @@ class RequestDispatcher:
         self._errors: Counter[str] = Counter()
 
     def add(self, hosted: HostedExpert) -> None:
-        """Serve one more expert. Raises ``UsageError`` if its name is taken."""
         self.check_new(hosted.backend.name)
         self._experts[hosted.backend.name] = hosted
 
@@ -79,7 +66,6 @@ class RequestDispatcher:
             raise UsageError(f"expert {uid!r} is served already; give each expert its own name")
 
     def remove(self, uid: str) -> HostedExpert:
-        """Stop serving an expert. Raises ``UnknownExpertError``."""
         hosted = self._experts.pop(uid, None)
         if hosted is None:
             raise self._unknown_expert(uid, None)
@@ -89,7 +75,6 @@ class RequestDispatcher:
         return dict(self._experts)
 
     def refuse_new_work(self, why: str) -> None:
-        """Reject all calls from now on, except INFO and PING."""
         self.draining = why
 
     def close(self) -> None:
@@ -97,10 +82,8 @@ class RequestDispatcher:
             hosted.close()
 
     def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
-        """Answer a call through ``reply``, now or later. Never raises.
-
-        If a future is returned, cancel it when the client has disconnected. Then no answer comes.
-        """
+        """Answer a call through ``reply``, now or later. Never raises."""
+        # A returned future is to be cancelled when the client has disconnected. Then no answer comes.
         header = call.header
         self._calls[header.kind.name] += 1
         try:
@@ -113,13 +96,13 @@ class RequestDispatcher:
         """`Access.check`, with an entry in the audit log if it raises."""
         try:
             self.access.check(caller, uid, wanted, what)
-        except ForbiddenError as error:
+        except errors.ForbiddenError as error:
             self.audit.refused(caller, uid, kind, str(error))
             raise
 
     def answer_error(self, call_id: int, error: BaseException, reply: Reply) -> None:
         with self._lock:
-            self._errors["wire" if isinstance(error, WireError) else reason_of(error)] += 1
+            self._errors["wire" if isinstance(error, errors.WireError) else errors.reason_of(error)] += 1
         reply(error_call(call_id, error))
 
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -134,12 +117,12 @@ class RequestDispatcher:
         if header.kind not in _ROLES:
             wanted = ", ".join(kind.name for kind in _ROLES)
             text = f"a call of kind {header.kind.name} is not a request; wanted one of {wanted}"
-            raise MalformedError(text, reason="kind", call_id=header.call_id)
+            raise errors.MalformedError(text, reason="kind", call_id=header.call_id)
         # The role comes first, so that a client learns nothing of experts that it cannot use, not even their names.
         self.check_role(caller, header.uid, _ROLES[header.kind], header.kind.name.lower(), header.kind.name)
         hosted = self._experts.get(header.uid)
         if header.kind is not Kind.INFO and self.draining is not None:
-            raise DrainingError(f"the server takes no new work: {self.draining}; ask another one, or later")
+            raise errors.DrainingError(f"the server takes no new work: {self.draining}; ask another one, or later")
         if hosted is None:
             raise self._unknown_expert(header.uid, caller.name)
         if header.kind is Kind.INFO:
@@ -164,11 +147,12 @@ class RequestDispatcher:
             _check_incarnation(header, hosted, client, name)
             return backend.commit(name, client=client, deadline=deadline, principal=caller.principal)
         client, mini_batch = caller.owner(header.client, header.mini_batch or None)
+        # The tensors are views of the received message, so nothing is copied here.
         tensors, backward = call.tensors(), header.kind is Kind.BACKWARD
         if backward and header.keep:
             inputs = backend.kept_inputs(client, header.key)
             if inputs is None:
-                raise InputsGoneError(
+                raise errors.InputsGoneError(
                     f"expert {backend.name!r} does not hold the inputs of this backward (any more); send it with them"
                 )
             tensors = [*inputs, *tensors]
@@ -198,26 +182,24 @@ class RequestDispatcher:
         keep = asked and hosted.backend.kept_inputs(caller.owner(header.client, None)[0], header.key) is not None
         reply(result_call(header, future.result(), hosted.backend.steps, hosted.receipt(), keep=keep))
 
-    def _unknown_expert(self, uid: str, client: str | None) -> UnknownExpertError:
-        """The error lists only experts that ``client`` can use. None: all."""
+    def _unknown_expert(self, uid: str, client: str | None) -> errors.UnknownExpertError:
+        # Only with experts that the client can use, so that it learns no names of others. None: all.
         known = [name for name in sorted(self._experts) if client is None or self.access.role(client, name) > Role.NONE]
         some = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
-        return UnknownExpertError(f"there is no expert {uid!r} here; there are {len(known)}: {some or 'none'}")
+        return errors.UnknownExpertError(f"there is no expert {uid!r} here; there are {len(known)}: {some or 'none'}")
 
 
 def result_call(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes, keep: bool = False) -> Call:
-    """The answer to a successful call, compressed as the call asks for."""
     answer = Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, keep=keep, step=step, data=receipt)
     return Call(answer, tensors, [header.reply] * len(tensors))
 
 
 def error_call(call_id: int, error: BaseException) -> Call:
-    """The answer to a failed call. Call 0 stands for the stream itself."""
+    """Call 0 stands for the stream itself."""
     return Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
 
 
 def _mini_batch_of(caller: Caller, header: Header) -> tuple[str, str]:
-    """Owner and name of the mini-batch of a call. Raises ``UsageError`` if the call does not name one."""
     client, mini_batch = caller.owner(header.client, header.mini_batch or None)
     if mini_batch is None:
         raise UsageError(f"{header.kind.name.lower()} requires a mini_batch id")
@@ -229,7 +211,7 @@ def _check_incarnation(header: Header, hosted: HostedExpert, client: str, mini_b
     if not header.data or hosted.backend.idempotency.step_of("commit", client, mini_batch) is not None:
         return  # a commit that was applied before can be repeated at any time
     if read_receipt(header.data).incarnation != hosted.incarnation:
-        raise CommitError(
+        raise errors.CommitError(
             f"the server was started again, or another took the expert over, while mini-batch {mini_batch!r} was "
             "open, and its gradients are gone; run its micro-batches again"
         )

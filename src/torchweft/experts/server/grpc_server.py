@@ -10,12 +10,14 @@
 
 For gRPC every method is a stream, also those that clients call as unary: gRPC reads a unary request completely before
 it calls the handler. With streams, it holds only the headers of unknown callers, and of a client no more than the
-budget has room for. Frames are decoded with the server's limits. Data of one client never reaches another stream.
+budget has room for.
 """
 
 import asyncio
+import errno
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -31,26 +33,16 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from torchweft.core.errors import UsageError
-from torchweft.experts.errors import OverloadError, QuotaError
+from torchweft.experts import errors
+from torchweft.experts.address import parse_address
 from torchweft.experts.fork_guard import check_fork
 from torchweft.experts.replication import LeaderStreams
 from torchweft.experts.server.auth import Caller, Role, authenticate
 from torchweft.experts.server.dispatcher import RequestDispatcher, error_call
 from torchweft.experts.server.options import ServerOptions
-from torchweft.experts.server.server_stream import ByteBudget, ServerStream, goaway_call
+from torchweft.experts.server.server_stream import ByteBudget, ServerStream
 from torchweft.experts.tls import ServerTls
-from torchweft.experts.wire import (
-    Call,
-    ForbiddenError,
-    Frame,
-    Kind,
-    MalformedError,
-    Received,
-    TruncatedError,
-    WireError,
-    decode,
-    encode,
-)
+from torchweft.experts.wire import Call, Frame, Header, Kind, Received, decode, encode
 from torchweft.experts.wire.frame import MESSAGE_BYTES
 from torchweft.experts.wire.service import FRAME_BYTES, PROTO, SERVICE, server_options, write_status
 
@@ -66,6 +58,7 @@ _PART_SECONDS = 30.0  # for its next part
 _START_SECONDS = 30.0  # for the start of listening
 _STOP_SECONDS = 1.0  # for closing connections, after answers have left
 _DESCRIPTORS = 64  # file descriptors reserved for checkpoints, the log and the directory
+_GOAWAY = Call(Header(kind=Kind.GOAWAY))
 
 
 class GrpcServer:
@@ -96,7 +89,6 @@ class GrpcServer:
         return self._tls is not None and self._tls.authority is not None
 
     def start(self) -> None:
-        """Listen. Raises ``UsageError`` if the address is not available, or a certificate is invalid."""
         check_fork("a server")
         listening: Future[int] = Future()
 
@@ -112,7 +104,6 @@ class GrpcServer:
         self._call_in_loop(self.handlers.announce_end)
 
     def stop(self, seconds: float) -> None:
-        """Let answers leave, for at most ``seconds``, and end all streams and the thread."""
         if threading.current_thread() is self._thread:  # e.g. in the callback of a future
             raise UsageError("a server cannot be ended from within its own network thread")
         self._deadline = time.monotonic() + seconds
@@ -125,7 +116,6 @@ class GrpcServer:
             self._loop.call_soon_threadsafe(act)
 
     async def _serve(self, listening: "Future[int]") -> None:
-        """Network thread main loop."""
         self._loop = asyncio.get_running_loop()
         try:
             options = server_options(self._options.limits, _max_connections(self._options.connections))
@@ -164,9 +154,7 @@ class GrpcHandlers:
         self.budget = ByteBudget(options.total_bytes)
         self.leader_streams = leader_streams
         self._accepted = self._turned_away = self._broken = 0
-        self._dispatcher = dispatcher
-        self._options = options
-        self._status = status
+        self._dispatcher, self._options, self._status = dispatcher, options, status
         self._checks: list[str] = []  # hosts whose health checks are running
         names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
         self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
@@ -190,7 +178,7 @@ class GrpcHandlers:
         return [_grpc.method_handlers_generic_handler(name, table) for name, table in services.items()]
 
     def counts(self) -> dict[str, int]:
-        """Connections of now and since the start, by the names in `ServerStatistics`. Thread-safe."""
+        # By the names in `ServerStatistics`. Any thread can call this, so the set is copied first.
         connections = list(self.connections)
         return {
             "connections": len(connections),
@@ -203,7 +191,7 @@ class GrpcHandlers:
 
     def announce_end(self) -> None:
         for connection in self.connections:
-            connection.send(goaway_call())
+            connection.send(_GOAWAY)
 
     # The handlers. gRPC passes arguments without types.
 
@@ -235,7 +223,7 @@ class GrpcHandlers:
             try:
                 await context.send_initial_metadata(((FRAME_BYTES, str(self._options.limits.frame_bytes)),))
                 if self._dispatcher.draining is not None:
-                    connection.send(goaway_call())
+                    connection.send(_GOAWAY)
                 reader = asyncio.create_task(self._read_calls(connection, context))
                 writer = asyncio.create_task(connection.write_answers(context.write))
                 tasks = [reader, writer]
@@ -260,14 +248,13 @@ class GrpcHandlers:
             await self._turn_away(context, text)
 
     async def _read_calls(self, connection: ServerStream, context: Any) -> None:
-        """Dispatch calls until the client ends its side, or sends an invalid frame."""
         while True:
             try:
                 calls = await self._read_frame(connection.caller.principal, context)
                 if calls is None:
                     return
-            except (WireError, OverloadError, QuotaError) as error:
-                self._broken += isinstance(error, WireError)
+            except (errors.WireError, errors.OverloadError, errors.QuotaError) as error:
+                self._broken += isinstance(error, errors.WireError)
                 connection.send(error_call(0, error))
                 return
             while calls:  # popped, because every call refers to the memory of the whole frame
@@ -275,29 +262,26 @@ class GrpcHandlers:
             await connection.wait_for_room()
 
     async def _read_frame(self, client: str, context: Any) -> list[Received] | None:
-        """The calls of the next frame; None at the end of the stream.
-
-        The budget holds a whole frame in parts before its second part is read. Raises ``WireError`` for an invalid
-        frame, ``OverloadError`` or ``QuotaError`` if it does not fit into the budget.
-        """
+        """The calls of the next frame; None at the end of the stream. Raises as `decode`, and `ByteBudget.reserve`."""
         part = await _next_message(context)
         if part is None:
             return None
         frame = Frame(part, self._options.limits)
-        if not frame.partial:
+        if not frame.can_continue:
             return frame.received()
+        # The whole frame is counted before its second part is read.
         size = frame.body_bytes
         await self.budget.reserve(size, client, _ROOM_SECONDS)
         try:
             async with asyncio.timeout(self._options.longest_seconds):
-                while frame.wanted:
+                while frame.missing_bytes:
                     part = await asyncio.wait_for(_next_message(context), _PART_SECONDS)
                     if part is None:
                         break
                     frame.append(part)
             return frame.received()  # raises if the client ended the stream within the frame
         except TimeoutError:
-            raise TruncatedError(f"a frame of {size} bytes was not sent to its end in time", reason="time") from None
+            raise errors.TruncatedError(f"a frame of {size} bytes was not sent in time", reason="time") from None
         finally:
             # Released before the calls are admitted one by one. Nothing else runs in the loop between the two.
             self.budget.release(size, client)
@@ -311,9 +295,9 @@ class GrpcHandlers:
                         self._dispatcher.dispatch(call, caller, answers.append)
                     else:
                         text = f"a call of kind {call.header.kind.name} where only INFO is answered"
-                        answers.append(error_call(call.header.call_id, MalformedError(text, reason="kind")))
+                        answers.append(error_call(call.header.call_id, errors.MalformedError(text, reason="kind")))
                 frame = encode(answers, limits)
-            except WireError as error:
+            except errors.WireError as error:
                 frame = encode([error_call(0, error)], limits)
             await context.write(frame)
 
@@ -321,7 +305,7 @@ class GrpcHandlers:
         async with self._admit_caller(context, "status") as caller:
             try:
                 self._dispatcher.check_role(caller, "", Role.ADMIN, "the server's status", "STATUS")
-            except ForbiddenError as error:
+            except errors.ForbiddenError as error:
                 await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
             # In a thread of the pool: with many experts, JSON would block the loop for all clients.
             loop = asyncio.get_running_loop()
@@ -343,18 +327,18 @@ class GrpcHandlers:
 
     @asynccontextmanager
     async def _admit_caller(self, context: Any, what: str) -> AsyncGenerator[Caller]:
-        """Authenticate, and count the stream in the budget. Nothing is read from a caller that is rejected."""
+        # Authenticates, and counts the stream in the budget. Nothing is read from a caller that is rejected.
         try:
             caller = authenticate(
                 self._dispatcher.access, context.auth_context(), context.invocation_metadata(), context.peer()
             )
-        except ForbiddenError as error:
+        except errors.ForbiddenError as error:
             self._dispatcher.audit.refused(Caller("", context.peer()), "", what.upper(), str(error))
             await context.abort(_grpc.StatusCode.UNAUTHENTICATED, str(error))
             raise
         try:
             self.budget.add_stream(MESSAGE_BYTES)
-        except OverloadError as error:
+        except errors.OverloadError as error:
             await self._turn_away(context, str(error))
             raise
         try:
@@ -368,26 +352,28 @@ class GrpcHandlers:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Event loop that ignores callbacks after it was closed, instead of raising.
-
-    All asyncio servers of a process share gRPC's poller. It also delivers late events of cancelled calls, and an
-    exception there would lose the events of the other servers.
-    """
-
+    # All asyncio servers of a process share gRPC's poller. It also delivers late events to loops that were closed, and
+    # an exception there would lose the events of the other servers.
     def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
         with suppress(RuntimeError):
             return super().call_soon_threadsafe(*args, **options)
 
 
 async def _next_message(context: Any) -> bytes | None:
-    """The next message of a client; None at the end."""
     message = await context.read()
     return None if message is _aio.EOF else message
 
 
+_BIND_FAULTS = {
+    errno.EADDRINUSE: "another process listens there: end it, or choose another port (0 takes a free one)",
+    errno.EADDRNOTAVAIL: "this machine does not have that address: listen at one of its own, or at 0.0.0.0",
+    errno.EACCES: "this user must not listen there: choose a port above 1023",
+}
+
+
 def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
-    """Bind the address and return the port. Raises ``UsageError``."""
     credentials = None if tls is None else tls.credentials()
+    _probe_address(address)
     open_port = partial(server.add_secure_port, server_credentials=credentials) if tls else server.add_insecure_port
     try:
         port: int = open_port(address)
@@ -398,6 +384,29 @@ def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
     return port
 
 
+def _probe_address(address: str) -> None:
+    # gRPC would also find out, but prints a line to stderr and does not say why.
+    host, port = parse_address(address)
+    faults: set[str] = set()
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise UsageError(f"the server cannot listen at {address!r}: {error}; is {host!r} this machine?") from None
+    for family, kind, protocol, _, place in places:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As gRPC does. Otherwise closed connections of an earlier server would block the port for a minute.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+            return
+        except OSError as error:
+            # Other errors, such as a missing IPv6, are left to gRPC, which then tries IPv4.
+            if error.errno not in _BIND_FAULTS:
+                return
+            faults.add(_BIND_FAULTS[error.errno])
+    raise UsageError(f"the server cannot listen at {address!r}: {'; '.join(sorted(faults))}")
+
+
 def _descriptor_pool() -> Any:
     pool = cast("Any", descriptor_pool.DescriptorPool)()
     for file in (PROTO, _health.DESCRIPTOR.serialized_pb, _reflection_pb2.DESCRIPTOR.serialized_pb):
@@ -406,7 +415,7 @@ def _descriptor_pool() -> Any:
 
 
 def _max_connections(streams: int) -> int:
-    """The number of TCP connections: twice the streams, unless that would leave too few file descriptors."""
+    # Twice the streams, unless that leaves too few file descriptors for checkpoints and the directory.
     limit, used = float("inf"), _DESCRIPTORS
     with suppress(ImportError, OSError):  # a system without such limits, or without /proc
         from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit  # noqa: PLC0415

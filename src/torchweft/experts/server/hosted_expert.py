@@ -5,18 +5,15 @@
     durable   the step of the last checkpoint that is on the disk
 
 Keys and weights are saved together. Otherwise a backward that a client repeats after a crash could be applied twice, or
-not at all. This way the restored state contains both its key and its step, or neither, and then it is applied now.
-
-An expert that other servers have too is a replica. Only its owner saves it, with the token of its ownership.
-
-If hyperparameters of a checkpoint differ from the configured ones, the checkpoint wins, and the log and the status say
-so.
+not at all. Of a replica, only the owner saves, with the token of its ownership. If hyperparameters of a checkpoint
+differ from the configured ones, the checkpoint wins, and the log and the status say so.
 """
 
 import inspect
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -25,7 +22,7 @@ from torch import Tensor
 
 from torchweft.core.errors import UsageError, escape, join_faults
 from torchweft.core.validation import MAX_SECONDS
-from torchweft.experts.checkpoint import CheckpointLock, CheckpointStorage
+from torchweft.experts.checkpoint import CheckpointLock, CheckpointStore
 from torchweft.experts.discovery import Lease
 from torchweft.experts.errors import ExpertError
 from torchweft.experts.expert import ExpertBackend
@@ -39,15 +36,13 @@ _KEYS, _TOKEN = "records", "token"
 
 
 class HostedExpert:
-    """A backend and its storage (None: it is not saved). ``incarnation``: of the server. ``limits``: of frames.
+    """A backend and its storage (None: it is not saved). ``incarnation``: of the server. ``limits``: of frames."""
 
-    ``until`` makes it a replica: the time until which a lease lasts, see `weft.experts.replication.Leadership`.
-    """
-
+    # ``until`` makes it a replica: the time until which a lease lasts, see `weft.experts.replication.Leadership`.
     def __init__(
         self,
         backend: ExpertBackend,
-        store: CheckpointStorage | None,
+        store: CheckpointStore | None,
         incarnation: int,
         until: Callable[[Lease], float] | None = None,
         limits: Limits = LIMITS,
@@ -57,8 +52,7 @@ class HostedExpert:
         self.restored: int | None = None
         self.failure: str | None = None  # checkpoints that the restore skipped
         self.notes: tuple[str, ...] = ()  # hyperparameters that the restore changed
-        self._store = store
-        self._incarnation = incarnation
+        self._store, self._incarnation = store, incarnation
         self._saving = threading.Lock()
         self._folder_lock: CheckpointLock | None = None  # held from the restore to the end
         self.replica = None
@@ -68,7 +62,7 @@ class HostedExpert:
 
     @property
     def incarnation(self) -> int:
-        """Of the server; of a replica, one that changes whenever this server becomes its owner."""
+        # That of a replica changes whenever this server becomes its owner, which ends open mini-batches.
         return self._incarnation if self.replica is None else self.replica.incarnation
 
     def describe(self) -> bytes:
@@ -79,18 +73,14 @@ class HostedExpert:
         return Receipt(self.durable, self.incarnation, token).to_bytes()
 
     def admit(self, header: Header) -> None:
-        """Raise ``NotOwnerError`` if this call is for another server."""
         if self.replica is not None:
             steps = header.kind is not Kind.FORWARD
             carried = read_receipt(header.data).token if steps and header.data else 0
             self.replica.leadership.check(steps=steps, carried=carried)
 
     def restore(self) -> None:
-        """Load the newest checkpoint, or make the first one, so that even the first weights survive a crash.
-
-        The checkpoints stay locked until `close`. Raises the errors of the storage, also if another server holds the
-        lock, and ``UsageError`` if the checkpoint is of another kind of expert.
-        """
+        """Load the newest checkpoint, or make the first one, so that even the first weights survive a crash."""
+        # The checkpoints stay locked until `close`.
         if self._store is not None:
             self._folder_lock = self._store.lock(self.backend.name, shared=self.replica is not None)
             with ExitStack() as on_error:
@@ -98,7 +88,7 @@ class HostedExpert:
                 self._load_or_save(self._store)
                 on_error.pop_all()
 
-    def _load_or_save(self, store: CheckpointStorage) -> None:
+    def _load_or_save(self, store: CheckpointStore) -> None:
         found = store.load_newest(self.backend.name)
         if found is None:
             self.save()  # does nothing for a replica, which is not an owner yet
@@ -117,9 +107,7 @@ class HostedExpert:
             ) from error
         self.durable = self.restored = found.step
         if found.skipped:
-            self.failure = join_faults(
-                f"it went on from step {found.step}, as newer checkpoints cannot be read:", found.skipped
-            )
+            self.failure = join_faults(f"at step {found.step}, as newer checkpoints cannot be read:", found.skipped)
             _LOG.warning("restore of expert %r: %s", self.backend.name, escape(self.failure))
         self.notes = tuple(describe_changes(configured, read_hyperparameters(self.backend)))
         for note in self.notes:
@@ -128,16 +116,15 @@ class HostedExpert:
             self.replica.restored(token)
 
     def save(self, max_wait: float = MAX_SECONDS) -> bool:
-        """Make the present state durable. Return False if it is already, or if another server owns the expert.
-
-        Raises the errors of the storage, and ``ExpertError`` if a batch runs for longer than ``max_wait`` seconds.
-        """
+        """Make the present state durable. Returns False if it is already, or if another server owns the expert."""
+        # Raises ``ExpertError`` if a batch runs for longer than ``max_wait`` seconds.
         store, uid = self._store, self.backend.name
         if store is None:
             return False
         with _acquire(self._saving, max_wait, uid):
             if not self._owns or (self.durable == self.backend.steps and store.has(uid, self.backend.steps)):
                 return False
+            begin = time.monotonic()
             with _acquire(self.backend.executor.lock, max_wait, uid):
                 # `snapshot` defers the conversion of the keys, so that batches wait as short as possible.
                 state, keys = self.backend.state_dict(), self.backend.idempotency.snapshot()
@@ -151,10 +138,12 @@ class HostedExpert:
                 self._folder_lock.hold()  # raises if the folder was removed and another server has started on it
             store.write(encoded)
             self.durable = step
+            # Step 0 is saved during the start. The address must stay the first line of the log, which programs read.
+            level = logging.INFO if step else logging.DEBUG
+            _LOG.log(level, "saved expert %r: step %d, in %.2f s", uid, step, time.monotonic() - begin)
             return True
 
     def close(self) -> None:
-        """Stop saving and release the lock of the checkpoints. Can be called twice."""
         self._store = None
         if self._folder_lock is not None:
             self._folder_lock.release()
@@ -169,7 +158,6 @@ class HostedExpert:
 
 
 def _check_callable(name: str, description: bytes, limits: Limits) -> None:
-    """Raise ``UsageError`` for an expert that no client could call or read the description of."""
     if read_description(description).name != name:
         raise UsageError(f"expert {name!r} has a name that does not survive the wire")
     if (size := len(name.encode())) > limits.name_bytes:
@@ -194,13 +182,11 @@ _SCHEDULED = {"lr", "momentum", "betas"}  # a schedule changes them at every ste
 
 
 def read_hyperparameters(backend: ExpertBackend) -> dict[tuple[int, str], str]:
-    """The present hyperparameters as JSON, by parameter group and name, without those that a schedule changes.
-
-    Arguments of the schedule itself follow at group -1, as far as the schedule stores them.
-    """
+    """The present hyperparameters as JSON, by parameter group and name. Those of the schedule follow at group -1."""
     if backend.optimizer is None:
         return {}
     schedule = backend.schedule
+    # A schedule changes some at every step, so they always differ from the configured ones.
     left_out = _IMPLEMENTATION if schedule is None else _IMPLEMENTATION | _SCHEDULED
     values: dict[tuple[int, str], Any] = {
         (number, name): value
@@ -216,7 +202,6 @@ def read_hyperparameters(backend: ExpertBackend) -> dict[tuple[int, str], str]:
 
 
 def describe_changes(configured: Mapping[tuple[int, str], str], restored: Mapping[tuple[int, str], str]) -> list[str]:
-    """One sentence for each hyperparameter that a checkpoint has changed, without repetitions."""
     texts = [
         f"{key[1]} is {restored[key]}, as in its checkpoint, and not {value} as asked for; to change it, write it into "
         "the checkpoint (docs/experts.md), or begin in another folder"

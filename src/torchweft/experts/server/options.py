@@ -1,7 +1,4 @@
-"""Options of a server: quotas of its clients, intervals, addresses, and the memory of its process.
-
-Every resource that an unknown client could exhaust is bounded: connections, frames, calls and bytes of a connection.
-"""
+"""Options of a server: quotas of its clients, intervals, addresses, and the memory of its process."""
 
 import ctypes
 import os
@@ -25,14 +22,14 @@ _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by PyTorch
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server, with bounds for its clients.
+    """Options of a server. Every resource that an unknown client could exhaust is bounded.
 
     Args:
     limits: of one frame. A longer one is rejected before its second part is read.
     connections: streams at a time; a further one is rejected. One client, identified by its proven name or else its
         host, can have half of them, but at least 64.
     connection_calls, connection_bytes: requests and unsent answers of one stream. At the bound the server stops
-        reading this stream until answers have left. HTTP/2's flow control then slows down this client and no other.
+        reading this stream until answers have left.
     total_bytes: memory of all streams: 512 KiB for each, incomplete frames, and tensors of requests whose answers have
         not left. A call beyond it gets ``OverloadError`` before it is decoded, and a stream beyond it is rejected.
         Calls of one client can take three quarters, and get ``QuotaError`` beyond that.
@@ -67,7 +64,6 @@ class ServerOptions:
 
 
 def listen_faults(address: object, advertise: object, listed_there: bool) -> list[str]:
-    """Faults of these addresses, in words. ``listed_there``: whether a directory lists them."""
     faults = address_fault("address", address, free=True)
     if advertise is not None:
         faults += address_fault("advertise", advertise)
@@ -84,14 +80,9 @@ def listen_faults(address: object, advertise: object, listed_there: bool) -> lis
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory from now on, so that the process stays at its peak size. Used by ``torchweft
-    serve``.
-
-    Otherwise every batch returns 34 MB to the system at its end, and the next one takes 9000 page faults. Call this
-    before threads are started. Settings in the environment (``MALLOC_...``, see mallopt(3)) are respected. Return
-    whether the C library has accepted the settings.
-    """
+    """Make glibc keep freed memory, before threads are started. Returns whether the C library has accepted that."""
     try:
+        # Otherwise every batch returns 34 MB to the system at its end, and the next one takes 9000 page faults.
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
@@ -100,11 +91,8 @@ def keep_freed_memory() -> bool:
 
 
 def use_large_pages() -> None:
-    """Make PyTorch request large pages (2 MB) for large tensors on the CPU. Used by ``torchweft serve``.
-
-    Call this before the first tensor is made, because PyTorch decides it once. A setting in the environment
-    (``THP_MEM_ALLOC_ENABLE``) is respected.
-    """
+    """Make PyTorch request large pages (2 MB) for large tensors on the CPU."""
+    # Before the first tensor is made, because PyTorch decides it once. A setting in the environment is respected.
     if _LARGE_PAGES in os.environ:
         return
     os.environ[_LARGE_PAGES] = "1"

@@ -2,13 +2,13 @@
 
     network thread ── frames ──> RequestDispatcher ── tasks ──> pools ──> one Runtime thread per device
                                                                     |
-    lease thread ── directory                    checkpoint thread ─┴─ CheckpointStorage
+    lease thread ── directory                    checkpoint thread ─┴─ CheckpointStore
 
     start   restore from checkpoints ── runtimes ── listen ── be listed in the directory
     end     leave the directory ── refuse new work ── finish what was accepted ── save ── answer ── close
 
-This class only decides the order of these steps. `BackgroundTasks` ends all threads, `DeviceRuntimes` and
-`ServerLease` own the state of two of them. No thread outlives the ``with`` block.
+This class only decides the order of these steps. `BackgroundTasks` ends all threads, `DeviceRuntimes` and `ServerLease`
+own the state of two of them. No thread outlives the ``with`` block.
 """
 
 import logging
@@ -17,23 +17,24 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+from torch import nn
 
 from torchweft.core.errors import UsageError, WeftError, escape
 from torchweft.core.validation import MAX_SECONDS, Validator
 from torchweft.experts.address import is_loopback, parse_address
-from torchweft.experts.checkpoint import CheckpointStorage
+from torchweft.experts.checkpoint import CheckpointStore
 from torchweft.experts.discovery import Directory
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.fork_guard import ForkGuard
 from torchweft.experts.replication import ReplicaOptions, ReplicationManager
 from torchweft.experts.server.auth import OPEN, Access, Audit, Caller
-from torchweft.experts.server.background import LEAST_SECONDS, BackgroundTasks, DeviceRuntimes
+from torchweft.experts.server.background import LEAST_SECONDS, BackgroundTasks, DeviceRuntimes, ServerLease
 from torchweft.experts.server.dispatcher import ObservedDispatcher, Reply, RequestDispatcher
 from torchweft.experts.server.grpc_server import GrpcServer
 from torchweft.experts.server.hosted_expert import HostedExpert
 from torchweft.experts.server.options import ServerOptions, listen_faults
-from torchweft.experts.server.server_lease import ServerLease
 from torchweft.experts.server.server_statistics import CheckpointStatistics, ServerStatistics
 from torchweft.experts.status_page.http import PanelOptions, StatusServer
 from torchweft.experts.telemetry import SpanObserver
@@ -47,18 +48,15 @@ _LONGEST_PAUSE = 0.2  # seconds between the saves of two experts
 
 
 class _RunState:
-    """Whether the server is new, runs or has ended; since when; and in which process. It runs once."""
-
     def __init__(self) -> None:
         self.running = self.ended = False
         self.started_at: float | None = None
         self.guard = ForkGuard()
 
     def prepare(self) -> None:
-        """Raise ``UsageError`` unless the server is new. The process that starts it is the one that can end it."""
         if self.running or self.ended:
             raise UsageError("a server is started once; make a new one")
-        self.guard = ForkGuard()
+        self.guard = ForkGuard()  # the process that starts it is the one that can end it
 
     def begin(self) -> None:
         self.running, self.started_at = True, time.monotonic()
@@ -71,23 +69,19 @@ class Server:
     """Serves experts over gRPC. A context manager; or call `start` and `shutdown`.
 
     Args:
-        experts: the first experts; see `add` and `remove`.
+        experts: the first experts. None: they come later, by `add`.
         address: host and port to listen at. Port 0 takes a free one, see `address` afterwards.
         advertise: the address that the directory lists. By default ``address``, if others can call that.
         access: roles of clients, see `Access`. By default every client that can connect can do everything.
         tls: certificates. Without them nothing is encrypted.
         directory: where the experts are listed.
-        checkpoints: where experts are saved, and restored from at the start, e.g. a `CheckpointStore`.
-        options: see `ServerOptions`.
-        replicas: the experts that other servers of the directory have, too. One server owns each and steps it. See
-            `weft.experts.replication`. None: no replicas.
-        panel: host and port of a status page with metrics, see `weft.experts.status_page`. Port 0 takes a free one, see
-            `panel_url`. Beyond loopback it takes `PanelOptions` with a token. None: no panel.
+        checkpoints: where experts are saved, and restored from at the start, e.g. a `FolderCheckpointStore`.
+        replicas: the experts that other servers of the directory have, too. One server owns each and steps it.
+        panel: host and port of a status page with metrics. Beyond loopback it takes `PanelOptions` with a token.
         observer: receives spans of calls, queues, batches and steps, see `weft.experts.telemetry`.
 
-    Raises ``UsageError`` for two experts of one name, schemas that cannot be sent, replicas without a directory, and
-    invalid addresses. Also for an address that the directory would list and clients could not call (0.0.0.0 without
-    ``advertise``), and for ``advertise`` without a directory.
+    Raises ``UsageError`` for anything but experts, two of one name, schemas that cannot be sent, replicas without a
+    directory, and addresses that are invalid or that the directory would list and clients could not call.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -98,24 +92,24 @@ class Server:
 
     def __init__(
         self,
-        experts: Iterable[ExpertBackend] = (),
+        experts: Iterable[ExpertBackend] | None = None,
         *,
         address: str = "127.0.0.1:0",
         advertise: str | None = None,
         access: Access | None = None,
         tls: ServerTls | None = None,
         directory: Directory | None = None,
-        checkpoints: CheckpointStorage | None = None,
+        checkpoints: CheckpointStore | None = None,
         options: ServerOptions | None = None,
         replicas: ReplicaOptions | None = None,
         panel: PanelOptions | str | None = None,
         observer: SpanObserver | None = None,
     ) -> None:
         self.options = options or ServerOptions()
-        with Validator("invalid address of a server") as check:
+        with Validator("invalid arguments of a server") as check:
+            backends = _list_backends(check, experts)
             check.add(*listen_faults(address, advertise, directory is not None))
-        self._advertise = advertise
-        self._store = checkpoints
+        self._advertise, self._store = advertise, checkpoints
         self.audit = Audit()
         allowed = access, self.audit, self.options.longest_seconds
         self._dispatcher = ObservedDispatcher(observer, *allowed) if observer else RequestDispatcher(*allowed)
@@ -131,12 +125,11 @@ class Server:
         self._lock = threading.RLock()  # of every change: start, add, remove, drain and shutdown
         self._state = _RunState()
         self._hand_over_error: Exception | None = None  # of `drain`, for `shutdown` to raise
-        for backend in experts:
+        for backend in backends:
             self._dispatcher.add(self._host_expert(backend))
 
     @property
     def address(self) -> str:
-        """Host and port where it listens. Raises ``UsageError`` before the start."""
         if not self._grpc_server.port:
             raise UsageError("the server has no address before it is started; use it in a with block, or call start()")
         return self._grpc_server.address
@@ -148,7 +141,7 @@ class Server:
 
     @property
     def lost(self) -> str | None:
-        """Why experts cannot run before the process is started again, such as a failed GPU; None if all can."""
+        """The reason why experts cannot run before the process is started again, such as a failed GPU, or None."""
         return self._runtimes.lost
 
     @property
@@ -156,10 +149,7 @@ class Server:
         return sorted(self._dispatcher.experts())
 
     def start(self) -> None:
-        """Restore, listen, and be listed.
-
-        Raises the errors of `GrpcServer.start` and `HostedExpert.restore`. After an error nothing runs.
-        """
+        """Restore, listen, and be listed. After an error nothing runs."""
         with self._lock:
             self._state.prepare()
             try:
@@ -170,12 +160,11 @@ class Server:
                 raise
 
     def add(self, backend: ExpertBackend) -> None:
-        """Serve one more expert, restored from its checkpoint if there is one. Raises as constructor and `start`.
-
-        Also raises ``UsageError`` while a server with replicas runs.
-        """
+        """Serve one more expert, restored from its checkpoint if there is one. Raises as constructor and `start`."""
         with self._lock:
             self._check_change()
+            with Validator("invalid arguments of a server") as check:
+                check.instance("backend", backend, ExpertBackend, _WANTED)
             self._dispatcher.check_new(backend.name)
             hosted = self._host_expert(backend)
             if self._state.running:
@@ -190,11 +179,7 @@ class Server:
             raise
 
     def remove(self, uid: str, timeout: float = 30.0) -> bool:
-        """Stop serving an expert: finish its accepted work, then save it. Return whether all was finished in time.
-
-        Raises ``UnknownExpertError``, and ``UsageError`` while a server with replicas runs. Also raises the errors of
-        saving; the expert is then no longer served, but not saved.
-        """
+        """Stop serving an expert: finish its accepted work, then save it. Returns whether all was finished in time."""
         with self._lock:
             self._check_change()
             hosted = self._dispatcher.remove(uid)
@@ -207,11 +192,10 @@ class Server:
         return finished
 
     def checkpoint(self) -> int:
-        """Save every expert that has stepped since its last save. Return how many. Raises the last error of saving."""
+        """Save every expert that has stepped since its last save. Returns how many. Raises the last error of saving."""
         return self._save_all()
 
     def _save_all(self, max_wait: float = MAX_SECONDS, *, pause: bool = False) -> int:
-        """`checkpoint`. ``pause``: rest after each save for as long as it took, so that calls get half of the time."""
         saved, failure = 0, None
         for hosted in self._dispatcher.experts().values():
             start = time.monotonic()
@@ -219,6 +203,7 @@ class Server:
                 saved += hosted.save(max_wait)
             except Exception as error:  # the other experts must be saved all the same
                 failure = error
+            # So that calls get half of the time, even on a slow disk.
             if pause:
                 time.sleep(min(_LONGEST_PAUSE, time.monotonic() - start))
         if failure is not None:
@@ -226,10 +211,7 @@ class Server:
         return saved
 
     def drain(self, why: str = "it is shutting down") -> bool:
-        """Leave the directory, refuse new work, and finish accepted work. Return whether that ended in time.
-
-        A failed step is logged, and the remaining steps are taken all the same.
-        """
+        """Leave the directory, refuse new work, and finish accepted work. Returns whether that ended in time."""
         with self._lock:
             if not self._state.running:
                 return True
@@ -256,9 +238,8 @@ class Server:
     def shutdown(self) -> bool:
         """`drain`, save, let the answers leave, and end all threads. Can be called twice.
 
-        Return False if a module still runs or a GPU failed. An expert with a running module keeps its last checkpoint.
-        All remaining steps are taken even after an error. Raises the errors of saving at the end. Does nothing in a
-        fork of the server's process.
+        Returns False if a module still runs or a GPU failed. An expert with a running module keeps its last checkpoint.
+        Raises the errors of saving after all remaining steps. Does nothing in a fork of the server's process.
         """
         if not self._state.guard.here:
             return True
@@ -313,9 +294,6 @@ class Server:
         )
 
     def status(self) -> dict[str, Any]:
-        """`statistics` as JSON values, and the last refusals: the data of ``torchweft status`` and of the status
-        page.
-        """
         return {**self.statistics().to_json(), "audit": [vars(refusal) for refusal in self.audit.last()]}
 
     def __enter__(self) -> "Server":
@@ -323,7 +301,6 @@ class Server:
         return self
 
     def own(self, close: Callable[[], None]) -> None:
-        """Call ``close`` after the end, for resources that were made for this server alone."""
         self._background.own(close)
 
     def __exit__(self, *exception: object) -> None:
@@ -370,15 +347,34 @@ class Server:
             self._panel.start()
 
     def _warn_if_open(self) -> None:
-        """Log that every client can do everything. ``torchweft serve`` rejects this, but a program can intend it."""
+        # ``torchweft serve`` rejects this, but a program can intend it.
         address, named = self._grpc_server.address, self._grpc_server.authenticates
         if self._dispatcher.access.grants == OPEN and not named and not is_loopback(parse_address(address)[0]):
             text = "anybody who reaches %s can read and train every expert: there is no access=, and no tls= with an "
             _LOG.warning(text + "authority", address)
 
 
+_WANTED = "an ExpertBackend, such as ExpertBackend('ffn.0', module, torch.optim.SGD, args_schema=(spec,))"
+
+
+def _list_backends(check: Validator, experts: Any) -> list[ExpertBackend]:
+    """The first experts as a list. Newcomers pass a module, or an expert without a list."""
+    if experts is None:
+        return []
+    # A Sequential is iterable too, but over layers.
+    if isinstance(experts, str | nn.Module | ExpertBackend) or not isinstance(experts, Iterable):
+        wanted = f"a list of them, Server([...]); each is {_WANTED}"
+        check.add(f"experts is of type {type(experts).__name__}, wanted {wanted}")
+        return []
+    backends = list(cast("Iterable[Any]", experts))
+    check.require(bool(backends), f"experts is empty, wanted {_WANTED}; leave it out to add() some later")
+    for place, backend in enumerate(backends):
+        check.instance(f"experts[{place}]", backend, ExpertBackend, _WANTED)
+    return backends
+
+
 def _attempt(what: str, act: Callable[[], Result]) -> Result | None:
-    """Run one shutdown step, logging exceptions so that the remaining steps still run."""
+    # Logs exceptions, so that the remaining steps of a shutdown still run.
     try:
         return act()
     except Exception as error:

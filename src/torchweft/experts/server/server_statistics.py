@@ -27,9 +27,8 @@ class ServerStatistics:
     """``connections``, ``calls`` and ``nbytes`` are those of this moment. The other numbers count since the start.
 
     ``draining``: why no new work is taken, or None. ``turned_away``: clients that found the server full. ``broken``:
-    clients that sent an invalid frame. ``answered`` and ``refusals`` are by kind of call, ``errors`` by reason.
-    ``failures``: present errors of directory, checkpoints and devices, and checkpoints that the start could not read.
-    ``keeping``: checkpoints by expert. ``directory`` and ``lease`` are None without a directory.
+    clients that sent an invalid frame. ``failures``: present errors of directory, checkpoints and devices, and
+    checkpoints that the start could not read. ``keeping``: checkpoints by expert.
     """
 
     address: str
@@ -55,5 +54,4 @@ class ServerStatistics:
     replicas: Mapping[str, ReplicaStatistics] = field(default_factory=dict[str, ReplicaStatistics])
 
     def to_json(self) -> dict[str, Any]:
-        """A copy that consists of dicts, lists, numbers and strings."""
         return json.loads(json.dumps(self, default=vars))

@@ -27,19 +27,17 @@ from torchweft.experts.server.auth import Caller
 from torchweft.experts.server.dispatcher import RequestDispatcher, error_call
 from torchweft.experts.server.options import ServerOptions
 from torchweft.experts.task import Results
-from torchweft.experts.wire import Call, Header, Kind, Limits, Received, encode
+from torchweft.experts.wire import Call, Limits, Received, encode
 from torchweft.experts.wire.service import COALESCED
 
 Send = Callable[[bytes], Awaitable[Any]]
 
 
 class ByteBudget:
-    """Bytes of all streams and calls of a server. Not locked: it belongs to the thread of the network loop."""
+    """Bytes of all streams and calls of a server. Not locked: it belongs to the network loop."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self.held = 0
-        self.streams = 0
+        self.most, self.held, self.streams = most, 0, 0
         self._clients: Counter[str] = Counter()
         self._freed = asyncio.Event()
 
@@ -54,6 +52,7 @@ class ByteBudget:
         self._freed.set()
 
     async def reserve(self, nbytes: int, client: str, seconds: float) -> None:
+        """`admit`, but wait for room for at most ``seconds`` before it raises."""
         end = asyncio.get_running_loop().time() + seconds
         while True:
             try:
@@ -66,10 +65,7 @@ class ByteBudget:
                     raise error from None
 
     def admit(self, nbytes: int, client: str) -> None:
-        """Hold ``nbytes`` more for a client, which can have three quarters of the budget.
-
-        Raises ``OverloadError`` or ``QuotaError``, but never for the only call: the limits of a frame bound its size.
-        """
+        """Hold ``nbytes`` more for a client. Raises ``OverloadError`` or ``QuotaError``."""
         share, own = self.most * 3 // 4, self._clients[client]
         # The first call of a client is exempt, as is the only call below. Otherwise a large call could never run.
         if own and nbytes and own + nbytes > share:
@@ -94,28 +90,75 @@ class ByteBudget:
         return f"streams and running calls at this server take {self.streams + self.held} of {self.most} bytes"
 
 
+class _Outbox:
+    """Answers that wait for the writer of one stream. `add` is thread-safe; the loop of the constructor takes them."""
+
+    # ``nbytes``: of the answers, and of the calls of the stream that are not answered yet. ``wake``: set by `add`.
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.wake = asyncio.Event()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._answers: deque[tuple[Call, int]] = deque()
+        self._woken = False  # since the writer last looked
+        self._lock = threading.Lock()  # guards `nbytes`, `_answers` and `_woken`
+
+    def __bool__(self) -> bool:
+        return bool(self._answers)
+
+    def count_bytes(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+    def add(self, answer: Call, cost: int) -> None:
+        with self._lock:
+            self._answers.append((answer, cost))
+            self.nbytes += _answer_bytes(answer)
+            if self._woken:
+                return
+            self._woken = True
+        # One wake-up per frame: `call_soon_threadsafe` writes to a pipe, which costs more than a small answer.
+        if threading.get_ident() == self._thread:
+            self.wake.set()
+        else:
+            self._loop.call_soon_threadsafe(self.wake.set)
+
+    async def wait(self) -> None:
+        await self.wake.wait()
+        self.wake.clear()
+        # Reset before the answers are read: one that comes after the last read then wakes the loop again.
+        with self._lock:
+            self._woken = False
+
+    def next_batch(self, most: int) -> list[tuple[Call, int]]:
+        """Remove at most ``most`` answers that share a frame. Each comes with the cost of its call."""
+        batch: list[tuple[Call, int]] = []
+        total = 0
+        while self._answers and len(batch) < most:
+            total += _answer_bytes(self._answers[0][0])
+            if batch and total > COALESCED:
+                break
+            batch.append(self._answers.popleft())
+        return batch
+
+
 class ServerStream:
-    """A client's stream. `send` is thread-safe; everything else belongs to the network loop.
+    """A client's stream. `send` is thread-safe; everything else belongs to the network loop."""
 
-    ``budget`` is shared by all streams of a server.
-    """
-
+    # ``budget`` is shared by all streams of a server. ``calls`` are not answered yet.
     def __init__(
         self, caller: Caller, dispatcher: RequestDispatcher, options: ServerOptions, budget: ByteBudget
     ) -> None:
         self.caller = caller
-        self.calls = self.nbytes = self._held = 0
+        self.calls = self._held = 0
         self._dispatcher, self._options, self._budget = dispatcher, options, budget
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        # Guards the outbox, `_woken` and `nbytes`. `calls` and `_held` are changed by the loop only.
-        self._lock = threading.Lock()
-        self._outbox: deque[tuple[Call, int]] = deque()
-        self._woken = False
-        self._wake = asyncio.Event()
+        self._outbox = _Outbox()
         self._room = asyncio.Event()
         self._finishing = False
         self._futures: set[Future[Results]] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return self._outbox.nbytes
 
     def dispatch_call(self, call: Received) -> None:
         cost = sum(max(tensor.nbytes, tensor.decoded_bytes) for tensor in call.descriptors)
@@ -126,8 +169,7 @@ class ServerStream:
             self._dispatcher.answer_error(call.header.call_id, error, partial(self.send, cost=0))
             return
         self._held += cost
-        with self._lock:
-            self.nbytes += cost
+        self._outbox.count_bytes(cost)
         future = self._dispatcher.dispatch(call, self.caller, partial(self.send, cost=cost))
         if future is not None:
             self._futures.add(future)
@@ -135,17 +177,7 @@ class ServerStream:
 
     def send(self, answer: Call, cost: int = -1) -> None:
         """Queue an answer. ``cost``: the bytes that its call holds; -1: it does not answer a call."""
-        with self._lock:
-            self._outbox.append((answer, cost))
-            self.nbytes += _answer_bytes(answer)
-            if self._woken:
-                return
-            self._woken = True
-        # One wake-up per frame: `call_soon_threadsafe` writes to a pipe, which costs more than a small answer.
-        if threading.get_ident() == self._thread:
-            self._wake.set()
-        else:
-            self._loop.call_soon_threadsafe(self._wake.set)
+        self._outbox.add(answer, cost)
 
     async def wait_for_room(self) -> None:
         while self.calls >= self._options.connection_calls or self.nbytes >= self._options.connection_bytes:
@@ -153,14 +185,9 @@ class ServerStream:
             await self._room.wait()
 
     async def write_answers(self, send: Send) -> None:
-        """Send answers until `finish` was called and every call is answered."""
-        while not (self._finishing and not self.calls and not self._outbox):
-            await self._wake.wait()
-            self._wake.clear()
-            # Reset before the outbox is read: an answer that comes after the last read then wakes the loop again.
-            with self._lock:
-                self._woken = False
-            while batch := self._next_batch():
+        while not self._finishing or self.calls or self._outbox:
+            await self._outbox.wait()
+            while batch := self._outbox.next_batch(self._options.limits.calls):
                 for frame in _encode_frames([call for call, _ in batch], self._options.limits):
                     await send(frame)
                 self._release_sent(batch)
@@ -168,39 +195,23 @@ class ServerStream:
     def finish(self) -> None:
         """Announce that no more calls come, so that `write_answers` returns after the last answer."""
         self._finishing = True
-        self._wake.set()
+        self._outbox.wake.set()
 
     def abandon(self) -> None:
-        """The client has disconnected: cancel its waiting calls."""
         self.caller.stream.end()
-        for future in list(self._futures):
+        for future in list(self._futures):  # a copy, because a cancelled future removes itself
             future.cancel()
+        # Answers of running calls can still come. `_release_sent` is never called again, so this is the last release.
         self._budget.release(self._held, self.caller.principal)
         self._held = 0
 
-    def _next_batch(self) -> list[tuple[Call, int]]:
-        batch: list[tuple[Call, int]] = []
-        total = 0
-        while self._outbox and len(batch) < self._options.limits.calls:
-            total += _answer_bytes(self._outbox[0][0])
-            if batch and total > COALESCED:
-                break
-            batch.append(self._outbox.popleft())
-        return batch
-
     def _release_sent(self, batch: list[tuple[Call, int]]) -> None:
-        with self._lock:
-            for call, cost in batch:
-                self.nbytes -= _answer_bytes(call) + max(0, cost)
-                self.calls -= cost >= 0
+        self.calls -= sum(cost >= 0 for _, cost in batch)
         released = sum(max(0, cost) for _, cost in batch)
+        self._outbox.count_bytes(-released - sum(_answer_bytes(call) for call, _ in batch))
         self._budget.release(released, self.caller.principal)
         self._held -= released
         self._room.set()
-
-
-def goaway_call() -> Call:
-    return Call(Header(kind=Kind.GOAWAY, call_id=0))
 
 
 def _answer_bytes(call: Call) -> int:
@@ -208,7 +219,7 @@ def _answer_bytes(call: Call) -> int:
 
 
 def _encode_frames(calls: list[Call], limits: Limits) -> list[bytes]:
-    """One frame for all calls. If that fails, one for each, with an error in place of an invalid answer."""
+    # If one frame for all fails, each gets its own, with an error in place of an invalid answer.
     try:
         return [encode(calls, limits)]
     except Exception as error:

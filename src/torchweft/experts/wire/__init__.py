@@ -5,20 +5,6 @@ service.py     methods and options of gRPC; receipts, descriptions, faults
 """
 
 from torchweft.experts import extras as extras  # reports missing packages
-from torchweft.experts.errors import CertificateError as CertificateError
-from torchweft.experts.errors import DeadlineError as DeadlineError
-from torchweft.experts.errors import DrainingError as DrainingError
-from torchweft.experts.errors import ExpertFailedError as ExpertFailedError
-from torchweft.experts.errors import ForbiddenError as ForbiddenError
-from torchweft.experts.errors import LimitError as LimitError
-from torchweft.experts.errors import LostError as LostError
-from torchweft.experts.errors import MalformedError as MalformedError
-from torchweft.experts.errors import NotOwnerError as NotOwnerError
-from torchweft.experts.errors import RemoteError as RemoteError
-from torchweft.experts.errors import TruncatedError as TruncatedError
-from torchweft.experts.errors import UnknownExpertError as UnknownExpertError
-from torchweft.experts.errors import UnreachableError as UnreachableError
-from torchweft.experts.errors import WireError as WireError
 from torchweft.experts.wire.frame import LIMITS as LIMITS
 from torchweft.experts.wire.frame import Call as Call
 from torchweft.experts.wire.frame import Descriptor as Descriptor

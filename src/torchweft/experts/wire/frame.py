@@ -11,7 +11,7 @@ checked against the limits before memory is allocated for tensors. A malformed f
 nothing after the error can be trusted. All its calls come from one client, so no other client is affected.
 
 The two fields of a `Frame` are separated by hand, because protobuf's parser copies a bytes field, twice in Python: 6 ms
-for a body of 4 MB, instead of 2 us for finding its place. The header itself is parsed by protobuf.
+for a body of 4 MB, instead of 2 us for finding its place.
 
 A contiguous CPU tensor is sent from its own memory. A decoded tensor is a view of the message, and keeps it alive. A
 received message has no other user, so a module can work in place on its inputs. Bytes and tensors are converted by
@@ -41,12 +41,10 @@ from torchweft.experts.compression import Compression, compress, expand, packed_
 from torchweft.experts.errors import LimitError, MalformedError, TruncatedError, WireError
 from torchweft.experts.protobuf import load_messages
 
-ALIGNMENT = 16
-"""Every tensor begins at a multiple of this."""
+ALIGNMENT = 16  # Every tensor begins at a multiple of this
+# The largest header. A parsed header takes up to 80 times as much memory, while `decode` runs.
 HEADER_BYTES = 256 << 10
-"""The largest header. A parsed header takes up to 80 times as much memory, while `decode` runs."""
-MESSAGE_BYTES = 512 << 10
-"""The largest message that a server accepts: a frame or a part of one."""
+MESSAGE_BYTES = 512 << 10  # The largest message that a server accepts: a frame or a part of one
 MOST_FRAME_BYTES = 0x7FFF_FFFF - (1 << 16)  # gRPC counts a message's bytes, including its own, in 31 bits
 _PART = 128 << 10  # least bytes of the body in every part of a frame except the last
 _HEADER_TAG, _BODY_TAG, _PADDING_TAG = 0x0A, 0x12, 0x12  # number << 3 | 2; the last one is a field of `Header`
@@ -61,14 +59,11 @@ DTYPES: dict[int, torch.dtype] = {
     value.number: getattr(torch, value.name.removesuffix("_"))
     for value in _TENSOR.DESCRIPTOR.fields_by_name["dtype"].enum_type.values
     if value.number
-}
-"""The supported dtypes, by their numbers in experts.proto."""
+}  # The supported dtypes, by their numbers in experts.proto.
 CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Kind(IntEnum):
-    """The kind of a call; see experts.proto."""
-
     FORWARD = 1
     BACKWARD = 2
     COMMIT = 3
@@ -85,12 +80,10 @@ WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})
 
 
 class Header(NamedTuple):  # one is made for every call, three times as fast as a frozen dataclass
-    """All of a call except its tensors. See experts.proto for the meaning of each field.
+    """All of a call except its tensors. See experts.proto for the meaning of each field."""
 
-    ``call_id`` is set by the transport. A ``+`` and a number at the end of ``key`` distinguish several backwards of one
-    forward. ``deadline_ms``: the caller's remaining time when the frame is sent. ``data`` is opaque here.
-    """
-
+    # ``call_id`` is set by the transport. A ``+`` and a number at the end of ``key`` distinguish several backwards of
+    # one forward. ``deadline_ms``: the caller's remaining time when the frame is sent. ``data`` is opaque here.
     kind: Kind
     call_id: int = 0
     uid: str = ""
@@ -130,8 +123,6 @@ class Limits:
 
     ``frame_bytes`` and ``header_bytes`` count bytes on the wire, ``decoded_bytes`` those of all tensors together.
     ``elements`` applies to each tensor, ``name_bytes`` to each name, ``data_bytes`` to the opaque data of a call.
-
-    Raises ``UsageError`` that lists all invalid values.
     """
 
     frame_bytes: int = 64 << 20
@@ -153,8 +144,7 @@ class Limits:
                     check.require(value <= cap, f"{name} is {value}, the format allows at most {cap}")
 
 
-LIMITS = Limits()
-"""The default limits."""
+LIMITS = Limits()  # The default limits
 
 # The variant of the format in which tensors stay bytes: most are like those of earlier calls, and found in a cache.
 _HEADER = load_messages("torchweft.experts.wire", "experts", "Call.tensors")["Header"]
@@ -164,8 +154,7 @@ _FIELDS = Header._fields
 _READ_FIELDS: Callable[[Any], tuple[Any, ...]] = attrgetter(*_FIELDS, "tensors")
 _COMPRESSIONS = {int(compression): compression for compression in Compression}
 Bytes = bytes | bytearray | memoryview
-Body = np.ndarray[Any, np.dtype[np.uint8]]
-"""The body of a frame, flat and at an aligned address."""
+Body = np.ndarray[Any, np.dtype[np.uint8]]  # The body of a frame, flat and at an aligned address
 _NUMPY: dict[torch.dtype, "np.dtype[np.generic]"] = {
     dtype: np.dtype(str(dtype).removeprefix("torch.").replace("bool", "bool_"))
     for dtype in CODES
@@ -189,7 +178,6 @@ class Received(NamedTuple):
 
 
 def encode(calls: Sequence[Call], limits: Limits = LIMITS) -> bytes:
-    """Encode ``calls`` as one message. Raises ``UsageError``, and ``LimitError`` beyond ``limits``."""
     return b"".join(_encode_buffers(calls, limits)[0])
 
 
@@ -209,7 +197,6 @@ def encode_parts(calls: Sequence[Call], limits: Limits = LIMITS) -> Iterator[byt
 
 
 def _encode_buffers(calls: Sequence[Call], limits: Limits) -> tuple[list[bytes | memoryview], int]:
-    """The buffers of one message, header first, and the size of its body. The buffers share memory with tensors."""
     if not calls:
         raise UsageError("a frame holds at least one call, got none")
     _check_limit(limits, "calls", len(calls))
@@ -249,7 +236,6 @@ def _encode_buffers(calls: Sequence[Call], limits: Limits) -> tuple[list[bytes |
 
 
 def _write_call(calls: Any, header: Header, tensors: list[bytes]) -> None:
-    """Add a call to a header. Raises ``UsageError`` for values that do not fit their fields."""
     if tensors and header.kind not in WITH_TENSORS:
         raise UsageError(f"a call of kind {header.kind.name} carries no tensors, got {len(tensors)}")
     message = calls.add()
@@ -294,7 +280,6 @@ def _check_call(header: Header, tensors: int, limits: Limits) -> None:
 
 
 def _too_large(calls: Sequence[Call], sizes: dict[str, int], limits: Limits) -> LimitError:
-    """The error for the first of these sizes that is beyond its limit."""
     first = calls[0].header
     kind = "answer" if first.kind is Kind.RESULT else first.kind.name.lower()
     single = f"the {kind} of expert {first.uid!r}" if first.uid else f"one {kind}"
@@ -308,21 +293,19 @@ def _too_large(calls: Sequence[Call], sizes: dict[str, int], limits: Limits) -> 
 
 
 def decode(message: Bytes, limits: Limits = LIMITS) -> list[Received]:
-    """The calls of one complete frame, with tensors that are views of ``message``.
-
-    Raises ``MalformedError``, ``TruncatedError`` or ``LimitError``, and no other error for any bytes.
-    """
+    """The calls of one complete frame, with tensors that are views of ``message``. Raises only ``WireError``."""
     return Frame(message, limits).received()
 
 
 class Frame:
-    """A frame that is being received, possibly in parts: ``wanted`` bytes are missing. Raises as `decode`."""
+    """A frame that is being received, possibly in parts. Raises as `decode`."""
 
-    __slots__ = ("_body", "_calls", "_have", "_joined", "_limits", "body_bytes", "wanted")
+    __slots__ = ("_body", "_calls", "_have", "_joined", "_limits", "body_bytes", "missing_bytes")
 
     def __init__(self, message: Bytes, limits: Limits = LIMITS) -> None:
         self._limits = limits
         flat = memoryview(message).cast("B")
+        # In this order: each check bounds the memory that the next step takes.
         _check_limit(limits, "frame_bytes", len(flat))
         header, self._body = _split_fields(flat)
         if header is None:
@@ -344,41 +327,41 @@ class Frame:
                 raise type(error)(str(error), reason=error.reason, call_id=call.call_id) from None
         self._joined: Body | None = None
         self._have = len(self._body)
-        self.wanted = self.body_bytes - self._have
-        if self.wanted < 0:
+        self.missing_bytes = self.body_bytes - self._have
+        if self.missing_bytes < 0:
             raise MalformedError(f"the tensors take {self.body_bytes} bytes, the body has {self._have}", reason="sum")
-        _check_limit(limits, "frame_bytes", len(flat) + self.wanted)
+        # The size of the whole frame is known from its first part, so a frame beyond the limit is rejected here.
+        _check_limit(limits, "frame_bytes", len(flat) + self.missing_bytes)
 
     @property
-    def partial(self) -> bool:
+    def can_continue(self) -> bool:
         """Whether the rest of the body can follow in further messages."""
-        return self.wanted > 0 and self._have >= _PART
+        return self.missing_bytes > 0 and self._have >= _PART
 
     def append(self, message: Bytes) -> None:
-        """Append the next part of the body. Raises as `decode`."""
         if self._joined is None:
             # Not zeroed: the system then provides pages only as parts arrive, not as many as the header claims.
             self._joined = np.empty(self.body_bytes, np.uint8)
             self._joined[: self._have] = self._body
             self._body = memoryview(b"")  # releases the first message
         header, part = _split_fields(memoryview(message).cast("B"))
-        if header is not None or not min(_PART, self.wanted) <= len(part) <= self.wanted:
+        # Small parts are rejected: each costs a wake-up of the network loop, and a client could send single bytes.
+        if header is not None or not min(_PART, self.missing_bytes) <= len(part) <= self.missing_bytes:
             got = "another frame" if header is not None else f"a part of {len(part)} bytes"
-            raise TruncatedError(f"{self.wanted} bytes of a frame are missing, got {got}", reason="length")
+            raise TruncatedError(f"{self.missing_bytes} bytes of a frame are missing, got {got}", reason="length")
         self._joined[self._have : self._have + len(part)] = part
         self._have += len(part)
-        self.wanted -= len(part)
+        self.missing_bytes -= len(part)
 
     def received(self) -> list[Received]:
-        """The calls of the frame. Raises ``TruncatedError`` if bytes are missing."""
-        if self.wanted:
+        if self.missing_bytes:
             text = f"the body of a frame ends after {self._have} bytes, its tensors take {self.body_bytes}"
             raise TruncatedError(text, reason="length")
         body = aligned_body(self._body) if self._joined is None else self._joined
         return [Received(header, descriptors, body) for header, descriptors in self._calls]
 
     def _read_call(self, call: Any, decoded: int) -> int:
-        """Read one call. ``decoded``: decoded bytes of all tensors before; the result includes those of this call."""
+        """Return the decoded bytes of all tensors so far, with those of this call."""
         limits = self._limits
         values = _READ_FIELDS(call)
         code, call_id, uid, key, client, mini_batch, left, keep, evaluation, packing, step, data, tensors = values
@@ -407,7 +390,6 @@ class Frame:
 
 @lru_cache(4096)
 def _read_tensor(encoded: bytes, axes: int, elements: int, offset: int) -> Descriptor:
-    """The inverse of `_write_tensor`, for a tensor whose bytes begin at ``offset`` in the body."""
     try:
         tensor: Any = _TENSOR.FromString(encoded)
     except DecodeError as error:
@@ -431,7 +413,7 @@ def _check_limit(limits: Limits, name: str, value: int) -> None:
 
 
 def _field_prefix(tag: int, size: int) -> bytes:
-    """Tag and length of a field, as protobuf writes them."""
+    # Tag and length as protobuf writes them: seven bits per byte, least first, and the eighth bit while more follow.
     prefix = bytearray((tag,))
     while size > 0x7F:
         prefix.append(size & 0x7F | 0x80)
@@ -469,7 +451,6 @@ def _split_fields(message: memoryview) -> tuple[memoryview | None, memoryview]:
 
 
 def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
-    """The number at this place, and the place after it."""
     value = shift = 0
     for place in range(at, len(message)):
         byte = message[place]
@@ -483,17 +464,13 @@ def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
 
 
 def to_bytes(tensor: Tensor, compression: Compression) -> tuple[Compression, list[memoryview]]:
-    """The applied compression, and buffers with the bytes of ``tensor`` (any device, strides and size).
-
-    The buffers can share memory with the tensor: do not write into it before they are sent. Raises ``UsageError``.
-    """
+    """The applied compression, and buffers with the bytes of ``tensor``, which can share its memory."""
     if compression is Compression.NONE and _is_plain(tensor):
         array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
         if not array.size:
             return compression, []
         # A memoryview casts faster than numpy, but does not support complex numbers.
-        is_complex = array.dtype.kind == "c"
-        return compression, [array.reshape(-1).view(np.uint8).data if is_complex else array.data.cast("B")]
+        return compression, [array.reshape(-1).view(np.uint8).data if array.dtype.kind == "c" else array.data.cast("B")]
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in CODES:
         text = f"a tensor of {tensor.dtype}, layout {tensor.layout}, on {tensor.device}"
         raise UsageError(f"{text} cannot be sent: wanted a dense tensor with data, of one of {sorted(map(str, CODES))}")

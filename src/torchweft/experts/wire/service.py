@@ -1,9 +1,9 @@
 """The gRPC service: methods, metadata, options of both ends; receipts, descriptions and faults, the data of answers.
 
-    /weft.Experts/Stream    stream of frames <-> stream of frames    calls and their answers, in any order
-    /weft.Experts/Info      one frame of INFO calls -> one frame     a `Description` of each expert, as JSON
-    /weft.Experts/Status    nothing -> JSON                          the server's statistics
-    /weft.Experts/State     stream of frames <-> stream of frames    states of experts, for servers that follow
+    /torchweft.Experts/Stream    stream of frames <-> stream of frames    calls and their answers, in any order
+    /torchweft.Experts/Info      one frame of INFO calls -> one frame     a `Description` of each expert, as JSON
+    /torchweft.Experts/Status    nothing -> JSON                          the server's statistics
+    /torchweft.Experts/State     stream of frames <-> stream of frames    states of experts, for servers that follow
 
 gRPC passes frames as bytes at both ends. A description has an expert's schemas with their nesting, without naming any
 class: tuples, lists, dicts with string or int keys, named tuples (rebuilt with the same fields by the receiver), and
@@ -34,25 +34,21 @@ from torchweft.experts.protobuf import load_messages
 from torchweft.experts.wire.frame import CODES, MESSAGE_BYTES, Limits
 
 _MESSAGES = load_messages("torchweft.experts.wire", "experts")
-PROTO: bytes = _MESSAGES["Frame"].DESCRIPTOR.file.serialized_pb
-"""experts.proto as a descriptor, for reflection."""
-SERVICE = "weft.Experts"
+PROTO: bytes = _MESSAGES["Frame"].DESCRIPTOR.file.serialized_pb  # experts.proto as a descriptor, for reflection.
+SERVICE = "torchweft.Experts"
 STREAM = f"/{SERVICE}/Stream"
 INFO = f"/{SERVICE}/Info"
 STATUS = f"/{SERVICE}/Status"
 STATE = f"/{SERVICE}/State"
 
+# The server's first metadata on a stream: the largest frame that it accepts. The stream is open from then on.
 FRAME_BYTES = "torchweft-frame-bytes"
-"""The server's first metadata on a stream: the largest frame that it accepts. The stream is open from then on."""
-AUTHORIZATION = "authorization"
-"""Metadata of a client: ``Bearer TOKEN``."""
+AUTHORIZATION = "authorization"  # Metadata of a client: ``Bearer TOKEN``
 BEARER = "Bearer "
-TRACEPARENT = "traceparent"
-"""Metadata of a client's stream: the trace of its calls, in the format of W3C Trace Context."""
+TRACEPARENT = "traceparent"  # Metadata of a client's stream: the trace of its calls, in the format of W3C Trace Context
 
+# Approximate size up to which calls share a frame. In a larger frame, the wait for the others costs more than it saves.
 COALESCED = 1 << 17
-"""Approximate size up to which calls share a frame. In a larger frame, the wait for the others costs more than it
-saves."""
 
 Options = list[tuple[str, int | str]]
 
@@ -60,11 +56,7 @@ _ROOM = 1 << 16  # for gRPC's own framing, which our limits do not count
 
 
 def client_options(limits: Limits) -> Options:
-    """Options of a client's channel: a connection of its own, which reconnects soon after a restart.
-
-    A connection that drops all data is abandoned after 20 s of silence, before the usual 30 s of a call. gRPC sends no
-    keepalive while another of its pings is pending, so that ping has a timeout as well.
-    """
+    """Options of a client's channel: a connection of its own, which reconnects soon after a restart."""
     return [
         ("grpc.max_receive_message_length", limits.frame_bytes + _ROOM),  # checked before gRPC allocates
         ("grpc.max_send_message_length", limits.frame_bytes + _ROOM),
@@ -72,6 +64,8 @@ def client_options(limits: Limits) -> Options:
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 250),  # so that a restarted server is reached within 0.3 s
         ("grpc.min_reconnect_backoff_ms", 5_000),  # timeout of one attempt: slow networks need several round trips
+        # A connection that drops all data is abandoned after 20 s of silence, before the usual 30 s of a call. gRPC
+        # sends no keepalive while another of its pings is pending, so that ping has a timeout as well.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -81,7 +75,6 @@ def client_options(limits: Limits) -> Options:
 
 
 def server_options(limits: Limits, connections: int, metadata_bytes: int = 16 << 10) -> Options:
-    """Options of a server: an exclusive port, limited messages and metadata, no silent peers."""
     return [
         ("grpc.max_receive_message_length", min(MESSAGE_BYTES, limits.frame_bytes) + _ROOM),
         ("grpc.max_send_message_length", limits.frame_bytes + _ROOM),
@@ -91,6 +84,7 @@ def server_options(limits: Limits, connections: int, metadata_bytes: int = 16 <<
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", 5_000),  # of TLS and the HTTP/2 preface
         ("grpc.max_connection_idle_ms", 10_000),  # without a stream
+        # A second server at the same port would get half of the connections, and miss the experts of the first.
         ("grpc.so_reuseport", 0),
         ("grpc.max_metadata_size", metadata_bytes),
         ("grpc.absolute_max_metadata_size", metadata_bytes),
@@ -106,7 +100,6 @@ def write_status(json_text: str) -> bytes:
 
 
 def read_status(data: bytes) -> str:
-    """The JSON text of a status answer. Raises ``MalformedError`` for other bytes."""
     return _read_message("StatusReply", data).json
 
 
@@ -132,14 +125,12 @@ class Receipt:
 
     @lru_cache(256)  # noqa: B019 - every answer has a receipt, and most are equal to the one before
     def to_bytes(self) -> bytes:
-        """A Receipt of experts.proto, the data of a result."""
         fields = {"durable": self.durable, "incarnation": self.incarnation, "token": self.token}
         return _MESSAGES["Receipt"](**fields).SerializeToString()
 
 
 @lru_cache(256)
 def read_receipt(data: bytes) -> Receipt:
-    """The inverse of `Receipt.to_bytes`. Raises ``MalformedError`` for other bytes, and for none."""
     if not data:
         raise MalformedError("an answer without a receipt", reason="receipt")
     message = _read_message("Receipt", data)
@@ -152,12 +143,10 @@ _MOST_DEPTH = 64
 
 @dataclass(frozen=True)
 class Description:
-    """An expert from the view of its clients. ``args``, ``kwargs`` and ``outputs`` have TensorSpec as leaves.
+    """An expert from the view of its clients. ``args``, ``kwargs`` and ``outputs`` have TensorSpec as leaves."""
 
-    ``trained``: whether a backward steps. ``max_batch_size``: rows of the largest call. ``steps``: of the optimizer.
-    For ``durable`` and ``incarnation`` see `Receipt`.
-    """
-
+    # ``trained``: whether a backward steps. ``max_batch_size``: rows of the largest call. ``steps``: of the optimizer.
+    # For ``durable`` and ``incarnation`` see `Receipt`.
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -187,7 +176,6 @@ _KINDS = {"name": str, "args": tuple, "kwargs": dict, "trained": bool, "durable"
 
 
 def read_description(data: bytes) -> Description:
-    """The inverse of `describe`. Raises ``MalformedError`` for other bytes."""
     try:
         fields: dict[str, Any] = json.loads(data)
         trees = {name: _read_tree(fields.pop(name)) for name in ("args", "kwargs", "outputs")}
@@ -253,8 +241,9 @@ FAULTS: dict[int, type[WeftError]] = {
     value.number: (vars(core_errors) | vars(errors))[value.name]
     for value in _MESSAGES["Fault"].DESCRIPTOR.fields_by_name["code"].enum_type.values
     if value.number
-}
-"""Error classes by number: those of experts.proto, and registered ones."""
+}  # Error classes by number: those of experts.proto, and registered ones.
+# Errors of requests that were certainly not executed, and can succeed later or at another server. After any other
+# error, a request that changes weights can be sent again only with its idempotency key.
 RETRYABLE = (
     errors.OverloadError,
     errors.QuotaError,
@@ -263,10 +252,7 @@ RETRYABLE = (
     errors.DrainingError,
     errors.NotOwnerError,
 )
-"""Errors of requests that were certainly not executed, and can succeed later or at another server. After any other
-error, a request that changes weights can be sent again only with its idempotency key."""
-MOST_TEXT = 4096
-"""Bytes of a message or of one detail. A longer one is truncated."""
+MOST_TEXT = 4096  # Bytes of a message or of one detail. A longer one is truncated.
 MOST_DETAILS = 32
 
 
@@ -279,8 +265,8 @@ def register_fault(code: int, kind: type[WeftError]) -> None:
 
 
 def write_fault(error: BaseException) -> bytes:
-    """``error`` as bytes. Never raises. Texts that are too long are truncated."""
     kind, is_ours = type(error), isinstance(error, WeftError)
+    # Never raises: this is the way by which every other error reaches its sender.
     numbers = {cls: code for code, cls in FAULTS.items()}
     base = next((cls for cls in kind.__mro__ if cls in numbers), RemoteError if is_ours else ExpertFailedError)
     if isinstance(error, WireError):
@@ -299,7 +285,6 @@ def write_fault(error: BaseException) -> bytes:
 
 
 def read_fault(data: bytes) -> WeftError:
-    """The exception that `write_fault` encoded, for the caller to raise. Raises ``WireError`` for other bytes."""
     fault = _read_message("Fault", data)
     code, message, details = int(fault.code), str(fault.message), dict[str, str](fault.details)
     if len(details) > MOST_DETAILS or len(message) > MOST_TEXT:

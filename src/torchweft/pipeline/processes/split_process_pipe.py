@@ -21,18 +21,16 @@ from torchweft.pipeline.processes.process_pipe import GroupLayout
 from torchweft.pipeline.processes.split_model import CHOICE, ProcessSplitModel, TensorPlacement, named_tensors
 from torchweft.pipeline.sequential import CurrentRuntime, MakePipe, PipeSettings
 from torchweft.pipeline.split.auto import Arguments
+from torchweft.pipeline.split.isolation import place_tensor
 from torchweft.pipeline.split.program import Program
 from torchweft.pipeline.split.split_pipe import SplitLayout, SplitModel, split_of
 from torchweft.pipeline.weights import map_tensors
 
 
 class ProcessSplitLayout(GroupLayout, SplitLayout):
-    """The layout of a model that `split` cuts, over processes."""
-
     _cut_setting = "split"
     _placement: TensorPlacement
-    _sampled: Program | None
-    """The program of the sample."""
+    _sampled: Program | None  # the program of the sample
 
     def _automatic_split(self, settings: PipeSettings, sample: Any, make_pipe: MakePipe) -> list[str]:
         # Ranks would measure different times, so the first one measures for all of them.
@@ -48,8 +46,9 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
         owners = {id(tensor): ranks[name] for name, tensor in named_tensors(self._model)}
         uses = find_uses([[("", self._model)]])
         self._hidden = HiddenTensors(uses, owners, rank, partial(_placeholder, device=device))
+        # Hidden before the rest moves, so that tensors of other ranks never take memory on the device.
         self._placement = TensorPlacement(workers, ranks, self._hidden, rank, device)
-        map_tensors(self._model, partial(_on_device, device=device))
+        map_tensors(self._model, partial(place_tensor, device=device))
 
     def _first_stages(self, settings: PipeSettings, call: Arguments | None) -> tuple[dict[str, int], Program | None]:
         """The first stage that uses each parameter and buffer, by name; and the program of the sample."""
@@ -75,12 +74,11 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
         return {name: stages[id(tensor)] for name, tensor in named_tensors(model.model)}, model.latest
 
     def _local_model(self, module: nn.Module, settings: PipeSettings) -> SplitModel:
-        """The model with all its stages on its current device."""
         here = next((x.device for x in module.parameters() if not x.is_meta), torch.device("cpu"))
         return SplitModel(module, split_of(settings), [here] * len(settings.devices), self._fixed.dims)
 
     def _new_model(self, settings: PipeSettings) -> SplitModel:
-        self._forbid_new_cuts(settings)
+        self._reject_new_cuts(settings)
         fixed = self._fixed
         options = self._model, split_of(settings), settings.devices, fixed.dims, fixed.number_reduction
         return ProcessSplitModel(self._placement, *options, latest=self._sampled)
@@ -108,23 +106,15 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
 
 def _placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Buffers keep their values: code between blocks can read them, and they are not in every file of weights.
-    return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else _on_device(tensor, device)
-
-
-def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of this rank on its device."""
-    if tensor.is_meta or not isinstance(tensor, nn.Parameter):
-        return tensor if tensor.is_meta else tensor.to(device)
-    tensor.data = tensor.data.to(device)  # the same object, because an optimizer can have it already
-    return tensor
+    return placeholder_of(tensor) if isinstance(tensor, nn.Parameter) else place_tensor(tensor, device)
 
 
 def _with_fake_parameters(module: nn.Module) -> nn.Module:
-    """A copy of the model that runs without the values of its parameters. Its buffers are real, because Python between
-    blocks can depend on their values."""
+    """A copy of the model that runs without the values of its parameters."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
+        # Buffers stay real, because Python between blocks can depend on their values.
         if not isinstance(tensor, nn.Parameter):
             return tensor
         with mode:

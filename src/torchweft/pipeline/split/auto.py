@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,8 +42,7 @@ def automatic_split(
 ) -> list[str]:
     """Split points that make one stage per device. Without a `call` to measure, by parameters, with a warning.
 
-    Raises PartitionError if the model has fewer units than devices, UsageError if measuring would train a remote
-    expert.
+    Raises PartitionError for fewer units than devices, UsageError if measuring would train a remote expert.
     """
     if len(devices) == 1:
         return []
@@ -53,7 +53,7 @@ def automatic_split(
             "(a micro-batch) it uses measured time",
             stacklevel=3,
         )
-        return _cut(names, own_bytes(model.get_submodule(name).parameters() for name in names), devices)
+        return _cut(names, own_bytes(model.get_submodule(name).parameters() for name in names), len(devices))
     if faults := [f"{k} ({type(m).__name__})" for k, m in named_modules(model) if isinstance(m, StepsInBackward)]:
         headline = "split='auto' with sample= measures backward, which would train these; leave sample out, or name"
         raise UsageError(join_faults(f"{headline} split points:", faults))
@@ -63,20 +63,20 @@ def automatic_split(
     cuts = ForwardRecorder(model, names, [here]).record(args, kwargs, optional=True).cuts
     units = [name for _, name in sorted({step: name for name, step in reversed(cuts.items())}.items())]
     if len(units) < len(devices):
-        return _cut(units, [], devices)
+        return _cut(units, [], len(devices))  # raises
     steps = _measured(model, units[1:], here, (args, kwargs), dims, make_pipe)
     measured = zip(*(step.stages for step in steps), strict=True)
     times = [min(cost.forward for cost in unit) + min(cost.backward for cost in unit) for unit in measured]
     per_byte = _copy_seconds(here, devices[-1]) / _PROBE
     skips = [(value.source, max(value.readers), value.bytes * per_byte) for value in steps[0].values]
-    cut = _cut(units, times, devices, skips)
+    cut = _cut(units, times, len(devices), skips)
     # Memory is that of parameters with gradients, and of one micro-batch. If the fastest cut does not fit into a
     # device, the model is cut by memory instead.
     parameters = own_bytes(model.get_submodule(name).parameters() for name in units)
     memory = [stage.saved_bytes + 2 * size for stage, size in zip(steps[0].stages, parameters, strict=True)]
     for device, start, stop in zip(devices, [0, *map(units.index, cut)], [*map(units.index, cut), None], strict=True):
         if device.type == "cuda" and sum(memory[start:stop]) >= torch.cuda.mem_get_info(device)[0]:
-            return _cut(units, memory, devices)
+            return _cut(units, memory, len(devices))
     return cut
 
 
@@ -93,18 +93,14 @@ def _candidates(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _cut(
-    names: Sequence[str],
-    costs: Sequence[float],
-    devices: Sequence[torch.device],
-    skips: Sequence[tuple[int, int, float]] = (),
+    names: Sequence[str], costs: Sequence[float], count: int, skips: Sequence[tuple[int, int, float]] = ()
 ) -> list[str]:
-    if len(names) < len(devices):
+    if len(names) < count:
         raise PartitionError(
-            f"split='auto' for {len(devices)} devices needs as many units, but finds {len(names)} in the model: "
+            f"split='auto' for {count} devices needs as many units, but finds {len(names)} in the model: "
             f"{', '.join(names) or 'none'}; give fewer devices, or name split points inside of these"
         )
-    sizes = partition(costs, len(devices), skips=skips)
-    return [names[sum(sizes[: k + 1])] for k in range(len(sizes) - 1)]
+    return [names[end] for end in accumulate(partition(costs, count, skips=skips)[:-1])]
 
 
 class _Timer(Recorder):
@@ -123,17 +119,12 @@ class _Timer(Recorder):
 
 
 def _measured(
-    model: nn.Module,
-    split: list[str],
-    device: torch.device,
-    call: Arguments,
-    dims: BatchDims,
-    make_pipe: MakePipe,
+    model: nn.Module, split: list[str], device: torch.device, call: Arguments, dims: BatchDims, make_pipe: MakePipe
 ) -> list[Costs]:
     """The costs of the units between these split points, measured in several steps."""
     args, kwargs = call
     timers = [_Timer(device) for _ in range(ROUNDS)]
-    with undisturbed(model, [device]), torch.inference_mode(False), torch.enable_grad():
+    with undisturbed(model, [device]), torch.enable_grad():
         devices = [device] * (len(split) + 1)
         axes: dict[str, Any] = {"batch_dim": dims.arguments, "output_batch_dim": dims.outputs}
         pipe = make_pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False, **axes)
@@ -143,18 +134,18 @@ def _measured(
             with pipe.observed_by(observer), silence_hooks(trained):
                 roots = [x for x in flatten(pipe(*args, **kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
                 if roots and trained:
+                    # Not backward(), which would add to the gradients of the user's parameters.
                     torch.autograd.grad(roots, trained, [torch.ones_like(x) for x in roots], allow_unused=True)
     return [costs_from([timer], sizes) for timer in timers]
 
 
 def _copy_seconds(source: torch.device, target: torch.device) -> float:
     probe = torch.empty(_PROBE, dtype=torch.uint8, device=source)
-
-    def once() -> float:
+    times: list[float] = []
+    for _ in range(ROUNDS):
         synchronize(target)
         start = time.perf_counter()
         probe.to(target, copy=True)
         synchronize(target)
-        return time.perf_counter() - start
-
-    return min(once() for _ in range(ROUNDS))
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -14,8 +14,8 @@ from torchweft.pipeline.config import (
     axis_in_words,
     batch_axis,
     flatten_sequential,
-    forbid_several_axes,
     keeps_axes,
+    reject_several_axes,
 )
 from torchweft.pipeline.split.program import Instruction, RecordedValue, Recording
 
@@ -40,6 +40,7 @@ def check_axes(recording: Recording, axes: Sequence[int | None], dims: BatchDims
     faults: list[str] = []
     for step in recording.steps:
         of_result = _rows_of_result(step, rows, faults)
+        # The first leaf and writes in place. Other leaves, such as states of an LSTM, have their batch elsewhere.
         rows.update({value: of_result for value in step.makes if value is not None and value.key <= 0})
     output_axes = broadcast_prefix(dims.outputs, recording.structure, "output")
     for k, value in recording.reads.items():
@@ -50,7 +51,7 @@ def check_axes(recording: Recording, axes: Sequence[int | None], dims: BatchDims
     more = [recording.steps[value.step] for value in recording.reads.values() if value.kind == "made" and value.key > 0]
     for step in more if dims.outputs_assumed else ():
         if step.module is not None:
-            forbid_several_axes(step.name, step.module)
+            reject_several_axes(step.name, step.module)
 
 
 def _rows_of_result(step: Instruction, rows: dict[RecordedValue, _Rows | None], faults: list[str]) -> _Rows | None:

@@ -1,6 +1,9 @@
-"""Run a model without side effects on it or on the caller: for recording, comparing and measuring."""
+"""Run a model without side effects on it or on the caller: for recording, comparing and measuring.
 
-from collections.abc import Generator, Iterable, Sequence
+A deep copy of the model would need twice the memory, and code that holds references would still use the original.
+"""
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -11,7 +14,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchweft.core.rng import generators_of, get_states, set_states
-from torchweft.pipeline.weights import map_tensors, replaced_in
+from torchweft.pipeline.weights import Slot, map_tensors, replaced_in
 
 _c = cast(Any, torch._C)
 _GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
@@ -19,8 +22,7 @@ _GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_g
 
 @contextmanager
 def _unseen() -> Generator[None]:
-    """Context without the caller's modes (except a default device), hooks on tensors that autograd saves, and hooks of
-    all modules, such as those of a FlopCounterMode."""
+    """Context without the caller's modes (except a default device), hooks on saved tensors and hooks of all modules."""
     tables = cast("list[dict[int, Any]]", [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS])
     hooks = [dict(table) for table in tables]
     modes = [_c._pop_torch_function_stack() for _ in range(_c._len_torch_function_stack())]
@@ -32,7 +34,9 @@ def _unseen() -> Generator[None]:
             table.clear()
         for mode in devices:
             _c._push_on_torch_function_stack(mode)
-        with _disable_current_modes(), saved_tensors_hooks(_identity, _identity) if hidden else nullcontext():
+        # Hooks that change nothing hide the caller's, which would get the tensors that this run saves.
+        saved = saved_tensors_hooks(lambda x: x, lambda x: x) if hidden else nullcontext()
+        with _disable_current_modes(), saved:
             yield
     finally:
         for _ in devices:
@@ -48,19 +52,21 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
     """Context in which a run leaves no trace in the model and in PyTorch's generators.
 
     The model has copies of its buffers inside. Numbers and tensors that modules store are restored at the end. The
-    caller's modes and hooks do not see the run.
+    caller's modes and hooks do not see the run. Inference mode is off inside, so set the grad mode after entering.
     """
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
     of_modules = [value for *_, held in before for value in held.values() if type(value) is torch.Generator]
     sources = [*generators_of(devices), *of_modules]
     drawn = get_states(sources)
     try:
-        with _unseen():
+        # Inference mode ends before buffers are copied. Copies made in it could not be written to under autograd.
+        with torch.inference_mode(False), _unseen():
             map_tensors(model, lambda x: x if isinstance(x, nn.Parameter) else x.detach().clone())
             yield
     finally:
         set_states(sources, drawn)
         for module, parameters, buffers, held in before:
+            # The tables are changed in place, because user code and scans can hold references to them.
             module._buffers.clear()
             module._buffers.update(buffers)
             module._parameters.update(parameters)
@@ -72,25 +78,36 @@ def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Gener
             now.update({k: value for k, value in held.items() if k in stored or type(value) in (int, float)})
 
 
+def parameter_slots(modules: Iterable[nn.Module]) -> Iterator[tuple[Slot, nn.Parameter]]:
+    """The places of all parameters. A place that is replaced while this runs shows its new parameter from then on."""
+    for module in modules:
+        for inner in module.modules():
+            table = cast("dict[str, Any]", inner._parameters)
+            yield from (((table, key), parameter) for key, parameter in table.items() if parameter is not None)
+
+
 def moved_to_device(modules: Iterable[nn.Module], device: torch.device | None) -> AbstractContextManager[None]:
     """Context in which modules have copies of parameters on other devices. Does nothing if `device` is None."""
-    inner = {submodule: None for module in modules for submodule in module.modules()} if device is not None else {}
-    tables = cast("list[dict[str, Any]]", [submodule._parameters for submodule in inner])
-    slots = [((table, key), p) for table in tables for key, p in table.items() if p is not None]
+    slots = () if device is None else parameter_slots(modules)
     return replaced_in((slot, p.to(device)) for slot, p in slots if p.device != device and not p.is_meta)
 
 
+def place_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on this device, unless it is on the meta device."""
+    if tensor.is_meta or tensor.device == device:
+        return tensor
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.to(device)
+    # The parameter stays the same object, because optimizers refer to it.
+    tensor.data = tensor.data.to(device)
+    return tensor
+
+
 def copies(leaves: Sequence[Any]) -> list[Any]:
-    """Copies of the inputs, so that writes do not reach the caller's tensors. A tensor that occurs twice is copied
-    once."""
+    """Copies of the inputs, so that writes do not reach the caller's tensors. Equal objects have one copy."""
     clones: dict[int, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for x in leaves:
             if isinstance(x, Tensor) and id(x) not in clones:
                 clones[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
     return [clones[id(x)] if isinstance(x, Tensor) else x for x in leaves]
-
-
-def _identity(value: Any) -> Any:
-    """Replaces the caller's hooks on saved tensors."""
-    return value

@@ -26,10 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-DEPTH = 4
-"""Levels of containers and objects that are compared; deeper ones are compared by identity."""
-ENTRIES = 4096
-"""Values of one attribute that are compared: the first ones, and the length of each container."""
+DEPTH = 4  # levels of containers and objects that are compared by value
+ENTRIES = 4096  # values of one attribute that are compared: the first ones, and the length of each container
 PLAIN: tuple[type[Any], ...] = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size, slice, range),
@@ -41,8 +39,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _ABSENT = object()
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _WRAPPERS = (types.MethodType, staticmethod, classmethod, property, partial)
-_WRAPPED = ("__func__", "fget", "func")
-"""The attributes in which these wrappers hold their function."""
+_WRAPPED = ("__func__", "fget", "func")  # the attributes in which wrappers hold their function
 
 
 class OpenState:
@@ -63,6 +60,7 @@ class OpenState:
                 value = read(module, name)
                 if name not in _OF_MODULES and name[:2] != "__" and is_open() and id(module) in names:
                     self._note_attribute(module, name, names[id(module)])
+                    # The code that reads the attribute is code between blocks, so its globals count too.
                     frame = sys._getframe(1)
                     self._note_code(frame.f_code, frame.f_globals, DEPTH)
                 return value
@@ -144,7 +142,8 @@ class OpenState:
         for name in code.co_names:
             value = held.get(name)
             if isinstance(value, type | types.ModuleType):
-                inside = {} if _is_constant(_home(value)) else vars(value)
+                home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+                inside = {} if _is_constant(home) else vars(value)
                 for inner in set(code.co_names).intersection(inside):
                     self._note_global(inside, inner, f"{name}.{inner}", depth)
             elif name in held:
@@ -157,18 +156,13 @@ class OpenState:
             self._places.setdefault((id(held), name), (held, name, words))
 
 
-def _state_of(value: Any) -> Hashable:
-    """A hashable image of a value. Two images are equal if the value has not changed."""
+def _state_of(value: Any, depth: int = DEPTH, left: list[int] | None = None) -> Hashable:
+    """A hashable image of a value, equal if the value has not changed. `left` holds how many values still count."""
     kind = cast("type[Any]", type(value))
-    return (kind, value) if kind in _PLAIN else _inner_state(value, DEPTH, [ENTRIES])
-
-
-def _inner_state(value: Any, depth: int, left: list[int]) -> Hashable:
-    """The same, down to `depth` levels. `left[0]` is the number of values that can still be compared."""
-    kind = cast("type[Any]", type(value))
-    left[0] -= 1
+    # With the type, because True == 1 == 1.0.
     if kind in _PLAIN or isinstance(value, enum.Enum):
         return kind, value
+    left = left or [ENTRIES]
     if kind is slice:
         return kind, value.start, value.stop, value.step
     if kind.__module__ == "numpy" and hasattr(value, "tobytes") and value.nbytes <= 8 * ENTRIES:
@@ -180,7 +174,8 @@ def _inner_state(value: Any, depth: int, left: list[int]) -> Hashable:
     for inner in inside:
         if left[0] <= 0:
             break
-        states.append(_inner_state(inner, depth - 1, left))
+        left[0] -= 1
+        states.append(_state_of(inner, depth - 1, left))
     return tuple(states)
 
 
@@ -205,11 +200,6 @@ def _inside(value: Any) -> Iterable[Any] | None:
 @cache
 def _slots(kind: type[Any]) -> list[str]:
     return [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
-
-
-def _home(value: Any) -> str | None:
-    """The name of the module of a class or module."""
-    return value.__name__ if isinstance(value, types.ModuleType) else value.__module__
 
 
 @cache

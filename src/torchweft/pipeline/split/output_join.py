@@ -29,40 +29,35 @@ from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.verify import difference
 
 Reduction = Literal["mean", "sum"]
-Quiet = Literal["none", "blocks", "all"]
-"""The modules that run in eval mode."""
+Quiet = Literal["none", "blocks", "all"]  # the modules that run in eval mode
 RunQuietly = Callable[[Any, Quiet], tuple[Any, bool]]
 QUIET: tuple[Quiet, ...] = ("none", "blocks", "all")
 
-IGNORED = -100
-"""PyTorch's default of ``ignore_index``."""
+IGNORED = -100  # PyTorch's default of ignore_index
+# Functions that compare with a number, which can mark the tokens that a loss leaves out.
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "cross_entropy", "nll_loss"}
-"""Functions that compare with a number, which can mark the tokens that a loss leaves out."""
 
 
 class _Outputs(NamedTuple):
-    """Output of the model for some rows: its leaves by name, and the axis of the rows of each."""
+    """Output of the model for some rows: its leaves by name, the axis of the rows of each, and whether it drew."""
 
     rows: int
     leaves: dict[str, Any]
     axes: Sequence[int]
+    drew: bool
 
 
 class OutputJoin:
     """Rules by which the outputs of one kind of call are joined."""
 
     def __init__(self, recorder: ForwardRecorder, run: RunQuietly, axes: Any, stated: Reduction | None) -> None:
-        """`run` runs the model. `axes` are the axes of the rows in the output. `stated` is the caller's reduction, or
-        None."""
-        self._recorder, self._run_model, self._axes = recorder, run, axes
+        """`run` runs the model. `axes` are the axes of the rows in the output. `stated` is the caller's reduction."""
+        self._model, self._run_model, self._axes = recorder.model, run, axes
         self._stated: Reduction | None = stated
         self._reduction: Reduction | None = None
         self._rows_checked = False
-        layers = recorder.model.modules()
-        self._marks: set[int | float] = {
-            IGNORED,
-            *(index for m in layers if isinstance(index := getattr(m, "ignore_index", None), int)),
-        }
+        indices = (getattr(module, "ignore_index", None) for module in self._model.modules())
+        self._marks: set[int | float] = {IGNORED, *(index for index in indices if isinstance(index, int))}
         # By the number of an input: the marks of which unequal numbers were in two micro-batches that were compared.
         self._compared_marks: dict[int, set[Any]] = {}
 
@@ -85,9 +80,7 @@ class OutputJoin:
                 self._rows_checked = True
             if numbers and self._stated is None:
                 self._compare_where_due(plan, leaves)
-        if self._stated is not None:
-            return self._stated
-        return "mean" if self._reduction is None else self._reduction
+        return self._stated or self._reduction or "mean"
 
     def _compare_where_due(self, plan: SplitPlan, leaves: Sequence[Any]) -> None:
         due: list[tuple[int, Any, list[float]]] = []  # input, mark, its rate in each micro-batch
@@ -96,21 +89,22 @@ class OutputJoin:
         tables = {k: x for k, x in tables.items() if x.numel() and not (x.is_meta or x.is_complex())}
         for (k, x), span in zip(tables.items(), _spans(list(tables.values())), strict=True):
             known = self._compared_marks.setdefault(k, set())
-            due += [(k, *each) for each in _uneven(x, span, plan.sizes, self._marks, known)]
+            due += [(k, mark, rates) for mark, rates in _uneven(x, span, plan.sizes, self._marks, known)]
         while due or self._reduction is None:
+            # The two micro-batches that differ most in the first mark. The same pair can settle other marks too.
             rates = due[0][2] if due else [1.0, 0.0]
             pair = rates.index(max(rates)), rates.index(min(rates))
-            found = self._compared(plan, leaves, pair)
-            if found is None:
+            reduction = self._compare(plan, leaves, pair)
+            if reduction is None:
                 break  # all numbers are zero or not finite, so the next step compares again
-            self._reduction = found
-            for k, mark, seen in due:
-                if seen[pair[0]] != seen[pair[1]]:
+            self._reduction = reduction
+            for k, mark, rates in due:
+                if rates[pair[0]] != rates[pair[1]]:
                     self._compared_marks[k].add(mark)
-            due = [each for each in due if each[1] not in self._compared_marks[each[0]]]
+            due = [(k, mark, rates) for k, mark, rates in due if mark not in self._compared_marks[k]]
 
     def _check_rows(self, plan: SplitPlan, leaves: Sequence[Any]) -> None:
-        few, many = self._run(plan, leaves, [0]), self._run(plan, leaves, [0, 1])
+        few, many = (self._run(plan, leaves, _rows_of(plan, parts)) for parts in ([0], [0, 1]))
         faults: list[str] = []
         several = False
         for (name, one), axis in zip(few.leaves.items(), few.axes, strict=True):
@@ -121,73 +115,65 @@ class OutputJoin:
             lengths = one_shape.pop(axis), other_shape.pop(axis) if len(other_shape) > axis else 0
             several |= lengths[0] > few.rows
             if one_shape != other_shape or lengths[0] * many.rows != lengths[1] * few.rows:
-                faults.append(
-                    f"{name} has shape {tuple(one.shape)} for {few.rows} rows, and {tuple(other.shape)} for {many.rows}"
-                )
-        if faults:
-            headline = (
-                "the results of the micro-batches cannot be joined: these do not have the same number of rows for "
-                "each input row, so their pieces would not make the result for all rows. Leave them out of the output, "
-                "compute them outside from outputs that have rows, or inside with loss= and target=:"
-            )
-            raise BatchError(join_faults(headline, faults))
+                shapes = f"{tuple(one.shape)} for {few.rows} rows, and {tuple(other.shape)} for {many.rows}"
+                faults.append(f"{name} has shape {shapes}")
+        _refuse(
+            "these do not have the same number of rows for each input row, so their pieces would not make the result "
+            "for all rows. Leave them out of the output, compute them outside from outputs that have rows, or inside "
+            "with loss= and target=:",
+            faults,
+        )
         if several:
             self._check_order(plan, leaves)
 
     def _check_order(self, plan: SplitPlan, leaves: Sequence[Any]) -> None:
-        """Raise BatchError if an output has several rows for each that came in, and these are not adjacent.
-
-        Rows of tokens are adjacent. Others would be joined in another order than the model's. Running two rows in both
-        orders shows it.
-        """
-        one, other = (self._run_rows(plan, leaves, order, "all")[0] for order in ([0, 1], [1, 0]))
+        """Raise BatchError if an output has several rows for each that came in, and these are not adjacent."""
+        # Rows of tokens are adjacent. Others would be joined in another order than the model's.
+        one, other = (self._run(plan, leaves, order, "all") for order in ([0, 1], [1, 0]))
         faults: list[str] = []
         for (name, x), y, axis in zip(one.leaves.items(), other.leaves.values(), one.axes, strict=True):
             several = isinstance(x, Tensor) and x.dim() and not axis and len(x) > 2 and x.shape == y.shape
             if several and (len(x) % 2 or difference(x, y.unflatten(0, (2, -1)).flip(0).flatten(0, 1))):
                 faults.append(f"{name} has {len(x)} rows for 2")
-        if faults:
-            headline = (
-                "the results of the micro-batches cannot be joined: output rows of one input row are not adjacent, as "
-                "those of its tokens would be. Let the model return one row for each input row, and regroup outside:"
-            )
-            raise BatchError(join_faults(headline, faults))
+        _refuse(
+            "output rows of one input row are not adjacent, as those of its tokens would be. Let the model return one "
+            "row for each input row, and regroup outside:",
+            faults,
+        )
 
-    def _compared(self, plan: SplitPlan, leaves: Sequence[Any], pair: tuple[int, int]) -> Reduction | None:
-        """The reduction that turns the numbers of each micro-batch into the number for both. None if all of them are
-        zero or not finite, so that both reductions fit. Raises BatchError if neither reduction fits.
-
-        Dropout and batch norm change numbers from run to run. So if neither fits, the comparison is repeated with
-        blocks in eval mode, and then with all modules in eval mode. The run with blocks is needed because the code
-        between blocks can compute a loss in training mode only.
-        """
+    def _compare(self, plan: SplitPlan, leaves: Sequence[Any], pair: tuple[int, int]) -> Reduction | None:
+        """The reduction that fits the numbers of a pair of micro-batches. None if both fit, BatchError if neither."""
         first, second = pair
-        seen = ""
+        fault = ""
+        # Dropout and batch norm change numbers from run to run. So if neither reduction fits, blocks run in eval mode,
+        # and then all modules. The run with blocks is needed because the code between blocks can compute a loss in
+        # training mode only.
         for quiet in QUIET:
-            alone = [self._run(plan, leaves, each, quiet) for each in ([first], [second, second])]
-            joint = self._run(plan, leaves, [first, second, second], quiet)
+            # The second one twice: for equal rows, the mean by rows is also the plain mean of the two numbers.
+            groups = [first], [second, second], [first, second, second]
+            one, other, joint = (self._run(plan, leaves, _rows_of(plan, group), quiet) for group in groups)
             fits: set[Reduction] = {"mean", "sum"} if self._reduction is None else {self._reduction}
-            told = False
+            decided = False
             faults: list[str] = []
-            for name, whole in joint.leaves.items():
-                if not _is_number(whole):
+            for name, number in joint.leaves.items():
+                if not _is_number(number):
                     continue
-                parts = [(each.leaves.get(name), each.rows) for each in alone]
-                found = _fitting(parts, whole, self._tolerance(whole))
-                told |= found is not None
-                fits &= {"mean", "sum"} if found is None else found
+                parts = [(outputs.leaves.get(name), outputs.rows) for outputs in (one, other)]
+                fitting = _fitting(parts, number, self._tolerance(number))
+                decided |= fitting is not None
+                fits &= {"mean", "sum"} if fitting is None else fitting
                 words = [f"{x.item():.6g} for {rows}" for x, rows in parts if x is not None]
-                faults.append(f"{name} is {whole.item():.6g} for {joint.rows} rows, and {', '.join(words)} of them")
+                faults.append(f"{name} is {number.item():.6g} for {joint.rows} rows, and {', '.join(words)} of them")
             if fits:
-                return fits.pop() if told and len(fits) == 1 else None
-            seen = seen or join_faults(self._refusal(plan, leaves), faults)
-        raise BatchError(seen)
+                return fits.pop() if decided and len(fits) == 1 else None
+            fault = fault or join_faults(self._refusal(plan, leaves), faults)
+        raise BatchError(fault)
 
     def _refusal(self, plan: SplitPlan, leaves: Sequence[Any]) -> str:
-        draws = self._run_rows(plan, leaves, [0], "all")[1]
+        draws = self._run(plan, leaves, [0], "all").drew
         why = " (it draws random numbers in eval mode too, so it cannot be compared)" if draws else ""
         return (
-            f"{type(self._recorder.model).__name__} returns numbers that are neither a mean by rows nor a sum{why}: "
+            f"{type(self._model).__name__} returns numbers that are neither a mean by rows nor a sum{why}: "
             "labels or masks leave out unequal numbers in the micro-batches, classes have weights, or the number is "
             "another function of all rows. Give num_items_in_batch= if the model divides its loss by it, such as "
             "(labels[:, 1:] != -100).sum() for a causal one; or compute the loss inside, with loss= and loss_weight=, "
@@ -197,44 +183,36 @@ class OutputJoin:
 
     def _tolerance(self, number: Tensor) -> float:
         """The relative rounding error that is accepted, by the least precise dtype of the model."""
-        dtypes = {number.dtype, *(x.dtype for x in self._recorder.model.parameters() if x.is_floating_point())}
+        dtypes = {number.dtype, *(x.dtype for x in self._model.parameters() if x.is_floating_point())}
         dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         return 3e-2 if eps > 1e-4 else 1e-4 if eps > 1e-8 else 1e-6
 
-    def _run(
-        self, plan: SplitPlan, leaves: Sequence[Any], micro_batches: Sequence[int], quiet: Quiet = "none"
-    ) -> _Outputs:
-        return self._run_rows(plan, leaves, _rows_of(plan, micro_batches), quiet)[0]
-
-    def _run_rows(
-        self, plan: SplitPlan, leaves: Sequence[Any], rows: Sequence[int], quiet: Quiet
-    ) -> tuple[_Outputs, bool]:
-        """Run the model on these rows of the mini-batch. Also whether it drew random numbers."""
+    def _run(self, plan: SplitPlan, leaves: Sequence[Any], rows: Sequence[int], quiet: Quiet = "none") -> _Outputs:
         pairs = zip(leaves, plan.axes, strict=True)
         taken = [x if axis is None else x.index_select(axis, torch.tensor(rows, device=x.device)) for x, axis in pairs]
-        whole, drew = self._run_model(unflatten(plan.structure, taken), quiet)
-        result, structure = flatten(whole)
-        axes = (
-            [self._axes] * len(result)
-            if isinstance(self._axes, int)
-            else broadcast_prefix(self._axes, structure, "output")
-        )
-        return _Outputs(len(rows), dict(zip(structure_paths(structure, "output"), result, strict=True)), axes), drew
+        output, drew = self._run_model(unflatten(plan.structure, taken), quiet)
+        result, structure = flatten(output)
+        names, axes = structure_paths(structure, "output"), broadcast_prefix(self._axes, structure, "output")
+        return _Outputs(len(rows), dict(zip(names, result, strict=True)), axes, drew)
+
+
+def _refuse(headline: str, faults: list[str]) -> None:
+    if faults:
+        raise BatchError(join_faults(f"the results of the micro-batches cannot be joined: {headline}", faults))
 
 
 def run_quietly(recorder: ForwardRecorder, call: Any, quiet: Quiet) -> tuple[Any, bool]:
-    """Run the model without gradients, with the modules `quiet` in eval mode. Returns the result, and whether it drew
-    random numbers. Leaves the model and the generators unchanged."""
+    """The result of the model without gradients and with the modules `quiet` in eval mode, and whether it drew."""
     modules = [] if quiet == "none" else list(recorder.model.modules())
-    before = [(module, module.training) for module in modules if quiet == "all" or module not in recorder.open]
+    before = [(module, module.training) for module in modules if quiet == "all" or module not in recorder.modules.open]
     sources = generators_of(recorder.devices)
     leaves, structure = flatten(call)
-    isolated = undisturbed(recorder.model, recorder.devices)
-    with torch.inference_mode(False), isolated, torch.no_grad(), warnings.catch_warnings():
+    with undisturbed(recorder.model, recorder.devices), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as warnings about gradients, which this run does not compute
         drawn = get_states(sources)
         try:
+            # Not module.eval(), which a model can override, and which would reach the open modules as well.
             for module, _ in before:
                 module.training = False
             result = recorder.plain(*unflatten(structure, copies(leaves)))
@@ -275,7 +253,7 @@ def _uneven(
         marks = marks | {0, 1}
     # A causal loss does not count the first token, so rates are looked at without it, too.
     views = [x, x[:, 1:]] if x.shape[1] > 1 else [x]
-    for mark in ("sum", *(each for each in marks if least <= each <= largest)):
+    for mark in ("sum", *(number for number in marks if least <= number <= largest)):
         for view in () if mark in known else views:
             of_rows = view.sum(1, dtype=torch.float64) if mark == "sum" else (view == mark).sum(1)
             parts = cast("Sequence[Tensor]", of_rows.split(list(sizes)))
@@ -290,14 +268,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _fitting(parts: Sequence[tuple[Any, int]], whole: Tensor, tolerance: float) -> set[Reduction] | None:
-    """The reductions that turn the numbers of two parts, each with its rows, into the number of the whole. None if all
-    numbers are zero or not finite."""
+    """The reductions that fit the numbers of two parts, each with its rows. None if all are zero or not finite."""
     if not all(_is_number(number) for number, _ in parts):
         return set()
     (a, rows), (b, other_rows) = ((number.double().item(), rows) for number, rows in parts)
     both = whole.double().item()
-    if not any(isfinite(each) and each for each in (a, b, both)):
+    if not any(isfinite(number) and number for number in (a, b, both)):
         return None
-    made: dict[Reduction, float] = {"mean": (a * rows + b * other_rows) / (rows + other_rows), "sum": a + b}
+    expected: dict[Reduction, float] = {"mean": (a * rows + b * other_rows) / (rows + other_rows), "sum": a + b}
     scale = max(abs(a), abs(b), abs(both))
-    return {reduction for reduction, number in made.items() if abs(both - number) <= tolerance * scale}
+    return {reduction for reduction, number in expected.items() if abs(both - number) <= tolerance * scale}

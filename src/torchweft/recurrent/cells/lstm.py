@@ -32,8 +32,7 @@ class LSTMCell(TorchGatedCell, MemoryCell):
     `TorchGatedCell`. Hochreiter and Schmidhuber (1997); Gers, Schmidhuber and Cummins (2000).
 
     Example:
-        >>> weft.Recurrent(weft.recurrent.cells.LSTMCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last[0].shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.LSTMCell(3, 8))
     """
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -53,13 +52,11 @@ class PeepholeLSTMCell(OneBiasCell, MemoryCell):
     precise timing with LSTM recurrent networks", JMLR 3 (2002).
 
     Example:
-        >>> cell = weft.recurrent.cells.PeepholeLSTMCell(3, 8)
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).last[0].shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.PeepholeLSTMCell(3, 8))
     """
 
     def add_parameters(self) -> None:
-        self.peephole = self.parameter(3, self.hidden_size)
+        self.peephole = self.new_parameter(3, self.hidden_size)
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         h, c = state
@@ -77,9 +74,7 @@ class LayerNormLSTMCell(OneBiasCell, MemoryCell):
     the work of their biases. Ba, Kiros and Hinton, "Layer normalization" (arXiv 1607.06450), equations 20 to 22.
 
     Example:
-        >>> cell = weft.recurrent.cells.LayerNormLSTMCell(3, 8)
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).last[0].shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.LayerNormLSTMCell(3, 8))
     """
 
     def add_parameters(self) -> None:
@@ -110,12 +105,11 @@ class MILSTMCell(OneBiasCell, MemoryCell):
     Bengio and Salakhutdinov, "On multiplicative integration with recurrent neural networks" (arXiv 1606.06630).
 
     Example:
-        >>> weft.Recurrent(weft.recurrent.cells.MILSTMCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last[0].shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.MILSTMCell(3, 8))
     """
 
     def add_parameters(self) -> None:
-        self.alpha, self.beta_ih, self.beta_hh = (self.parameter(4 * self.hidden_size) for _ in range(3))
+        self.alpha, self.beta_ih, self.beta_hh = (self.new_parameter(4 * self.hidden_size) for _ in range(3))
 
     def reset_parameters(self) -> None:
         """Draw weights and bias as an LSTM does. Alpha and both betas are 1."""
@@ -152,8 +146,7 @@ class SLSTMCell(GatedCell):
     (arXiv 2405.04517).
 
     Example:
-        >>> weft.Recurrent(weft.recurrent.cells.SLSTMCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last[0].shape
-        torch.Size([2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.SLSTMCell(3, 8))
     """
 
     GATES = 4
@@ -164,8 +157,8 @@ class SLSTMCell(GatedCell):
             fault = f"heads is {heads}, wanted a divisor of hidden_size, which is {hidden_size}"
             check.require(heads > 0 and hidden_size % heads == 0, fault)
         self.heads = heads
-        self.weight_hh = self.parameter(4, heads, hidden_size // heads, hidden_size // heads)
-        self.bias = self.parameter(4 * hidden_size)
+        self.weight_hh = self.new_parameter(4, heads, hidden_size // heads, hidden_size // heads)
+        self.bias = self.new_parameter(4 * hidden_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -178,7 +171,7 @@ class SLSTMCell(GatedCell):
     def initial_state(self, x: Tensor) -> tuple[Tensor, ...]:
         """``(h, c, n, m)``, N x H each: zeros, and for ``m`` half the lowest number of its dtype."""
         # Half of it, because the first step adds log f, and the sum must not overflow to -inf.
-        h, c, n, m = (self.zeros(x) for _ in range(4))
+        h, c, n, m = (self.zero_state(x) for _ in range(4))
         return h, c, n, m + torch.finfo(m.dtype).min / 2
 
     def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -204,9 +197,7 @@ class ConvLSTMCell(nn.Module):
     one size of image.
 
     Example:
-        >>> cell = weft.recurrent.cells.ConvLSTMCell(1, 4)
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 1, 8, 8)).outputs.shape
-        torch.Size([5, 2, 4, 8, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.ConvLSTMCell(1, 4))
     """
 
     def __init__(self, input_size: int, hidden_size: int, kernel_size: int = 3, **factory: Any) -> None:

@@ -36,8 +36,7 @@ class Wrapper(nn.Module):
         return adapt(self.cell).own_initial()
 
 
-Rates = Any
-"""A number from 0 to 1, or such numbers with the nesting of the value."""
+Rates = Any  # A number from 0 to 1, or such numbers with the nesting of the value
 
 
 def check_rates(name: str, rates: Rates, check: Validator) -> None:
@@ -73,9 +72,7 @@ class Residual(Wrapper):
     1512.03385). Raises ``SpecError`` if output and input differ in shape or nesting.
 
     Example:
-        >>> cell = weft.recurrent.cells.Residual(nn.GRUCell(4, 4))
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 4)).outputs.shape
-        torch.Size([5, 2, 4])
+        >>> net = weft.Recurrent(weft.recurrent.cells.Residual(nn.GRUCell(4, 4)))
     """
 
     def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
@@ -103,9 +100,7 @@ class Zoneout(Wrapper):
     (arXiv 1606.01305).
 
     Example:
-        >>> cell = weft.recurrent.cells.Zoneout(nn.LSTMCell(3, 8), (0.5, 0.05))
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).outputs.shape
-        torch.Size([5, 2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.Zoneout(nn.LSTMCell(3, 8), (0.5, 0.05)))
     """
 
     def __init__(self, cell: nn.Module, rate: Rates) -> None:
@@ -132,6 +127,7 @@ class Zoneout(Wrapper):
         if not rate or old is new:
             return new
         if self.training:
+            # A choice, not a weighted sum: NaN in the dropped value times zero would be NaN.
             return torch.where(torch.rand_like(new) < rate, old, new)
         return new + rate * (old - new)
 
@@ -162,9 +158,7 @@ class SequenceDropout(Wrapper):
     c)``.
 
     Example:
-        >>> cell = weft.recurrent.cells.SequenceDropout(nn.LSTMCell(3, 8), inputs=0.2, states=(0.25, 0))
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).outputs.shape
-        torch.Size([5, 2, 8])
+        >>> net = weft.Recurrent(weft.recurrent.cells.SequenceDropout(nn.LSTMCell(3, 8), inputs=0.2, states=(0.25, 0)))
     """
 
     def __init__(self, cell: nn.Module, *, inputs: Rates = 0.0, states: Rates = 0.0) -> None:
@@ -189,6 +183,7 @@ class SequenceDropout(Wrapper):
             )
         state = initial_state(x) if initial_state is not None and state is None else state
         pairs = self._with_rates(x, state)
+        # Dropout of ones gives the masks with their scale, by PyTorch's own numbers. In eval mode they stay ones.
         masks = [F.dropout(torch.ones_like(leaf), rate, self.training) for leaf, rate in pairs if rate]
         return Masked(state, tuple(masks))
 

@@ -22,38 +22,19 @@ from dataclasses import dataclass
 
 import torch
 
+from torchweft.recurrent.cpp import ir
 from torchweft.recurrent.cpp.gemm import ALIGN, MatrixProducts, aligned
-from torchweft.recurrent.cpp.ir import (
-    C_TYPES,
-    Argument,
-    AxisOp,
-    Cat,
-    Elementwise,
-    LoopValue,
-    MemoryLayout,
-    Operand,
-    Product,
-    Reduce,
-    TimeReduction,
-    View,
-    operand_views,
-    whole_view,
-)
 from torchweft.recurrent.cpp.scheduling import LoopFunction, Phase
 
 _MEET = "kernels.meet(gate, threads);"
 
 
 class Emitter:
-    """Write the text of one function. `width` holds the columns of a packed panel, by dtype.
-
-    Attributes:
-        text: the whole function.
-        arguments: the order of its `values`: addresses of these arguments, the workspace, and the number of rows.
-    """
+    """The text of one function. `width` holds the columns of a packed panel, by dtype."""
 
     def __init__(self, function: LoopFunction, width: Mapping[torch.dtype, int]) -> None:
         self.function = function
+        # The order of `values` in the C signature: these addresses, the workspace, and the number of rows.
         self.arguments = function.signature.arguments
         self._axes = function.axes
         self._products = MatrixProducts(function, width)
@@ -65,7 +46,6 @@ class Emitter:
         self.text = "\n".join([*self._head_lines(), *self._products.pack_lines(), *body, "}"])
 
     def workspace_bytes(self, steps: int, threads: int) -> int:
-        """The size of the workspace for a call over so many steps by so many threads."""
         stacks = sum(aligned(value.bytes * steps) for value in self.function.stacks)
         return self._products.packed_bytes + threads * (self._products.room + self._local_bytes) + stacks + ALIGN
 
@@ -89,7 +69,7 @@ class Emitter:
         # Each thread has its own locals. But if the first thread computes the main loop for all, its locals must be
         # the ones that all threads read: they share the products of that loop.
         main_groups = [group for phase in function.phases if phase.main for group in phase.groups]
-        shared = {value for group in main_groups for value in group} if self._axes is None else set[LoopValue]()
+        shared = {value for group in main_groups for value in group} if self._axes is None else set[ir.LoopValue]()
         offset = 0
         for value in function.locals:
             base = f"({'first' if value in shared else 'own'} + {offset}L)"
@@ -109,11 +89,11 @@ class Emitter:
         share = "for (long t = steps * thread / threads; t < steps * (thread + 1) / threads; t++) {"
         return [*lines, share, *self._step_lines(phase.groups), "}", _MEET]
 
-    def _bulk_lines(self, bulk: Sequence[LoopValue]) -> list[str]:
+    def _bulk_lines(self, bulk: Sequence[ir.LoopValue]) -> list[str]:
         lines: list[str] = []
         destinations, target = dict(self.function.signature.totals), None
         for value in bulk:
-            if not isinstance(value.operation, TimeReduction):
+            if not isinstance(value.operation, ir.TimeReduction):
                 lines += self._products.bulk_lines(value)
                 continue
             # Two sums into one argument can divide its elements differently among threads. Without a meeting in
@@ -125,10 +105,10 @@ class Emitter:
             lines += [line] if line is not None else self._total_lines(value.operation.of, layout)
         return [*lines, _MEET] if lines else []
 
-    def _total_lines(self, of: Product | Reduce | View, to: MemoryLayout) -> list[str]:
+    def _total_lines(self, of: ir.Product | ir.Reduce | ir.View, to: ir.MemoryLayout) -> list[str]:
         """A sum over time, step by step by the first thread."""
-        assert not isinstance(of, Product)
-        source, axes, keep = (of, (), False) if isinstance(of, View) else (of.source, of.axes, of.keep)
+        assert not isinstance(of, ir.Product)
+        source, axes, keep = (of, (), False) if isinstance(of, ir.View) else (of.source, of.axes, of.keep)
         layout, into = self.function.layout_of(source), _unreduced(source.shape, axes, keep, to)
         # Reduced axes outside: the innermost loop then adds to adjacent elements of the result.
         order = [*axes, *(i for i in range(len(source.shape)) if i not in axes)]
@@ -136,7 +116,7 @@ class Emitter:
         body = nest(loops, [f"{element(into, loops, 1)} += {element(layout, loops, 0)};"], free=not axes)
         return ["if (thread == 0) for (long t = 0; t < steps; t++) {", *body, "}"]
 
-    def _main_lines(self, groups: Sequence[Sequence[LoopValue]]) -> list[str]:
+    def _main_lines(self, groups: Sequence[Sequence[ir.LoopValue]]) -> list[str]:
         signature, rows = self.function.signature, self.function.rows
         steps = "long t = steps - 1; t >= 0; t--" if signature.backward else "long t = 0; t < steps; t++"
         loop = f"for ({steps}) {{"
@@ -150,27 +130,27 @@ class Emitter:
             *(["}", "}"] if by_rows else ["}", "}", "}"]),
         ]
 
-    def _add_line(self, value: LoopValue, argument: Argument) -> str:
+    def _add_line(self, value: ir.LoopValue, argument: ir.Argument) -> str:
         """Add the caller's gradient of the state after this step, if there is one, to the carried gradient."""
         low, high = self._share_of(value)
         into = f"{self.function.layouts[value].row_pointer}[i] += {argument.name}[t * {argument.size}L + i];"
         return f"if ({argument.name}) for (long i = {low}; i < {high}; i++) {into}"
 
-    def _clear_line(self, value: LoopValue) -> str:
+    def _clear_line(self, value: ir.LoopValue) -> str:
         """Write zeros as the carried gradient of a state that the step does not read."""
         low, high = self._share_of(value)
         # The row still holds the gradient that step t + 1 has read.
         base = f"{self.function.layouts[value].base} + (t & 1) * {value.size}L"
         return f"memset({base} + {low}, 0, ({high} - {low}) * {value.dtype.itemsize}L);"
 
-    def _share_of(self, value: LoopValue) -> tuple[str, str]:
+    def _share_of(self, value: ir.LoopValue) -> tuple[str, str]:
         """The bounds of this thread's numbers of a carried value."""
         if self._axes is None:
             return "0", f"{value.size}L"
         row = value.size // value.shape[0]
         return f"r0 * {row}L", f"r1 * {row}L"
 
-    def _step_lines(self, groups: Sequence[Sequence[LoopValue]], main: bool = False) -> list[str]:
+    def _step_lines(self, groups: Sequence[Sequence[ir.LoopValue]], main: bool = False) -> list[str]:
         axes = self._axes if main else None
         layout_of, layouts = self.function.layout_of, self.function.layouts
         lines: list[str] = []
@@ -178,27 +158,27 @@ class Emitter:
             value = group[0]
             axis = None if axes is None else axes.get(value)
             match value.operation:
-                case Elementwise():
+                case ir.Elementwise():
                     lines += group_nest(group, self.function, axis)
-                case Reduce(source=source):
+                case ir.Reduce(source=source):
                     # A value without a row axis is computed by every thread, possibly in memory that they share. There
                     # they would see each other's partial sums; but they can all store the same final number.
                     by_all = axes is not None and axis is None
                     lines += reduce_nest(value, layout_of(source), layouts[value], axis, in_register=by_all)
-                case AxisOp(operands=operands):
+                case ir.AxisOp(operands=operands):
                     lines += axis_nest(value, [layout_of(view) for view in operands], layouts[value], axis)
-                case Cat(pieces=pieces, axis=joined):
+                case ir.Cat(pieces=pieces, axis=joined):
                     into = layouts[value]
                     for start, piece in zip(value.operation.starts, pieces, strict=True):
                         if piece.value not in self.function.slots:  # else it was computed in its place
                             to = into.with_strides(into.strides, into.offset + start * into.strides[joined])
                             lines += copy_nest(piece.shape, layout_of(piece), to, axis)
-                case Product(fixed=fixed) if main and axes is None and fixed is not None:
+                case ir.Product(fixed=fixed) if main and axes is None and fixed is not None:
                     # The text is inside "if (thread == 0) {". All threads share a product by a weight, so that block
                     # is closed before it. The first meeting shows them the operand, the second one the result.
                     product = self._products.step_lines(value, None, by_panels=True)
                     lines += ["}", _MEET, *product, _MEET, "if (thread == 0) {"]
-                case Product():
+                case ir.Product():
                     lines += self._products.step_lines(value, axis)
                 case _:
                     raise AssertionError(f"{value} cannot be computed in a loop")
@@ -206,11 +186,11 @@ class Emitter:
 
 
 def _pointer(dtype: torch.dtype, name: str, at: str) -> str:
-    return f"{C_TYPES[dtype]} *const {name} = ({C_TYPES[dtype]} *){at};"
+    return f"{ir.C_TYPES[dtype]} *const {name} = ({ir.C_TYPES[dtype]} *){at};"
 
 
 def literal(value: bool | int | float, dtype: torch.dtype) -> str:
-    kind = C_TYPES[dtype]
+    kind = ir.C_TYPES[dtype]
     if dtype == torch.bool:
         return f"({kind}){int(bool(value))}"
     if isinstance(value, int):
@@ -227,10 +207,9 @@ def literal(value: bool | int | float, dtype: torch.dtype) -> str:
 
 
 def converted(text: str, to: torch.dtype, of: torch.dtype) -> str:
-    """An expression of the dtype `of`, converted to another."""
     if to == of:
         return text
-    return f"({text} != 0)" if to == torch.bool else f"({C_TYPES[to]}){text}"
+    return f"({text} != 0)" if to == torch.bool else f"({ir.C_TYPES[to]}){text}"
 
 
 @dataclass(frozen=True)
@@ -242,8 +221,7 @@ class LoopAxis:
     rows: bool = False
 
 
-def loop_axes(shape: Sequence[int], layouts: Sequence[MemoryLayout], row_axis: int | None) -> list[LoopAxis]:
-    """The loops over a shape, as few as possible."""
+def loop_axes(shape: Sequence[int], layouts: Sequence[ir.MemoryLayout], row_axis: int | None) -> list[LoopAxis]:
     axes: list[LoopAxis] = []
     for i, size in enumerate(shape):
         axis = LoopAxis(size, [layout.strides[i] for layout in layouts], i == row_axis)
@@ -270,11 +248,10 @@ def open_loops(axes: Sequence[LoopAxis], *, free: bool = True, begin: int = 0) -
 
 
 def nest(axes: Sequence[LoopAxis], body: Sequence[str], *, free: bool = True) -> list[str]:
-    """Statements within loops, or in a plain block."""
     return [*(open_loops(axes, free=free) or ["{"]), *body, "}" * max(len(axes), 1)]
 
 
-def element(layout: MemoryLayout, axes: Sequence[LoopAxis], which: int) -> str:
+def element(layout: ir.MemoryLayout, axes: Sequence[LoopAxis], which: int) -> str:
     """The element of the operand of that number, within the loops."""
     strides = [axis.strides[which] for axis in axes]
     terms = [f"i{i}" if stride == 1 else f"i{i} * {stride}L" for i, stride in enumerate(strides) if stride]
@@ -282,39 +259,38 @@ def element(layout: MemoryLayout, axes: Sequence[LoopAxis], which: int) -> str:
 
 
 def _element_at(element: str, index: str, stride: int) -> str:
-    """The element `index` strides after the given one."""
     return f"{element[:-1]} + {index} * {stride}L]"
 
 
-def group_nest(group: Sequence[LoopValue], function: LoopFunction, row_axis: int | None) -> list[str]:
+def group_nest(group: Sequence[ir.LoopValue], function: LoopFunction, row_axis: int | None) -> list[str]:
     """Elementwise values of one shape in one pass: operands are read once, and only values with readers are stored."""
     shape, members = group[0].shape, set(group)
-    views = [view for value in group for view in operand_views(value.operation) if view.value not in members]
+    views = [view for value in group for view in ir.operand_views(value.operation) if view.value not in members]
     read = {view: function.layout_of(view).broadcast_to(view.shape, shape) for view in views}
-    stored = {value: function.layout_of(whole_view(value)) for value in group if function.is_stored(value, group)}
+    stored = {value: function.layout_of(ir.whole_view(value)) for value in group if function.is_stored(value, group)}
     axes = loop_axes(shape, [*read.values(), *stored.values()], row_axis)
     names = {view: f"e{n}" for n, view in enumerate(read)}
     body = [
-        f"const {C_TYPES[view.value.dtype]} e{n} = {element(layout, axes, n)};"
+        f"const {ir.C_TYPES[view.value.dtype]} e{n} = {element(layout, axes, n)};"
         for n, (view, layout) in enumerate(read.items())
     ]
     for value in group:
         operation = value.operation
-        assert isinstance(operation, Elementwise)
+        assert isinstance(operation, ir.Elementwise)
         operands = [_operand_text(operand, names, operation.type) for operand in operation.operands]
-        body.append(f"const {C_TYPES[value.dtype]} {value} = {operation.expression.format(*operands)};")
+        body.append(f"const {ir.C_TYPES[value.dtype]} {value} = {operation.expression.format(*operands)};")
     body += [f"{element(layout, axes, len(read) + n)} = {value};" for n, (value, layout) in enumerate(stored.items())]
     return nest(axes, body)
 
 
-def _operand_text(operand: Operand, names: Mapping[View, str], dtype: torch.dtype) -> str:
+def _operand_text(operand: ir.Operand, names: Mapping[ir.View, str], dtype: torch.dtype) -> str:
     """An operand in this dtype. `names` holds the variables of views that are read from memory."""
-    if not isinstance(operand, View):
+    if not isinstance(operand, ir.View):
         return literal(operand, dtype)
     return converted(names.get(operand, str(operand.value)), dtype, operand.value.dtype)
 
 
-def copy_nest(shape: Sequence[int], source: MemoryLayout, to: MemoryLayout, row_axis: int | None) -> list[str]:
+def copy_nest(shape: Sequence[int], source: ir.MemoryLayout, to: ir.MemoryLayout, row_axis: int | None) -> list[str]:
     axes = loop_axes(shape, [source, to], row_axis)
     return nest(axes, [f"{element(to, axes, 1)} = {element(source, axes, 0)};"])
 
@@ -333,15 +309,18 @@ def _identity(kind: str, dtype: torch.dtype) -> str:
 
 
 def reduce_nest(
-    value: LoopValue, source: MemoryLayout, target: MemoryLayout, row_axis: int | None, *, in_register: bool = False
+    value: ir.LoopValue,
+    source: ir.MemoryLayout,
+    target: ir.MemoryLayout,
+    row_axis: int | None,
+    *,
+    in_register: bool = False,
 ) -> list[str]:
-    """A reduction: along adjacent elements into a register, else row by row into the result.
-
-    With `in_register`, the result is stored once in any case, so that several threads can all compute it.
-    """
+    """A reduction: along adjacent elements into a register, else row by row into the result."""
+    # With `in_register`, the result is stored once in any case, so that several threads can all compute it.
     reduction = value.operation
-    assert isinstance(reduction, Reduce)
-    shape, kind, axes = reduction.source.shape, C_TYPES[value.dtype], reduction.axes
+    assert isinstance(reduction, ir.Reduce)
+    shape, kind, axes = reduction.source.shape, ir.C_TYPES[value.dtype], reduction.axes
     to = _unreduced(shape, axes, reduction.keep, target)
     others = [i for i in range(len(shape)) if i not in axes]
     rows = None if row_axis is None else others.index(row_axis) if reduction.keep else row_axis
@@ -366,7 +345,7 @@ def reduce_nest(
     ]
 
 
-def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: MemoryLayout) -> MemoryLayout:
+def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: ir.MemoryLayout) -> ir.MemoryLayout:
     """The result's layout over the source's shape: stride 0 along the reduced axes."""
     strides = iter(to.strides)
     steps = [next(strides) if keep or i not in axes else 0 for i in range(len(shape))]
@@ -374,11 +353,10 @@ def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: Memory
 
 
 def axis_nest(
-    value: LoopValue, layouts: Sequence[MemoryLayout], target: MemoryLayout, row_axis: int | None
+    value: ir.LoopValue, layouts: Sequence[ir.MemoryLayout], target: ir.MemoryLayout, row_axis: int | None
 ) -> list[str]:
-    """An operation along one axis. `layouts` are those of its operands."""
     operation = value.operation
-    assert isinstance(operation, AxisOp)
+    assert isinstance(operation, ir.AxisOp)
     if operation.kind == "gather" or operation.kind.startswith("scatter"):
         return _indexed_nest(value, operation, layouts, target, row_axis)
     (source,), (layout,), axis = operation.operands, layouts, operation.axis
@@ -391,12 +369,14 @@ def axis_nest(
     )
     head = f"for (long j = 0; j < {source.shape[axis]}L; j++) {{"
     if operation.kind == "cumsum":
-        kind = "double" if value.dtype.is_floating_point else C_TYPES[value.dtype]  # PyTorch accumulates in double too
+        kind = (
+            "double" if value.dtype.is_floating_point else ir.C_TYPES[value.dtype]
+        )  # PyTorch accumulates in double too
         return nest(loops, [f"{kind} sum = 0;", head, f"sum += {item}; {to} = sum;", "}"], free=False)
     worse = "<=" if operation.kind == "argmax" else ">="
     # As in PyTorch, the first NaN wins: `!(x <= best)` accepts a NaN, and `best == best` rejects all that follow it.
     body = [
-        f"long at = 0; {C_TYPES[source.value.dtype]} best = {element(layout, loops, 0)};",
+        f"long at = 0; {ir.C_TYPES[source.value.dtype]} best = {element(layout, loops, 0)};",
         *(head, f"if (!({item} {worse} best) && best == best) best = {item}, at = j;", "}"),
         f"{element(target, loops, 1)} = at;",
     ]
@@ -404,13 +384,15 @@ def axis_nest(
 
 
 def _indexed_nest(
-    value: LoopValue, operation: AxisOp, layouts: Sequence[MemoryLayout], target: MemoryLayout, row_axis: int | None
+    value: ir.LoopValue,
+    operation: ir.AxisOp,
+    layouts: Sequence[ir.MemoryLayout],
+    target: ir.MemoryLayout,
+    row_axis: int | None,
 ) -> list[str]:
-    """Read or write at an index.
-
-    An index out of range gives NaN and touches no other memory. The handlers of operators allow such an index only for
-    a dtype that has NaN.
-    """
+    """Read or write at an index."""
+    # An index out of range gives NaN and touches no other memory. The handlers of operators allow such an index only
+    # for a dtype that has NaN.
     writes, (first, index, *rest) = operation.kind != "gather", layouts
     source = rest[0] if writes else first
     axis, indexed_shape = operation.axis, value.shape if writes else operation.operands[0].shape
@@ -419,7 +401,7 @@ def _indexed_nest(
     axes = loop_axes(operation.operands[1].shape, [index, at_zero, plain], row_axis)
     here, other = element(at_zero, axes, 1), element(plain, axes, 2)
     there = _element_at(here, "at", indexed.strides[axis])
-    nan = f"({C_TYPES[value.dtype]})" + ("NAN" if value.dtype.is_floating_point else "0")
+    nan = f"({ir.C_TYPES[value.dtype]})" + ("NAN" if value.dtype.is_floating_point else "0")
     body = [f"long at = {element(index, axes, 0)};", f"at += at < 0 ? {size}L : 0;"]
     in_range = f"(unsigned long)at < {size}"
     if not writes:

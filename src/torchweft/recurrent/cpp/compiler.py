@@ -8,7 +8,8 @@ cannot be caught. A file that does not match its name is removed and compiled ag
 
 The cache is `compiled` in `$TORCHWEFT_CACHE`, else in `$XDG_CACHE_HOME/torchweft`, else in `~/.cache/torchweft`. If
 that folder cannot be written, or other users could change it, a directory that ends with the process takes its place.
-Past `$TORCHWEFT_CACHE_MIB` (256) the libraries that were used longest ago are removed.
+Past `$TORCHWEFT_CACHE_MIB` (256) the libraries that were used longest ago are removed. `$TORCHWEFT_CXXFLAGS` are
+further flags for the loops of cells.
 """
 
 import atexit
@@ -16,6 +17,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -36,10 +38,8 @@ FLAGS = (
 # Without this, the compiler fuses a product and a sum in one place and not in another. Then forward and recompute would
 # differ in the last bit.
 EXACT = ("-ffp-contract=off",)
-SECONDS = 120.0
-"""Time limit of one compilation."""
-MEBIBYTES = 256.0
-"""Size limit of the cache, unless `$TORCHWEFT_CACHE_MIB` sets another."""
+SECONDS = 120.0  # time limit of one compilation
+MEBIBYTES = 256.0  # size limit of the cache, unless `$TORCHWEFT_CACHE_MIB` sets another
 
 
 class CompileError(WeftError, RuntimeError):
@@ -47,7 +47,7 @@ class CompileError(WeftError, RuntimeError):
 
 
 @cache
-def compiler() -> str | None:
+def find_compiler() -> str | None:
     """The compiler's path: `$CXX`, g++, c++ or clang++, or None if they are not installed."""
     names = (os.environ.get("CXX"), "g++", "c++", "clang++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
@@ -58,12 +58,13 @@ def load(text: str, *, exact: bool) -> ctypes.CDLL:
 
     With `exact`, the same expression gives the same bits wherever it stands.
     """
-    path = compiler()
+    path = find_compiler()
     if path is None:
         raise CompileError("there is no C++ compiler: install g++ or clang++, or set CXX to one")
     flags, limit = _all_flags(path, exact), _cache_limit()
     key = _digest_of("\n".join([text, *flags, compiler_version(path), processor_flags()]).encode())
     library = _find_cached(key)
+    # Without a lock: two processes can compile the same text, and the name of the second replaces that of the first.
     if library is None:
         try:
             library = _load_library(_compile_to_cache(path, flags, text, key))
@@ -83,7 +84,10 @@ def _all_flags(path: str, exact: bool) -> tuple[str, ...]:
     # Clang's accepts them.
     wide = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
     costs = () if "clang" in compiler_version(path) else ("-fvect-cost-model=dynamic",)
-    return (*FLAGS, *wide, *costs, *(EXACT if exact else ()))
+    # The user's flags come before EXACT, which they must not undo. They are not for the matrix products: without
+    # optimization their tiles fuse products and sums in other places, and a plan would have other bits.
+    more = (*shlex.split(os.environ.get("TORCHWEFT_CXXFLAGS", "")), *EXACT) if exact else ()
+    return (*FLAGS, *wide, *costs, *more)
 
 
 def _digest_of(content: bytes) -> str:
@@ -110,7 +114,6 @@ def _find_cached(key: str) -> ctypes.CDLL | None:
 
 
 def _compile_to_cache(path: str, flags: tuple[str, ...], text: str, key: str) -> Path:
-    """Compile a text, and return the file in the cache. Raises CompileError."""
     try:
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="compiling-") as place:
             source, output = Path(place) / "loop.cpp", Path(place) / "loop.so"
@@ -131,7 +134,6 @@ def _compile_to_cache(path: str, flags: tuple[str, ...], text: str, key: str) ->
 
 
 def _flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -159,7 +161,6 @@ def _trim_cache(place: Path, limit: float) -> None:
 
 
 def _cache_limit() -> float:
-    """The size limit of the cache, in bytes. Raises UsageError."""
     setting = os.environ.get("TORCHWEFT_CACHE_MIB") or str(MEBIBYTES)
     try:
         limit = float(setting)
@@ -226,8 +227,7 @@ def compiler_version(path: str) -> str:
 
 @cache
 def processor_flags() -> str:
-    """The features of this processor, which `-march=native` uses."""
-    # Part of the key, because machines of different kinds can share a home folder.
+    # What `-march=native` uses is part of the key, because machines of different kinds can share a home folder.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))

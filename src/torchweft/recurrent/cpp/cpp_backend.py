@@ -34,8 +34,6 @@ from torchweft.recurrent.step_plan import BulkEvaluator, explain, leading_to, su
 
 _HERE = Path(__file__).parent
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-# The order of the fields of `Kernels` in loops.h.
-_KERNELS = [*(f"{name}_{kind}" for name in ("pack", "product", "some", "gather", "columns") for kind in "fd"), "meet"]
 
 
 @cache
@@ -44,6 +42,7 @@ def kernels() -> ctypes.CDLL:
     text = f"#define TORCHWEFT_BYTES {compiler.vector_bytes()}\n{_read_source('kernels.cpp')}"
     library = compiler.load(text, exact=False)
     library.torchweft_bind_openmp((ctypes.c_void_p * len(_OPENMP))(*openmp_addresses()))
+    library.torchweft_kernels.restype = ctypes.c_void_p
     return library
 
 
@@ -65,17 +64,12 @@ def panel_width() -> dict[torch.dtype, int]:
 
 
 class CompiledFunction:
-    """One compiled function. Raises CompileError.
-
-    Attributes:
-        arguments: kind and index of each argument, in the order in which the function takes their addresses.
-        from_torch: the indices of the arguments that PyTorch computes.
-        work: roughly the number of operations of a step.
-    """
+    """One compiled function. Raises CompileError."""
 
     def __init__(self, emitter: Emitter, library: ctypes.CDLL) -> None:
         self.function, self.emitter = emitter.function, emitter
-        self.work = sum(map(_operation_count, self.function.values))
+        self.work = sum(map(_operation_count, self.function.values))  # roughly the operations of a step
+        # In the order in which the function takes their addresses. PyTorch computes those of `from_torch`.
         self.arguments = [(argument.kind, argument.index) for argument in emitter.arguments]
         self.from_torch = frozenset(index for kind, index in self.arguments if kind == "from torch")
         self._entry = ctypes.c_void_p(_address_of(library, self.function.signature.name))
@@ -100,8 +94,7 @@ class CompiledStep:
         with ThreadPoolExecutor(1, "torchweft-compile") as executor:
             products = executor.submit(kernels)
             library = compiler.load(self.text, exact=True)
-            table = [_address_of(products.result(), f"torchweft_{name}") for name in _KERNELS]
-        library.torchweft_bind((ctypes.c_void_p * len(table))(*table))
+            library.torchweft_bind(ctypes.c_void_p(products.result().torchweft_kernels()))
         self.functions = [CompiledFunction(emitter, library) for emitter in emitters]
         self.forward, self.recompute, self.backward = self.functions
 
@@ -140,8 +133,8 @@ def _operation_count(value: LoopValue) -> float:
     return 4.0 * value.size
 
 
+# Operations of a chunk from which several threads pay: waking them, and each meeting, costs microseconds.
 MIN_PARALLEL_OPERATIONS = 4e6
-"""Operations of a chunk from which several threads pay: waking them, and each meeting, costs microseconds."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +196,6 @@ class SavedLayout:
         return list(accumulate(sizes, initial=start + -start % ALIGN))[:-1]
 
     def tensors(self, buffer: Tensor, steps: int) -> dict[fx.Node, Tensor]:
-        """A view of each value, steps x ..., by node."""
         views: dict[fx.Node, Tensor] = {}
         for node, address, size in zip(self._nodes, self.addresses(buffer, steps), self._sizes, strict=True):
             value, start = node.meta["val"], address - buffer.data_ptr()
@@ -228,19 +220,14 @@ class TorchStage:
 
 
 class TorchStages:
-    """The operators of a step that C does not know, and PyTorch runs.
-
-    Attributes:
-        is_needed: whether there are any.
-        outputs: the outputs that PyTorch writes, with their indices.
-        constants: values that these operators read and that depend on references only.
-    """
+    """The operators of a step that C does not know, and PyTorch runs."""
 
     def __init__(self, split: ForwardBackwardSplit, lowered: Lowered) -> None:
         self._split = split
         signature, parts = split.captured.signature, split.by_torch
         self.is_needed = bool(split.torch or split.sums)
         aliases, outputs = split.captured.aliases, enumerate(signature.outputs)
+        # Those that PyTorch writes, with their indices.
         self.outputs = [(i, n) for i, n in outputs if n and i not in aliases and split.is_outside(n)]
         self._gradients = [(i, n) for i, n in enumerate(signature.input_gradients) if n and split.is_outside(n)]
         views = [node for node in split.captured.nodes if node in split.forward_values.torch_views]
@@ -256,13 +243,12 @@ class TorchStages:
         self.after_back = TorchStage(parts.after_back, views, ends_back)
         self._all = [*views, *parts.before_back, *parts.after_back, *summed]
         operands = dict.fromkeys(x for node in (*split.torch, *summed) for x in (node, *node.all_input_nodes))
-        self.constants = [node for node in operands if not split.varies(node)]
+        self.constants = [node for node in operands if not split.varies(node)]  # of references only
         stacked = {*split.torch, *split.for_torch, *summed}
         self.step_bytes = sum(_step_bytes(node) for node in stacked if not summed_at_once(node))
         self._fixed_bytes = sum(_step_bytes(node) for node in summed)
 
     def bytes(self, steps: int) -> int:
-        """The memory of these operators for so many steps, besides saved values."""
         return steps * self.step_bytes + self._fixed_bytes
 
     def finish_backward(self, bulk: BulkEvaluator, gradients: Gradients) -> None:

@@ -24,10 +24,8 @@ import torch
 from torchweft.recurrent.cpp.ir import C_TYPES, LoopValue, MemoryLayout, Product, TimeReduction, View
 from torchweft.recurrent.cpp.scheduling import LoopFunction
 
-ALIGN = 64
-"""Alignment of everything in the workspace, in bytes."""
-BLOCK, TALL = 256, 12
-"""As in kernels.cpp: rows that are packed at a time, and rows of a tile."""
+ALIGN = 64  # alignment of everything in the workspace, in bytes
+BLOCK, TALL = 256, 12  # as in kernels.cpp: rows that are packed at a time, and rows of a tile
 
 
 def aligned(size: int) -> int:
@@ -52,16 +50,12 @@ class _Oriented:
     rows: int
     columns: int
     inner: int
-    row_axis: int
-    """The axis of the value that holds these rows."""
-    weight: tuple[int, ...] | None
-    """The shape of B, if that is fixed."""
+    row_axis: int  # the axis of the value that holds these rows
+    weight: tuple[int, ...] | None  # the shape of B, if that is fixed
     dtype: torch.dtype
-    row_mask: MemoryLayout | None
-    """A mask of the rows of A."""
+    row_mask: MemoryLayout | None  # A mask of the rows of A
 
     def start_arguments(self, low: str, left: str = "0") -> tuple[str, int, int]:
-        """The start's address and strides in a step, or a null pointer without a start."""
         if self.start is None:
             return f"({C_TYPES[self.dtype]} *)0", 0, 0
         return self.start.address_of(self.batch, low, left), self.start.strides[-2], self.start.strides[-1]
@@ -82,12 +76,7 @@ class _Oriented:
 
 
 class MatrixProducts:
-    """The products and the sums over time of one function, and the matrices that it packs for them.
-
-    Attributes:
-        packed_bytes: the size of all packed matrices so far.
-        room: the bytes that `w_gather` needs for each thread.
-    """
+    """The products and the sums over time of one function, and the matrices that it packs for them."""
 
     def __init__(self, function: LoopFunction, width: Mapping[torch.dtype, int]) -> None:
         self._function, self._width = function, width
@@ -95,6 +84,7 @@ class MatrixProducts:
         # Offsets of the packed matrices. Products that read one weight in the same layout share it.
         self._packed: dict[tuple[MemoryLayout, tuple[int, ...], torch.dtype], int] = {}
         self.packed_bytes = 0
+        # The bytes that `w_gather` needs for each thread.
         self.room = max([0, *map(self._gather_room, self._destinations)])
 
     def step_lines(self, value: LoopValue, axis: int | None, *, by_panels: bool = False) -> list[str]:
@@ -167,6 +157,7 @@ class MatrixProducts:
 
     def _small(self, product: _Oriented, low: str, high: str, by_columns: bool) -> str:
         """A product of two varying matrices. With `by_columns`, threads also divide its columns, the batch's rows."""
+        # Not packed: both sides change in every step, so packing would cost as much as the product.
         left, right = ("r0", "r1") if by_columns else ("0", str(product.columns))
         return call_text(
             "w_small",
@@ -181,11 +172,11 @@ class MatrixProducts:
         return -(-columns // self._width[dtype])
 
     def _packed_size(self, inner: int, columns: int, dtype: torch.dtype) -> int:
-        """Numbers in one packed matrix, the padding of its last panel included."""
         return self._panel_count(columns, dtype) * self._width[dtype] * inner
 
     def _packed_weight(self, product: _Oriented, shape: tuple[int, ...]) -> str:
         """The address of a packed matrix, of that for batch `b` if there are several."""
+        # Products that share a weight also share its packed form, so the key is the layout, not the value.
         layout, batched = product.b, len(shape) > 2 and product.b.strides[0] != 0
         if not batched:
             layout, shape = layout.select_axes([-2, -1]), shape[-2:]
@@ -223,7 +214,6 @@ class MatrixProducts:
         return aligned((self._packed_size(BLOCK, columns, value.dtype) + BLOCK * TALL) * value.dtype.itemsize)
 
     def _columns(self, source: View, axes: tuple[int, ...], to: MemoryLayout) -> str | None:
-        """The sum of rows, if the rows of all steps are evenly spaced."""
         layout, rows = self._function.layout_of(source), source.shape[0] if axes else 1
         flat = axes in ((), (0,)) and len(source.shape) == 1 + len(axes)
         row = layout.step_stride(rows)
@@ -244,6 +234,7 @@ class MatrixProducts:
         (rows, inner), columns = product.left.shape, product.right.shape[1]
         a, b = left.all_steps(inner, 1), right.all_steps(inner)
         merged = a is not None and b is not None
+        # A side without a row per step, such as a constant, has no long inner axis. Then each step adds a product.
         if a is None or b is None:
             a, b = left, right
         sides = [

@@ -34,6 +34,7 @@ from torch import Tensor, fx
 
 from torchweft.core.errors import WeftError
 
+# The dtypes that loops can hold, and their names in C.
 C_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -46,10 +47,9 @@ C_TYPES = {
     torch.int32: "int32_t",
     torch.int64: "int64_t",
 }
-"""The dtypes that loops can hold, and their names in C."""
 
+# Stored as such, but computed in float32, as PyTorch does on a CPU: each operator's result is rounded.
 REDUCED_PRECISION = (torch.bfloat16, torch.float16)
-"""Stored as such, but computed in float32, as PyTorch does on a CPU: each operator's result is rounded."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,10 +66,11 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
         raise Unsupported(f"{what} is of {dtype}; loops in C hold {', '.join(map(str, C_TYPES))}")
 
 
+# Expressions that are computed at their readers if these read only slices of them.
 CHEAP = {"({0}+{1})", "({0}-{1})", "({0}*{1})", "(-{0})", "({0}+{1}*{2})", "({0}-{1}*{2})"}
-"""Expressions that are computed at their readers if these read only slices of them."""
 
 
+# Compared by identity, here and below: two values with equal fields are still two values, and they are keys of tables.
 @dataclass(eq=False)
 class LoopValue:
     """A tensor that every step computes, or that is the same in all steps (`varies` is False)."""
@@ -90,16 +91,11 @@ class LoopValue:
 
     @property
     def size(self) -> int:
-        """Numbers in one step."""
         return torch.Size(self.shape).numel()
 
     @property
     def bytes(self) -> int:
         return self.size * self.dtype.itemsize
-
-    def replace_operand(self, old: "LoopValue", new: "LoopValue") -> None:
-        assert self.operation is not None
-        self.operation = with_operand(self.operation, old, new)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +111,6 @@ class View:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the value itself, in its own layout."""
         return self.at.shape == self.value.shape and self.at.storage_offset() == 0 and self.at.is_contiguous()
 
 
@@ -159,10 +154,9 @@ class AxisOp:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A matrix product, ... x M x K by ... x K x N, plus the start of its sums.
+    """A matrix product, ... x M x K by ... x K x N, plus the start of its sums."""
 
-    With `row_mask`, only rows where it is true are read: rows of the left side, or the inner axis of a sum over time.
-    """
+    # With `row_mask`, only rows where it is true are read: rows of the left side, or the inner axis of a sum over time.
 
     left: View
     right: View
@@ -186,7 +180,6 @@ class Cat:
 
     @property
     def starts(self) -> list[int]:
-        """The first index of each piece along the axis."""
         return [0, *accumulate(piece.shape[self.axis] for piece in self.pieces)][:-1]
 
 
@@ -220,7 +213,6 @@ def operand_values(operation: Operation | None) -> list[LoopValue]:
 
 
 def with_ancestors(ends: Iterable[LoopValue]) -> set[LoopValue]:
-    """The ends, and all values that they depend on."""
     reached: set[LoopValue] = set()
     stack = list(ends)
     while stack:
@@ -232,7 +224,6 @@ def with_ancestors(ends: Iterable[LoopValue]) -> set[LoopValue]:
 
 
 def with_operand(operation: Operation, old: LoopValue, new: LoopValue) -> Operation:
-    """The same operation, but reading `new` in place of `old`."""
 
     def replaced(field: Any) -> Any:
         if isinstance(field, View):
@@ -299,8 +290,7 @@ class MemoryLayout:
 
     base: str
     row: Row
-    size: int
-    """Numbers in a row."""
+    size: int  # numbers in a row
     strides: tuple[int, ...]
     offset: int = 0
 
@@ -319,7 +309,6 @@ class MemoryLayout:
 
     @property
     def pointer(self) -> str:
-        """The first element's address in this step."""
         return f"{self.row_pointer} + {self.offset}L" if self.offset else self.row_pointer
 
     @property
@@ -328,7 +317,6 @@ class MemoryLayout:
         return self.first_step().pointer
 
     def first_step(self) -> "MemoryLayout":
-        """The first step's row as the only one."""
         if self.row == "same":
             return self
         return replace(self, base=f"({self.base} + {_FIRST_ROW[self.row]} * {self.size}L)", row="same")
@@ -337,6 +325,7 @@ class MemoryLayout:
         """The stride along an axis of so many rows, if the next step's rows continue it, else None."""
         if not self.is_per_step:
             return None
+        # The next step begins `size` numbers later. Its rows continue the axis only if this step's fill that space.
         if rows == 1:
             return self.size
         return self.strides[axis] if self.size == rows * self.strides[axis] else None
@@ -362,7 +351,6 @@ class MemoryLayout:
         return self.with_strides((*self.strides[:-2], self.strides[-1], self.strides[-2]))
 
     def broadcast_to(self, shape: Sequence[int], larger: Sequence[int]) -> "MemoryLayout":
-        """The layout of `shape` broadcast to a larger shape."""
         missing = len(larger) - len(shape)
         strides = [0 if size == 1 else stride for size, stride in zip(shape, self.strides, strict=True)]
         return self.with_strides((*[0] * missing, *strides))
@@ -372,28 +360,20 @@ class MemoryLayout:
         return self.with_strides([self.strides[i] for i in axes])
 
     def with_strides(self, strides: Sequence[int], offset: int | None = None) -> "MemoryLayout":
-        """Other elements of the same memory."""
         return replace(self, strides=tuple(strides), offset=self.offset if offset is None else offset)
 
 
 class LoweringContext:
-    """The values and views of one function so far, by node of the captured graph.
-
-    Attributes:
-        values: every computed value, in order.
-        views: the view of each node; several for an operator with several results.
-        row_masks: for some products, a mask of the only rows of the result that are read.
-    """
+    """The values and views of one function so far, by node of the captured graph."""
 
     def __init__(
         self, views: Mapping[fx.Node, View | list[View]], row_masks: Mapping[fx.Node, View] | None = None
     ) -> None:
-        self.values: list[LoopValue] = []
-        self.views: dict[fx.Node, View | list[View]] = dict(views)
-        self.row_masks = row_masks or {}
+        self.values: list[LoopValue] = []  # every computed value, in order
+        self.views: dict[fx.Node, View | list[View]] = dict(views)  # several for an operator with several results
+        self.row_masks = row_masks or {}  # for some products, a mask of the only rows of the result that are read
 
     def view_of(self, node: fx.Node) -> View:
-        """The view of a node with one result."""
         view = self.views[node]
         if isinstance(view, list):
             raise Unsupported(f"{node.target} yields several tensors where one is wanted")
@@ -408,7 +388,6 @@ class LoweringContext:
         raise Unsupported(f"loops in C compute with plain numbers, not with {argument!r}")
 
     def add_value(self, shape: Sequence[int], dtype: torch.dtype, operation: Operation) -> View:
-        """A new value, as a view of all of it."""
         value = LoopValue(f"z{len(self.values)}", tuple(shape), dtype, operation)
         self.values.append(value)
         return whole_view(value)
@@ -425,7 +404,6 @@ class LoweringContext:
         return self.add_value(shape, dtype, Elementwise(expression, list(operands), compute_dtype(type or dtype)))
 
     def add_result(self, node: fx.Node, expression: str, operands: Sequence[Operand]) -> View:
-        """A new elementwise value with the node's shape and dtype."""
         value = meta_value(node)
         return self.add_elementwise(expression, operands, value.shape, value.dtype)
 
@@ -434,7 +412,6 @@ class LoweringContext:
         return self.add_elementwise("{0}", [view], view.shape, dtype or view.value.dtype)
 
     def as_dtype(self, view: View, dtype: torch.dtype) -> View:
-        """The elements in a dtype, or the view itself if it has that dtype."""
         return view if view.value.dtype == dtype else self.add_copy(view, dtype)
 
     def apply_view(self, view: View, apply: Callable[[Tensor], Any], push: bool = False) -> View | list[View] | None:
@@ -442,6 +419,7 @@ class LoweringContext:
         operation = view.value.operation
         if push and isinstance(operation, Elementwise) and operation.expression in CHEAP and view.is_whole:
             return self._push_to_operands(view.value, operation, apply)
+        # PyTorch computes the strides, on a tensor without memory. So every view of PyTorch is known here.
         viewed = apply(view.at)
         if isinstance(viewed, list | tuple):
             return [View(view.value, at) for at in cast("list[Tensor]", viewed)]
@@ -465,7 +443,6 @@ class LoweringContext:
 
 
 def meta_value(node: fx.Node) -> Tensor:
-    """The fake tensor of a node, from the capture: its shape and dtype count."""
     return cast(Tensor, node.meta["val"])
 
 
@@ -482,7 +459,6 @@ def schema_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def promoted_dtype(operands: Sequence[Operand]) -> torch.dtype:
-    """The dtype that one or two operands promote to."""
     # Only the number of axes counts for promotion, so tensors of size 1 will do.
     like = [contiguous_meta((1,) * len(o.shape), o.value.dtype) if isinstance(o, View) else o for o in operands]
     return torch.result_type(cast(Any, like[0]), cast(Any, like[-1]))

@@ -30,8 +30,9 @@ static const long BLOCK = 256;  // rows that are summed before they are added to
 
 // Unaligned vectors that can alias numbers: rows of the caller's tensors begin anywhere.
 template <class R> struct Vector;
-template <> struct Vector<float> { typedef float type __attribute__((vector_size(TORCHWEFT_BYTES), aligned(4), may_alias)); };
-template <> struct Vector<double> { typedef double type __attribute__((vector_size(TORCHWEFT_BYTES), aligned(8), may_alias)); };
+#define VECTOR __attribute__((vector_size(TORCHWEFT_BYTES), may_alias
+template <> struct Vector<float> { typedef float type VECTOR, aligned(4))); };
+template <> struct Vector<double> { typedef double type VECTOR, aligned(8))); };
 template <class R> constexpr long lanes() { return TORCHWEFT_BYTES / (long)sizeof(R); }
 template <class R> constexpr long wide() { return 2 * lanes<R>(); }  // NR
 
@@ -262,33 +263,6 @@ void columns(long M, long N, const R *a, long a_row, R *c, long thread, long thr
     }
 }
 
-#define API(R, X)                                                                                                      \
-    extern "C" void torchweft_pack_##X(long K, long N, const R *b, long row, long col, R *panels) {                         \
-        pack<R>(K, N, b, row, col, panels);                                                                            \
-    }                                                                                                                  \
-    extern "C" void torchweft_product_##X(long M, long N, long K, const R *a, long a_row, long a_col, const R *packed,      \
-                                     R *c, long c_row, long c_col, const R *start, long s_row, long s_col, long first, \
-                                     long last) {                                                                      \
-        product<R>(M, N, K, a, a_row, a_col, packed, c, c_row, c_col, start, s_row, s_col, first, last);               \
-    }                                                                                                                  \
-    extern "C" void torchweft_some_##X(long M, long N, long K, const R *a, long a_row, long a_col, const R *packed, R *c,   \
-                                  long c_row, long c_col, const R *start, long s_row, long s_col, long first,          \
-                                  long last, const unsigned char *live) {                                              \
-        some<R>(M, N, K, a, a_row, a_col, packed, c, c_row, c_col, start, s_row, s_col, first, last, live);            \
-    }                                                                                                                  \
-    extern "C" void torchweft_gather_##X(long M, long N, long K, const R *a, long a_row, long a_col, const R *b,            \
-                                    long b_row, long b_col, R *c, long c_row, long c_col, R *room, long thread,        \
-                                    long threads, const unsigned char *live, long step_rows, long used_rows) {         \
-        gather<R>(M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live, step_rows,  \
-                  used_rows);                                                                                          \
-    }                                                                                                                  \
-    extern "C" void torchweft_columns_##X(long M, long N, const R *a, long a_row, R *c, long thread, long threads,          \
-                                     long step_rows, long used_rows) {                                                 \
-        columns<R>(M, N, a, a_row, c, thread, threads, step_rows, used_rows);                                          \
-    }
-API(float, f)
-API(double, d)
-
 // All threads wait for each other. `gate` is {arrived, round}, zero at first.
 //
 // The last thread resets `arrived` before it releases the next round: a fast thread can arrive at the next meeting
@@ -304,6 +278,16 @@ extern "C" void torchweft_meet(int *gate, long threads) {
     }
     for (long n = 0; __atomic_load_n(gate + 1, __ATOMIC_ACQUIRE) == round; n++)
         if (n > 4000) sched_yield();
+}
+
+// The kernels, in the order of `Kernels` in loops.h. A table instead of exported names: templates have none in C, and a
+// wrapper for each of them would repeat all parameters.
+extern "C" void *const *torchweft_kernels() {
+    static void *const table[] = {(void *)pack<float>,    (void *)pack<double>,    (void *)product<float>,
+                                  (void *)product<double>, (void *)some<float>,    (void *)some<double>,
+                                  (void *)gather<float>,  (void *)gather<double>,  (void *)columns<float>,
+                                  (void *)columns<double>, (void *)torchweft_meet};
+    return table;
 }
 
 // Run the body once on each thread of torch's own OpenMP. Its idle threads spin, so other threads next to them would

@@ -170,29 +170,11 @@ F double w_tanh(double x) {
 #define LIBRARY2(name, function)                                                                                       \
     F float w_##name(float x, float y) { return __builtin_##function##f(x, y); }                                       \
     F double w_##name(double x, double y) { return __builtin_##function(x, y); }
-LIBRARY(exp2, exp2)
-LIBRARY(expm1, expm1)
-LIBRARY(log, log)
-LIBRARY(log2, log2)
-LIBRARY(log10, log10)
-LIBRARY(log1p, log1p)
-LIBRARY(sin, sin)
-LIBRARY(cos, cos)
-LIBRARY(tan, tan)
-LIBRARY(asin, asin)
-LIBRARY(acos, acos)
-LIBRARY(atan, atan)
-LIBRARY(sinh, sinh)
-LIBRARY(cosh, cosh)
-LIBRARY(erf, erf)
-LIBRARY(erfc, erfc)
-LIBRARY(floor, floor)
-LIBRARY(ceil, ceil)
-LIBRARY(trunc, trunc)
-LIBRARY(round, rint)
-LIBRARY2(atan2, atan2)
-LIBRARY2(pow, pow)
-LIBRARY2(fmod, fmod)
+LIBRARY(exp2, exp2) LIBRARY(expm1, expm1) LIBRARY(log, log) LIBRARY(log2, log2) LIBRARY(log10, log10)
+LIBRARY(log1p, log1p) LIBRARY(sin, sin) LIBRARY(cos, cos) LIBRARY(tan, tan) LIBRARY(asin, asin) LIBRARY(acos, acos)
+LIBRARY(atan, atan) LIBRARY(sinh, sinh) LIBRARY(cosh, cosh) LIBRARY(erf, erf) LIBRARY(erfc, erfc)
+LIBRARY(floor, floor) LIBRARY(ceil, ceil) LIBRARY(trunc, trunc) LIBRARY(round, rint) LIBRARY2(atan2, atan2)
+LIBRARY2(pow, pow) LIBRARY2(fmod, fmod)
 // The remainder with the sign of b, as in Python. w_fmod has the sign of a.
 template <class R> F R w_remainder(R a, R b) {
     const R rest = w_fmod(a, b);
@@ -284,7 +266,7 @@ static __attribute__((noinline, noclone)) void w_small(long M, long N, long K, c
 #define COLUMNS(R)                                                                                                     \
     (long M, long N, const R *a, long a_row, R *c, long thread, long threads, long step_rows, long used_rows)
 
-struct Kernels {  // in the order of `_KERNELS` in cpp_backend.py
+struct Kernels {  // in the order of `torchweft_kernels` in kernels.cpp
     void(*pack_f) PACK(float);
     void(*pack_d) PACK(double);
     void(*product_f) PRODUCT(float);

@@ -27,26 +27,13 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, _decomp, fx
 
-from torchweft.recurrent.cpp.ir import (
-    Argument,
-    ArgumentKind,
-    LoopValue,
-    LoweringContext,
-    Product,
-    Reduce,
-    Row,
-    TimeReduction,
-    Unsupported,
-    View,
-    check_dtype,
-    compute_dtype,
-    whole_view,
-)
+from torchweft.recurrent.cpp import ir
 from torchweft.recurrent.cpp.operators import aten, is_view, lower_node
 from torchweft.recurrent.cpp.partitioner import ForwardBackwardSplit, ReductionPattern
 from torchweft.recurrent.cpp.scheduling import LoopFunction, LoopSignature
@@ -59,10 +46,8 @@ class Lowered:
     """The three functions, and the nodes of some arguments, by index."""
 
     split: ForwardBackwardSplit
-    constants: list[fx.Node]
-    """Nodes of the arguments "constant"."""
-    outside: list[fx.Node]
-    """Nodes of the arguments "from torch"."""
+    constants: list[fx.Node]  # nodes of the arguments "constant"
+    outside: list[fx.Node]  # nodes of the arguments "from torch"
     forward: LoopFunction
     recompute: LoopFunction
     backward: LoopFunction
@@ -77,7 +62,7 @@ def lower(captured: StepGraph) -> Lowered:
     # Some of PyTorch's decompositions write into a result in place. Values of loops never change once computed.
     written = writes(captured.module)
     if written:
-        raise Unsupported(f"loops in C are made of pure operators, but this step writes by {', '.join(written)}")
+        raise ir.Unsupported(f"loops in C are made of pure operators, but this step writes by {', '.join(written)}")
     split = ForwardBackwardSplit(captured)
     constants: list[fx.Node] = []
     outside: list[fx.Node] = []
@@ -88,12 +73,7 @@ def lower(captured: StepGraph) -> Lowered:
 
 
 class _FunctionLowering:
-    """The lowering of one function. `constants` and `outside` are shared by all three functions, and grow.
-
-    Attributes:
-        views: the views of the function's arguments.
-        context: the values that the function computes.
-    """
+    """The lowering of one function. `constants` and `outside` are shared by all three functions, and grow."""
 
     def __init__(
         self, split: ForwardBackwardSplit, function: LoopSignature, constants: list[fx.Node], outside: list[fx.Node]
@@ -101,9 +81,9 @@ class _FunctionLowering:
         self.split, self.function = split, function
         self.captured = split.captured
         self.graph = split.captured.signature
-        self.views: dict[fx.Node, View] = {}
-        self.context = LoweringContext({})
-        self._constants, self._outside = constants, outside
+        self.views: dict[fx.Node, ir.View] = {}
+        self.context = ir.LoweringContext({})
+        self._constants, self._outside = constants, outside  # shared, because an argument's index is its place there
 
     def lower_forward(self) -> LoopFunction:
         self.add_inputs()
@@ -159,14 +139,13 @@ class _FunctionLowering:
         value: Tensor = self.captured.value(node)
         return tuple(value.shape), value.dtype
 
-    def add_input(self, kind: ArgumentKind, index: int, node: fx.Node, row: Row) -> LoopValue:
-        """Make the node's value an argument."""
+    def add_input(self, kind: ir.ArgumentKind, index: int, node: fx.Node, row: ir.Row) -> ir.LoopValue:
         shape, dtype = self.meta_of(node)
         # Constants come in the dtype in which C computes, because products pack them as they are.
-        dtype = dtype if self.split.varies(node) else compute_dtype(dtype)
+        dtype = dtype if self.split.varies(node) else ir.compute_dtype(dtype)
         value = self.function.add_input(kind, index, shape, dtype, row)
-        check_dtype(dtype, value.name)
-        self.views[node] = whole_view(value)
+        ir.check_dtype(dtype, value.name)
+        self.views[node] = ir.whole_view(value)
         return value
 
     def add_inputs(self) -> None:
@@ -174,7 +153,7 @@ class _FunctionLowering:
             if not self.split.is_outside(node):
                 self.add_input("input", i, node, "step")
 
-    def add_states(self) -> list[LoopValue]:
+    def add_states(self) -> list[ir.LoopValue]:
         """Make the states before the step arguments. Returns the values of those that change."""
         invariant = self.captured.invariant
         values = [
@@ -188,39 +167,37 @@ class _FunctionLowering:
         for k, node in enumerate(self.graph.new_states):
             if node in known and k not in self.captured.invariant and node not in self.views:
                 shape, dtype = self.meta_of(node)
-                value = LoopValue(f"n{k}", shape, dtype)
-                self.function.inputs[value] = Argument("state", k, dtype, value.size, "next")
-                self.views[node] = whole_view(value)
+                value = ir.LoopValue(f"n{k}", shape, dtype)
+                self.function.inputs[value] = ir.Argument("state", k, dtype, value.size, "next")
+                self.views[node] = ir.whole_view(value)
 
     def lower_nodes(self, nodes: set[fx.Node]) -> None:
         # Created only here, because the mask must be an argument by now.
         sparsity = self.split.sparsity
         mask = None if sparsity.mask is None else self.views[sparsity.mask]
-        self.context = LoweringContext(self.views, {} if mask is None else dict.fromkeys(sparsity.products, mask))
+        self.context = ir.LoweringContext(self.views, {} if mask is None else dict.fromkeys(sparsity.products, mask))
         for node in self.captured.nodes:
             if node in nodes:
                 for operand in node.all_input_nodes:
                     self._add_from_outside(operand)
                 lower_node(self.context, node)
 
-    def result_of(self, node: fx.Node) -> View:
-        """The view of a node in the node's dtype."""
+    def result_of(self, node: fx.Node) -> ir.View:
         self._add_from_outside(node)
         return self.context.as_dtype(self.context.view_of(node), self.meta_of(node)[1])
 
-    def write(self, kind: ArgumentKind, index: int, node: fx.Node, row: Row = "step") -> View:
-        """Write a node's value into an argument."""
+    def write(self, kind: ir.ArgumentKind, index: int, node: fx.Node, row: ir.Row = "step") -> ir.View:
         shape, dtype = self.meta_of(node)
         # The rows "next" and "out" belong to memory that is an argument already: states and carried gradients.
-        argument = Argument(kind, index, dtype, torch.Size(shape).numel(), row)
-        check_dtype(dtype, argument.name)
+        argument = ir.Argument(kind, index, dtype, torch.Size(shape).numel(), row)
+        ir.check_dtype(dtype, argument.name)
         if row == "step":
             self.function.arguments.append(argument)
         view = self.result_of(node)
         self.function.results.append((view, argument))
         return view
 
-    def finish(self, totals: Sequence[LoopValue] = ()) -> LoopFunction:
+    def finish(self, totals: Sequence[ir.LoopValue] = ()) -> LoopFunction:
         return LoopFunction(self.function, [*self.context.values, *totals])
 
     def _add_from_outside(self, node: fx.Node) -> None:
@@ -237,24 +214,23 @@ class _FunctionLowering:
             try:
                 lower_node(self.context, node)
                 return
-            except Unsupported:
+            except ir.Unsupported:
                 pass  # then PyTorch computes it
         if isinstance(node.meta.get("val"), list | tuple):
-            raise Unsupported(f"{node.target} on weights yields several tensors")
+            raise ir.Unsupported(f"{node.target} on weights yields several tensors")
         self._add_shared_input("constant", self._constants, node, "same")
 
-    def _add_shared_input(self, kind: ArgumentKind, nodes: list[fx.Node], node: fx.Node, row: Row) -> None:
-        """Make the node's value an argument, numbered by a list that all functions share."""
+    def _add_shared_input(self, kind: ir.ArgumentKind, nodes: list[fx.Node], node: fx.Node, row: ir.Row) -> None:
         if node not in nodes:
             nodes.append(node)
-        self.context.views[node] = whole_view(self.add_input(kind, nodes.index(node), node, row))
+        self.context.views[node] = ir.whole_view(self.add_input(kind, nodes.index(node), node, row))
 
-    def _add_gradients(self) -> dict[int, LoopValue]:
+    def _add_gradients(self) -> dict[int, ir.LoopValue]:
         """Make the gradients of outputs and new states arguments. Returns the carried ones, by index of the state."""
         for i, node in enumerate(self.graph.output_gradients):
             if not self.split.is_outside(node):
                 self.add_input("output gradient", i, node, "step")
-        carried: dict[int, LoopValue] = {}
+        carried: dict[int, ir.LoopValue] = {}
         for k, node in enumerate(self.graph.new_state_gradients):
             _, dtype = self.meta_of(self.graph.states[k])
             if dtype.is_floating_point:
@@ -263,32 +239,29 @@ class _FunctionLowering:
                 self.function.added.append((value, argument))
         return carried
 
-    def _add_totals(self) -> list[LoopValue]:
-        """Sum the parameters' gradients over time, term by term."""
-        totals: list[LoopValue] = []
+    def _add_totals(self) -> list[ir.LoopValue]:
+        totals: list[ir.LoopValue] = []
         for j, (node, pieces) in enumerate(zip(self.graph.parameter_gradients, self.split.totals, strict=True)):
             if node is not None and pieces:
                 shape, dtype = self.meta_of(node)
                 gradient = self.function.add_input("parameter gradient", j, shape, dtype, "same")
                 for piece in pieces:
-                    reduction = TimeReduction(self._summed_operation(piece))
-                    totals.append(LoopValue(f"total{len(totals)}", tuple(piece.at.shape), dtype, reduction))
-                    self.function.totals.append((totals[-1], View(gradient, piece.at)))
+                    reduction = ir.TimeReduction(self._summed_operation(piece))
+                    totals.append(ir.LoopValue(f"total{len(totals)}", tuple(piece.at.shape), dtype, reduction))
+                    self.function.totals.append((totals[-1], ir.View(gradient, piece.at)))
         return totals
 
-    def _summed_operation(self, piece: ReductionPattern) -> Product | Reduce | View:
+    def _summed_operation(self, piece: ReductionPattern) -> ir.Product | ir.Reduce | ir.View:
         sides = [self.context.as_dtype(self.result_of(node), piece.at.dtype) for node in piece.read]
         match piece.kind:
             case "product":
                 mask = self.split.sparsity.mask if piece.node in self.split.sparsity.totals else None
-                return Product(*sides, row_mask=None if mask is None else self.views[mask])
+                return ir.Product(*sides, row_mask=None if mask is None else self.views[mask])
             case "sum":
-                return Reduce("sum", sides[0], piece.axes, piece.keep)
+                return ir.Reduce("sum", sides[0], piece.axes, piece.keep)
             case "value":
                 return sides[0]
 
-
-# -- decompositions ----------------------------------------------------------------------------------------------------
 
 Sizes = Sequence[int]
 
@@ -381,8 +354,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
         aten._weight_norm_interface_backward.default: _decompose_weight_norm_backward,
         aten._linalg_solve_ex.default: _decompose_solve,
         aten.linalg_lu_solve.default: _decompose_lu_solve,
-        aten.max.dim: _decompose_max,
-        aten.min.dim: _decompose_min,
+        aten.max.dim: partial(_decompose_extreme, torch.amax, torch.argmax),
+        aten.min.dim: partial(_decompose_extreme, torch.amin, torch.argmin),
         aten.convolution.default: decompose_convolution,
         aten.convolution_backward.default: decompose_convolution_backward,
     }
@@ -409,7 +382,6 @@ def _decompose_slice_scatter(
 
 
 def _joined(pieces: Sequence[Tensor], axis: int) -> Tensor:
-    """Concatenate the pieces that are not empty."""
     return torch.cat([piece for piece in pieces if piece.shape[axis]] or list(pieces[:1]), axis)
 
 
@@ -448,7 +420,7 @@ def _decompose_repeat(x: Tensor, times: Sequence[int]) -> Tensor:
 def _decompose_var(
     x: Tensor, axes: Sequence[int] | None = None, *, correction: int | float | None = None, keepdim: bool = False
 ) -> Tensor:
-    axes, wide = list(axes or range(x.dim())), x.to(compute_dtype(x.dtype))
+    axes, wide = list(axes or range(x.dim())), x.to(ir.compute_dtype(x.dtype))
     count = math.prod(x.shape[axis] for axis in axes)
     # Two passes: the mean of squares minus the square of the mean would cancel for a large mean.
     distance = wide - wide.mean(axes, True)
@@ -485,11 +457,9 @@ def _decompose_weight_norm_backward(
 
 
 def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, list[int], int] | None:
-    """Several indices of integers as a single one, or None for a single index or a mask.
-
-    Returns x with the indexed axes in front, merged into one, and the index into that axis. Also the order of x's axes,
-    and the position of the index's axes in the result.
-    """
+    """Several indices of integers as a single one, or None for a single index or a mask."""
+    # Returns x with the indexed axes in front, merged into one, and the index into that axis. Also the order of x's
+    # axes, and the position of the index's axes in the result.
     places = [i for i, index in enumerate(indices) if index is not None]
     used = [index for index in indices if index is not None]
     if len(places) < 2 or any(index.dtype not in (torch.int64, torch.int32) for index in used):
@@ -548,12 +518,8 @@ def _decompose_lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = T
     return inverse @ b if left else b @ inverse
 
 
-def _decompose_max(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return x.amax(axis, keepdim), x.argmax(axis, keepdim)
-
-
-def _decompose_min(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return x.amin(axis, keepdim), x.argmin(axis, keepdim)
+def _decompose_extreme(value: Any, place: Any, x: Tensor, *axis: Any) -> tuple[Tensor, Tensor]:
+    return value(x, *axis), place(x, *axis)
 
 
 def _decompose_hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:

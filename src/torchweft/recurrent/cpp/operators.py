@@ -22,42 +22,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from torchweft.recurrent.cpp.ir import (
-    AxisOp,
-    Cat,
-    LoopValue,
-    LoweringContext,
-    Product,
-    Reduce,
-    Unsupported,
-    View,
-    check_dtype,
-    compute_dtype,
-    meta_value,
-    operator_schema,
-    promoted_dtype,
-    schema_arguments,
-    whole_view,
-)
+from torchweft.recurrent.cpp import ir
 from torchweft.recurrent.graph import StepGraph
 from torchweft.recurrent.step_plan import leading_to
 
 aten = cast(Any, torch.ops.aten)
 
+# Operators that are computed in the type of the result.
 ARITHMETIC: dict[Any, str] = {
-    aten.mul.Tensor: "({0}*{1})",
-    aten.mul.Scalar: "({0}*{1})",
-    aten.div.Tensor: "({0}/{1})",
-    aten.div.Scalar: "({0}/{1})",
-    aten.maximum.default: "w_max({0},{1})",
-    aten.minimum.default: "w_min({0},{1})",
-    aten.clamp_min.Tensor: "w_max({0},{1})",
-    aten.clamp_max.Tensor: "w_min({0},{1})",
+    **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar], "({0}*{1})"),
+    **dict.fromkeys([aten.div.Tensor, aten.div.Scalar], "({0}/{1})"),
+    **dict.fromkeys([aten.maximum.default, aten.clamp_min.Tensor], "w_max({0},{1})"),
+    **dict.fromkeys([aten.minimum.default, aten.clamp_max.Tensor], "w_min({0},{1})"),
     aten.atan2.default: "w_atan2({0},{1})",
     aten.neg.default: "(-{0})",
     aten.abs.default: "w_abs({0})",
-    aten.sgn.default: "w_sign({0})",
-    aten.sign.default: "w_sign({0})",
+    **dict.fromkeys([aten.sgn.default, aten.sign.default], "w_sign({0})"),
     aten.reciprocal.default: "(1/{0})",
     aten.square.default: "({0}*{0})",
     aten.sqrt.default: "w_sqrt({0})",
@@ -67,8 +47,7 @@ ARITHMETIC: dict[Any, str] = {
     aten.tanh_backward.default: "({0}*(1-{1}*{1}))",
     aten.threshold_backward.default: "({1}<={2}?0:{0})",
     aten.where.self: "({0}!=0?{1}:{2})",
-    aten._to_copy.default: "{0}",
-    aten.lift_fresh_copy.default: "{0}",
+    **dict.fromkeys([aten._to_copy.default, aten.lift_fresh_copy.default], "{0}"),
     **{
         getattr(getattr(aten, f"bitwise_{name}"), form): f"({{0}}{sign}{{1}})"
         for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"))
@@ -82,8 +61,8 @@ ARITHMETIC: dict[Any, str] = {
         )
     },
 }
-"""Operators that are computed in the type of the result."""
 
+# Operators that are computed in the type to which the operands promote; the result is bool.
 COMPARISON: dict[Any, str] = {
     getattr(getattr(aten, name), form): f"({{0}}{sign}{{1}})"
     for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
@@ -98,23 +77,22 @@ COMPARISON: dict[Any, str] = {
     aten.isposinf.default: "({0}==INFINITY)",
     aten.isneginf.default: "({0}==-INFINITY)",
 }
-"""Operators that are computed in the type to which the operands promote; the result is bool."""
 
+# Operators that fill a tensor, and the number they fill it with; None if that is an argument.
 FILL: dict[Any, float | None] = {
     **dict.fromkeys([aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default], 0),
     **dict.fromkeys([aten.ones_like.default, aten.ones.default, aten.new_ones.default], 1),
     **dict.fromkeys([aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default]),
 }
-"""Operators that fill a tensor, and the number they fill it with; None if that is an argument."""
 
+# Views that are pushed to the operands of a cheap expression.
 NARROWING = {*(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)}
-"""Views that are pushed to the operands of a cheap expression."""
 
+# Operators that give the same elements another shape.
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-"""Operators that give the same elements another shape."""
 
+# Views by the strides or the bytes of the captured tensor, whose layout here can be another one.
 RESTRIDING = {aten.as_strided.default, aten._reshape_alias.default, aten.view.dtype}
-"""Views by the strides or the bytes of the captured tensor, whose layout here can be another one."""
 
 
 def is_view(node: fx.Node) -> bool:
@@ -128,22 +106,19 @@ def is_view(node: fx.Node) -> bool:
 
 def views_argument(node: fx.Node) -> bool:
     """Whether an operator's schema says that it views its first argument, and does not write into it."""
-    schema = operator_schema(node)
+    schema = ir.operator_schema(node)
     info = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
     return info is not None and not info.is_write
 
 
-Handler = Callable[[LoweringContext, fx.Node], View | list[View]]
+Handler = Callable[[ir.LoweringContext, fx.Node], ir.View | list[ir.View]]
 
 
-# -- elementwise ------------------------------------------------------------------------------------------------------
-
-
-def _lower_add(context: LoweringContext, node: fx.Node) -> View:
+def _lower_add(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     """A sum or a difference. The second operand can have a factor. Booleans are added by "or"."""
-    arguments = schema_arguments(node)
+    arguments = ir.schema_arguments(node)
     operands = [context.as_operand(arguments["self"]), context.as_operand(arguments["other"])]
-    if meta_value(node).dtype == torch.bool:
+    if ir.meta_value(node).dtype == torch.bool:
         return context.add_result(node, "({0}|{1})", operands)
     sign = "-" if node.target in (aten.sub.Tensor, aten.sub.Scalar) else "+"
     alpha = arguments["alpha"]
@@ -152,8 +127,8 @@ def _lower_add(context: LoweringContext, node: fx.Node) -> View:
     return context.add_result(node, f"({{0}}{sign}{{1}}*{{2}})", [*operands, context.as_operand(alpha)])
 
 
-def _lower_clamp(context: LoweringContext, node: fx.Node) -> View:
-    arguments, dtype = schema_arguments(node), meta_value(node).dtype
+def _lower_clamp(context: ir.LoweringContext, node: fx.Node) -> ir.View:
+    arguments, dtype = ir.schema_arguments(node), ir.meta_value(node).dtype
     clamped = context.view_of(arguments["self"])
     # The upper bound comes last: as in PyTorch, it wins over a lower bound above it.
     for name, expression in (("min", "w_max({0},{1})"), ("max", "w_min({0},{1})")):
@@ -163,165 +138,153 @@ def _lower_clamp(context: LoweringContext, node: fx.Node) -> View:
         is_integer = isinstance(bound, int) and not dtype.is_floating_point
         if is_integer and (dtype == torch.bool or not torch.iinfo(dtype).min <= bound <= torch.iinfo(dtype).max):
             # PyTorch 2.15 ignores such a bound. Earlier releases use its low bits.
-            raise Unsupported(f"loops in C clamp by numbers that {dtype} can hold, not by {bound} ({node.target})")
+            raise ir.Unsupported(f"loops in C clamp by numbers that {dtype} can hold, not by {bound} ({node.target})")
         clamped = context.add_result(node, expression, [clamped, context.as_operand(bound)])
     return clamped
 
 
 _POWERS: dict[Any, str] = {0: "1", 1: "{0}", 2: "({0}*{0})", 3: "({0}*{0}*{0})"}
+# Exponents for which PyTorch itself does not use the library's pow. These give the same bits.
 _ROOTS: dict[Any, str] = {0.5: "w_sqrt({0})", -0.5: "(1/w_sqrt({0}))", -1: "(1/{0})", -2: "(1/({0}*{0}))"}
-"""Exponents for which PyTorch itself does not use the library's pow. These give the same bits."""
 
 
-def _lower_power(context: LoweringContext, node: fx.Node) -> View:
+def _lower_power(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     base, exponent = context.as_operand(node.args[0]), context.as_operand(node.args[1])
-    floating = meta_value(node).is_floating_point()
+    floating = ir.meta_value(node).is_floating_point()
     known = _POWERS | _ROOTS if floating else _POWERS
-    if not isinstance(exponent, View) and exponent in known:
+    if not isinstance(exponent, ir.View) and exponent in known:
         return context.add_result(node, known[exponent], [base])
     if not floating:
-        raise Unsupported(f"loops in C raise integers to the powers 0 to 3 only ({node.target})")
+        raise ir.Unsupported(f"loops in C raise integers to the powers 0 to 3 only ({node.target})")
     return context.add_result(node, "w_pow({0},{1})", [base, exponent])
 
 
-def _lower_not(context: LoweringContext, node: fx.Node) -> View:
-    is_bool = meta_value(node).dtype == torch.bool
+def _lower_not(context: ir.LoweringContext, node: fx.Node) -> ir.View:
+    is_bool = ir.meta_value(node).dtype == torch.bool
     return context.add_result(node, "(!{0})" if is_bool else "(~{0})", [context.as_operand(node.args[0])])
 
 
-def _lower_rounding(context: LoweringContext, node: fx.Node) -> View:
+def _lower_rounding(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     """Integers are unchanged."""
-    name = operator_schema(node).name.removeprefix("aten::")
-    floating = meta_value(node).is_floating_point()
+    name = ir.operator_schema(node).name.removeprefix("aten::")
+    floating = ir.meta_value(node).is_floating_point()
     return context.add_result(node, f"w_{name}({{0}})" if floating else "{0}", [context.as_operand(node.args[0])])
 
 
-def _lower_fill(context: LoweringContext, node: fx.Node) -> View:
+def _lower_fill(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     number = FILL[node.target]
     if number is None:
-        arguments = schema_arguments(node)
+        arguments = ir.schema_arguments(node)
         number = context.as_operand(arguments["s"] if "s" in arguments else arguments["fill_value"])
     return context.add_result(node, "{0}", [number])
 
 
-# -- shapes -----------------------------------------------------------------------------------------------------------
-
-
-def _first_operand(context: LoweringContext, node: fx.Node) -> View:
+def _first_operand(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     return context.view_of(cast(fx.Node, node.args[0]))
 
 
-def _reshaped(context: LoweringContext, source: View, shape: Sequence[int]) -> View:
+def _reshaped(context: ir.LoweringContext, source: ir.View, shape: Sequence[int]) -> ir.View:
     """The same elements in another shape, copied if no view can have it."""
     if source.shape == tuple(shape):
         return source
     apply = partial(torch.reshape, shape=tuple(shape))
-    return cast(View, context.apply_view(source, apply) or context.apply_view(context.add_copy(source), apply))
+    return cast(ir.View, context.apply_view(source, apply) or context.apply_view(context.add_copy(source), apply))
 
 
-def _lower_cat(context: LoweringContext, node: fx.Node) -> View:
-    value, arguments = meta_value(node), schema_arguments(node)
+def _lower_cat(context: ir.LoweringContext, node: fx.Node) -> ir.View:
+    value, arguments = ir.meta_value(node), ir.schema_arguments(node)
     views = [context.view_of(piece) for piece in arguments["tensors"]]
     # PyTorch accepts an empty tensor of one axis among pieces of any shape.
     pieces = [context.as_dtype(view, value.dtype) for view in views if view.shape != (0,)]
-    return context.add_value(value.shape, value.dtype, Cat(pieces, arguments["dim"] % len(value.shape)))
+    return context.add_value(value.shape, value.dtype, ir.Cat(pieces, arguments["dim"] % len(value.shape)))
 
 
-# -- along an axis, and at an index -----------------------------------------------------------------------------------
-
-
-def _lower_cumsum(context: LoweringContext, node: fx.Node) -> View:
-    value = meta_value(node)
-    wide = compute_dtype(value.dtype)
+def _lower_cumsum(context: ir.LoweringContext, node: fx.Node) -> ir.View:
+    value = ir.meta_value(node)
+    wide = ir.compute_dtype(value.dtype)
     source = context.as_dtype(_first_operand(context, node), wide)
     if source.shape:
-        axis = schema_arguments(node)["dim"] % len(source.shape)
-        source = context.add_value(value.shape, wide, AxisOp("cumsum", [source], axis))
+        axis = ir.schema_arguments(node)["dim"] % len(source.shape)
+        source = context.add_value(value.shape, wide, ir.AxisOp("cumsum", [source], axis))
     return context.as_dtype(source, value.dtype)
 
 
-def _lower_arg_extreme(context: LoweringContext, node: fx.Node) -> View:
-    """The index of the first of the largest or smallest elements."""
-    dim, source = schema_arguments(node)["dim"], _first_operand(context, node)
+def _lower_arg_extreme(context: ir.LoweringContext, node: fx.Node) -> ir.View:
+    dim, source = ir.schema_arguments(node)["dim"], _first_operand(context, node)
     if dim is None or not source.shape:
         source, axis = _reshaped(context, source, (source.at.numel(),)), 0
     else:
         axis = dim % len(source.shape)
     along = tuple(1 if i == axis else size for i, size in enumerate(source.shape))
-    operation = AxisOp("argmax" if node.target is aten.argmax.default else "argmin", [source], axis)
-    return _reshaped(context, context.add_value(along, torch.int64, operation), meta_value(node).shape)
+    operation = ir.AxisOp("argmax" if node.target is aten.argmax.default else "argmin", [source], axis)
+    return _reshaped(context, context.add_value(along, torch.int64, operation), ir.meta_value(node).shape)
 
 
+# Operators with an index for every element.
 _BY_ELEMENT = {aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default}
-"""Operators with an index for every element."""
 
 
-def _checked_index(context: LoweringContext, index: fx.Node, of: torch.dtype, node: fx.Node) -> View:
-    """An index that is known to be within range: a constant, or the index of an extreme.
-
-    PyTorch raises an error for an index out of range, which loops cannot. If a constant has gone out of range since the
-    capture, the result is NaN, so the dtype must have it.
-    """
-    # A get_attr node can be a buffer, and its content can change between calls. Computed constants cannot.
+def _checked_index(context: ir.LoweringContext, index: fx.Node, of: torch.dtype, node: fx.Node) -> ir.View:
+    """An index that is known to be within range: a constant, or the index of an extreme."""
+    # PyTorch raises an error for an index out of range, which loops cannot. A get_attr node can be a buffer, whose
+    # content can change between calls. If it has gone out of range since the capture, the result is NaN, so the dtype
+    # must have it. Computed constants cannot change.
     view, producer = context.view_of(index), index
     if view.value.dtype not in (torch.int64, torch.int32):
-        raise Unsupported(f"loops in C take indices of int64 and int32, not of {view.value.dtype} ({node.target})")
+        raise ir.Unsupported(f"loops in C take indices of int64 and int32, not of {view.value.dtype} ({node.target})")
     while is_view(producer):
         producer = producer.all_input_nodes[0]
     unchangeable = not any(ancestor.op == "get_attr" for ancestor in leading_to([index]))
     extreme = producer.target in (aten.argmax.default, aten.argmin.default)
     if extreme or (view.value.is_constant and (of.is_floating_point or unchangeable)):
         return view
-    raise Unsupported(f"loops in C take constant indices, not such as are computed in a step ({node.target})")
+    raise ir.Unsupported(f"loops in C take constant indices, not such as are computed in a step ({node.target})")
 
 
-def _indexed(context: LoweringContext, node: fx.Node) -> tuple[View, View, int, tuple[int, ...]]:
-    """The operands of an operator at an index: x, the index for every element, its axis, and its own shape.
-
-    The index of x[:, index] is broadcast over the other axes of x. Gather and scatter have one for every element.
-    """
-    arguments = schema_arguments(node)
+def _indexed(context: ir.LoweringContext, node: fx.Node) -> tuple[ir.View, ir.View, int, tuple[int, ...]]:
+    """The operands of an operator at an index: x, the index for every element, its axis, and its own shape."""
+    # The index of x[:, index] is broadcast over the other axes of x. Gather and scatter have one for every element.
+    arguments = ir.schema_arguments(node)
     source = context.view_of(arguments["self"])
     if "index" in arguments:
         indices = [(arguments["dim"] % max(len(source.shape), 1), arguments["index"])]
     else:
         indices = [(i, index) for i, index in enumerate(arguments["indices"]) if index is not None]
     if len(indices) > 1 or not source.shape:
-        raise Unsupported(f"loops in C take one index at a time, along an axis ({node.target})")
+        raise ir.Unsupported(f"loops in C take one index at a time, along an axis ({node.target})")
     ((axis, index_node),) = indices
     index = _checked_index(context, index_node, source.value.dtype, node)
     if node.target in _BY_ELEMENT:
         if len(index.shape) != len(source.shape):
-            raise Unsupported(f"loops in C index along an axis ({node.target})")
+            raise ir.Unsupported(f"loops in C index along an axis ({node.target})")
         return source, index, axis, index.shape
     # Stride 0 along the other axes: the index is stored once, and every element finds its own entry.
     flat = _reshaped(context, index, (index.at.numel(),))
     at = flat.at.view([-1 if i == axis else 1 for i in range(len(source.shape))])
     over = [flat.shape[0] if i == axis else size for i, size in enumerate(source.shape)]
-    return source, View(flat.value, at.expand(over)), axis, index.shape
+    return source, ir.View(flat.value, at.expand(over)), axis, index.shape
 
 
-def _narrowed(view: View, shape: Sequence[int], but: int | None = None) -> View:
+def _narrowed(view: ir.View, shape: Sequence[int], but: int | None = None) -> ir.View:
     """The first elements of every axis but one, as many as `shape` has."""
     at = view.at
     for axis, size in enumerate(shape):
         at = at if axis == but else at.narrow(axis, 0, size)
-    return View(view.value, at)
+    return ir.View(view.value, at)
 
 
-def _lower_gather(context: LoweringContext, node: fx.Node) -> View:
+def _lower_gather(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     source, index, axis, _ = _indexed(context, node)
-    operation = AxisOp("gather", [_narrowed(source, index.shape, axis), index], axis)
-    return _reshaped(context, context.add_value(index.shape, source.value.dtype, operation), meta_value(node).shape)
+    operation = ir.AxisOp("gather", [_narrowed(source, index.shape, axis), index], axis)
+    return _reshaped(context, context.add_value(index.shape, source.value.dtype, operation), ir.meta_value(node).shape)
 
 
-def _lower_scatter(context: LoweringContext, node: fx.Node) -> View:
-    """A copy of x with numbers written or added at an index."""
-    arguments, (start, index, axis, shape) = schema_arguments(node), _indexed(context, node)
+def _lower_scatter(context: ir.LoweringContext, node: fx.Node) -> ir.View:
+    arguments, (start, index, axis, shape) = ir.schema_arguments(node), _indexed(context, node)
     if any(index.shape[i] != size for i, size in enumerate(start.shape) if i != axis):
-        raise Unsupported(f"loops in C scatter over whole axes only ({node.target})")
+        raise ir.Unsupported(f"loops in C scatter over whole axes only ({node.target})")
     if arguments.get("alpha", 1) != 1:
-        raise Unsupported(f"loops in C add without a factor ({node.target})")
+        raise ir.Unsupported(f"loops in C add without a factor ({node.target})")
     if "value" in arguments:
         number = context.as_operand(arguments["value"])
         source = context.add_elementwise("{0}", [number], index.shape, start.value.dtype)
@@ -329,37 +292,34 @@ def _lower_scatter(context: LoweringContext, node: fx.Node) -> View:
         source = _narrowed(context.view_of(arguments["src"]), index.shape)
     else:
         source = context.view_of(arguments["source"] if "source" in arguments else arguments["values"])
-        source = View(source.value, source.at.expand((*start.shape[:axis], *shape, *start.shape[axis + 1 :])))
+        source = ir.View(source.value, source.at.expand((*start.shape[:axis], *shape, *start.shape[axis + 1 :])))
         source = _reshaped(context, source, index.shape)
     add = arguments.get("accumulate", node.target in (aten.scatter_add.default, aten.index_add.default))
     # PyTorch accumulates 16 bits in float32, and rounds only the final sums.
-    wide = compute_dtype(start.value.dtype) if add else start.value.dtype
+    wide = ir.compute_dtype(start.value.dtype) if add else start.value.dtype
     operands = [context.as_dtype(start, wide), index, context.as_dtype(source, wide)]
-    operation = AxisOp("scatter_add" if add else "scatter", operands, axis)
+    operation = ir.AxisOp("scatter_add" if add else "scatter", operands, axis)
     return context.as_dtype(context.add_value(start.shape, wide, operation), start.value.dtype)
 
 
-# -- sums and products ------------------------------------------------------------------------------------------------
-
-
-def _lower_remainder(context: LoweringContext, node: fx.Node) -> View:
+def _lower_remainder(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     operands = [context.as_operand(argument) for argument in node.args[:2]]
     truncates = "fmod" in str(node.target)
-    if meta_value(node).is_floating_point():
+    if ir.meta_value(node).is_floating_point():
         return context.add_result(node, "w_fmod({0},{1})" if truncates else "w_remainder({0},{1})", operands)
     divisor = operands[1]
     # A larger divisor could overflow the sum below. Division by zero ends the process in C, where PyTorch raises.
-    if isinstance(divisor, View) or not 0 < divisor < 1 << 30:
-        raise Unsupported(f"loops in C divide integers by constants from 1 to 2**30 only ({node.target})")
+    if isinstance(divisor, ir.View) or not 0 < divisor < 1 << 30:
+        raise ir.Unsupported(f"loops in C divide integers by constants from 1 to 2**30 only ({node.target})")
     return context.add_result(node, "({0}%{1})" if truncates else "(({0}%{1}+{1})%{1})", operands)
 
 
 _LOGICAL = {"any": "max", "all": "min"}
 
 
-def _lower_reduction(kind: Any, context: LoweringContext, node: fx.Node) -> View:
-    dim, value = schema_arguments(node).get("dim"), meta_value(node)
-    wide = torch.bool if kind in _LOGICAL else compute_dtype(value.dtype)
+def _lower_reduction(kind: Any, context: ir.LoweringContext, node: fx.Node) -> ir.View:
+    dim, value = ir.schema_arguments(node).get("dim"), ir.meta_value(node)
+    wide = torch.bool if kind in _LOGICAL else ir.compute_dtype(value.dtype)
     kind = _LOGICAL.get(kind, kind)
     source = context.as_dtype(_first_operand(context, node), wide)
     dims = len(source.shape)
@@ -367,7 +327,7 @@ def _lower_reduction(kind: Any, context: LoweringContext, node: fx.Node) -> View
     # In PyTorch no axes, like an empty list, mean all axes.
     along = tuple(sorted({axis % dims for axis in axes if dims})) if axes else tuple(range(dims))
     if along:
-        reduction = Reduce("sum" if kind == "mean" else kind, source, along, len(value.shape) == dims)
+        reduction = ir.Reduce("sum" if kind == "mean" else kind, source, along, len(value.shape) == dims)
         total = context.add_value(value.shape, wide, reduction)
         count = math.prod(source.shape[axis] for axis in along)
         if kind == "mean" and count != 1:
@@ -379,18 +339,18 @@ def _lower_reduction(kind: Any, context: LoweringContext, node: fx.Node) -> View
 _FACTORS = ("self", "mat1", "batch1", "mat2", "batch2")
 
 
-def _lower_product(context: LoweringContext, node: fx.Node) -> View:
-    value, arguments = meta_value(node), schema_arguments(node)
-    wide = compute_dtype(value.dtype)
+def _lower_product(context: ir.LoweringContext, node: fx.Node) -> ir.View:
+    value, arguments = ir.meta_value(node), ir.schema_arguments(node)
+    wide = ir.compute_dtype(value.dtype)
     if not wide.is_floating_point:
-        raise Unsupported(f"loops in C multiply matrices of floating numbers, not of {value.dtype}")
+        raise ir.Unsupported(f"loops in C multiply matrices of floating numbers, not of {value.dtype}")
     factors = [context.view_of(arguments[name]) for name in _FACTORS if name in arguments]
     *start, left, right = (context.as_dtype(factor, wide) for factor in factors)
     alpha, beta = arguments.get("alpha", 1), arguments.get("beta", 1)
     # Without factors, the kernels add the start themselves, which saves a pass over memory.
     plain = alpha == 1 and beta == 1
-    begin = View(start[0].value, start[0].at.expand(value.shape)) if start and plain else None
-    product = context.add_value(value.shape, wide, Product(left, right, begin, context.row_masks.get(node)))
+    begin = ir.View(start[0].value, start[0].at.expand(value.shape)) if start and plain else None
+    product = context.add_value(value.shape, wide, ir.Product(left, right, begin, context.row_masks.get(node)))
     if plain:
         return context.as_dtype(product, value.dtype)
     scaled = context.add_result(node, "({0}*{1})", [product, context.as_operand(alpha)])
@@ -409,7 +369,7 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys([aten.floor.default, aten.ceil.default, aten.trunc.default, aten.round.default], _lower_rounding),
     **dict.fromkeys(FILL, _lower_fill),
     **dict.fromkeys(
-        RESHAPES, lambda context, node: _reshaped(context, _first_operand(context, node), meta_value(node).shape)
+        RESHAPES, lambda context, node: _reshaped(context, _first_operand(context, node), ir.meta_value(node).shape)
     ),
     aten.clone.default: lambda context, node: context.add_copy(_first_operand(context, node)),
     **dict.fromkeys([aten.contiguous.default, aten.detach.default, aten.alias.default], _first_operand),
@@ -432,43 +392,42 @@ HANDLERS: dict[Any, Handler] = {
 }
 
 
-def lower_node(context: LoweringContext, node: fx.Node) -> None:
+def lower_node(context: ir.LoweringContext, node: fx.Node) -> None:
     """Lower a node to values, once. Its operands are lowered already. Raises Unsupported."""
     if node in context.views:
         return
     if node.target is operator.getitem:
         source, index = cast("tuple[fx.Node, int]", node.args)
-        context.views[node] = cast("list[View]", context.views[source])[index]
+        context.views[node] = cast("list[ir.View]", context.views[source])[index]
         return
     value: object = node.meta.get("val")
     for result in cast("list[object]", value) if isinstance(value, list | tuple) else [value]:
         if isinstance(result, Tensor):
-            check_dtype(result.dtype, f"a result of {node.target}")
+            ir.check_dtype(result.dtype, f"a result of {node.target}")
     default = _lower_expression if node.target in ARITHMETIC or node.target in COMPARISON else _lower_view
     context.views[node] = HANDLERS.get(node.target, default)(context, node)
 
 
-def _lower_expression(context: LoweringContext, node: fx.Node) -> View:
-    """One C expression of the arguments that are tensors or numbers."""
+def _lower_expression(context: ir.LoweringContext, node: fx.Node) -> ir.View:
     operands = [context.as_operand(argument) for argument in node.args if isinstance(argument, _OPERANDS)]
     if node.target in ARITHMETIC:
         return context.add_result(node, ARITHMETIC[node.target], operands)
-    value, promoted = meta_value(node), promoted_dtype(operands)
+    value, promoted = ir.meta_value(node), ir.promoted_dtype(operands)
     return context.add_elementwise(COMPARISON[node.target], operands, value.shape, value.dtype, promoted)
 
 
 _OPERANDS = (fx.Node, bool, int, float)
 
 
-def _lower_view(context: LoweringContext, node: fx.Node) -> View | list[View]:
+def _lower_view(context: ir.LoweringContext, node: fx.Node) -> ir.View | list[ir.View]:
     source = node.args[0] if node.args else None
     if not views_argument(node) or node.target in RESTRIDING or not isinstance(source, fx.Node):
-        raise Unsupported(f"loops in C do not know the operator {node.target}")
+        raise ir.Unsupported(f"loops in C do not know the operator {node.target}")
     target = cast(Any, node.target)
     push = node.target in NARROWING
     view = context.apply_view(context.view_of(source), lambda at: target(at, *node.args[1:], **node.kwargs), push)
     if view is None:
-        raise Unsupported(f"loops in C cannot view a tensor by {node.target}")
+        raise ir.Unsupported(f"loops in C cannot view a tensor by {node.target}")
     return view
 
 
@@ -478,19 +437,19 @@ def why_unsupported(node: fx.Node, captured: StepGraph, varies: Callable[[fx.Nod
         return None
     # Lower the node alone, on placeholders with the shapes and dtypes of its operands.
     try:
-        views: dict[fx.Node, View | list[View]] = {}
+        views: dict[fx.Node, ir.View | list[ir.View]] = {}
         for operand in node.all_input_nodes:
             value = captured.value(operand)
             is_list = isinstance(value, list | tuple)
             tensors = cast("list[Any]", value) if is_list else [value]
             for tensor in tensors:
                 if not isinstance(tensor, Tensor):
-                    raise Unsupported(f"loops in C do not know the operator {node.target}, which reads no tensor")
-                check_dtype(tensor.dtype, f"an operand of {node.target}")
+                    raise ir.Unsupported(f"loops in C do not know the operator {node.target}, which reads no tensor")
+                ir.check_dtype(tensor.dtype, f"an operand of {node.target}")
             changes = varies(operand)
-            placeholders = [whole_view(LoopValue("", tuple(x.shape), x.dtype, None, changes)) for x in tensors]
+            placeholders = [ir.whole_view(ir.LoopValue("", tuple(x.shape), x.dtype, None, changes)) for x in tensors]
             views[operand] = placeholders if is_list else placeholders[0]
-        lower_node(LoweringContext(views), node)
-    except Unsupported as error:
+        lower_node(ir.LoweringContext(views), node)
+    except ir.Unsupported as error:
         return str(error)
     return None

@@ -43,27 +43,18 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from torchweft.recurrent.cpp.ir import (
-    C_TYPES,
-    REDUCED_PRECISION,
-    Unsupported,
-    compute_dtype,
-    contiguous_meta,
-    meta_value,
-    schema_arguments,
-    shares_storage,
-)
+from torchweft.recurrent.cpp import ir
 from torchweft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, why_unsupported
 from torchweft.recurrent.graph import StepGraph, alike
 from torchweft.recurrent.step_plan import CARRIED, INPUT, STATE, ZEROS, dependences, leading_to
 
+# By view: the destination of a sum, in the shape before that view.
 _INVERSE_VIEWS: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
     aten.t.default: lambda at, args: at.t(),
     aten.transpose.int: lambda at, args: at.transpose(args[1], args[2]),
     aten.permute.default: lambda at, args: at.permute(sorted(range(at.dim()), key=lambda i: args[1][i] % at.dim())),
     aten.unsqueeze.default: lambda at, args: at.squeeze(args[1]),
 }
-"""By view: the destination of a sum, in the shape before that view."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,22 +63,17 @@ class ReductionPattern:
 
     node: fx.Node
     kind: Literal["value", "product", "sum"]
-    at: Tensor
-    """The destination within the whole sum, as a view of a meta tensor."""
-    read: list[fx.Node]
-    """Values computed in every step."""
+    at: Tensor  # the destination within the whole sum, as a view of a meta tensor
+    read: list[fx.Node]  # values computed in every step
     axes: tuple[int, ...] = ()
-    keep: bool = False
-    """For a sum: its axes, and whether they stay, with size 1."""
+    keep: bool = False  # for a sum: its axes, and whether they stay, with size 1
 
 
 def reduction_patterns(
     node: fx.Node, at: Tensor, varies: Callable[[fx.Node], bool], is_forward: Callable[[fx.Node], bool]
 ) -> list[ReductionPattern]:
-    """The terms to sum over time to add the node's total to `at`, a meta tensor of its shape.
-
-    A sum does not move past the nodes of forward, because their values exist in any case.
-    """
+    """The terms to sum over time to add the node's total to `at`, a meta tensor of its shape."""
+    # A sum does not move past the nodes of forward, because their values exist in any case.
     as_it_is = [ReductionPattern(node, "value", at, [node])]
     if not varies(node) or is_forward(node):
         return as_it_is
@@ -99,11 +85,11 @@ def reduction_patterns(
         if node.target is aten.reshape.default:
             reshaped = at.reshape(before.shape)
             # A reshape that copies would lose the connection to the destination.
-            if at.shape == before.shape or shares_storage(reshaped, at):
+            if at.shape == before.shape or ir.shares_storage(reshaped, at):
                 return reduction_patterns(source, reshaped, varies, is_forward)
-        casts = node.target is aten._to_copy.default and before.dtype in REDUCED_PRECISION
+        casts = node.target is aten._to_copy.default and before.dtype in ir.REDUCED_PRECISION
         # The sum before a cast from 16 bits has the same dtype, and is more precise, because it skips the rounding.
-        if casts and compute_dtype(before.dtype) == node.meta["val"].dtype:
+        if casts and ir.compute_dtype(before.dtype) == node.meta["val"].dtype:
             return reduction_patterns(source, at, varies, is_forward)
     if node.target is aten.add.Tensor and not node.kwargs and alike(node):
         terms = cast("tuple[fx.Node, ...]", node.args)
@@ -112,46 +98,41 @@ def reduction_patterns(
         return [ReductionPattern(node, "product", at, cast("list[fx.Node]", list(node.args[:2])))]
     if node.target is aten.sum.dim_IntList and node.args[1] and not node.kwargs:
         source, axes, *keep = cast("tuple[fx.Node, list[int], bool]", node.args)
-        along = tuple(sorted(axis % meta_value(source).dim() for axis in axes))
+        along = tuple(sorted(axis % ir.meta_value(source).dim() for axis in axes))
         return [ReductionPattern(node, "sum", at, [source], along, keep == [True])]
     return as_it_is
 
 
+# Elementwise operators that are finite, with finite derivatives, wherever their operands are finite.
 _TAME = {
     *(getattr(getattr(aten, name), kind) for name in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")),
     *(aten.neg.default, aten.sigmoid.default, aten.tanh.default, aten.relu.default, aten.where.self),
     *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
     *(aten._to_copy.default, aten.clone.default),
 }
-"""Elementwise operators that are finite, with finite derivatives, wherever their operands are finite."""
+# Operators that are zero wherever their first operand is.
 _FIRST = {
     *(aten.neg.default, aten.relu.default, aten.tanh.default, aten._to_copy.default, aten.clone.default),
     *(aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor, aten.mm.default),
     *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
 }
-"""Operators that are zero wherever their first operand is."""
 _REDUCED = (aten.sum.dim_IntList, aten.mean.dim)
+# Operators that leave the first axis as it is, unless it is among their axes.
 _ALONG = {*_REDUCED, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.select.int, *RESHAPES}
-"""Operators that leave the first axis as it is, unless it is among their axes."""
 
 
 class MaskSparsity:
-    """The operators that can skip rows where the mask, an input of the step, is false. Empty without a mask.
-
-    Attributes:
-        products: matrix products whose result can lack these rows.
-        totals: products whose sum over rows can skip them.
-    """
+    """The operators that can skip rows where the mask, an input of the step, is false. Empty without a mask."""
 
     def __init__(self, captured: StepGraph, varies: Callable[[fx.Node], bool], mask: fx.Node | None) -> None:
         self.mask = mask
-        self.products: set[fx.Node] = set()
-        self.totals: set[fx.Node] = set()
+        self.products: set[fx.Node] = set()  # matrix products whose result can lack these rows
+        self.totals: set[fx.Node] = set()  # products whose sum over rows can skip them
         self._zero: set[fx.Node] = set()
         self._unwanted: set[fx.Node] = set()
         if mask is None:
             return
-        self._rows = meta_value(mask).shape[0]
+        self._rows = ir.meta_value(mask).shape[0]
         # Zeros propagate from operands to results, so nodes go in order. Unwanted rows propagate from results to
         # operands, so they go in reverse, and they need the zeros: a product with zero rows does not read them.
         for node in captured.nodes:
@@ -202,7 +183,7 @@ class MaskSparsity:
         """Whether an operand is zero in the rows of the result `node`."""
         if not isinstance(operand, fx.Node) or operand not in self._zero:
             return False
-        everywhere = operand.target in ZEROS or meta_value(operand).dim() == 0
+        everywhere = operand.target in ZEROS or ir.meta_value(operand).dim() == 0
         return everywhere or (self._has_rows(operand) and _same_dims(operand, node))
 
     def _has_zero_rows(self, value: object) -> bool:
@@ -242,7 +223,7 @@ class MaskSparsity:
         """Whether a condition is the mask, broadcast over the rows of the result."""
         if not isinstance(condition, fx.Node) or not _same_dims(condition, node):
             return False
-        if meta_value(condition).shape != (self._rows, *[1] * (meta_value(node).dim() - 1)):
+        if ir.meta_value(condition).shape != (self._rows, *[1] * (ir.meta_value(node).dim() - 1)):
             return False
         while condition is not self.mask and condition.target in (*RESHAPES, aten.unsqueeze.default):
             condition = cast(fx.Node, condition.args[0])
@@ -261,19 +242,18 @@ class MaskSparsity:
         if node.target in RESHAPES:
             return self._has_rows(node)
         axes = node.args[1] if node.target in _REDUCED else [_axis_of(node)]
-        dims = meta_value(cast(fx.Node, node.args[0])).dim()
+        dims = ir.meta_value(cast(fx.Node, node.args[0])).dim()
         return bool(axes) and all(axis % dims for axis in cast("list[int]", axes))
 
 
 def _same_dims(node: fx.Node, other: fx.Node) -> bool:
-    return meta_value(node).dim() == meta_value(other).dim()
+    return ir.meta_value(node).dim() == ir.meta_value(other).dim()
 
 
 def _axis_of(node: fx.Node) -> int:
-    """The axis along which an operator works, counted from the front."""
     first = node.args[0]
     source = cast(fx.Node, cast("list[object]", first)[0] if isinstance(first, list | tuple) else first)
-    return int(schema_arguments(node)["dim"]) % meta_value(source).dim()
+    return int(ir.schema_arguments(node)["dim"]) % ir.meta_value(source).dim()
 
 
 class TorchOperators(NamedTuple):
@@ -286,33 +266,16 @@ class TorchOperators(NamedTuple):
 
 
 class ForwardValues(NamedTuple):
-    """Values of forward that something else reads later.
+    """Values of forward that something else reads later."""
 
-    Attributes:
-        bases: values that C computes, before any views of them: saved, unless they are a new state or an output.
-        from_torch: values that PyTorch computes and backward reads.
-        views: operators of forward that only view a base, which backward applies again.
-        torch_views: the same, of values that PyTorch reads.
-    """
-
-    bases: list[fx.Node]
-    from_torch: list[fx.Node]
-    views: set[fx.Node]
-    torch_views: set[fx.Node]
+    bases: list[fx.Node]  # computed by C, before any views of them: saved, unless they are a new state or an output
+    from_torch: list[fx.Node]  # computed by PyTorch, and read by backward
+    views: set[fx.Node]  # operators of forward that only view a base, which backward applies again
+    torch_views: set[fx.Node]  # the same, of values that PyTorch reads
 
 
 class ForwardBackwardSplit:
-    """A captured step, split in two. Raises Unsupported if C does not know an operator of the carried values.
-
-    Attributes:
-        front, back: the operators that C runs forward and backward.
-        by_torch: the operators that PyTorch runs, and `torch`, the set of all of them.
-        totals: for each parameter, the terms that C sums over time.
-        sums: the terms that PyTorch sums, with the index of the parameter.
-        forward_values: values of forward that backward or PyTorch reads later.
-        saved: those that C stores for that.
-        sparsity: the rows that need no products.
-    """
+    """A captured step, split in two. Raises Unsupported if C does not know an operator of the carried values."""
 
     def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
@@ -335,8 +298,10 @@ class ForwardBackwardSplit:
         parts = (early, late, early_back, late_back)
         self.by_torch = TorchOperators(*([node for node in captured.nodes if node in part] for part in parts))
         self.torch = early | late | early_back | late_back
+        # The operators that C runs forward and backward.
         self.front: set[fx.Node] = front - self.torch
         self.back: set[fx.Node] = back - self.torch
+        # The terms of each parameter's sum over time: those of C, and those of PyTorch with the parameter's index.
         self.totals = [[piece for piece in some if not self._is_torch_sum(piece)] for some in pieces]
         self.sums = [(j, piece) for j, some in enumerate(pieces) for piece in some if self._is_torch_sum(piece)]
         self.forward_values = self._forward_values(ends)
@@ -346,7 +311,6 @@ class ForwardBackwardSplit:
         self.saved = [node for node in self.forward_values.bases if node not in stored]
 
     def varies(self, node: fx.Node) -> bool:
-        """Whether a node's value differs from step to step."""
         return bool(self._dependences[node])
 
     def ancestors_of(self, ends: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:
@@ -354,8 +318,8 @@ class ForwardBackwardSplit:
         return leading_to(ends, {node for node in self.captured.nodes if self.varies(node)} - stops)
 
     def _pieces(self, node: fx.Node, front: set[fx.Node]) -> list[ReductionPattern]:
-        value = meta_value(node)
-        return reduction_patterns(node, contiguous_meta(value.shape, value.dtype), self.varies, front.__contains__)
+        value = ir.meta_value(node)
+        return reduction_patterns(node, ir.contiguous_meta(value.shape, value.dtype), self.varies, front.__contains__)
 
     def _unknown(self, front: set[fx.Node], back: set[fx.Node]) -> set[fx.Node]:
         """Operators that C does not know. Raises Unsupported if a carried value needs one."""
@@ -366,7 +330,7 @@ class ForwardBackwardSplit:
         reasons = {node: why for node in needed if (why := why_unsupported(node, self.captured, self.varies))}
         fatal = dict.fromkeys(why for node, why in reasons.items() if node in carried)
         if fatal:
-            raise Unsupported(f"{'; '.join(fatal)}; the value that is carried from step to step needs it")
+            raise ir.Unsupported(f"{'; '.join(fatal)}; the value that is carried from step to step needs it")
         return {*reasons}
 
     def _is_torch_sum(self, piece: ReductionPattern) -> bool:
@@ -391,13 +355,13 @@ class ForwardBackwardSplit:
 
     def is_outside(self, node: fx.Node) -> bool:
         """Whether C lacks a value: PyTorch computes it, or its dtype is unknown to C."""
-        return node in self.torch or node.meta["val"].dtype not in C_TYPES
+        return node in self.torch or node.meta["val"].dtype not in ir.C_TYPES
 
     def _best_sparsity(self) -> MaskSparsity:
         values = [node.meta.get("val") for node in self.captured.nodes]
         # In float16 an unwanted row could overflow, and then it would not be finite any more.
         half = any(isinstance(value, Tensor) and value.dtype == torch.float16 for value in values)
-        inputs = [(node, meta_value(node)) for node in ([] if half else self.captured.signature.inputs)]
+        inputs = [(node, ir.meta_value(node)) for node in ([] if half else self.captured.signature.inputs)]
         masks = [node for node, value in inputs if value.dtype == torch.bool and value.dim() == 1]
         candidates = [MaskSparsity(self.captured, self.varies, mask) for mask in (None, *masks)]
         return max(candidates, key=lambda sparsity: len(sparsity.products) + len(sparsity.totals))
@@ -432,11 +396,9 @@ class ForwardBackwardSplit:
 def _around_loop(
     unknown: Iterable[fx.Node], half: set[fx.Node], is_carried: Callable[[fx.Node], bool]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The operators of one half that run before its loop in C, and those that run after it.
-
-    Unknown operators run before the loop, with their ancestors, unless they depend on a carried value. Then they run
-    after it, with their descendants. All results of one operator stay together.
-    """
+    """The operators of one half that run before its loop in C, and those that run after it."""
+    # Unknown operators run before the loop, with their ancestors, unless they depend on a carried value. Then they run
+    # after it, with their descendants. All results of one operator stay together.
     unknown = [node for node in unknown if node in half]
     early = leading_to([node for node in unknown if not is_carried(node)], half)
     early |= {user for node in early for user in node.users if user in half and user.target is getitem}

@@ -30,9 +30,8 @@ A value's *row axis* is the axis along which its elements depend only on the sam
 
     h (N, H) axis 0    h W  axis 0    (h W).t()  axis 1    softmax(h, 1)  axis 0    h.mean(0)  none: rows are mixed
 
-In an explanation, names are those of the C text: x inputs, h states, y outputs, v saved, c constants, d gradients,
-p parameters. A dash marks the row of the next step. Brackets mark a part or another view of a value, with the number
-that it begins from.
+In an explanation, names are those of the C text, see lowering.py. A dash marks the row of the next step. Brackets mark
+a part or another view of a value, with the number that it begins from.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -43,32 +42,12 @@ from typing import Any
 
 import torch
 
-from torchweft.recurrent.cpp.ir import (
-    Argument,
-    ArgumentKind,
-    AxisOp,
-    Cat,
-    Elementwise,
-    LoopValue,
-    MemoryLayout,
-    Operand,
-    Operation,
-    Product,
-    Reduce,
-    Row,
-    TimeReduction,
-    View,
-    operand_values,
-    operand_views,
-    whole_view,
-    with_ancestors,
-)
+from torchweft.recurrent.cpp import ir
 
-SequenceAxes = Mapping[LoopValue, int | None]
-"""The row axis of each value of a loop; None for one that every thread computes for itself."""
-ROWS = 4
-"""A batch of fewer rows is not divided among threads."""
-Carried = tuple[LoopValue, LoopValue | None]
+# The row axis of each value of a loop; None for one that every thread computes for itself.
+SequenceAxes = Mapping[ir.LoopValue, int | None]
+ROWS = 4  # A batch of fewer rows is not divided among threads
+Carried = tuple[ir.LoopValue, ir.LoopValue | None]
 
 
 @dataclass(eq=False)
@@ -77,29 +56,31 @@ class LoopSignature:
 
     name: str
     backward: bool = False
-    arguments: list[Argument] = field(default_factory=list[Argument])
-    """In the order in which the function takes them."""
-    inputs: dict[LoopValue, Argument] = field(default_factory=dict[LoopValue, Argument])
-    """Values that are in the caller's memory already."""
+    arguments: list[ir.Argument] = field(
+        default_factory=list[ir.Argument]
+    )  # in the order in which the function takes them
+    # Values that are in the caller's memory already.
+    inputs: dict[ir.LoopValue, ir.Argument] = field(default_factory=dict[ir.LoopValue, ir.Argument])
+    # Values from the previous step, and their successors; None for zeros.
     carried: list[Carried] = field(default_factory=list[Carried])
-    """Values from the previous step, and their successors; None for zeros."""
-    added: list[tuple[LoopValue, Argument]] = field(default_factory=list["tuple[LoopValue, Argument]"])
-    """Gradients from the caller that are added to a carried value before a step reads it."""
-    results: list[tuple[View, Argument]] = field(default_factory=list["tuple[View, Argument]"])
-    """Values to write, and their destinations."""
-    totals: list[tuple[LoopValue, View]] = field(default_factory=list["tuple[LoopValue, View]"])
-    """Sums over all steps, and the views of arguments that they are added to."""
+    # Gradients from the caller that are added to a carried value before a step reads it.
+    added: list[tuple[ir.LoopValue, ir.Argument]] = field(default_factory=list["tuple[ir.LoopValue, ir.Argument]"])
+    # Values to write, and their destinations.
+    results: list[tuple[ir.View, ir.Argument]] = field(default_factory=list["tuple[ir.View, ir.Argument]"])
+    # Sums over all steps, and the views of arguments that they are added to.
+    totals: list[tuple[ir.LoopValue, ir.View]] = field(default_factory=list["tuple[ir.LoopValue, ir.View]"])
 
-    def add_argument(self, kind: ArgumentKind, index: int, dtype: torch.dtype, size: int, row: Row) -> Argument:
-        self.arguments.append(Argument(kind, index, dtype, size, row))
+    def add_argument(
+        self, kind: ir.ArgumentKind, index: int, dtype: torch.dtype, size: int, row: ir.Row
+    ) -> ir.Argument:
+        self.arguments.append(ir.Argument(kind, index, dtype, size, row))
         return self.arguments[-1]
 
     def add_input(
-        self, kind: ArgumentKind, index: int, shape: Sequence[int], dtype: torch.dtype, row: Row
-    ) -> LoopValue:
-        """A new argument that is read as a value."""
+        self, kind: ir.ArgumentKind, index: int, shape: Sequence[int], dtype: torch.dtype, row: ir.Row
+    ) -> ir.LoopValue:
         argument = self.add_argument(kind, index, dtype, torch.Size(shape).numel(), row)
-        value = LoopValue(argument.name, tuple(shape), dtype, None, row != "same")
+        value = ir.LoopValue(argument.name, tuple(shape), dtype, None, row != "same")
         self.inputs[value] = argument
         return value
 
@@ -108,10 +89,10 @@ class LoopSignature:
 class Phase:
     """Bulk work, then a loop. Each of its `groups` is one pass over memory. `main` marks the loop that carries."""
 
-    bulk: list[LoopValue] = field(default_factory=list[LoopValue])
-    loop: list[LoopValue] = field(default_factory=list[LoopValue])
+    bulk: list[ir.LoopValue] = field(default_factory=list[ir.LoopValue])
+    loop: list[ir.LoopValue] = field(default_factory=list[ir.LoopValue])
     main: bool = False
-    groups: list[list[LoopValue]] = field(default_factory=list["list[LoopValue]"])
+    groups: list[list[ir.LoopValue]] = field(default_factory=list["list[ir.LoopValue]"])
 
 
 @dataclass
@@ -120,55 +101,50 @@ class Phases:
 
     phases: list[Phase]
     main: Phase
-    of: dict[LoopValue, Phase]
-    bulk: set[LoopValue]
+    of: dict[ir.LoopValue, Phase]
+    bulk: set[ir.LoopValue]
 
-    def needs_all_steps(self, value: LoopValue, readers: Iterable[LoopValue]) -> bool:
+    def needs_all_steps(self, value: ir.LoopValue, readers: Iterable[ir.LoopValue]) -> bool:
         """Whether a value needs a row per step: it is computed in bulk, or read in bulk or in another phase."""
         phase = self.of[value]
         return value in self.bulk or any(self.of[reader] is not phase or reader in self.bulk for reader in readers)
 
-    def is_after_main(self, value: LoopValue) -> bool:
+    def is_after_main(self, value: ir.LoopValue) -> bool:
         return self.of[value] is not self.main or value in self.bulk
 
-    def copy_in_main(self, name: str, value: LoopValue, *, first: bool) -> LoopValue:
-        """Add a copy of a value, computed first or last in the main loop."""
-        copy = _copy(name, whole_view(value))
+    def copy_in_main(self, name: str, value: ir.LoopValue, *, first: bool) -> ir.LoopValue:
+        copy = _copy(name, ir.whole_view(value))
         self.of[copy] = self.main
         self.main.loop.insert(0 if first else len(self.main.loop), copy)
         return copy
 
 
-def assign_phases(values: Sequence[LoopValue], carried: Sequence[LoopValue], ends: Iterable[LoopValue]) -> Phases:
-    """Assign every value to a phase.
-
-    Args:
-        values: all values, operands before their readers.
-        carried: the values that come from the previous step.
-        ends: their successors.
-    """
+def assign_phases(
+    values: Sequence[ir.LoopValue], carried: Sequence[ir.LoopValue], ends: Iterable[ir.LoopValue]
+) -> Phases:
+    """Assign every value to a phase. `values` have operands before their readers. `ends` succeed the carried ones."""
     ends = list(ends)
     from_carry = set(carried)
     for value in values:
-        if any(operand in from_carry for operand in operand_values(value.operation)):
+        if any(operand in from_carry for operand in ir.operand_values(value.operation)):
             from_carry.add(value)
-    recurrent = {value for value in values if value in from_carry} & with_ancestors(ends)
+    recurrent = {value for value in values if value in from_carry} & ir.with_ancestors(ends)
     heavy = {
         value
         for value in values
-        if isinstance(value.operation, TimeReduction)
-        or (isinstance(value.operation, Product) and value not in recurrent)
+        if isinstance(value.operation, ir.TimeReduction)
+        or (isinstance(value.operation, ir.Product) and value not in recurrent)
     }
-    level: dict[LoopValue, int] = {}
+    level: dict[ir.LoopValue, int] = {}
 
-    def level_of_operands(value: LoopValue) -> int:
-        return max((level.get(operand, -1) for operand in operand_values(value.operation)), default=-1)
+    def level_of_operands(value: ir.LoopValue) -> int:
+        return max((level.get(operand, -1) for operand in ir.operand_values(value.operation)), default=-1)
 
     early = [value for value in values if value not in from_carry]
     for value in early:
         level[value] = level_of_operands(value) + (value in heavy)
     # The main loop runs at the first level at which all that its values read is there.
-    ready = [*ends, *(operand for value in recurrent for operand in operand_values(value.operation))]
+    ready = [*ends, *(operand for value in recurrent for operand in ir.operand_values(value.operation))]
     main = max([0, *(level.get(value, -1) for value in ready)])
     level.update(dict.fromkeys(carried, main))
     for value in values:
@@ -188,55 +164,44 @@ def assign_phases(values: Sequence[LoopValue], carried: Sequence[LoopValue], end
     return Phases(phases, phases[main + 1], of, heavy)
 
 
-def _readers(values: Iterable[LoopValue]) -> dict[LoopValue, list[LoopValue]]:
-    readers: dict[LoopValue, list[LoopValue]] = {}
+def _readers(values: Iterable[ir.LoopValue]) -> dict[ir.LoopValue, list[ir.LoopValue]]:
+    readers: dict[ir.LoopValue, list[ir.LoopValue]] = {}
     for value in values:
-        for operand in operand_values(value.operation):
+        for operand in ir.operand_values(value.operation):
             readers.setdefault(operand, []).append(value)
     return readers
 
 
 class LoopFunction:
-    """A function to generate: its signature, and the schedule of all values that it computes.
+    """A function to generate: its signature, and the schedule of all values that it computes."""
 
-    Attributes:
-        values: all computed values, operands before their readers.
-        layouts: the memory of each value, as a whole.
-        stacks: values with a row per step in the workspace.
-        locals: values with one row per thread.
-        slots: values that are computed in their place within a concatenation.
-        phases: the phases that do something, in order of running.
-        axes: row axes, if threads divide the rows of the batch in the main loop.
-        rows: the rows of the batch.
-    """
-
-    def __init__(self, signature: LoopSignature, computed: Sequence[LoopValue]) -> None:
+    def __init__(self, signature: LoopSignature, computed: Sequence[ir.LoopValue]) -> None:
         self.signature = signature
         values = list(computed)
         targets = _targets(signature, values)
         ends = [value for value, argument in targets.items() if argument.row in ("next", "out")]
-        needed = with_ancestors([*targets, *(total for total, _ in signature.totals)])
+        needed = ir.with_ancestors([*targets, *(total for total, _ in signature.totals)])
         values = [value for value in values if value in needed]
         carried = [start for start, _ in signature.carried]
         phases = assign_phases(values, carried, ends)
         # Inputs first: copies of carried values depend on their rows.
         self.layouts = {
-            value: MemoryLayout.contiguous(value, argument.name, argument.row)
+            value: ir.MemoryLayout.contiguous(value, argument.name, argument.row)
             for value, argument in signature.inputs.items()
         }
         self._copy_carried(phases, values)
         _copy_alternating(phases, values, targets)
-        self.values = values
-        self.stacks: list[LoopValue] = []
-        self.locals: dict[LoopValue, None] = {}
-        self.slots: set[LoopValue] = set()
+        self.values = values  # operands before their readers
+        self.stacks: list[ir.LoopValue] = []  # values with a row per step in the workspace
+        self.locals: dict[ir.LoopValue, None] = {}  # values with one row per thread
+        self.slots: set[ir.LoopValue] = set()  # values that are computed in their place within a concatenation
         self._readers = _readers(values)
         for value, argument in targets.items():
-            self.layouts[value] = MemoryLayout.contiguous(value, argument.name, argument.row)
+            self.layouts[value] = ir.MemoryLayout.contiguous(value, argument.name, argument.row)
         for value in values:
-            if not isinstance(value.operation, TimeReduction):
+            if not isinstance(value.operation, ir.TimeReduction):
                 self._allocate(phases, value)
-        self.axes: SequenceAxes | None = None
+        self.axes: SequenceAxes | None = None  # if threads divide the rows of the batch in the main loop
         self.rows = 1
         if phases.main.main:
             # Few rows are not divided: shared products then use all threads better.
@@ -249,7 +214,7 @@ class LoopFunction:
             if phase.bulk or phase.loop or phase.main
         ]
 
-    def layout_of(self, view: View) -> MemoryLayout:
+    def layout_of(self, view: ir.View) -> ir.MemoryLayout:
         layout = self.layouts[view.value]
         if view.value in self.slots:
             # A slot has the strides of its concatenation, to which the view's own do not apply.
@@ -257,26 +222,24 @@ class LoopFunction:
             return layout
         return layout.with_strides(tuple(view.at.stride()), int(view.at.storage_offset()))
 
-    def is_stored(self, value: LoopValue, group: Sequence[LoopValue]) -> bool:
+    def is_stored(self, value: ir.LoopValue, group: Sequence[ir.LoopValue]) -> bool:
         """Whether a value of a group is read outside of it, and so needs memory."""
         return value not in self.locals or any(reader not in group for reader in self._readers.get(value, []))
 
-    def _copy_carried(self, phases: Phases, values: list[LoopValue]) -> None:
-        """Copy carried values that are read after the main loop, unless they have a row per step anyway.
-
-        A value in two alternating rows is overwritten by then.
-        """
+    def _copy_carried(self, phases: Phases, values: list[ir.LoopValue]) -> None:
+        """Copy carried values that are read after the main loop, unless they have a row per step anyway."""
+        # A value in two alternating rows is overwritten by then.
         for start, _ in self.signature.carried:
-            readers = [value for value in values if start in operand_values(value.operation)]
+            readers = [value for value in values if start in ir.operand_values(value.operation)]
             late = [value for value in readers if phases.is_after_main(value)]
             if late and not self.layouts[start].is_per_step:
                 copy = phases.copy_in_main(f"{start}_copy", start, first=True)
                 values.insert(0, copy)
                 for value in late:
-                    value.replace_operand(start, copy)
+                    assert value.operation is not None
+                    value.operation = ir.with_operand(value.operation, start, copy)
 
-    def _allocate(self, phases: Phases, value: LoopValue) -> None:
-        """Assign memory to a value: an argument's, a slot, a stack or a local."""
+    def _allocate(self, phases: Phases, value: ir.LoopValue) -> None:
         if value in self.layouts:
             return
         readers = self._readers.get(value, [])
@@ -284,32 +247,32 @@ class LoopFunction:
         if cat is not None:
             self.slots.add(value)
             self._allocate(phases, cat)
-            assert isinstance(cat.operation, Cat)
+            assert isinstance(cat.operation, ir.Cat)
             layout, pieces = self.layouts[cat], [piece.value for piece in cat.operation.pieces]
             offset = cat.operation.starts[pieces.index(value)] * layout.strides[cat.operation.axis]
             self.layouts[value] = layout.with_strides(layout.strides, layout.offset + offset)
         elif phases.needs_all_steps(value, readers):
             self.stacks.append(value)
-            self.layouts[value] = MemoryLayout.contiguous(value, f"s_{value}", "step")
+            self.layouts[value] = ir.MemoryLayout.contiguous(value, f"s_{value}", "step")
         else:
             self.locals[value] = None
-            self.layouts[value] = MemoryLayout.contiguous(value, f"l_{value}", "same")
+            self.layouts[value] = ir.MemoryLayout.contiguous(value, f"l_{value}", "same")
 
-    def _cat_for(self, phases: Phases, value: LoopValue, readers: list[LoopValue]) -> LoopValue | None:
+    def _cat_for(self, phases: Phases, value: ir.LoopValue, readers: list[ir.LoopValue]) -> ir.LoopValue | None:
         """The concatenation within which a value can be computed: the only one, and every reader reads it whole."""
-        cats = [reader for reader in readers if isinstance(reader.operation, Cat)]
-        if len(cats) != 1 or not isinstance(value.operation, Elementwise) or phases.needs_all_steps(value, readers):
+        cats = [reader for reader in readers if isinstance(reader.operation, ir.Cat)]
+        if len(cats) != 1 or not isinstance(value.operation, ir.Elementwise) or phases.needs_all_steps(value, readers):
             return None
-        views = [view for reader in readers for view in operand_views(reader.operation) if view.value is value]
+        views = [view for reader in readers for view in ir.operand_views(reader.operation) if view.value is value]
         return cats[0] if all(view.is_whole for view in views) else None
 
 
-def _targets(signature: LoopSignature, values: list[LoopValue]) -> dict[LoopValue, Argument]:
+def _targets(signature: LoopSignature, values: list[ir.LoopValue]) -> dict[ir.LoopValue, ir.Argument]:
     """The values computed in place at their destination. Copies for the other results are appended to `values`."""
-    targets: dict[LoopValue, Argument] = {}
+    targets: dict[ir.LoopValue, ir.Argument] = {}
     for view, argument in signature.results:
         value = view.value
-        computed = value.operation is not None and not isinstance(value.operation, TimeReduction)
+        computed = value.operation is not None and not isinstance(value.operation, ir.TimeReduction)
         if not view.is_whole or not computed or value in targets:
             value = _copy(f"{argument.name}_copy", view)
             values.append(value)
@@ -317,45 +280,43 @@ def _targets(signature: LoopSignature, values: list[LoopValue]) -> dict[LoopValu
     return targets
 
 
-def _copy_alternating(phases: Phases, values: list[LoopValue], targets: dict[LoopValue, Argument]) -> None:
-    """Compute a carried value outside of its two alternating rows if it needs a row per step, and copy it there.
-
-    Only the main loop can write these rows, right before its next step reads them.
-    """
+def _copy_alternating(phases: Phases, values: list[ir.LoopValue], targets: dict[ir.LoopValue, ir.Argument]) -> None:
+    """Compute a carried value outside of its two alternating rows if it needs a row per step, and copy it there."""
+    # Only the main loop can write these rows, right before its next step reads them.
     for value, argument in list(targets.items()):
-        readers = [reader for reader in values if value in operand_values(reader.operation)]
+        readers = [reader for reader in values if value in ir.operand_values(reader.operation)]
         if argument.row == "out" and (phases.is_after_main(value) or phases.needs_all_steps(value, readers)):
             copy = phases.copy_in_main(f"{argument.name}_copy", value, first=False)
             values.insert(values.index(value) + 1, copy)
             targets[copy] = targets.pop(value)
 
 
-def _copy(name: str, view: View) -> LoopValue:
-    return LoopValue(name, view.shape, view.value.dtype, Elementwise("{0}", [view], view.value.dtype))
+def _copy(name: str, view: ir.View) -> ir.LoopValue:
+    return ir.LoopValue(name, view.shape, view.value.dtype, ir.Elementwise("{0}", [view], view.value.dtype))
 
 
 def row_axes(
-    loop: Sequence[LoopValue], carried: Sequence[LoopValue], alternating: Collection[LoopValue] = ()
+    loop: Sequence[ir.LoopValue], carried: Sequence[ir.LoopValue], alternating: Collection[ir.LoopValue] = ()
 ) -> SequenceAxes | None:
-    """The row axis of every value in the loop, or None if a step mixes rows.
-
-    Values in `alternating` have two rows of memory for all steps. Threads share these, and can be in different steps.
-    Therefore each thread writes only its rows of the batch, even of a value that it could compute whole.
-    """
+    """The row axis of every value in the loop, or None if a step mixes rows."""
+    # Values in `alternating` have two rows of memory for all steps. Threads share these, and can be in different steps.
+    # Therefore each thread writes only its rows of the batch, even of a value that it could compute whole.
     if not carried or any(not start.shape or start.shape[0] != carried[0].shape[0] for start in carried):
         return None
     rows = carried[0].shape[0]
-    axes: dict[LoopValue, int | None] = dict.fromkeys(carried, 0)
+    axes: dict[ir.LoopValue, int | None] = dict.fromkeys(carried, 0)
     for value in loop:
-        bound = [(view, axis) for view in operand_views(value.operation) if (axis := axes.get(view.value)) is not None]
+        bound = [
+            (view, axis) for view in ir.operand_views(value.operation) if (axis := axes.get(view.value)) is not None
+        ]
         in_result = {_axis_in_result(value, view, axis_in_view(view, axis, rows)) for view, axis in bound}
         if len(in_result) > 1 or None in in_result:
             return None
         # A scatter accumulates in memory. If all threads computed it, each would add its own sums there.
-        if not in_result and isinstance(value.operation, AxisOp) and value.operation.kind.startswith("scatter"):
+        if not in_result and isinstance(value.operation, ir.AxisOp) and value.operation.kind.startswith("scatter"):
             return None
         if not in_result and value in alternating:
-            if not isinstance(value.operation, Elementwise) or tuple(value.shape[:1]) != (rows,):
+            if not isinstance(value.operation, ir.Elementwise) or tuple(value.shape[:1]) != (rows,):
                 return None
             in_result = {0}
         axes[value] = in_result.pop() if in_result else None
@@ -367,26 +328,26 @@ def rows_apart(function: LoopFunction, rows: int) -> bool:
 
     Sums over time are over rows. Each must be one that the kernels can restrict to some rows.
     """
-    shared: tuple[ArgumentKind, ...] = ("constant", "parameter gradient")
+    shared: tuple[ir.ArgumentKind, ...] = ("constant", "parameter gradient")
     starts = [value for value, source in function.signature.inputs.items() if value.shape and source.kind not in shared]
-    axes = row_axes([value for value in function.values if not isinstance(value.operation, TimeReduction)], starts)
+    axes = row_axes([value for value in function.values if not isinstance(value.operation, ir.TimeReduction)], starts)
     if axes is None or any(axes[value] is None for value in function.stacks):
         return False
 
-    def axis_of(view: View) -> int | None:
+    def axis_of(view: ir.View) -> int | None:
         axis = axes.get(view.value)
         return None if axis is None else axis_in_view(view, axis, rows)
 
     for value, _ in function.signature.totals:
-        of = value.operation.of if isinstance(value.operation, TimeReduction) else None
-        plain = isinstance(of, Reduce) and of.axes == (0,) and len(of.source.shape) == 2
-        supported = [1, 0] if isinstance(of, Product) else [0] * plain
-        if [axis_of(view) for view in operand_views(value.operation)] != supported:
+        of = value.operation.of if isinstance(value.operation, ir.TimeReduction) else None
+        plain = isinstance(of, ir.Reduce) and of.axes == (0,) and len(of.source.shape) == 2
+        supported = [1, 0] if isinstance(of, ir.Product) else [0] * plain
+        if [axis_of(view) for view in ir.operand_views(value.operation)] != supported:
             return False
     return all(axis_of(view) == 0 for view, _ in function.signature.results)
 
 
-def axis_in_view(view: View, axis: int, rows: int) -> int | None:
+def axis_in_view(view: ir.View, axis: int, rows: int) -> int | None:
     """The row axis of a value in a view of it, or None if it is split, joined with another, shifted or cut.
 
     value (A, rows, B)   one element:  a * rows * B + row * B + b        stride B; the strides that move b stay below B,
@@ -409,20 +370,20 @@ def axis_in_view(view: View, axis: int, rows: int) -> int | None:
     return candidates[0] if inner < stride else None
 
 
-def _axis_in_result(value: LoopValue, view: View, axis: int | None) -> int | None:
+def _axis_in_result(value: ir.LoopValue, view: ir.View, axis: int | None) -> int | None:
     """The row axis of an operand in the result, or None if the operator mixes rows."""
     if axis is None:
         return None
     match value.operation:
-        case Elementwise():
+        case ir.Elementwise():
             return axis + len(value.shape) - len(view.shape)
-        case Reduce(axes=axes, keep=keep):
+        case ir.Reduce(axes=axes, keep=keep):
             return None if axis in axes else axis if keep else axis - sum(reduced < axis for reduced in axes)
-        case AxisOp(axis=along):
+        case ir.AxisOp(axis=along):
             return None if axis == along else axis
-        case Cat(axis=joined):
+        case ir.Cat(axis=joined):
             return None if axis == joined else axis
-        case Product(left=left, start=start, fixed=fixed):
+        case ir.Product(left=left, start=start, fixed=fixed):
             rows, columns = len(view.shape) - 2, len(view.shape) - 1
             if axis < rows:  # a batch axis stays
                 return axis
@@ -434,15 +395,15 @@ def _axis_in_result(value: LoopValue, view: View, axis: int | None) -> int | Non
             return None
 
 
-def fuse(loop: Sequence[LoopValue], axes: SequenceAxes | None) -> list[list[LoopValue]]:
+def fuse(loop: Sequence[ir.LoopValue], axes: SequenceAxes | None) -> list[list[ir.LoopValue]]:
     """The values of one loop, operands before their readers, elementwise ones in groups."""
-    pending: list[LoopValue] = list(loop)
-    order: list[list[LoopValue]] = []
+    pending: list[ir.LoopValue] = list(loop)
+    order: list[list[ir.LoopValue]] = []
     while pending:
         waiting = set(pending)
-        ready = [value for value in pending if waiting.isdisjoint(operand_values(value.operation))]
+        ready = [value for value in pending if waiting.isdisjoint(ir.operand_values(value.operation))]
         # Products and reductions first: the elementwise values that wait for them can then join a single group.
-        groups = [[value] for value in ready if not isinstance(value.operation, Elementwise)]
+        groups = [[value] for value in ready if not isinstance(value.operation, ir.Elementwise)]
         groups = groups or [_group(pending, waiting, ready[0], axes)]
         done = {value for group in groups for value in group}
         order += groups
@@ -451,23 +412,22 @@ def fuse(loop: Sequence[LoopValue], axes: SequenceAxes | None) -> list[list[Loop
 
 
 def _group(
-    pending: Sequence[LoopValue], waiting: set[LoopValue], first: LoopValue, axes: SequenceAxes | None
-) -> list[LoopValue]:
-    """All values that one pass can compute together with `first`."""
-    members: dict[LoopValue, None] = {}
+    pending: Sequence[ir.LoopValue], waiting: set[ir.LoopValue], first: ir.LoopValue, axes: SequenceAxes | None
+) -> list[ir.LoopValue]:
+    members: dict[ir.LoopValue, None] = {}
     for value in pending:
         fits = value.shape == first.shape and (axes is None or axes.get(value) == axes.get(first))
-        if fits and isinstance(value.operation, Elementwise):
-            views = operand_views(value.operation)
+        if fits and isinstance(value.operation, ir.Elementwise):
+            views = ir.operand_views(value.operation)
             if all(view.value not in waiting or (view.value in members and view.is_whole) for view in views):
                 members[value] = None
     return list(members)
 
 
-_WIDTH = 28
-"""The column at which formulas begin."""
+_WIDTH = 28  # the column at which formulas begin
 _KINDS: dict[Any, str] = {
-    Elementwise: "pass", Reduce: "reduction", AxisOp: "axis", Cat: "join", Product: "product", TimeReduction: "total",
+    ir.Elementwise: "pass", ir.Reduce: "reduction", ir.AxisOp: "axis", ir.Cat: "join", ir.Product: "product",
+    ir.TimeReduction: "total",
 }  # fmt: skip
 
 
@@ -491,8 +451,7 @@ def explain_function(function: LoopFunction) -> str:
     return "\n".join(lines)
 
 
-def _group_lines(function: LoopFunction, group: Sequence[LoopValue]) -> list[str]:
-    """A line for each value of a group, the first with kind and shape."""
+def _group_lines(function: LoopFunction, group: Sequence[ir.LoopValue]) -> list[str]:
     totals = dict(function.signature.totals)
     head = f"    {_KINDS[type(group[0].operation)]:<10} {' x '.join(map(str, group[0].shape)) or 'one number'}"
     lines: list[str] = []
@@ -503,38 +462,38 @@ def _group_lines(function: LoopFunction, group: Sequence[LoopValue]) -> list[str
     return lines
 
 
-def _formula(function: LoopFunction, operation: Operation | View | None) -> str:
+def _formula(function: LoopFunction, operation: ir.Operation | ir.View | None) -> str:
     name = partial(_operand_name, function)
     match operation:
-        case Elementwise(expression=expression, operands=operands):
+        case ir.Elementwise(expression=expression, operands=operands):
             text = expression.format(*map(name, operands)).replace("w_", "")
             return text[1:-1] if text.startswith("(") else text
-        case Reduce(kind=kind, source=source, axes=axes):
+        case ir.Reduce(kind=kind, source=source, axes=axes):
             return f"{kind} of {name(source)} along {', '.join(map(str, axes))}"
-        case AxisOp(kind=kind, operands=operands, axis=axis):
+        case ir.AxisOp(kind=kind, operands=operands, axis=axis):
             return f"{kind} of {', '.join(map(name, operands))} along {axis}"
-        case Product(left=left, right=right, start=start):
+        case ir.Product(left=left, right=right, start=start):
             return f"{name(left)} @ {name(right)}" + ("" if start is None else f" + {name(start)}")
-        case Cat(pieces=pieces, axis=axis):
+        case ir.Cat(pieces=pieces, axis=axis):
             return f"{', '.join(map(name, pieces))} along {axis}"
-        case TimeReduction(of=of):
+        case ir.TimeReduction(of=of):
             return f"{_formula(function, of)}, over all steps"
-        case View():
+        case ir.View():
             return name(operation)
         case None:
             return ""
 
 
-def _operand_name(function: LoopFunction, operand: Operand | LoopValue) -> str:
+def _operand_name(function: LoopFunction, operand: ir.Operand | ir.LoopValue) -> str:
     """A number, an argument's name, or the name of a value in the workspace."""
-    if not isinstance(operand, View | LoopValue):
+    if not isinstance(operand, ir.View | ir.LoopValue):
         return f"{operand:g}" if isinstance(operand, float) else str(operand)
-    value = operand.value if isinstance(operand, View) else operand
+    value = operand.value if isinstance(operand, ir.View) else operand
     layout, name = function.layouts.get(value), value.name
     in_workspace = value in function.slots or value in function.locals or value in function.stacks
     if layout is not None and not in_workspace:
         name = layout.base + ("'" if layout.row in ("next", "out") else "")
-    if isinstance(operand, LoopValue) or operand.is_whole:
+    if isinstance(operand, ir.LoopValue) or operand.is_whole:
         return name
     offset = int(operand.at.storage_offset())
     return f"{name}[{' x '.join(map(str, operand.shape))}{f' from {offset}' if offset else ''}]"

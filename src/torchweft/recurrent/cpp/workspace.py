@@ -21,11 +21,10 @@ _ASK_AGAIN = 0.5  # seconds for which a reading of free memory is valid
 
 
 class WorkspacePool:
-    """Byte buffers that calls use one after another.
+    """Byte buffers that calls use one after another."""
 
-    The pool holds at most an eighth of the memory that the machine has free, which it reads again from time to time.
-    Buffers beyond that return to the system at once. A buffer that is never given back is simply collected.
-    """
+    # The pool holds at most an eighth of the memory that the machine has free, which it reads again from time to time.
+    # Buffers beyond that return to the system at once. A buffer that is never given back is simply collected.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,7 +81,6 @@ class WorkspacePool:
         self._drop_all()
 
     def statistics(self) -> dict[str, int]:
-        """Idle bytes and their limit, and how many buffers were made and reused."""
         with self._lock:
             return {"held_bytes": self._held, "limit_bytes": self._limit, "made": self._made, "reused": self._reused}
 
@@ -117,8 +115,7 @@ def _free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
-pool = WorkspacePool()
-"""The pool of this process."""
+pool = WorkspacePool()  # the pool of this process
 os.register_at_fork(after_in_child=pool.reset_in_child)
 
 

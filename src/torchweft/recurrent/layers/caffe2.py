@@ -71,9 +71,7 @@ class Caffe2LSTM(nn.Module):
     i, f, o, g. Raises ``UsageError`` for widths below 1.
 
     Example:
-        >>> result = weft.recurrent.Caffe2LSTM(8, 16)(torch.randn(20, 4, 8))
-        >>> result.hidden_all.shape
-        torch.Size([20, 4, 16])
+        >>> layer = weft.recurrent.Caffe2LSTM(8, 16, forget_bias=1.0)
     """
 
     i2h_w: Tensor
@@ -106,7 +104,6 @@ class Caffe2LSTM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weights again."""
         for weight in self.parameters():
             bound = math.sqrt(3 / weight.shape[1]) if weight.dim() == 2 else 0.0
             nn.init.uniform_(weight, -bound, bound)

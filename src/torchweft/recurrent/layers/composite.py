@@ -4,8 +4,7 @@
                                 backward_net  <- <- <-     z_0   z_1   z_2
                                 outputs                    merge(y, z), at every step
 
-After Schuster and Paliwal, "Bidirectional recurrent neural networks" (1997). In the backward direction each row is read
-within its own length:
+After Schuster and Paliwal, "Bidirectional recurrent neural networks" (1997). Backward, a row is read within its length:
 
     t            0  1  2  3  4          flipped      0  1  2  3  4
     row, len 3   a  b  c  .  .                       .  .  c  b  a      mask: . . x x x
@@ -133,17 +132,14 @@ class Bidirectional(nn.Module):
 
 
 def explain_networks(nets: dict[str, Any]) -> str:
-    """The explanations of the networks that have one."""
     parts = [f"{name}:\n{net.explain()}" for name, net in nets.items() if callable(getattr(net, "explain", None))]
     return FoldedText("\n\n".join(parts))
 
 
 def combine_nested(one: Any, other: Any, fault: str, least: int | None = None) -> Any:
-    """The sum of two nested values, leaf by leaf. With `least`, their concatenation along the last axis, for leaves
-    with at least `least` axes.
-
-    ``None`` in both stays. Raises ``SpecError`` that lists the leaves that do not fit.
-    """
+    """The sum of two nested values, leaf by leaf. Raises ``SpecError`` that lists the leaves that do not fit."""
+    # With `least`, their concatenation along the last axis, for leaves with at least `least` axes. ``None`` in both
+    # stays.
 
     def fits(x: Any, y: Any) -> bool:
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
@@ -181,10 +177,9 @@ def _copy_reinitialized(net: nn.Module) -> nn.Module:
 
 
 class SequenceAxes(NamedTuple):
-    """The layout of a call: its numbers of steps and rows (None: unknown), and which axis comes first.
+    """The layout of a call: its numbers of steps and rows (None: unknown), and which axis comes first."""
 
-    `deep`: an input has three axes, so there certainly are rows.
-    """
+    # `deep`: an input has three axes, so there certainly are rows.
 
     steps: int
     rows: int | None
@@ -194,7 +189,6 @@ class SequenceAxes(NamedTuple):
 
     @staticmethod
     def of(inputs: Any, batch_first: bool) -> "SequenceAxes":
-        """The axes of nested inputs that are known to be valid."""
         tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
         deepest = max([leaf.dim() for leaf in tensors])  # without key=, at which torch.compile breaks the graph
         most = next(leaf for leaf in tensors if leaf.dim() == deepest)

@@ -16,7 +16,6 @@ and `isinstance` checks would not be those of a ``torch.nn`` layer.
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -25,7 +24,7 @@ from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from torchweft.core.errors import SpecError
-from torchweft.core.validation import Validator
+from torchweft.core.validation import Validator, suggest
 from torchweft.recurrent.layers.composite import Bidirectional, explain_networks
 from torchweft.recurrent.pytorch_internals import loaded_dynamo
 from torchweft.recurrent.recurrent import Recurrent
@@ -58,13 +57,7 @@ class WeightKeyedCache(Generic[Net]):
 
 
 class LayerInputError(SpecError, ValueError, RuntimeError):
-    """Invalid arguments of a layer. A subclass of all errors that torch.nn's layers raise for them.
-
-    Example:
-        >>> weft.GRU(3, 8)(torch.ones(5, 2, 4))
-        Traceback (most recent call last):
-        weft.errors.LayerInputError: ...
-    """
+    """Invalid arguments of a layer. A subclass of all errors that torch.nn's layers raise for them."""
 
 
 class LayerInput(NamedTuple):
@@ -150,12 +143,12 @@ class _ReluStep(RNNStep):
 
 Nets = list[Recurrent | Bidirectional]
 _STEPS: dict[str, type[LayerStep]] = {"LSTM": LSTMStep, "GRU": GRUStep, "RNN_TANH": RNNStep, "RNN_RELU": _ReluStep}
+# Arguments of ``Recurrent`` that a layer rejects, and why.
 _REJECTED = {
     "initial": "a layer starts from zeros, or from the hx of the call",
     "links": "the step of a layer is torch's, over tensors; use Recurrent for a step net over names",
     "time_step": "the step of a layer is torch's, which takes no step number",
 }
-"""Arguments of ``Recurrent`` that a layer rejects, and why."""
 _WEIGHT_KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 _TORCH_OPTIONS = {
     *("input_size", "hidden_size", "num_layers", "nonlinearity", "bias", "batch_first", "dropout", "bidirectional"),
@@ -178,8 +171,7 @@ class RNNBase(nn.RNNBase):
             check.add(*(f"{name}: {why}" for name, why in _REJECTED.items() if name in how))
             known = {*_TORCH_OPTIONS, *_REJECTED, *inspect.signature(Recurrent).parameters} - {"cell"}
             for name in how.keys() - known:
-                near = "".join(f"; did you mean {option}?" for option in get_close_matches(name, known, 1))
-                check.mismatch(f"{name} is not an option of {type(self).__name__}{near}")
+                check.mismatch(f"{name} is not an option of {type(self).__name__}{suggest(name, known)}")
         self.how = how
         self._nets: WeightKeyedCache[Nets] = WeightKeyedCache()
         self._layer_networks()
@@ -293,7 +285,8 @@ class RNNBase(nn.RNNBase):
 
     def _check_input(self, weight: Tensor, data: Any, packed: bool, check: Validator) -> bool:
         """Add the faults of the input to `check`. Returns whether its number of axes is right."""
-        if not check.instance("input", data, Tensor, "a tensor or a PackedSequence"):
+        steps = "; if the list holds the steps: torch.stack(steps)" if isinstance(cast(object, data), list) else ""
+        if not check.instance("input", data, Tensor, f"a tensor or a PackedSequence{steps}"):
             return False
         shape, fits = tuple(data.shape), data.dim() in ((2,) if packed else (2, 3))
         if not fits:
@@ -375,8 +368,6 @@ class GRU(RNNBase, nn.GRU):
 
     Example:
         >>> outputs, last = weft.GRU(8, 16, batch_first=True)(torch.randn(4, 20, 8))
-        >>> outputs.shape, last.shape
-        (torch.Size([4, 20, 16]), torch.Size([1, 4, 16]))
     """
 
 
@@ -387,6 +378,4 @@ class RNN(RNNBase, nn.RNN):
 
     Example:
         >>> outputs, last = weft.RNN(8, 16, nonlinearity="relu")(torch.randn(20, 4, 8))
-        >>> outputs.shape
-        torch.Size([20, 4, 16])
     """
