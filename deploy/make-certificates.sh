@@ -4,7 +4,7 @@
 #     sh make-certificates.sh FOLDER client NAME              client-NAME.key and client-NAME.crt, for this common name
 # The first call makes the authority, ca.key and ca.crt. Servers and clients need ca.crt. ca.key stays where it is: its
 # owner can make any certificate. A repeated call renews a certificate and keeps its key.
-# Valid for $DAYS (365) days. The common name of servers is torchweft-server.
+# Valid for $DAYS (365) days. The common name of servers is $COMMON_NAME (torchweft-server).
 set -eu
 
 fail() {
@@ -21,7 +21,7 @@ for name; do
     esac
 done
 case $role in
-server) common=torchweft-server uses=serverAuth,clientAuth purpose="sslserver sslclient" ;;
+server) common=${COMMON_NAME:-torchweft-server} uses=serverAuth,clientAuth purpose="sslserver sslclient" ;;
 client)
     [ $# -eq 1 ] || fail "a client has one name, but these are $#: $*"
     common=$first uses=clientAuth purpose=sslclient
