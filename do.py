@@ -7,7 +7,7 @@
     python3 do.py test [pytest args]   run the tests; with --all those that take long as well
     python3 do.py bench [NAME ...]     run the benchmarks, all of them or those named
     python3 do.py check                check lint, format, types, imports, size, structure and prose of src
-    python3 do.py docs [FOLDER]        write the API reference from the docstrings, into build/api
+    python3 do.py docs [serve]         build the documentation site into build/site, or show it while you write
     python3 do.py help                 print this text
 
 It works from any folder. The command itself runs in the repository, so paths in args are relative to it.
@@ -53,6 +53,7 @@ EXTRAS = {
 }
 # Tests run in one process per core. A file is not divided, because its tests share servers and compiled cells.
 TESTS = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+DOCS = ("build", "--strict")
 MODULES = {"test": TESTS, "bench": ("benchmarks",)}
 
 
@@ -198,7 +199,7 @@ def run(command: str, rest: Sequence[str]) -> int:
     if command == "":
         return run_all({name: example(name) for name in EXAMPLES}, "all examples ran")
     if command == "docs":
-        return call([PYTHON, ROOT / "tools" / "reference.py", *rest])
+        return call([PYTHON, "-m", "mkdocs", *(rest or DOCS)])
     argv = example(command) if command in EXAMPLES else [PYTHON, "-m", *MODULES[command]]
     return call([*argv, *rest])
 

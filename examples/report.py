@@ -96,32 +96,30 @@ def train(pipe: weft.Pipe, steps: int, data: tuple[Tensor, Tensor, Tensor, Tenso
 
 
 class Recording(NamedTuple):
-    """The quickest of some recorded steps, the forecast of all, and one more step with its bytes counted."""
+    """The quickest of some recorded steps with its time and bytes, and the forecast of all."""
 
     step: weft.Recorder
     forecast: Forecast
-    memory: weft.Recorder
 
 
 def record(model: nn.Module, schedule: str, checkpoint: str, batch: tuple[Tensor, Tensor]) -> Recording:
-    """Time and bytes are recorded in steps of their own, since looking at every tensor takes time."""
+    """Time and bytes are of the same step, so that the timeline and the memory curve have one time axis."""
     pipe = pipe_of(copy.deepcopy(model), schedule, checkpoint)
+    alive_anyway = [*pipe.parameters(), *batch]
 
     def run(observer) -> None:
         with pipe.observed_by(observer):
             pipe(batch[0], target=batch[1]).backward()
         pipe.zero_grad()
 
-    timed = [weft.Recorder() for _ in range(WARM_UP + RECORDED)]
-    for recorder in timed:
+    recorders = [weft.Recorder(memory=True) for _ in range(WARM_UP + RECORDED)]
+    for recorder in recorders:
+        recorder.ignore(alive_anyway)
         run(recorder)
-    alive_anyway = [*pipe.parameters(), *batch]
-    sizes, memory = MemoryRecorder(alive_anyway), weft.Recorder(memory=True)
-    memory.ignore(alive_anyway)
+    sizes = MemoryRecorder(alive_anyway)
     run(sizes)
-    run(memory)
-    costs = costs_from(timed[WARM_UP:], sizes)
-    return Recording(min(timed[WARM_UP:], key=seconds), costs.forecast(pipe.schedule_for(len(batch[0]))), memory)
+    costs = costs_from(recorders[WARM_UP:], sizes)
+    return Recording(min(recorders[WARM_UP:], key=seconds), costs.forecast(pipe.schedule_for(len(batch[0]))))
 
 
 def seconds(recorder: weft.Recorder) -> float:
@@ -138,22 +136,28 @@ def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pi
         y=report.Axis("% right"),
     )
     learned = [report.figure(report.loss_curve(training.losses)), report.figure(accuracy)]
-    timelines = [
-        report.figure(
-            report.timeline(each.step.events, each.forecast, title=f"Timeline of a step, {name}"),
-            f"{name}: measured {report.show_time(seconds(each.step))}; forecast, with a core for each stage, "
-            f"{report.show_time(each.forecast.total)}, of which stages are idle for {each.forecast.bubble:.0%}.",
+    # One end for all, so that a longer picture is a longer step.
+    until = max(max(seconds(recording.step), recording.forecast.total) for recording in recordings.values())
+    timelines: list[report.Markup] = []
+    for name, recording in recordings.items():
+        events, forecast = recording.step.events, recording.forecast
+        caption = (
+            f"{name}: measured {report.show_time(seconds(recording.step))}; forecast, with a core for each stage, "
+            f"{report.show_time(forecast.total)}, of which stages are idle for {forecast.bubble:.0%}."
         )
-        for name, each in recordings.items()
-    ]
-    curves = {name: report.live_bytes(each.memory) for name, each in recordings.items()}
+        picture = report.timeline(events, forecast, title=f"Timeline of a step, {name}", until=until)
+        timelines += [report.figure(picture, caption), report.action_table(events)]
+    curves = {name: report.live_bytes(recording.step) for name, recording in recordings.items()}
     rows = [
-        [name, report.show_bytes(each.memory.peak_bytes), report.show_bytes(each.forecast.peak_bytes)]
-        for name, each in recordings.items()
+        [name, report.show_bytes(recording.step.peak_bytes), report.show_bytes(recording.forecast.peak_bytes)]
+        for name, recording in recordings.items()
     ]
     in_memory = [
-        report.paragraph("Bytes that stay alive for backward, without parameters and the mini-batch."),
-        report.figure(report.memory_curve(curves)),
+        report.paragraph(
+            "Bytes that stay alive for backward, without parameters and the mini-batch, in the steps of the timelines "
+            "and on their time axis."
+        ),
+        report.figure(report.memory_curve(curves, until=until)),
         report.table(["", "peak, measured", "peak, forecast"], rows),
     ]
     crossing = [
@@ -161,6 +165,7 @@ def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pi
         report.figure(report.routes(pipe.routes, STAGES, title="What crosses")),
     ]
     return [
+        report.summary({name: recording.step for name, recording in recordings.items()}),
         report.Section("What it learned", learned),
         report.Section("What crosses between stages", crossing),
         report.Section("A step in time", timelines),
@@ -185,13 +190,13 @@ def main() -> None:
     print(f"  {training.accuracies[-1][1]:.1f}% of held-out digits right after {len(training.losses)} steps")
     batch = digits[0][:ROWS], digits[1][:ROWS]
     recordings = {name: record(model, *way, batch) for name, way in WAYS.items()}
-    for name, each in recordings.items():
-        found, foretold = each.memory.peak_bytes, each.forecast.peak_bytes
-        print(f"  {name}: live bytes at most {report.show_bytes(found)}, forecast {report.show_bytes(foretold)}")
+    for name, recording in recordings.items():
+        measured, expected = map(report.show_bytes, (recording.step.peak_bytes, recording.forecast.peak_bytes))
+        print(f"  {name}: live bytes at most {measured}, forecast {expected}")
     options.out.mkdir(parents=True, exist_ok=True)
     page = options.out / "report.html"
     page.write_text(report.page("A pipeline in four stages", sections(training, recordings, pipe)), encoding="utf-8")
-    trace = report.write_trace(options.out / "trace.json", recordings["1f1b"].step.events, name="torchweft, 1f1b")
+    trace = recordings["1f1b"].step.save(options.out / "trace.json", title="torchweft, 1f1b")
     print(f"  wrote {page.resolve()} (open it in a browser) and {trace.resolve()} (in ui.perfetto.dev)")
 
 

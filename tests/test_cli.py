@@ -232,6 +232,32 @@ def test_trace_names_a_missing_script(capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 2 and "there is no script 'no/such.py'" in errors
 
 
+TRACED = """
+import sys
+import torch
+import torchweft as weft
+from torch import nn
+pipe = weft.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2, devices=["cpu"] * 2)
+pipe(torch.randn(int(sys.argv[1]), 4)).sum().backward()
+open(sys.argv[2]).close()
+"""
+
+
+def test_trace_writes_a_report_and_shows_the_error_of_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "step.html"
+    script.write_text(TRACED)
+    assert main(["trace", str(script), "--out", str(out), "--", "8", str(script)]) == 0
+    assert "train.py" in out.read_text("utf-8")
+    assert main(["trace", str(script), "--out", str(out), "--", "8", "missing"]) == 1
+    errors = capsys.readouterr().err
+    assert "open(sys.argv[2]).close()" in errors and errors.rstrip().endswith("No such file or directory: 'missing'")
+    assert "record_script" not in errors and str(SOURCE) not in errors, errors
+    script.write_text("def (:")
+    assert main(["trace", str(script)]) == 1 and "SyntaxError" in capsys.readouterr().err
+
+
 def test_env_lists_versions_and_hides_secrets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

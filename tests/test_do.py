@@ -83,7 +83,8 @@ def test_first_run_creates_a_venv_installs_and_runs(do: ModuleType, shell: Shell
         (["test", "-k", "x", "tests/core"], "-m pytest -n auto --maxprocesses 4 --dist loadfile -k x tests/core"),
         (["bench"], "-m benchmarks"),
         (["bench", "pipeline"], "-m benchmarks pipeline"),
-        (["docs", "api"], "{root}/tools/reference.py api"),
+        (["docs"], "-m mkdocs build --strict"),
+        (["docs", "serve"], "-m mkdocs serve"),
     ],
 )
 def test_each_command_runs_its_module_with_its_words(

@@ -149,6 +149,20 @@ def test_sdist_holds_what_the_repository_holds() -> None:
     assert "Programming Language :: Python :: 3.11" in settings["project"]["classifiers"]
 
 
+def test_no_text_names_the_package_of_a_stranger() -> None:
+    """On PyPI, ``weft`` is another project. A text with `pip install` and that name would install its code."""
+    listed = run(["git", "ls-files"])
+    if listed.returncode:
+        pytest.skip("names: this is no checkout of git's, so what belongs to it is not known")
+    stranger = re.compile(r"""(?<![\w.-])(?:pip3? install(?: -\S+)* ["']?weft(?![\w-])|weft\[)""")
+    found: dict[str, list[str]] = {}
+    for name in listed.stdout.splitlines():
+        content = (ROOT / name).read_bytes() if (ROOT / name).is_file() else b""
+        if b"\0" not in content and (words := stranger.findall(content.decode("utf-8", "replace"))):
+            found[name] = words
+    assert found == {}, "the distribution is torchweft"
+
+
 def test_package_ships_its_types() -> None:
     assert (SOURCE / "torchweft" / "py.typed").exists()
 

@@ -3,8 +3,8 @@
     weft.checkpoint.save("run/latest", pipe, optimizer, extra={"step": 100})
     extra = weft.checkpoint.load("run/latest", pipe, optimizer)
 
-The format is that of `torch.distributed.checkpoint`. Each tensor is stored once, under a key of the plain model. The
-optimizer's state is stored by parameter, under the keys of PyTorch's ``flatten_optimizer_state_dict``:
+The format is that of `torch.distributed.checkpoint`. Each tensor is stored once, under a key of the plain model, and
+the optimizer's state by parameter, under the keys of PyTorch's ``flatten_optimizer_state_dict``:
 
     model.<key>    optimizer.state.<key>.<name>    optimizer.param_groups.<key>.<option>    extra
 
@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from torchweft.core.errors import UsageError, WeightsError, join_faults
+from torchweft.core.errors import UsageError, WeightsError, join_faults, split_faults
 from torchweft.pipeline.pipe import Pipe
 from torchweft.pipeline.weights import names_by_tensor, unwrap_module
 
 __all__ = ["load", "save"]
 
+Result = TypeVar("Result")
 _dcp: Any = torch.distributed.checkpoint  # it is typed in part
 _MODEL, _STATE, _GROUPS, _EXTRA = "model.", "optimizer.state.", "optimizer.param_groups.", "extra"
+Report = list[Any] | None  # the failure of one process, if any: whether it is a UsageError, and its faults
+Agree = Callable[[Report], list[Report]]  # the exchange of the reports of all processes
 
 
 def save(
@@ -53,15 +56,16 @@ def save(
     """Save a `Pipe`, or any module, and the state of its optimizer, into a folder that all processes share.
 
     Args:
-        folder: the folder of this checkpoint. It is written under a hidden name and renamed when all is there. An
-            earlier checkpoint in `folder` is replaced then, and stays whole if the save is interrupted.
+        folder: it is written under a hidden name and renamed when all is there. An earlier checkpoint in `folder` is
+            replaced then, and stays whole if the save is interrupted.
         module: the pipe, the DistributedDataParallel around it, or a plain module.
         optimizer: that of the module's parameters; with a pipe over processes that of this rank.
         extra: plain values, such as the step number and a scheduler's state; those of the first process count.
         group: the processes that call this together. Default: all of them, if `torch.distributed` is initialised.
             Tensors that several of them have are written once.
 
-    Raises WeightsError on all processes if one of them failed, and UsageError for a folder of something else.
+    Raises UsageError for a folder of something else, and for parameters of another module. If one of several processes
+    fails, all raise the same WeightsError or UsageError.
 
     Example:
         >>> import tempfile
@@ -71,7 +75,7 @@ def save(
     """
     distributed = dist.is_available() and dist.is_initialized()
     first = not distributed or dist.get_rank(group) == 0
-    agree = partial(_gather, group) if distributed else _alone
+    agree: Agree = partial(_gather, group) if distributed else _alone
     target = Path(folder).absolute()
     module = unwrap_module(module)
 
@@ -82,7 +86,8 @@ def save(
         state |= {} if optimizer is None else _optimizer_state(module, optimizer)
         return state if extra is None or not first else {**state, _EXTRA: extra}
 
-    state = _run_on_all(agree, "saved", prepare)
+    headline = f"the checkpoint in {target} cannot be saved:"
+    state = _run_on_all(agree, headline, prepare)
     with warnings.catch_warnings(action="ignore"):  # PyTorch warns when it saves in one process
         _dcp.save(
             state,
@@ -91,15 +96,15 @@ def save(
             process_group=group,
             no_dist=not distributed,
         )
-    _run_on_all(agree, "saved", lambda: _publish(target) if first else None)
+    _run_on_all(agree, headline, lambda: _publish(target) if first else None)
 
 
 def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Load a checkpoint of `save` into a module that can be cut in another way. Returns `extra`, or None.
 
     Each process reads its own tensors, in place. The ranks of a pipe call this together. A tied weight can be saved
-    under any of its names. Raises WeightsError that lists all missing and unexpected keys and wrong shapes, before
-    anything has changed.
+    under any of its names. Raises WeightsError that lists all missing and unexpected keys and wrong shapes, and
+    UsageError for parameters of another module, before anything has changed. All ranks raise the same error.
 
     Example:
         >>> import tempfile
@@ -116,23 +121,14 @@ def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | 
     if not path.exists() and _hidden_name(path, "old").exists():
         path = _hidden_name(path, "old")  # a save was interrupted between its two renames
     module = unwrap_module(module)
-    agree = partial(module._exchange_reports, "torchweft.checkpoint.load") if isinstance(module, Pipe) else _alone
+    agree: Agree = _alone
+    if isinstance(module, Pipe):
+        agree = partial(module._exchange_reports, "torchweft.checkpoint.load")
     reader = FileSystemReader(path)
-    saved: Mapping[str, Any] = {}
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except OSError as error:
-        keys, faults = dict[str, str](), [f"{type(error).__name__}: {error}"]
-    else:
-        keys, faults = _match_model(module, saved)
+    headline = f"the checkpoint in {path} cannot be loaded:"
+    # Nothing raises before the ranks agree. A rank that left alone would let the others wait until a deadline.
+    saved, keys, groups = _run_on_all(agree, headline, lambda: _match(reader, module, optimizer))
     states, options = _keys_by_name(saved, _STATE), _keys_by_name(saved, _GROUPS)
-    groups: list[list[str]] = []
-    if optimizer is not None and saved:
-        groups, more = _match_optimizer(module, optimizer, keys, options.keys())
-        faults += more
-    # All ranks raise together, before anything has changed. A rank that went on alone would wait for the others.
-    if faults := list(dict.fromkeys(fault for report in agree(faults) for fault in report)):
-        raise WeightsError(join_faults(f"the checkpoint in {path} does not fit:", faults))
 
     def read() -> Any:
         local = module.state_dict()
@@ -140,7 +136,7 @@ def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | 
         names = [name for group in groups for name in group]
         entries = [key for name in names for key in (*states.get(name, {}).values(), *options[name].values())]
         state |= {key: _empty_like(saved[key]) for key in [*entries, _EXTRA] if key in saved}
-        # Each of the two flags would let the planner read plain values into a copy of `state`.
+        # Each of the two flags would let the planner read plain values into a copy of `state`, which is lost.
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings(action="ignore"):  # PyTorch warns that its own TypedStorage is deprecated
             _dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
@@ -150,11 +146,29 @@ def load(folder: str | PathLike[str], module: nn.Module, optimizer: Optimizer | 
             optimizer.load_state_dict(_optimizer_from(optimizer, groups, states, options, state))
         return state.get(_EXTRA)
 
-    return _run_on_all(agree, "loaded", read)
+    return _run_on_all(agree, headline, read)
+
+
+def _match(
+    reader: FileSystemReader, module: nn.Module, optimizer: Optimizer | None
+) -> tuple[Mapping[str, Any], dict[str, str], list[list[str]]]:
+    """The metadata, the key by key of the state_dict, and the names by group of the optimizer. Raises WeightsError."""
+    try:
+        saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # of a missing file, or of a damaged one
+        raise WeightsError(f"it cannot be read: {type(error).__name__}: {error}") from error
+    keys, faults = _match_model(module, saved)
+    groups: list[list[str]] = []
+    if optimizer is not None:
+        groups, more = _match_optimizer(module, optimizer, keys, _keys_by_name(saved, _GROUPS).keys())
+        faults += more
+    if faults:
+        raise WeightsError(join_faults("", faults))
+    return saved, keys, groups
 
 
 def _model_state(module: nn.Module) -> dict[str, Any]:
-    """The state_dict, with tied tensors once."""
+    # Tied tensors once. `torch.distributed.checkpoint` would write one copy per name.
     once = {names[0] for _, names in names_by_tensor(module).values()}
     return {key: x for key, x in module.state_dict().items() if not isinstance(x, Tensor) or key in once}
 
@@ -173,9 +187,9 @@ def _parameter_names(module: nn.Module, optimizer: Optimizer) -> list[list[list[
 
 
 def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state and options, by parameter."""
     state: dict[str, Any] = {}
     for group, names in zip(optimizer.param_groups, _parameter_names(module, optimizer), strict=True):
+        # Options are stored by parameter too, because groups can be divided differently where they are loaded.
         for parameter, (name, *_) in zip(group["params"], names, strict=True):
             values: Mapping[str, Any] = optimizer.state.get(parameter, {})
             state |= {f"{_STATE}{name}.{key}": value for key, value in values.items()}
@@ -213,8 +227,7 @@ def _match_model(module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str,
 def _match_optimizer(
     module: nn.Module, optimizer: Optimizer, keys: Mapping[str, str], saved: Collection[str]
 ) -> tuple[list[list[str]], list[str]]:
-    """The name in the checkpoint by group and parameter of the optimizer; and a list of faults. `saved` are the names
-    of parameters that the optimizer of the checkpoint had."""
+    """The name in the checkpoint by group and parameter of the optimizer; and a list of faults."""
     groups = [
         [keys[names[0]].removeprefix(_MODEL) for names in group if names[0] in keys]
         for group in _parameter_names(module, optimizer)
@@ -228,7 +241,6 @@ def _match_optimizer(
 
 
 def _keys_by_name(saved: Iterable[str], kind: str) -> dict[str, dict[str, str]]:
-    """The keys of one kind in the checkpoint, by parameter and by entry of its state or options."""
     keys: dict[str, dict[str, str]] = {}
     for key in saved:
         if key.startswith(kind):
@@ -266,7 +278,6 @@ def _optimizer_from(
 
 
 def _empty_like(saved: Any) -> Tensor | None:
-    """A tensor to read a value of the checkpoint into; None for a plain value."""
     is_tensor = isinstance(saved, TensorStorageMetadata)
     return torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else None
 
@@ -280,7 +291,12 @@ def _clear_way(target: Path) -> None:
     old, temporary = _hidden_name(target, "old"), _hidden_name(target, "tmp")
     if target.exists() and not (target / ".metadata").exists() and (target.is_file() or any(target.iterdir())):
         raise UsageError(f"{target} is not a checkpoint, and would be replaced by one; give another folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(exist_ok=True)
+    except OSError as error:
+        error.add_note(f"torchweft: checkpoints are written into {target.parent}; give a folder that can be written to")
+        raise
     if old.exists() and not target.exists():
         old.rename(target)
     for left in (old, temporary):
@@ -289,7 +305,6 @@ def _clear_way(target: Path) -> None:
 
 
 def _publish(target: Path) -> None:
-    """Give the checkpoint its name."""
     # Two renames, because a folder cannot replace one that has files. After an interrupt between them, `load` finds the
     # previous checkpoint by its hidden name.
     old = _hidden_name(target, "old")
@@ -300,26 +315,42 @@ def _publish(target: Path) -> None:
         shutil.rmtree(old)
 
 
-def _run_on_all(agree: Callable[[str | None], list[str | None]], done: str, work: Callable[[], Any]) -> Any:
-    """The result of the work. All processes wait for each other, and all raise if it failed on one of them."""
-    result, error = None, None
+def _run_on_all(agree: Agree, headline: str, work: Callable[[], Result]) -> Result:
+    """The result of the work. If it fails on any process, all raise one error that lists the faults of all of them. A
+    process alone raises any other error than a WeightsError as it is."""
+    result, error, report = None, None, None
     try:
         result = work()
     except Exception as raised:
         error = raised
-    reports = agree(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
+        known = isinstance(error, UsageError | WeightsError)
+        faults = split_faults(str(error)) if known else [f"{type(error).__name__}: {error}"]
+        report = [isinstance(error, UsageError), faults]
+    reports = agree(report)
+    if error is not None and len(reports) == 1 and not isinstance(error, WeightsError):
         raise error
-    if faults := [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]:
-        raise WeightsError(join_faults(f"the checkpoint could not be {done}, because of other ranks:", faults))
-    return result
+    ranks: dict[str, list[int]] = {}
+    for rank, other in enumerate(reports):
+        for fault in other[1] if other else ():
+            ranks.setdefault(fault, []).append(rank)
+    if ranks:
+        kind = UsageError if all(other is None or other[0] for other in reports) else WeightsError
+        # A fault that all processes have, such as a key that is in no model, is listed once and without ranks.
+        named = [
+            fault if len(on) == len(reports) else f"rank {', '.join(map(str, on))}: {fault}"
+            for fault, on in ranks.items()
+        ]
+        raise kind(join_faults(headline, named)) from error
+    return cast(Result, result)
 
 
-def _alone(report: Any) -> list[Any]:
+def _alone(report: Report) -> list[Report]:
     return [report]
 
 
-def _gather(group: ProcessGroup | None, report: Any) -> list[Any]:
-    reports: list[Any] = [None] * dist.get_world_size(group)
+def _gather(group: ProcessGroup | None, report: Report) -> list[Report]:
+    # By pickle, as `torch.distributed.checkpoint` does itself in the same call. The exchange of a pipe would reach only
+    # its own ranks, but replicas of a pipe save together.
+    reports: list[Report] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)
     return reports

@@ -22,6 +22,7 @@ from torchweft.experts.registry import expert_kinds, make_expert
 from torchweft.experts.server import Server
 from torchweft.experts.server.config import build
 from torchweft.experts.server.options import listen_faults
+from torchweft.experts.tls import ServerTls
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "torchweft-experts.service"
@@ -367,6 +368,74 @@ def test_users_of_etcd_can_be_made_again(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "calls").read_text().splitlines()[-1] == "auth enable"
     assert "user add root --no-password exists already" in done.stdout
+
+
+STUB = """#!/bin/sh
+# Stands for a program of another machine, and checks the files that it is given.
+echo "${0##*/} $*" >>"$LOG"
+for word; do
+    case $word in
+    --from-file=*) test -s "${word##*=}" || exit 3 ;;
+    deploy/*) test -f "$word" || exit 3 ;;
+    port-forward) exec /bin/sleep 60 ;;
+    esac
+done
+case "${0##*/} $1 $2" in
+"python3 -m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/pip" && cp "$0" "$3/bin/torchweft" ;;
+esac
+"""
+INSTALL = """#!/bin/sh
+# Without the owner, which is a user of another machine.
+if [ "$1" = -o ]; then shift 4; fi
+exec /usr/bin/install "$@"
+"""
+PROGRAMS = ("apt-get", "systemctl", "kubectl", "docker", "etcdctl", "curl", "python3", "sleep")
+
+
+def test_blocks_of_the_page_can_be_pasted_in_order(tmp_path: Path, authority: Authority) -> None:
+    """All of docs/experts_etcd.md, with stubs for the programs of other machines. Certificates and files are real."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no `openssl` on the path, which makes the certificates")
+    tools, root = tmp_path / "bin", tmp_path / "root"
+    for folder in ("etc/default", "etc/systemd/system", "opt"):
+        (root / folder).mkdir(parents=True)
+    tools.mkdir()
+    for name in (*PROGRAMS, "install"):
+        (tools / name).write_text(INSTALL if name == "install" else STUB)
+        (tools / name).chmod(0o700)
+    (tmp_path / "deploy").symlink_to(DEPLOY)
+    page = (DEPLOY.parent / "docs" / "experts_etcd.md").read_text("utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    script = re.sub(r"(?<![\w./-])/(etc|opt)/", rf"{root}/\1/", "set -eu\n" + "".join(blocks))
+    env = {"PATH": f"{tools}:/usr/bin:/bin", "LOG": str(tmp_path / "log"), "HOME": str(tmp_path)}
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = (tmp_path / "log").read_text("utf-8")
+    assert calls.count("etcdctl ") == 24 and "docker build -f deploy/Dockerfile --target experts" in calls
+    assert all(f"kubectl create secret generic {name} " in calls for name in secrets_of_the_manifests())
+    # The machine has what the unit loads and the configuration reads.
+    loaded = re.findall(r"^LoadCredential=[^:]+:/etc/(.*)$", UNIT.read_text("utf-8"), re.MULTILINE)
+    assert len(loaded) == 6 and all((root / "etc" / path).stat().st_size for path in loaded)
+    table = tomllib.loads((root / "etc/torchweft/experts.toml").read_text("utf-8"))
+    names = {Path(path).name: path for path in (*table["tls"].values(), *table["directory_tls"].values())}
+    folder = root / "etc/torchweft/tls"
+    ServerTls(*(folder / name for name in ("tls.key", "tls.crt", "ca.crt"))).credentials()
+    EtcdTls(*(folder / name for name in ("etcd-ca.crt", "etcd.key", "etcd.crt"))).credentials()
+    assert {path.name for path in folder.iterdir()} == set(names)
+    # etcd on machines has the options of etcd in pods.
+    settings = dict(line.split("=", 1) for line in (root / "etc/default/etcd").read_text("utf-8").splitlines())
+    workload = next(each for each in documents("etcd.yaml") if each["kind"] == "StatefulSet")
+    options = [word[2:].split("=")[0] for word in workload["spec"]["template"]["spec"]["containers"][0]["args"]]
+    in_pods_only = {"ETCD_DATA_DIR", "ETCD_LISTEN_METRICS_URLS"}
+    assert {f"ETCD_{name.upper().replace('-', '_')}" for name in options} - in_pods_only == set(settings)
+
+
+def secrets_of_the_manifests() -> set[str]:
+    workloads = [each for name in ("etcd.yaml", "experts.yaml") for each in documents(name)]
+    volumes = [
+        v for each in workloads if each["kind"] == "StatefulSet" for v in each["spec"]["template"]["spec"]["volumes"]
+    ]
+    return {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
 
 
 def found_members() -> list[str]:

@@ -28,5 +28,5 @@ def test_command_reports_them_in_one_line() -> None:
 
 @pytest.mark.long
 def test_other_parts_need_only_torch() -> None:
-    seen = python(f"{HIDE}import torchweft.experts, weft.recurrent, weft.experts.status_page, weft.experts.discovery")
+    seen = python(f"{HIDE}import torchweft.experts.status_page, torchweft.recurrent, torchweft.experts.discovery")
     assert seen.returncode == 0, seen.stderr

@@ -52,13 +52,17 @@ def message_of(kind: type[BaseException], act: Callable[[], object]) -> str:
         (lambda: TensorSpec((-1, 8), torch.float32), ["shape is (-1, 8)", "[-1]", "None for an axis of any size"]),
         (lambda: TensorSpec((None, 8), cast(Any, "float32")), ["dtype is 'float32'", "torch.float32"]),
         (lambda: TensorSpec((None,), torch.int64, values=cast(Any, 10)), ["values is 10", "range(1000)"]),
-        (lambda: backend(optimizer=partial(SGD, lrr=0.1)), ["'ffn.0'", "SGD", "'lrr'", "did you mean lr=?"]),
+        (lambda: backend(optimizer=partial(SGD, lrr=0.1)), ["'ffn.0'", "SGD", "'lrr'", "did you mean 'lr'?"]),
         (
             lambda: backend(schedule=partial(lr_scheduler.StepLR, step=1)),
-            ["schedule is made by StepLR", "its arguments are", "did you mean step_size=?"],
+            ["schedule cannot be made by StepLR", "its arguments are", "did you mean 'step_size'?"],
         ),
-        (lambda: backend(optimiser=SGD), ["'optimiser'", "did you mean optimizer=?"]),
-        (lambda: backend(optim_kwargs={"lr": 0.1}), ["ExpertBackend has 'optim_kwargs'", "known are args_schema"]),
+        (lambda: backend(optimiser=SGD), ["'optimiser'", "did you mean 'optimizer'?"]),
+        (
+            lambda: backend(optim_kwargs={"lr": 0.1}),
+            ["has no argument 'optim_kwargs'", "partial(torch.optim.SGD, lr=0.1)"],
+        ),
+        (lambda: backend(unheard_of=1), ["has no argument 'unheard_of'", "known are args_schema, clip_grad_norm"]),
     ],
 )
 def test_wrong_argument_is_explained(make: Callable[[], object], words: list[str]) -> None:

@@ -15,12 +15,13 @@ from tests.pipeline.streams import Machine, Node, OnGpu, Parameter, Stream, Walk
 from torchweft.core.context import ExecutionContext, set_phase
 from torchweft.core.rng import RngStreams
 from torchweft.core.segment import Segment, Tape
-from torchweft.pipeline import recompute, step
+from torchweft.pipeline import recompute
 from torchweft.pipeline.executor import LocalQueue, SerialExecutor, working
-from torchweft.pipeline.loss import WeightedLoss
+from torchweft.pipeline.loss import LossSeed, WeightedLoss
 from torchweft.pipeline.recompute import StageReplay
 from torchweft.pipeline.routing import (
     OUTSIDE,
+    CallerStreams,
     CudaStageDevice,
     EntryPoint,
     EntryPoints,
@@ -31,7 +32,7 @@ from torchweft.pipeline.routing import (
     join_walk,
 )
 from torchweft.pipeline.schedule import Schedule, waits
-from torchweft.pipeline.step import PipeStep
+from torchweft.pipeline.step import ALONE, CutStep, PipeStep
 
 
 class ShuffledExecutor(SerialExecutor):
@@ -180,13 +181,36 @@ class OneScale:
         return self.machine.kernel("factor", self.device, gradient, seed)
 
 
+class GpuSeed(LossSeed):
+    """Gradients from a seed that is a kernel."""
+
+    def __init__(self, scale: OneScale) -> None:
+        self.value: Any = scale.seed()
+        self._scale: Any = scale
+        self._gradients = None
+
+
 class GpuStep(PipeStep):
+    """A step without random numbers, of parts that stand for the real ones."""
+
     def __init__(self, **parts: Any) -> None:
         for name, part in parts.items():
             setattr(self, name, part)
 
     def run_until_rng_settled(self, forward: Any) -> Any:
         return forward(RngStreams({}, {}))
+
+
+class GpuCutStep(CutStep):
+    """The node of such a step."""
+
+    def __init__(self, step: GpuStep, stages: Sequence[Layers], scale: OneScale) -> None:
+        self.step: Any = step
+        self._by_stage: Any = {stage.number: [stage.weight] for stage in stages}
+        self._segments: Any = {stage.number: GpuSegment(stage, [stage.weight]) for stage in stages}
+        self._observer, self._owners, self._agreed, self._kept = None, {}, ALONE, None
+        self._seed = None if step.schedule.allows_external_loss else GpuSeed(scale)
+        self._caller = CallerStreams(())
 
 
 class Pipeline:
@@ -206,7 +230,6 @@ class Pipeline:
         replaced: bool = False,
     ) -> None:
         patch.setattr(recompute, "generators_of", lambda _: [])
-        patch.setattr(step, "Segment", GpuSegment)
         self.machine, self.devices, self.keep = machine, devices, keep
         options = SimpleNamespace(strided=strided, sparse=sparse)
         modules = {device: nn.Module() for device in devices}
@@ -234,21 +257,17 @@ class Pipeline:
     def forward(self, schedule: Schedule) -> Node:
         """The node of a step, after its forward."""
         machine, first, last = self.machine, self.devices[0], self.devices[-1]
-        made = GpuStep(
+        scale: Any = OneScale(machine, last)
+        step = GpuStep(
             plan=self.plan,
-            functions=self.stages,
             schedule=schedule,
             mini_batch=OneInput(machine, machine.kernel("input", first), schedule.micro_batches),
             output=OneOutput(machine, last, schedule.micro_batches),
-            parameters={stage.number: [stage.weight] for stage in self.stages},
-            tracked=True,
             keeps=[[self.keep] * schedule.micro_batches] * len(self.devices),
             ambient=ExecutionContext.capture(["cpu"]),
-            observer=None,
-            scale=OneScale(machine, last),
-            owners={},
+            name="",
         )
-        return Node(machine, made)
+        return Node(machine, GpuCutStep(step, self.stages, scale))
 
     def train(self, schedule: Schedule, steps: int = 2) -> None:
         """Steps as a user takes them, each while the last one's output is still held."""

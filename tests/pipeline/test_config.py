@@ -255,9 +255,48 @@ def test_all_invalid_devices_are_listed() -> None:
     assert places_of(CPU) == places_of("cpu") == [CPU]
     with pytest.raises(UsageError, match="'cuda:1'") as caught:
         places_of(["cpu", "gpu", None, 2.5])
-    assert fault_lines(caught) == ["that of stage 1 is 'gpu'", "that of stage 2 is None", "that of stage 3 is 2.5"]
+    assert fault_lines(caught) == ["devices[1] is 'gpu'", "devices[2] is None", "devices[3] is 2.5"]
     with pytest.raises(UsageError, match=r"it is 3\.5"):
         places_of(3.5)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "count", "words"),
+    [
+        (None, 0, "is a build for the CPU (torch.version.cuda is None); install one with CUDA"),
+        ("13.0", 0, "sees no CUDA device (torch.cuda.device_count() is 0); look at nvidia-smi"),
+        ("13.0", 2, "sees 2 (torch.cuda.device_count()); give numbers below 2"),
+    ],
+)
+def test_cuda_devices_that_are_absent_are_explained(
+    cuda: str | None, count: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(UsageError) as caught:
+        Pipe(nn.Sequential(nn.ReLU(), nn.ReLU()), chunks=1, devices=["cuda:2", "cuda:3"])
+    (fault,) = fault_lines(caught)
+    assert fault.startswith("devices[0] is 'cuda:2' and devices[1] is 'cuda:3', but PyTorch ") and words in fault
+    assert fault.endswith(", or give devices=['cpu', 'cpu']")
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("1F1B", "1f1b"), ("zero-bubble", "zero_bubble"), ("gPipe", "gpipe")])
+def test_a_misspelt_schedule_is_corrected(wrong: str, right: str) -> None:
+    with pytest.raises(ScheduleError, match=f"no schedule '{wrong}'; did you mean '{right}'"):
+        Pipe(nn.Sequential(nn.ReLU(), nn.ReLU()), chunks=1, schedule=wrong)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("chunk", "chunks"), ("device", "devices"), ("Schedule", "schedule")])
+def test_a_misspelt_argument_is_corrected(wrong: str, right: str) -> None:
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{wrong}'; did you mean '{right}'\?"):
+        Pipe(nn.Sequential(nn.ReLU()), **{wrong: 1})
+
+
+def test_routes_of_a_sequential_pipe_are_explained() -> None:
+    pipe = Pipe(nn.Sequential(nn.ReLU(), nn.ReLU()), chunks=1, devices=["cpu", "cpu"])
+    with pytest.raises(UsageError, match=r"cut by split=.*the output of each stage goes to the next one"):
+        _ = pipe.routes
 
 
 def test_devices_of_untested_types_are_rejected() -> None:

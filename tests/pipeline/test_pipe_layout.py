@@ -118,7 +118,7 @@ def test_changed_settings_are_validated(name: str, value: Any, told: str) -> Non
 @pytest.mark.parametrize("observer", [None, 3, object(), Recorder])
 def test_invalid_observer_is_refused_before_a_step(observer: Any) -> None:
     pipe, _ = piped(chain(4, 4))
-    with without_type_checks(), pytest.raises(UsageError, match=r"torchweft\.Recorder"), pipe.observed_by(observer):
+    with without_type_checks(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.observed_by(observer):
         raise AssertionError("the block began")
 
 

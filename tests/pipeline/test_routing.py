@@ -5,16 +5,13 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.core.context import ExecutionContext
-from torchweft.core.segment import MicroBatchContext
 from torchweft.pipeline.routing import OUTSIDE, Address, Route, Wiring
-from torchweft.pipeline.step import StepState
+from torchweft.pipeline.step import StepMessages
 
 
-def run_of(wiring: Wiring, micro_batches: int) -> StepState:
-    """A run without actions."""
-    ambient = ExecutionContext.capture(["cpu"])
-    return StepState(wiring, {}, [MicroBatchContext(i, ambient) for i in range(micro_batches)], [], [])
+def messages_of(wiring: Wiring, micro_batches: int) -> StepMessages:
+    """The messages of a step in which every stage has its own worker."""
+    return StepMessages(wiring, tuple(range(wiring.stages)), micro_batches)
 
 
 def comes_from_outside(wiring: Wiring, address: Address) -> bool:
@@ -48,14 +45,14 @@ def test_a_stage_knows_its_routes_in_their_order(wiring: Wiring) -> None:
 
 @given(wirings(), st.integers(1, 5))
 def test_reads_are_writes_or_outside_values(wiring: Wiring, count: int) -> None:
-    run = run_of(wiring, count)
+    messages = messages_of(wiring, count)
     read: Counter[Address] = Counter()
     written: Counter[Address] = Counter()
     for stage in range(wiring.stages):
         for i in range(count):
-            read.update(run.reads(stage, i))
+            read.update(messages.reads(stage, i))
             for route in wiring.outputs[stage]:
-                written.update(run.writes(route, i))
+                written.update(messages.writes(route, i))
     assert not [address for address, times in (read + written).items() if max(times, 1) > 2]
     from_outside = {address for address in read if comes_from_outside(wiring, address)}
     to_outside = {address for address in written if address.reader == OUTSIDE}
@@ -66,9 +63,9 @@ def test_reads_are_writes_or_outside_values(wiring: Wiring, count: int) -> None:
 @given(st.integers(1, 4), st.integers(1, 6))
 def test_carry_begins_and_ends_outside(delay: int, count: int) -> None:
     wiring = Wiring((Route("state", 0, (0,), delay),), 1)
-    run = run_of(wiring, count)
-    read = [address for i in range(count) for address in run.reads(0, i)]
-    written = [address for i in range(count) for address in run.writes(0, i)]
+    messages = messages_of(wiring, count)
+    read = [address for i in range(count) for address in messages.reads(0, i)]
+    written = [address for i in range(count) for address in messages.writes(0, i)]
     few = min(delay, count)
     assert [comes_from_outside(wiring, address) for address in read] == [i < delay for i in range(count)]
     assert [address.reader for address in written] == [0] * (count - few) + [OUTSIDE] * few
@@ -77,5 +74,5 @@ def test_carry_begins_and_ends_outside(delay: int, count: int) -> None:
 
 def test_a_value_with_several_readers_has_an_address_for_each() -> None:
     wiring = Wiring((Route("skip", 0, (1, 3)),), 4)
-    assert run_of(wiring, 5).writes(0, 2) == [Address(0, 1, 2), Address(0, 3, 2)]
+    assert messages_of(wiring, 5).writes(0, 2) == [Address(0, 1, 2), Address(0, 3, 2)]
     assert wiring.inputs == ((), (0,), (), (0,))

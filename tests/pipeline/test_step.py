@@ -125,7 +125,7 @@ def test_wavefront_has_the_gradients_of_the_unrolled_net(
 
     back: Given = {layer: {} for layer in range(layers)}
     for at, gradient in zip([*out_at, *ends_at], seeds, strict=True):
-        back[run.wiring.routes[at.route].source][at] = Message([gradient])
+        back[run.messages.wiring.routes[at.route].source][at] = Message([gradient])
     home = executor.walk(schedule.backward_only, run.perform, back, ambient)
     found = [home[Address(0, 0, i)].value[0] for i in range(chunks)]
     for layer in range(layers):

@@ -40,7 +40,7 @@ from torchweft.pipeline.routing import (
     record_stream,
 )
 from torchweft.pipeline.schedule import Action, Schedule, gpipe, one_f_one_b
-from torchweft.pipeline.step import PipeStep, StepState
+from torchweft.pipeline.step import CutStep, StepState
 
 MICRO_BATCHES = 3
 DEVICES = {
@@ -232,9 +232,9 @@ def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError
 
     plan = SimpleNamespace(places=[place], executor=SimpleNamespace(walk=failing))
-    failed: Any = SimpleNamespace(plan=plan, ambient=None)
+    failed: Any = SimpleNamespace(step=SimpleNamespace(plan=plan, ambient=None))
     with pytest.raises(KeyError):
-        PipeStep._walk(failed, StepState(Wiring((), 0), {}, [], [], [place]), gpipe(1, 1), {})
+        CutStep._walk(failed, StepState(Wiring((), 0), {}, [], [], [place]), gpipe(1, 1), {})
     assert all(machine.current_stream(A).covers(tensor.memory.written) for tensor in late)
 
 

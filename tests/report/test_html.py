@@ -26,9 +26,10 @@ from torchweft.report import (
     table,
     timeline,
 )
-from torchweft.report.html import Markup, join, number, tag, text
+from torchweft.report.html import Markup, details, join, number, tag, text
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="test_html: needs Chromium, which is not on the PATH")
 ANY = st.text(st.characters(codec=None, exclude_categories=()))
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -70,7 +71,7 @@ def test_elements_close_in_order_and_nothing_is_fetched(html: str) -> None:
     assert not {"script", "link", "iframe", "img", "object"} & {element for element, _ in parser.seen}
     names = {name for _, attributes in parser.seen for name in attributes}
     assert not {"src", "href", "data", "action"} & names and not any(name.startswith("on") for name in names)
-    assert not re.search(r"https?:|@import|url\(", html)
+    assert not re.search(r"https?:|@import|url\((?!#)", html)
 
 
 def test_given_text_is_escaped(html: str) -> None:
@@ -90,6 +91,10 @@ def test_any_text_makes_a_well_formed_element(content: str, value: str) -> None:
     element = ElementTree.fromstring(tag("text", content, class_=value))
     assert element.tag == "text" and list(element) == []
     assert list(element.attrib) == ["class"]
+
+
+def test_details_fold_their_content_behind_a_summary() -> None:
+    assert details("3 < 4", tag("p", "x")) == "<details><summary>3 &lt; 4</summary><p>x</p></details>"
 
 
 def test_markup_is_kept_and_plain_text_is_escaped() -> None:
@@ -117,20 +122,37 @@ def test_numbers_are_short() -> None:
     assert [number(x) for x in (1.0, 1.5, 0.12345, -0.25, 10, 100.0, "1.000")] == short
 
 
-@pytest.mark.timeout(100)
-@pytest.mark.skipif(CHROMIUM is None, reason="test_page: needs Chromium, and there is no chromium on the PATH")
+def measured(html: str, width: int, folder: Path, expression: str) -> str:
+    """The value of a JavaScript expression about a page `phone` in a frame of this width."""
+    frame = tag("iframe", id="phone", srcdoc=html, style=f"width: {width}px; border: 0")
+    script = f"onload = () => {{ const phone = document.getElementById('phone').contentDocument; {expression} }}"
+    file = folder / "phone.html"
+    file.write_text(f"<!DOCTYPE html><title></title>{frame}<script>{script}</script>", "utf-8")
+    argv = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    argv += ["--dump-dom", file.as_uri()]
+    dump = subprocess.run(argv, capture_output=True, text=True, timeout=80, check=False).stdout
+    return dump.partition("<title>")[2].partition("</title>")[0]
+
+
+@needs_chromium
 def test_page_fits_the_screen_of_a_phone(html: str, tmp_path: Path) -> None:
-    """Wide elements scroll by themselves. The page as a whole is not wider than the screen."""
+    """Wide tables scroll by themselves. The page as a whole is not wider than the screen."""
     wide = page("t", [Section("word" * 40, [table(["column"] * 12, [["cell"] * 12]), paragraph("/path" * 40)])])
+    overflow = "const { scrollWidth, clientWidth } = phone.documentElement; document.title = scrollWidth - clientWidth"
     for source in (html, wide):
-        frame = tag("iframe", id="phone", srcdoc=source, style="width: 360px; border: 0")
-        measure = "const { scrollWidth, clientWidth } = phone.contentDocument.documentElement; "
-        measure += "document.title = `overflow ${scrollWidth - clientWidth}`"
-        file = tmp_path / "phone.html"
-        file.write_text(
-            f"<!DOCTYPE html><title></title>{frame}<script>onload = () => {{ {measure} }}</script>", "utf-8"
-        )
-        argv = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-        argv += ["--dump-dom", file.as_uri()]
-        dump = subprocess.run(argv, capture_output=True, text=True, timeout=80, check=False).stdout
-        assert "<title>overflow 0</title>" in dump
+        assert measured(source, 360, tmp_path, overflow) == "0"
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [390, 820])
+def test_text_of_pictures_is_legible_at_every_width(html: str, tmp_path: Path, width: int) -> None:
+    """No text of a visible picture is smaller than 11 pixels, and no picture is cut."""
+    expression = """
+    const shown = [...phone.querySelectorAll("figure svg")].filter((svg) => svg.getClientRects().length);
+    const sizes = shown.flatMap((svg) => [...svg.querySelectorAll("text")].map(
+      (text) => parseFloat(getComputedStyle(text).fontSize) * svg.getScreenCTM().a));
+    const cut = shown.some((svg) => svg.getBoundingClientRect().right > phone.documentElement.clientWidth);
+    document.title = `${shown.length} ${cut} ${Math.min(...sizes)}`;
+    """
+    count, cut, least = measured(html, width, tmp_path, expression).split()
+    assert (count, cut) == ("4", "false") and float(least) >= 11

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.report.pictures import described, forms, size, wide
 from torchweft.report.plot import BYTES, Axis, Scale, line_chart, loss_curve, memory_curve, show_bytes, show_time, ticks
 
 POINTS = st.lists(st.tuples(st.floats(), st.floats()), max_size=8)
@@ -18,15 +19,21 @@ FINITE = st.floats(-1e9, 1e9, allow_nan=False)
 POSITIVE = st.floats(1e-9, 1e9)
 
 
-def corners(text: str) -> list[list[tuple[float, float]]]:
+Corners = list[list[tuple[float, float]]]
+
+
+def corners_of(picture: ElementTree.Element) -> Corners:
     """The corners of every line."""
-    lines = [line.get("points") or "" for line in ElementTree.fromstring(text).iter("polyline")]
-    pairs = [[pair.split(",") for pair in points.split()] for points in lines]
+    pairs = [[pair.split(",") for pair in (line.get("points") or "").split()] for line in picture.iter("polyline")]
     return [[(float(x), float(y)) for x, y in line] for line in pairs]
 
 
+def corners(text: str) -> Corners:
+    return corners_of(wide(text))
+
+
 def words(text: str) -> str:
-    return " | ".join(element.text or "" for element in ElementTree.fromstring(text).iter("text"))
+    return " | ".join(element.text or "" for element in wide(text).iter("text"))
 
 
 @given(FINITE, st.floats(1e-6, 1e9), st.integers(5, 12))
@@ -67,18 +74,35 @@ def test_times_and_bytes_have_a_suitable_unit() -> None:
 
 
 @given(st.dictionaries(NAMES, POINTS, max_size=4))
-def test_any_points_stay_inside_the_picture(lines: dict[str, list[tuple[float, float]]]) -> None:
-    text = line_chart(lines, title="t", x=X, y=Y)
-    image = ElementTree.fromstring(text)
-    width, height = (float(size) for size in (image.get("viewBox") or "").split()[2:])
-    seen = [point for line in corners(text) for point in line]
-    assert all(-1 <= x <= width + 1 and -1 <= y <= height + 1 for x, y in seen)
+def test_any_points_stay_inside_both_forms(lines: dict[str, list[tuple[float, float]]]) -> None:
+    for picture in forms(line_chart(lines, title="t", x=X, y=Y)):
+        width, height = size(picture)
+        points = [point for line in corners_of(picture) for point in line]
+        assert all(-1 <= x <= width + 1 and -1 <= y <= height + 1 for x, y in points)
+
+
+def test_description_tells_how_every_line_goes() -> None:
+    lines = {"loss": [(0.0, 3.0), (1.0, 4.0), (2.0, 0.125)], "nothing": []}
+    text = described(line_chart(lines, title="Training", x=X, y=Y))
+    assert text == "Training: bits over steps; nothing is empty; loss from 3 to 0.125, at most 4"
+    assert described(memory_curve({})) == "Live activation bytes over time: no lines"
+
+
+def test_charts_with_one_end_have_one_time_axis() -> None:
+    """A curve that ends early and one that ends late put the same time at the same place."""
+    early, late = memory_curve({"a": [(0.0, 1), (0.5, 2)]}, until=2.0), memory_curve({"a": [(0.0, 1), (2.0, 2)]})
+    ticks_of = [
+        [(e.text, e.get("x")) for e in wide(chart).iter("text") if e.get("class") == "tick"] for chart in (early, late)
+    ]
+    assert ticks_of[0] == ticks_of[1]
+    for picture in forms(early):
+        assert corners_of(picture)[0][-1][0] < size(picture)[0] / 2
 
 
 def test_marks_stand_at_their_place_even_beyond_the_lines() -> None:
     marks = [(2.0, "killed"), (9.0, "back"), (math.nan, "never")]
     chart = line_chart({"loss": [(0.0, 3.0), (4.0, 1.0)]}, title="t", x=X, y=Y, marks=marks)
-    lines = [line for line in ElementTree.fromstring(chart).iter("line") if line.get("class") == "mark"]
+    lines = [line for line in wide(chart).iter("line") if line.get("class") == "mark"]
     places = [float(line.get("x1") or "") for line in lines]
     first, last = corners(chart)[0]
     assert first[0] < places[0] < last[0] < places[1] and len(lines) == 2
@@ -100,7 +124,7 @@ def test_linear_axis_begins_at_zero() -> None:
 
 @given(st.lists(st.text("abc", max_size=60), max_size=12, unique=True))
 def test_legend_wraps_and_colours_follow_the_names(names: list[str]) -> None:
-    image = ElementTree.fromstring(line_chart({name: [(1.0, 1.0)] for name in names}, title="t", x=X, y=Y))
+    image, narrow = forms(line_chart({name: [(1.0, 1.0)] for name in names}, title="t", x=X, y=Y))
     samples = [line for line in image.iter("line") if "color" in (line.get("class") or "")]
     assert [sample.get("class") for sample in samples] == [f"line color-{i % 6}" for i in range(len(names))]
     keys = [key for key in image.iter("text") if key.get("class") == "key"]
@@ -108,7 +132,10 @@ def test_legend_wraps_and_colours_follow_the_names(names: list[str]) -> None:
     places = [(float(key.get("y") or "nan"), float(key.get("x") or "nan")) for key in keys]
     assert places == sorted(places) and len({*places}) == len(places)
     ends = [x + 6.8 * len(name) for name, (_, x) in zip(names, places, strict=True)]
-    assert all(end <= 960 for end in ends), "no name leaves the picture"
+    assert all(end <= size(image)[0] for end in ends), "no name leaves the picture"
+    for key in narrow.iter("text"):
+        if key.get("class") == "key":
+            assert float(key.get("x") or "nan") + 6.8 * len(key.text or "") <= size(narrow)[0]
 
 
 def test_ticks_are_round_in_the_unit_of_the_axis() -> None:

@@ -14,10 +14,11 @@ This module only parses. PyTorch takes seconds to import, so that a command impo
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torchweft.core.errors import ScheduleError, UsageError, WeftError, escape
 from torchweft.core.validation import suggest
@@ -26,17 +27,14 @@ from torchweft.core.version import __version__
 SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev")
 """The keys of `weft.pipeline.SCHEDULES`, repeated here because that module imports PyTorch."""
 _TOKEN = "TORCHWEFT_TOKEN"
-_LOG_LEVELS = ("debug", "info", "warning", "error")
-_SHELLS = ("bash", "zsh")
-
-Command = Callable[[argparse.Namespace], int | None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for misuse, 1 for other failures."""
     chosen = parse(sys.argv[1:] if arguments is None else arguments)
+    module, _, function = chosen.run.partition(":")
     try:
-        return chosen.command(chosen) or 0
+        return getattr(import_module(module), function)(chosen) or 0
     except (WeftError, OSError) as error:
         print(f"torchweft: {escape(error, lines=True)}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, UsageError | ScheduleError) else 1) from None
@@ -46,59 +44,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command and its ``command``. Exits with 2 and a suggestion for a misspelt word."""
+    """The options of a command, and its function as ``run``. Exits with 2 and a suggestion for a misspelt word."""
     words, script_arguments = list(arguments), list[str]()
     if words[:1] == ["trace"] and "--" in words:
         # Separated by hand, because argparse matches options after "--" with those of `trace`.
         end = words.index("--")
         words, script_arguments = words[:end], words[end + 1 :]
-    parser, commands = _parsers()
+    parser, commands = _make_parsers()
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in commands:
         parser.error(f"there is no command {name!r}, known are {', '.join(commands)}{suggest(name, commands)}")
     chosen, unknown = parser.parse_known_args(words)
     if unknown:
-        _reject_unknown(commands[chosen.name], unknown)
+        command, option = commands[chosen.name], unknown[0].partition("=")[0]
+        near = suggest(option, command._option_string_actions) if option.startswith("--") else ""
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     chosen.script_arguments = script_arguments
     return chosen
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+def trace(chosen: argparse.Namespace) -> int:
+    from torchweft.report import record_script  # noqa: PLC0415  (imports PyTorch)
+
+    script = str(chosen.script)
+    try:
+        return record_script(script, chosen.script_arguments, str(chosen.out))
+    except Exception as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_frame.f_code.co_filename != script:
+            frame = frame.tb_next
+        if frame is None and not isinstance(error, SyntaxError):
+            raise
+        # An error of the script, as Python itself would show it. `main` would print the message alone for some types.
+        traceback.print_exception(error.with_traceback(frame))
+        return 1
+
+
+def print_completion(chosen: argparse.Namespace) -> None:
+    try:
+        shtab: Any = import_module("shtab")
+    except ImportError:
+        raise UsageError("completion needs the package shtab: pip install 'torchweft[completion]'") from None
+    parser, commands = _make_parsers()
+    for action in [action for command in commands.values() for action in command._actions]:
+        if action.type is Path:
+            setattr(action, "complete", shtab.FILE)  # noqa: B010  (an attribute that shtab reads and argparse lacks)
+    print(shtab.complete(parser, chosen.shell))
+
+
+def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The parser, and those of its commands by name."""
     parser = argparse.ArgumentParser("torchweft", description="Trains PyTorch models in parts.")
     parser.add_argument("--version", action="version", version=f"torchweft {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="name")
-    _add_plan(commands.add_parser("plan", help="print a schedule, what it keeps alive, and its forecast"))
-    _add_trace(
-        commands.add_parser(
-            "trace",
-            help="run a script and write a report of its pipes' steps",
-            usage="torchweft trace [-h] [--out FILE] SCRIPT [-- ARGUMENT ...]",
-        )
-    )
-    _add_serve(commands.add_parser("serve", help="serve experts until SIGTERM"))
-    _add_status(commands.add_parser("status", help="print a server's status"))
-    _add_health(commands.add_parser("health", help="exit with 0 if a server takes work, for probes"))
-    environment = commands.add_parser("env", help="print versions and devices, for an issue")
-    environment.set_defaults(command=_run_in("environment", "print_environment"))
-    _add_completion(commands.add_parser("completion", help="print the completion script of a shell"))
+
+    def add(name: str, run: str, text: str, usage: str | None = None) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, usage=usage)
+        command.set_defaults(run=f"torchweft.cli{run}")
+        return command
+
+    _add_plan(add("plan", ".plan:print_plan", "print a schedule, what it keeps alive, and its forecast"))
+    usage = "torchweft trace [-h] [--out FILE] SCRIPT [-- ARGUMENT ...]"
+    tracing = add("trace", ":trace", "run a script and write a report of its pipes' steps", usage)
+    tracing.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file; its own arguments follow --")
+    out = "an .html report, or a .json trace for Perfetto (%(default)s)"
+    tracing.add_argument("--out", type=Path, default=Path("step.html"), metavar="FILE", help=out)
+    _add_serve(add("serve", ".servers:serve", "serve experts until SIGTERM"))
+    status = add("status", ".servers:print_status", "print a server's status")
+    _add_server(status)
+    _add_status(status)
+    _add_server(add("health", ".servers:check_health", "exit with 0 if a server takes work, for probes"))
+    add("env", ".environment:print_environment", "print versions and devices, for an issue")
+    completion = add("completion", ":print_completion", "print the completion script of a shell")
+    completion.add_argument("shell", choices=("bash", "zsh"))
     return parser, commands.choices
-
-
-def _run_in(module: str, function: str) -> Command:
-    """A command of another module in this package, which is imported when the command runs."""
-
-    def run(chosen: argparse.Namespace) -> int | None:
-        command: Command = getattr(import_module(f"torchweft.cli.{module}"), function)
-        return command(chosen)
-
-    return run
-
-
-def _reject_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    option = unknown[0].partition("=")[0]
-    near = suggest(option, parser._option_string_actions) if option.startswith("--") else ""
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -111,13 +130,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     for name, cost in (("forward", 1.0), ("backward", 2.0), ("recompute", 0.0)):
         parser.add_argument(f"--{name}", type=_cost, default=cost, metavar="COST", help="per micro-batch (%(default)s)")
     parser.add_argument("--json", action="store_true", help="the same as JSON, with units in the names")
-    parser.set_defaults(command=_run_in("plan", "print_plan"))
-
-
-def _add_trace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file; its own arguments follow --")
-    parser.add_argument("--out", type=Path, default=Path("step.html"), metavar="FILE", help="(%(default)s)")
-    parser.set_defaults(command=_trace)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -133,69 +145,32 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoints", metavar="DIR", help="folder to save experts to, and to restore them from")
     parser.add_argument("--panel", metavar="HOST:PORT", help="for a status page and metrics, over plain HTTP (none)")
     parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE", help="with kinds")
-    parser.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="least level of a log line (info)")
+    levels, level = ("debug", "info", "warning", "error"), "least level of a log line (%(default)s)"
+    parser.add_argument("--log-level", choices=levels, default="info", help=level)
     instead = parser.add_mutually_exclusive_group()
     check = "build the experts and check certificates, ports and folders; exit with 0, or with 2 and all faults"
     instead.add_argument("--check", action="store_true", help=check)
     effective = "print the configuration with options and defaults, without secrets"
     instead.add_argument("--print-config", action="store_true", help=effective)
-    parser.set_defaults(command=_run_in("servers", "serve"))
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--json", action="store_true", help="the whole status, as JSON")
     watch = "print it again after every interval, until Ctrl-C (%(const)g s)"
     parser.add_argument("--watch", type=_seconds, nargs="?", const=2.0, metavar="SECONDS", help=watch)
-    _add_timeout(parser)
     parser.add_argument("--token", help=f"of the client; visible to others on this machine, so prefer {_TOKEN}")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"with the token (else: {_TOKEN})")
-    _add_certificates(parser)
-    parser.set_defaults(command=_run_in("servers", "print_status"))
 
 
-def _add_health(parser: argparse.ArgumentParser) -> None:
+def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="HOST:PORT")
-    _add_timeout(parser)
-    _add_certificates(parser)
-    parser.set_defaults(command=_run_in("servers", "check_health"))
-
-
-def _add_timeout(parser: argparse.ArgumentParser) -> None:
-    text = "for an answer (%(default)g)"
-    parser.add_argument("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help=text)
-
-
-def _add_certificates(parser: argparse.ArgumentParser) -> None:
+    timeout = "for an answer (%(default)g)"
+    parser.add_argument("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help=timeout)
     client = "of this client"
     for name, text in {"authority": "that signed the server", "key": client, "certificate": client}.items():
         parser.add_argument(f"--{name}", type=Path, metavar="PEM", help=text)
     name = "in the server's certificate, if it is not the host in the address"
     parser.add_argument("--server-name", metavar="NAME", help=name)
-
-
-def _add_completion(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=_SHELLS)
-    parser.set_defaults(command=_print_completion)
-
-
-def _trace(chosen: argparse.Namespace) -> int:
-    if not chosen.script.is_file():
-        raise UsageError(f"there is no script {str(chosen.script)!r}")
-    report: Any = import_module("torchweft.report")
-    return report.record_script(str(chosen.script), chosen.script_arguments, str(chosen.out))
-
-
-def _print_completion(chosen: argparse.Namespace) -> None:
-    try:
-        shtab: Any = import_module("shtab")
-    except ImportError:
-        raise UsageError("completion needs the package shtab: pip install 'torchweft[completion]'") from None
-    parser, commands = _parsers()
-    for action in [action for command in commands.values() for action in command._actions]:
-        if action.type is Path:
-            setattr(action, "complete", shtab.FILE)  # noqa: B010  (an attribute that shtab reads and argparse lacks)
-    print(shtab.complete(parser, chosen.shell))
 
 
 def _count(word: str) -> int:
@@ -215,7 +190,6 @@ def _cost(word: str) -> float:
 
 
 def _seconds(word: str) -> float:
-    value = _cost(word)
-    if not 0 < value < 1e6:
+    if not 0 < (value := _cost(word)) < 1e6:
         raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds above 0")
     return value

@@ -10,7 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +55,20 @@ def _describe_devices() -> str:
 
 
 def _describe_compiler() -> str:
-    compiler: Any = import_module("torchweft.recurrent.cpp.compiler")
-    path, folder = compiler.compiler(), compiler.cache_folder()
+    from torchweft.recurrent.cpp.compiler import cache_folder, compiler_version, find_compiler  # noqa: PLC0415
+
+    path, folder = find_compiler(), cache_folder()
     if path is None:
         return "none, so recurrent nets run without compiled loops: install g++ or clang++, or set CXX"
     # The folder has another name if the user's cache cannot be written to.
     where = folder if folder.name == "compiled" else "none: set TORCHWEFT_CACHE to a folder that you can write to"
-    return f"{compiler.compiler_version(path).splitlines()[0]}, cache: {where}"
+    return f"{compiler_version(path).splitlines()[0]}, cache: {where}"
 
 
 def _describe_packages() -> str:
-    texts: list[str] = []
-    for name in _PACKAGES:
-        try:
-            texts.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            texts.append(f"{name} missing")
-    return ", ".join(texts)
+    # Metadata spell a name with "-" or with "_".
+    numbers = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
+    return ", ".join(f"{name} {numbers.get(name, 'missing')}" for name in _PACKAGES)
 
 
 def _describe_settings() -> str:

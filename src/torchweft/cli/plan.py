@@ -47,19 +47,20 @@ def print_plan(chosen: Namespace) -> None:
             "live_micro_batches_by_stage": list(table.live()),
             "total_in_cost_units": expected.total,
             "idle_percent": 100 * expected.bubble,
-            "crossing_values": [
-                {"name": value.name, "from_stage": value.source, "to_stages": sorted(value.readers)}
-                | {"size_bytes": value.bytes}
-                for value in routes
-            ],
+            "crossing_values": list(map(_route_to_json, routes)),
         }
         print(json.dumps(plan))
         return
     if routes:
-        _draw_routes(routes, stages)
+        _draw_routes(routes, max(stages, *(1 + max(value.readers) for value in routes)))
     print(table.text())
     print(f"live micro-batches of each stage: {' '.join(map(str, table.live()))}")
     print(f"forecast: takes {expected.total:g}, idle {expected.bubble:.1%} of the time of {len(table.workers)} workers")
+
+
+def _route_to_json(value: Any) -> dict[str, Any]:
+    ends = {"from_stage": value.source, "to_stages": sorted(value.readers)}
+    return {"name": value.name, **ends, "size_bytes": value.bytes}
 
 
 def _read_schedule(name: str) -> str:

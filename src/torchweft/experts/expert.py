@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from typing import Any, cast
 from zlib import crc32
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchweft.core.errors import UsageError
-from torchweft.core.validation import Validator, is_number
+from torchweft.core.validation import Validator, is_number, suggest
 from torchweft.experts.batch_executor import BatchExecutor, FlatModule, WeightUpdates
 from torchweft.experts.gradients import AccumulationOptions, GradientAccumulators, Guards
 from torchweft.experts.graph_cache import GraphBudget, GraphCache
@@ -285,7 +284,9 @@ def _check_arguments(
     for (option, value), kind in zip(options.items(), kinds, strict=True):
         check.instance(option, value, kind, f"a {kind.__name__}", optional=True)
     known = [*inspect.signature(ExpertBackend).parameters, *(option.name for option in fields(PoolOptions))]
-    for option in pool_options:
-        if option not in known:
-            near = "".join(f"; did you mean {match}=?" for match in get_close_matches(option, known, 1))
-            check.add(f"ExpertBackend has {option!r}, known are {', '.join(sorted(known))}{near}")
+    known.remove("pool_options")
+    for option in [option for option in pool_options if option not in known]:
+        hint = suggest(option, known) or f"; known are {', '.join(sorted(known))}"
+        if option.startswith("optim_"):
+            hint = "; bind arguments of the optimizer to it: partial(torch.optim.SGD, lr=0.1)"
+        check.add(f"ExpertBackend has no argument {option!r}{hint}")

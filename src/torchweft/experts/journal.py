@@ -158,7 +158,7 @@ Listener = Callable[[Entry, Sequence[Task]], None]
 class Journal(AbstractContextManager["Journal"]):
     """Appends all batches of one expert to the file ``path``, and calls ``listener``. Thread-safe.
 
-    Close the journal after the runtime, or use it as a context manager.
+    A context manager.
 
     Args:
         path: the log file. Its mode is 0600.
@@ -173,6 +173,7 @@ class Journal(AbstractContextManager["Journal"]):
         >>> journal = weft.experts.Journal(pathlib.Path(tempfile.mkdtemp(), "ffn.0.journal"))
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
         >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, journal=journal)
+        >>> journal.close()  # after the runtime
     """
 
     def __init__(

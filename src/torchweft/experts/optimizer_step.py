@@ -19,7 +19,6 @@ import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from functools import partial
 from secrets import token_hex
 from typing import Any, Literal, cast
@@ -30,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchweft.core.errors import UsageError
-from torchweft.core.validation import Validator
+from torchweft.core.validation import Validator, suggest
 from torchweft.experts.errors import StepError
 from torchweft.experts.journal import Entry, Journal, Member
 from torchweft.experts.task import Task
@@ -115,11 +114,10 @@ def _factory_fault(word: str, factory: Callable[..., Any]) -> list[str]:
             signature.bind(*bound.args, None, **bound.keywords)
         except TypeError as error:
             known = list(signature.parameters)
-            near = [match for key in bound.keywords if key not in known for match in get_close_matches(key, known, 1)]
-            hint = "".join(f"; did you mean {match}=?" for match in near)
+            hint = "".join(suggest(key, known) for key in bound.keywords if key not in known)
             function: Any = bound.func
             called = getattr(function, "__name__", repr(function))
-            return [f"{word} is made by {called}, but {error}; its arguments are {', '.join(known)}{hint}"]
+            return [f"{word} cannot be made by {called}: {error}; its arguments are {', '.join(known)}{hint}"]
     return []
 
 

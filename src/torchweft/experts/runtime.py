@@ -180,7 +180,8 @@ class Runtime:
                 start = time.monotonic()
                 worked = pool.run_batch()
                 with self._state:
-                    if pool.has_tasks() and pool in self._pools:
+                    # Read without the pool's lock: a task that arrives later wakes the runtime itself.
+                    if pool.pending.queue.count and pool in self._pools:
                         self._active[pool] = None
                     self._working_on = None
                     self._batches += worked

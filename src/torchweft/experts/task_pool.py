@@ -192,7 +192,7 @@ class PendingTasks:
     def check_open(self, task: Task) -> None:
         if self.closed is not None:
             raise errors.ClosedError(f"pool {self._pool!r} accepts no more tasks: {self.closed}; use another server")
-        if task.is_expired(task.arrival):
+        if task.deadline is not None and task.deadline <= task.arrival:
             raise errors.ExpiredError(f"the deadline of a task for pool {self._pool!r} had passed on submission")
 
     def admit(self, client: str | None, rows: int) -> None:
@@ -453,10 +453,6 @@ class TaskPool:
     def oldest_ready(self, now: float) -> tuple[int | None, float | None]:
         with self._lock:
             return self.pending.oldest_ready(now)
-
-    def has_tasks(self) -> bool:
-        """Whether tasks wait, without the lock: a task that arrives in between wakes the runtime itself."""
-        return bool(self.pending.queue.count)
 
     def has_mini_batch(self, client: str | None, mini_batch: str) -> bool:
         with self._lock:

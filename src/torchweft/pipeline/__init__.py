@@ -26,22 +26,7 @@ from torchweft.pipeline.schedule import (
 from torchweft.pipeline.simulate import Costs, Forecast, MemoryRecorder, costs_from
 
 __all__ = [
-    "SCHEDULES",
-    "Costs",
-    "DeferredBatchNorm",
-    "Forecast",
-    "MemoryRecorder",
-    "Pipe",
-    "balance_by_parameters",
-    "balance_by_size",
-    "balance_by_time",
-    "convert_deferred_batch_norm",
-    "costs_from",
-    "dualpipev",
-    "gpipe",
-    "interleaved",
-    "looped_bfs",
-    "one_f_one_b",
-    "zbv",
-    "zero_bubble",
+    "SCHEDULES", "Costs", "DeferredBatchNorm", "Forecast", "MemoryRecorder", "Pipe", "balance_by_parameters",
+    "balance_by_size", "balance_by_time", "convert_deferred_batch_norm", "costs_from", "dualpipev", "gpipe",
+    "interleaved", "looped_bfs", "one_f_one_b", "zbv", "zero_bubble",
 ]  # fmt: skip

@@ -31,23 +31,21 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-Table = tuple[tuple[Action, ...], ...]
-"""For every worker the actions that it runs, in order."""
+Table = tuple[tuple[Action, ...], ...]  # for every worker the actions that it runs, in order
 
 
 def needs(action: Action) -> tuple[Action, ...]:
-    """The actions that must be done first. Ignore those that a table does not hold: a neighbour beyond the end of the
-    chain, or B if the neighbour's backward is split into I and W."""
+    """The actions that must be done first, and neighbours that a table does not hold."""
     stage, kind, micro_batch = action
     if kind == "F":
         return (Action(stage - 1, "F", micro_batch),)
     if kind == "W":
         return (Action(stage, "I", micro_batch),)
+    # Those beyond the end of the chain, and B if the backward of the neighbour is split into I and W.
     return tuple(Action(s, k, micro_batch) for s, k in ((stage, "F"), (stage + 1, "B"), (stage + 1, "I")))
 
 
 def waits(table: Table) -> dict[Action, tuple[Action, ...]]:
-    """The dependencies of every action of the table, as far as the table holds them."""
     present = {action for row in table for action in row}
     return {action: tuple(need for need in needs(action) if need in present) for action in present}
 
@@ -55,12 +53,8 @@ def waits(table: Table) -> dict[Action, tuple[Action, ...]]:
 def walk_table(
     table: Table, waiting: Mapping[Action, tuple[Action, ...]]
 ) -> tuple[list[tuple[int, Action]], list[str]]:
-    """Walk all lists at once, one action after the other, until every list ends or is stuck.
-
-    Of the workers' next actions, the one whose micro-batch has come furthest goes first. Its tensors are still in the
-    cache, and tensors kept for backward are freed early. Returns the order as (worker, action) pairs. Also returns, for
-    each worker that is stuck, its position and the actions that it waits for. Costs O(actions * workers).
-    """
+    """Walk all lists at once, until every list ends or is stuck. Returns the order as (worker, action) pairs, and each
+    worker that is stuck with its position and the actions that it waits for. Costs O(actions * workers)."""
     depth = 1 + max((action.stage for row in table for action in row), default=0)
 
     def progress(worker: int) -> int:
@@ -75,6 +69,7 @@ def walk_table(
         ready = [worker for worker in unfinished if done.issuperset(waiting[table[worker][heads[worker]]])]
         if not ready:
             break
+        # The micro-batch that has come furthest. Its tensors are still in the cache, and its graph is freed early.
         chosen = max(ready, key=progress)
         action = table[chosen][heads[chosen]]
         heads[chosen] += 1
@@ -90,16 +85,12 @@ def walk_table(
 
 
 def find_faults(table: Table, stages: int | None = None, micro_batches: int | None = None) -> Iterator[str]:
-    """Every fault of a table, empty if it is valid.
-
-    Each cause is reported once, because later checks ignore the faults that earlier ones reported. A missing action
-    does not make others wait, and an action that comes too early on its own worker is not reported as a deadlock as
-    well. Actions that remain stuck are in a cycle between workers.
-    """
+    """Every fault of a table, empty if it is valid. Each cause is reported once."""
     for worker, action in ((worker, action) for worker, row in enumerate(table) for action in row):
         if not _is_known(action):
             shown = str(action) if isinstance(cast(Any, action), Action) else repr(action)
             yield f"worker {worker}: {shown} is not an action: a stage, F, B, I or W, and a micro-batch"
+    # Later checks ignore the faults that earlier ones have reported.
     table = tuple(tuple(action for action in row if _is_known(action)) for row in table)
     counts = Counter(action for row in table for action in row)
     has_stages = 1 + max((action.stage for action in counts), default=-1)
@@ -130,8 +121,6 @@ def _is_known(action: Any) -> bool:
 
 
 def _incomplete(actions: Iterable[Action], stages: int, micro_batches: int) -> Iterator[str]:
-    """Actions that are missing. Every micro-batch needs F on every stage, and B or I and W unless the table has only
-    forwards."""
     has: dict[int, dict[str, set[int]]] = {}
     for stage, kind, micro_batch in actions:
         has.setdefault(stage, {kind: set() for kind in KINDS})[kind].add(micro_batch)
@@ -152,12 +141,12 @@ def _incomplete(actions: Iterable[Action], stages: int, micro_batches: int) -> I
 
 
 def _stuck(table: Table) -> Iterator[str]:
-    """Actions that come before their dependencies: first within each worker, then in cycles between workers."""
     waiting = waits(table)
     for worker, row in enumerate(table):
         place = {action: column for column, action in reversed(list(enumerate(row)))}
         for column, action in enumerate(row):
             late = [need for need in waiting[action] if place.get(need, -1) > column]
+            # Removed, so that it is not reported as a deadlock as well. Actions that remain stuck are in a cycle.
             waiting[action] = tuple(need for need in waiting[action] if need not in late)
             for need in late:
                 yield f"worker {worker}: {action} stands before {need}, which it needs"
@@ -165,6 +154,5 @@ def _stuck(table: Table) -> Iterator[str]:
 
 
 def _gaps(present: Iterable[int], end: int) -> str:
-    """The numbers below `end` that are absent, as ranges: ``0-3, 5``. The cost does not grow with `end`."""
     pairs = pairwise([-1, *sorted(present), end])
     return ", ".join(f"{a + 1}-{b - 1}" if b - a > 2 else str(a + 1) for a, b in pairs if b - a > 1)

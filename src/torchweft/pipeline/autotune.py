@@ -13,18 +13,13 @@ try the candidates in turn, and the fastest is kept:
               warm-up  warm-up  '------------ measured -------------'
 
 All candidates give the same numbers. Afterwards one step of eight is timed. When five of these in a row took half as
-long again as the winner did when it was chosen, all candidates are measured again.
-
-"uncut" costs least where operators are small. It leaves the whole graph visible to autograd, is serial, and ignores the
-schedule. It needs one device and no recomputation, and is left out where it would not do the same:
+long again as the winner did, all are measured again. "uncut" costs least where operators are small. It needs one device
+and no recomputation. Where it would not do the same, it is left out:
 
     the schedule begins backward early     it would hold all micro-batches at once
     anomaly detection; autograd functions  an error in backward could not be told with its stage and micro-batch
     written in Python
-    DistributedDataParallel                must find the same graph at every step and in every process: a parameter that
-                                           got no gradient is in that of a step that was cut, and not in this
-
-``executor="graph"`` runs uncut too, and has gradients of gradients.
+    DistributedDataParallel                must find the same graph at every step and in every process
 """
 
 import math
@@ -39,7 +34,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as checkpointing
 
-from torchweft.core.autograd import CutFunction, backward_number, forbid_batched, forbid_double, is_graph_retained
+from torchweft.core.autograd import CutFunction, backward_number, is_graph_retained, reject_batched, reject_double
 from torchweft.core.context import ExecutionContext, Phase, on_device, set_phase
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, add_advice
 from torchweft.core.pytree import Structure, flatten, unflatten
@@ -52,32 +47,25 @@ from torchweft.pipeline.step import PipeStep
 
 _WARM_UP = 1
 _SAMPLES = 5
+# A candidate must take less than this share of the time of an earlier one. A wrong choice for threads costs more than a
+# wrong choice against them.
 _WORTH = 0.95
-"""A candidate must take less than this share of the time of an earlier one, because a wrong choice for threads costs
-more than a wrong choice against them."""
 _EVERY = 8
 _SLOWER = 1.5
 
-
-Report = Callable[[float], None]
-"""Callback for the duration, in seconds, of a step that measures a candidate layout."""
-Clock = Callable[[], float]
-"""Waits until the devices of all stages have finished their work, and returns the time in seconds."""
+Report = Callable[[float], None]  # gets the seconds of a step that measures a candidate
+Clock = Callable[[], float]  # waits until the devices of all stages have finished their work
 
 
 class TimedCall:
-    """A `CutFunction` that reports the time of its forward and first backward, or of its forward if it has no
-    backward."""
+    """A `CutFunction` that reports the time of its forward and first backward."""
 
     def __init__(self, function: CutFunction, report: Report, clock: Clock, *, with_backward: bool) -> None:
-        self._function = function
-        self._clock = clock
+        self._function, self._clock, self._with_backward = function, clock, with_backward
         self._report: Report | None = report
-        self._with_backward = with_backward
         self._seconds = 0.0
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """See `CutFunction.forward`."""
         start = self._clock()
         result = self._function.forward()
         self._seconds = self._clock() - start
@@ -86,7 +74,6 @@ class TimedCall:
         return result
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """See `CutFunction.backward`."""
         start = self._clock()
         result = self._function.backward(gradients, retain=retain)
         self._seconds += self._clock() - start
@@ -94,23 +81,21 @@ class TimedCall:
         return result
 
     def _done(self) -> None:
-        if self._report is not None:  # only once: a retained graph can run backward again
+        # Only once, because a retained graph can run backward again.
+        if self._report is not None:
             self._report(self._seconds)
         self._report = None
 
 
 def time_graph(outputs: Sequence[Tensor], begun: float, report: Report, clock: Clock) -> None:
-    """Report the time of a step whose backward is left to autograd. Its forward started at `begun`.
-
-    The time of the backward goes from the first of the outputs to the end of the whole backward call. If the caller's
-    graph has more than this step, it is included.
-    """
+    """Report the time of a step that leaves its backward to autograd. Its forward started at `begun`."""
     nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
     seconds = clock() - begun
     starts: list[float] = []
 
     def begins(_: object) -> None:
         if not starts:
+            # To the end of the whole backward call. If the graph of the caller has more than this step, it is included.
             starts.append(clock())
             queue_callback(ends)
 
@@ -125,8 +110,6 @@ def time_graph(outputs: Sequence[Tensor], begun: float, report: Report, clock: C
 
 @dataclass
 class _Trial:
-    """Measurements of one kind of step."""
-
     seconds: dict[str, list[float]]  # by candidate, of whole steps (forward, and backward if there is one)
     best: str | None = None
     expected: float = 0.0  # seconds of the best candidate when it was chosen
@@ -147,14 +130,11 @@ class LayoutTuner:
     def pick(
         self, kind: Hashable, *, must_cut: bool = False, watched: bool = False, local: bool = False
     ) -> tuple[str, Report | None]:
-        """The layout for the next step of this kind, and the callback for its time if it is measured.
-
-        Every step is measured until the decision, then one of eight. With `must_cut` no step runs uncut. An observer
-        (`watched`) shows each stage in its own thread, and modes and hooks of the calling thread (`local`) would see
-        other operators in each layout. So both of them always get the same layout. `fixed` overrides the choice.
-        """
+        """The layout for the next step of this kind, and the callback for its time if it is measured."""
         if self._executor != "auto":
             return self._executor, None
+        # An observer shows each stage in its own thread. Modes and hooks of the calling thread would see other
+        # operators in each layout. So both always get the same layout.
         if watched or local:
             return self.candidates[-1 if watched and "threads" in self.candidates else 0], None
         if self.fixed is not None:
@@ -169,7 +149,6 @@ class LayoutTuner:
         return layout, partial(self.report, kind, layout)
 
     def report(self, kind: Hashable, layout: str, seconds: float) -> None:
-        """Note the duration of a step of this kind in a layout."""
         trial = self._trial(kind)
         if trial.best is None:
             trial.seconds[layout].append(seconds)
@@ -187,7 +166,6 @@ class LayoutTuner:
                 del self._trials[kind]
 
     def chosen(self) -> dict[str, str]:
-        """The chosen layout for every kind of step whose measurement is complete."""
         return {str(kind): trial.best for kind, trial in self._trials.items() if trial.best is not None}
 
     def _trial(self, kind: Hashable) -> _Trial:
@@ -195,21 +173,15 @@ class LayoutTuner:
 
 
 def needs_cuts() -> bool:
-    """Whether anomaly detection or DDP surrounds this call. Both need every stage cut out of autograd."""
     return torch.is_anomaly_enabled() or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
-
-Keeps = Sequence[Sequence[Keep]] | None
-"""What every forward keeps, by stage and micro-batch. None: all forwards keep their graph."""
+Keeps = Sequence[Sequence[Keep]] | None  # None: all forwards keep their graph
 
 
 def run_uncut(step: PipeStep, *, enter: bool = True) -> Any:
-    """The output of a mini-batch with its graph, or its loss if the loss is inside.
-
-    With `enter` it runs in the surroundings of the step, otherwise in those of the caller.
-    """
+    """The output of a mini-batch with its graph, in the surroundings of the step with `enter`, else of the caller."""
 
     def forward(rng: RngStreams) -> list[Any]:
         with ExitStack() as stack:
@@ -240,7 +212,6 @@ def _micro_batches(
 
 
 def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, parts: Sequence[Any]) -> Any:
-    """Run one micro-batch through all stages. Values that cross between stages keep their graph."""
     values: dict[int, Any] = {entry.route: part for entry, part in zip(plan.entry_points.entries, parts, strict=True)}
     for stage, function in enumerate(plan.functions):
         inputs = [values[route] for route in plan.wiring.inputs[stage]]
@@ -260,7 +231,6 @@ def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, p
 
 
 def _checkpointed(function: SegmentFunction, context: MicroBatchContext, inputs: list[Any]) -> tuple[Any, ...]:
-    """Run one segment that keeps only its inputs, and is recomputed in backward."""
     leaves, structure = flatten(inputs)
     repeated = _Repeated(function, context, structure)
     outputs = _checkpoint(repeated, *leaves, use_reentrant=False, preserve_rng_state=False)
@@ -270,12 +240,7 @@ def _checkpointed(function: SegmentFunction, context: MicroBatchContext, inputs:
 
 
 class _Repeated:
-    """A function over leaves that sets the phase: its first call will be recomputed, and later calls recompute it.
-
-    Each call gets its own lists and dicts, because a layer can change them. An error of the first call is put into
-    ``failed``. If it were raised through `torch.utils.checkpoint`, hooks would stay in place for all graphs of the
-    thread as long as the error is referenced (PyTorch 2.11), and a ``StopIteration`` would become another error.
-    """
+    """A function over leaves that sets the phase: its first call will be recomputed, and later calls recompute it."""
 
     def __init__(self, function: Callable[..., Any], context: MicroBatchContext, structure: Structure) -> None:
         self.failed: list[BaseException] = []
@@ -289,25 +254,26 @@ class _Repeated:
         try:
             return self._run("checkpointing", leaves)
         except BaseException as error:
+            # Kept for the caller. Raised through `torch.utils.checkpoint`, hooks would stay in place for all graphs of
+            # the thread as long as the error is referenced (PyTorch 2.11), and StopIteration would change its type.
             self.failed.append(error)
             return ()
 
     def _run(self, what: Phase, leaves: Sequence[Any]) -> Any:
         with set_phase(what), self._context.ambient.process_flags():
+            # Each call gets its own lists and dicts, because a layer can change them.
             return self._function(self._context, *unflatten(self._structure, leaves))
 
 
 def timed_result(result: Any, report: Report | None, begun: float, clock: Clock) -> Any:
-    """The result of an uncut step that started at `begun`. Its backward obeys the rules of a step that is cut.
-
-    Without these rules the same program would be rejected or accepted depending on which layout measured faster.
-    """
+    """The result of an uncut step that started at `begun`. Its backward obeys the rules of a step that is cut."""
     outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
     freed_by: list[int] = []
 
+    # Without these rules the same program would be rejected or accepted depending on which layout measured faster.
     def before_backward(gradients: Sequence[Tensor | None]) -> None:
-        forbid_batched(gradients)
-        forbid_double()
+        reject_batched(gradients)
+        reject_double()
         task = backward_number()
         if freed_by and task not in freed_by:
             raise BackwardTwiceError(BACKWARD_TWICE)

@@ -45,7 +45,7 @@ _committing = threading.Lock()
 
 @contextmanager
 def gathering(step: object) -> Generator[None]:
-    """Inside, deferred norms in this thread gather for this step. Several steps can run at once."""
+    """Inside, deferred norms in this thread gather for this step."""
     before, _current.step = _current.step, step
     try:
         yield
@@ -57,10 +57,8 @@ class DeferredBatchNorm(_BatchNorm):
     """A BatchNorm that can update its running statistics once per mini-batch, from all micro-batches.
 
     Between ``begin()`` and ``commit()`` or ``abandon()`` it gathers statistics. Otherwise it is a plain BatchNorm. Its
-    ``state_dict`` is that of the plain one. If a model calls an instance several times per micro-batch, its statistics
-    are those of all rows of all calls.
-
-    Raises ``ValueError``, as PyTorch's BatchNorm does, if a micro-batch has only one value per channel.
+    ``state_dict`` is that of the plain one. Raises ``ValueError``, as PyTorch's BatchNorm does, if a micro-batch has
+    only one value per channel.
 
     Example:
         >>> norm = weft.DeferredBatchNorm(3)
@@ -71,27 +69,25 @@ class DeferredBatchNorm(_BatchNorm):
         tensor(1)
     """
 
+    # Moments of the micro-batches since `begin`, by step (None: outside of any step). In the class, because a converted
+    # norm is not constructed.
     gathered: Mapping[object, list[Moments]] = MappingProxyType({})
-    """Moments of the micro-batches since ``begin()``, by step. The key None is for calls outside of any step."""
 
     def begin(self, step: object = None) -> None:
         """Start a mini-batch. Drops an unfinished earlier one of this step."""
         self.__dict__.setdefault("gathered", {})[step] = []
 
     def abandon(self, step: object = None) -> None:
-        """End the mini-batch and leave the running statistics unchanged."""
         self._pop_gathered(step)
 
     @torch.no_grad()
     def commit(self, step: object = None) -> None:
-        """End the mini-batch and update the running statistics as the undivided batch would have.
-
-        Nothing changes if no micro-batch ran in training mode.
-        """
+        """End the mini-batch and update the running statistics as the undivided batch would have."""
         gathered = self._pop_gathered(step)
         if not gathered or self.running_mean is None or self.running_var is None:
             return
         merged, factor = merge(gathered), self.momentum
+        # Two steps can end at once, in two threads.
         with _committing:
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
@@ -119,7 +115,6 @@ class DeferredBatchNorm(_BatchNorm):
         return self._gather(input, gathered, self.running_mean)
 
     def _gather(self, input: Tensor, gathered: list[Moments], running: Tensor) -> Tensor:
-        """Normalise with the statistics of ``input``, and gather them."""
         values = input.numel() // max(1, input.size(1))
         wide = torch.promote_types(running.dtype, torch.float32)
         mean = variance = None
@@ -143,7 +138,6 @@ class DeferredBatchNorm(_BatchNorm):
 
     @staticmethod
     def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
-        """See :func:`convert_deferred_batch_norm`."""
         return convert_deferred_batch_norm(module)
 
 
@@ -169,9 +163,8 @@ _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     """Replace every ``BatchNorm1d``, ``2d`` and ``3d`` in ``module``, in place, by its deferred form.
 
-    Returns ``module``, or its replacement if it is a BatchNorm itself. Parameters, buffers, hooks and flags are kept,
-    and not copied. An instance that occurs several times remains one instance. Norms without running statistics,
-    ``SyncBatchNorm``, lazy norms and subclasses of the user are not replaced.
+    Returns ``module``, or its replacement if it is a BatchNorm itself. Parameters, buffers, hooks and flags are kept.
+    Norms without running statistics, ``SyncBatchNorm``, lazy norms and subclasses of the user are not replaced.
 
     Example:
         >>> weft.pipeline.convert_deferred_batch_norm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))[1]
@@ -196,7 +189,6 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
 
 
 def merge(moments: list[Moments]) -> Moments:
-    """The statistics of all rows, from the statistics of each part. The list must not be empty."""
     means = torch.stack([part.mean for part in moments])
     variances = torch.stack([part.variance for part in moments])
     counts = means.new_tensor([part.values for part in moments]).unsqueeze(1)

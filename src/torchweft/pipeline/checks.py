@@ -9,14 +9,11 @@ parameters as well, such as a loss function with a penalty on weights. These are
 A list of allowed layers would not show this, because any code can hold a parameter. So the graphs of every segment are
 searched in steps 1, 2, 4, 8 and so on.
 
-Layers with tensor-parallel weights and `nn.SyncBatchNorm` communicate with other processes. All processes must call the
-collectives of a group in one order. Otherwise they hang, or get the numbers of another layer. In the caller's thread
-the schedule fixes the order. With a worker per stage it depends on timing:
+Layers with tensor-parallel weights and `nn.SyncBatchNorm` communicate with other processes, which must call the
+collectives of a group in one order. With a worker per stage the order depends on timing:
 
     process 0    stage 0 for micro-batch 1, then stage 1 for micro-batch 0  --+
     process 1    stage 1 for micro-batch 0, then stage 0 for micro-batch 1  --+--> each gets a sum of both
-
-The choice of "auto" depends on timing as well, so "auto" runs such layers in the caller's thread.
 """
 
 import warnings
@@ -39,29 +36,19 @@ from torchweft.pipeline.stage import Stage
 
 
 class ForeignParameterCheck:
-    """The function of a segment with a search of its graph for foreign parameters. It replaces the function in the
-    steps that are searched.
-
-    `layers` are the layers of all segments by name, in the order of the segments. `number` is the number of this
-    segment. `more` is a loss function that the segment runs after its layers, or None. Raises UsageError for a
-    parameter of another segment, and for a layer that shards its own parameters. Warns about a trainable tensor that
-    belongs to no segment, because it can be intentional.
-    """
+    """The function of segment `number` with a search of its graph for foreign parameters. `more` is a loss function
+    that runs after the layers. Raises UsageError for a parameter of another segment, and for a layer that shards its
+    own. Warns about a trainable tensor that belongs to no segment, because it can be intentional."""
 
     def __init__(
         self, function: SegmentFunction, layers: Sequence[Sequence[tuple[str, nn.Module]]], number: int, more: Any
     ) -> None:
-        self._function = function
-        self._layers = layers
-        self._number = number
-        self._more = more
+        self._function, self._layers, self._number, self._more = function, layers, number, more
         self._fresh: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._reported: set[int] = set()
-        self.has_python_functions = False
-        """Whether a graph that was searched has autograd functions written in Python."""
+        self.has_python_functions = False  # whether a graph that was searched has autograd functions written in Python
 
     def __call__(self, context: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
-        """Run the function, and search its graph. Raises as the class says."""
         outputs = self._function(context, *values)
         if torch.is_grad_enabled():
             inputs = flatten(values)[0]
@@ -120,7 +107,7 @@ class ForeignParameterCheck:
 
 
 def shards(module: nn.Module) -> bool:
-    """Whether the module is an FSDP module of either version. Compares names, so that nothing has to be imported."""
+    # By name, because the import of FSDP takes long.
     return any(
         kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") and kind.__module__.startswith("torch.distributed.")
         for kind in type(module).__mro__
@@ -128,7 +115,6 @@ def shards(module: nn.Module) -> bool:
 
 
 def _search_graph(outputs: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
-    """The nodes of the graph of these values, and its leaves that require a gradient."""
     leaves = [x for value in outputs for x in flatten(value)[0] if isinstance(x, Tensor)]
     nodes = children_first([x.grad_fn for x in leaves if x.grad_fn is not None])
     reached = [*(getattr(node, "variable", None) for node in nodes), *leaves]
@@ -136,13 +122,10 @@ def _search_graph(outputs: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
     return nodes, list(by_id.values())
 
 
-def refuse_cached_weights(stages: Iterable[Stage]) -> None:
-    """Raise UsageError for a layer that is parametrized. Called only inside of ``parametrize.cached()``.
-
-    The whole process shares that cache. A forward that will be recomputed puts weights without a graph into it, and
-    another forward would use them although it needs their gradient. A graph in the cache would be walked once per
-    micro-batch.
-    """
+def reject_cached_weights(stages: Iterable[Stage]) -> None:
+    """Raise UsageError for a layer that is parametrized. Called only inside of ``parametrize.cached()``."""
+    # The whole process shares that cache. A forward that will be recomputed puts weights without a graph into it, and
+    # another forward would use them although it needs their gradient.
     for stage in stages:
         for name, layer in stage.layers:
             if any(parametrize.is_parametrized(module) for module in layer.modules()):
@@ -153,8 +136,7 @@ def refuse_cached_weights(stages: Iterable[Stage]) -> None:
                 )
 
 
-def forbid_steps(modules: Iterable[tuple[str, StepsInBackward]]) -> None:
-    """Raise UsageError that lists every module that would take an optimizer step in the backward of a micro-batch."""
+def reject_steps(modules: Iterable[tuple[str, StepsInBackward]]) -> None:
     faults = [
         f"{where} ({type(module).__name__}): {module.steps_in_backward}"
         for where, module in modules
@@ -167,8 +149,6 @@ def forbid_steps(modules: Iterable[tuple[str, StepsInBackward]]) -> None:
 
 
 class CollectiveLayer(NamedTuple):
-    """A module of a stage that communicates within a group of several processes."""
-
     stage: int
     layer: str
     module: nn.Module
@@ -176,7 +156,7 @@ class CollectiveLayer(NamedTuple):
 
 
 def collective_layers(stages: Iterable[Sequence[tuple[str, nn.Module]]]) -> list[CollectiveLayer]:
-    """The modules that communicate. Layers that call `torch.distributed` in their own code are not recognised."""
+    # Layers that call torch.distributed in their own code are not recognised.
     if not (dist.is_available() and dist.is_initialized()):
         return []
     return [
@@ -189,8 +169,7 @@ def collective_layers(stages: Iterable[Sequence[tuple[str, nn.Module]]]) -> list
     ]
 
 
-def forbid_workers(layers: Iterable[CollectiveLayer]) -> None:
-    """Raise UsageError if stages with threads of their own would communicate within one group."""
+def reject_workers(layers: Iterable[CollectiveLayer]) -> None:
     by_group: dict[str, list[CollectiveLayer]] = {}
     for layer in layers:
         # SyncBatchNorm does not communicate in evaluation.
@@ -211,7 +190,6 @@ def forbid_workers(layers: Iterable[CollectiveLayer]) -> None:
 
 
 def _group_names(module: nn.Module) -> Iterator[str]:
-    """The names of the groups of several processes in which the module communicates."""
     groups: list[Any] = []
     for tensor in chain(module._parameters.values(), module._buffers.values()):
         mesh = getattr(tensor, "device_mesh", None)  # only a DTensor has one, and its module need not be imported

@@ -37,11 +37,7 @@ OTHER_AXES = (
 
 
 class BatchDims:
-    """The batch axis of every argument and of every output.
-
-    `arguments` and `outputs` are a Pipe's ``batch_dim`` and ``output_batch_dim``. Raises UsageError that lists every
-    invalid axis.
-    """
+    """The batch axis of every argument and of every output. Raises UsageError that lists every invalid axis."""
 
     def __init__(self, arguments: Any, outputs: Any) -> None:
         self.assumed = arguments is None
@@ -64,25 +60,18 @@ class BatchDims:
 
     @property
     def first(self) -> Any:
-        """The axis of the first positional argument, or the axes of the values nested in it."""
         return self._by_name.get(0) if self.whole is None else self.whole
 
     @property
     def extras(self) -> int:
-        """The axis of the extras that a loss returns after its number."""
         return self.outputs if isinstance(self.outputs, int) else 0
 
     @property
     def arguments(self) -> Any:
-        """The axes of the arguments, as a Pipe's ``batch_dim``."""
         return self._by_name if self.whole is None else self.whole
 
     def of_call(self, positional: int, keywords: Collection[str], *, target: bool, nested: bool = False) -> Any:
-        """The axes of a call, nested as its mini-batch (with the target) is.
-
-        A single positional argument is not nested in args and kwargs unless `nested`. Raises UsageError for missing
-        axes.
-        """
+        """The axes of a call, nested as its mini-batch (with the target) is. Raises UsageError for missing axes."""
         if self.whole is not None:
             return self.whole
         names: list[int | str] = [*range(positional), *keywords, *(["target"] if target else [])]
@@ -106,14 +95,11 @@ def _check_axes(check: Validator, name: str, value: Any, *, none: bool) -> None:
 
 
 def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
-    """Raise UsageError that names each module with its batch known to be on another axis.
-
-    If no axes are given, it rejects every module with its batch on another axis than 0. Code around such a module
-    can swap axes, but that is not visible here. If axes are given, it rejects only modules that the arguments reach, or
-    that make the output, through layers that are known to keep axes. If the last layer returns states with their batch
-    on another axis than its output, `output_batch_dim` must be given.
+    """Raise UsageError that names each module with its batch known to be on another axis: any module if no axes are
+    given, or else those that the arguments reach, or that make the output, through layers that are known to keep axes.
     """
-    forbid_other_axes(layers, dims)
+    # Without axes, code around such a module can swap axes, but that is not visible here. So it is rejected.
+    reject_other_axes(layers, dims)
     flat = [leaf for name, layer in layers for leaf in flatten_sequential(name, layer)]
     faults: list[str] = []
     for axis, ordered, words in (
@@ -124,12 +110,12 @@ def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
             faults += [f"{fault}, but it {words} axis {axis}" for fault in _reached_on_other_axis(ordered, axis)]
     if faults:
         raise UsageError(join_faults(OTHER_AXES, list(dict.fromkeys(faults))))
+    # A recurrent network returns states with their batch on another axis than its output.
     if dims.outputs_assumed and flat:
-        forbid_several_axes(*flat[-1])
+        reject_several_axes(*flat[-1])
 
 
-def forbid_other_axes(layers: Layers, dims: BatchDims) -> None:
-    """Raise UsageError that names every module with its batch on axis 1, if no axes are given."""
+def reject_other_axes(layers: Layers, dims: BatchDims) -> None:
     if dims.assumed and (faults := [fault for name, layer in layers for fault in _modules_on_axis_1(name, layer)]):
         headline = (
             "these modules have their batch on axis 1, and a Pipe cuts along axis 0 by default; make them with "
@@ -139,8 +125,7 @@ def forbid_other_axes(layers: Layers, dims: BatchDims) -> None:
         raise UsageError(join_faults(headline, faults))
 
 
-def forbid_several_axes(name: str, layer: nn.Module) -> None:
-    """Raise UsageError if the last layer is known to return tensors with their batch on different axes."""
+def reject_several_axes(name: str, layer: nn.Module) -> None:
     if axes := _several_axes(layer):
         raise UsageError(
             f"{name} ({type(layer).__name__}), the last layer, returns tensors with their batch on different axes; "
@@ -149,7 +134,6 @@ def forbid_several_axes(name: str, layer: nn.Module) -> None:
 
 
 def batch_axis(module: nn.Module) -> int | None:
-    """The axis of the module's input and output that holds the rows, if it is known."""
     if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder) and len(module.layers):
         return batch_axis(module.layers[0])
     first = getattr(module, "batch_first", getattr(getattr(module, "self_attn", None), "batch_first", None))
@@ -159,7 +143,6 @@ def batch_axis(module: nn.Module) -> int | None:
 
 
 def _several_axes(module: nn.Module) -> str | None:
-    """The axes of the batch in the module's results, if they are known to differ, e.g. for outputs and states."""
     axis = batch_axis(module)
     if isinstance(module, nn.RNNBase):  # the states always have their batch on axis 1
         return "(0, 1)" if axis == 0 else None
@@ -169,7 +152,6 @@ def _several_axes(module: nn.Module) -> str | None:
 
 
 def _modules_on_axis_1(name: str, module: nn.Module) -> Iterator[str]:
-    """The outermost modules with their batch on axis 1, in words."""
     axis = batch_axis(module)
     if axis == 1:
         yield axis_in_words(name, module, axis)
@@ -179,7 +161,6 @@ def _modules_on_axis_1(name: str, module: nn.Module) -> Iterator[str]:
 
 
 def flatten_sequential(name: str, layer: nn.Module) -> Layers:
-    """The layers of an `nn.Sequential`, nested ones included. Any other layer is returned alone."""
     if type(layer) is not nn.Sequential:
         return [(name, layer)]
     children = layer.named_children()
@@ -187,7 +168,6 @@ def flatten_sequential(name: str, layer: nn.Module) -> Layers:
 
 
 def _reached_on_other_axis(layers: Layers, axis: int) -> Iterator[str]:
-    """The modules with their batch on another axis, in words, up to the first layer that can change axes."""
     for name, layer in layers:
         own = batch_axis(layer)
         if own not in (None, axis):
@@ -197,12 +177,10 @@ def _reached_on_other_axis(layers: Layers, axis: int) -> Iterator[str]:
 
 
 def keeps_axes(module: nn.Module) -> bool:
-    """Whether the module is known to keep the order of all axes except the last."""
     return type(module) in _KEEP_AXES or type(module).__module__ == "torch.nn.modules.activation"
 
 
 def axis_in_words(name: str, module: nn.Module, axis: int | None) -> str:
-    """The batch axis of a module, in words."""
     return f"{name} ({type(module).__name__}) has its batch on axis {axis}"
 
 
@@ -220,8 +198,8 @@ _RULES: dict[str, CheckpointRule] = {
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of a sequential model with their names. Raises SpecError for any other model, and for one that has
-    parameters, buffers or hooks beyond those of its layers."""
+    """The layers of a sequential model with their names. Raises SpecError for a model that has more than layers."""
+    # A subclass with its own forward would run in another order than its layers.
     if not isinstance(module, nn.Sequential) or "forward" in vars(module) or type(module).forward is not _FORWARD:
         raise SpecError(
             "without split=, Pipe takes an nn.Sequential, whose layers it can spread over stages, but this is a "
@@ -240,12 +218,11 @@ def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
             check.require(
                 not hooks, f"{name[1:]}; register them with the pipe, for whole mini-batches, or with a layer"
             )
-    forbid_lazy(module)
+    reject_lazy(module)
     return list(module._modules.items())  # named_children() would list a layer that occurs twice only once
 
 
-def forbid_lazy(module: nn.Module) -> None:
-    """Raise SpecError that lists parameters and buffers without a size."""
+def reject_lazy(module: nn.Module) -> None:
     named = chain(module.named_parameters(), module.named_buffers())
     if lazy := [name for name, tensor in named if is_lazy(tensor)]:
         raise SpecError(
@@ -254,7 +231,6 @@ def forbid_lazy(module: nn.Module) -> None:
 
 
 def checkpoint_rules(checkpoint: Any, stages: int) -> list[CheckpointRule]:
-    """One rule per stage. Raises UsageError that lists every invalid entry."""
     choices = f"checkpoint is one of {', '.join(_RULES)}, a list of them with one per stage, or a function"
     with Validator(f"{choices} (stage, micro_batch, micro_batches) -> bool; but") as check:
         modes: list[Any] = []
@@ -318,10 +294,7 @@ def check_schedule(schedule: str | Schedule | ScheduleFunction, stages: int, chu
 
 
 def reduction_of(loss: Any, reduction: str | None, weight: Any = None) -> str:
-    """The reduction of the losses of the micro-batches: `reduction` if given, else the one that the loss declares.
-
-    Raises UsageError if it is neither a mean nor a sum, and for a `weight` (``loss_weight=``) without a mean.
-    """
+    """The reduction of the losses of the micro-batches. Raises UsageError if it is neither a mean nor a sum."""
     if loss is None:
         for name, value in (("loss_reduction", reduction), ("loss_weight", weight)):
             if value is not None:
@@ -342,7 +315,6 @@ def reduction_of(loss: Any, reduction: str | None, weight: Any = None) -> str:
 
 
 def cuda_devices() -> list[torch.device]:
-    """Every CUDA device of this machine."""
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
@@ -352,11 +324,8 @@ def resolve_layout(
     devices: Sequence[str | int | torch.device] | str | int | torch.device | None,
     sample: Any,
 ) -> tuple[list[int], list[torch.device]]:
-    """Layers per stage and one device per stage. Raises PartitionError that lists all faults.
-
-    The default devices are all CUDA devices if there are any, else the CPU. The default balance has as many stages as
-    devices (two on the CPU). It goes by measured time if there is a sample, else by the number of parameters.
-    """
+    """Layers per stage and one device per stage, by default as `Pipe` says. Raises PartitionError that lists all
+    faults."""
     cuda = cuda_devices()
     sizes = None if balance is None else sizes_of(balance)
     default = cuda[: None if sizes is None else len(sizes)]
@@ -373,7 +342,6 @@ def resolve_layout(
 def checked_layout(
     sizes: Sequence[int], places: Sequence[torch.device], layers: int
 ) -> tuple[list[int], list[torch.device]]:
-    """Layers per stage and one device per stage. Raises PartitionError that lists all faults."""
     stages = len(sizes)
     with Validator("these layers cannot be spread like this", PartitionError) as check:
         for i, size in enumerate(sizes):
@@ -394,9 +362,10 @@ def sizes_of(balance: Any) -> list[int]:
         raise PartitionError(f"{headline} it is {balance!r}")
     sizes: list[int] = []
     with Validator(headline, PartitionError) as check:
+        # Integers of NumPy and of tensors are accepted too, because balances are computed with them.
         for stage, size in enumerate(cast("Iterable[Any]", balance)):
             try:
-                sizes.append(index(size))  # accepts integers of NumPy and of tensors too
+                sizes.append(index(size))
                 valid = not isinstance(size, bool)
             except TypeError:
                 valid = False
@@ -411,17 +380,21 @@ def places_of(devices: Any) -> list[torch.device]:
     if not isinstance(entries, Iterable):
         raise UsageError(f"{headline} it is {devices!r}")
     places: list[torch.device] = []
+    absent: list[str] = []
     with Validator(headline) as check:
         for stage, entry in enumerate(cast("Iterable[Any]", entries)):
             try:
                 device = torch.device(entry)
-                if device.type != "cuda" or (device.index or 0) < torch.cuda.device_count():
-                    places.append(_indexed(device))
-                else:
-                    count = torch.cuda.device_count()
-                    check.add(f"that of stage {stage} is {entry!r}, and the number of CUDA devices here is {count}")
             except (TypeError, RuntimeError):
-                check.add(f"that of stage {stage} is {entry!r}")
+                check.add(f"devices[{stage}] is {entry!r}")
+                continue
+            if device.type != "cuda" or (device.index or 0) < torch.cuda.device_count():
+                places.append(_indexed(device))
+            else:
+                absent.append(f"devices[{stage}] is {entry!r}")
+        if absent:
+            cpus = ["cpu"] * (len(places) + len(absent))
+            check.add(f"{' and '.join(absent)}, but {_reason_without_cuda()}, or give devices={cpus}")
         for place in dict.fromkeys(places):
             check.call(require_supported, place)
         for pair in combinations([place for place in dict.fromkeys(places) if place.type == "cuda"], 2):
@@ -429,8 +402,21 @@ def places_of(devices: Any) -> list[torch.device]:
     return places
 
 
+def _reason_without_cuda() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"PyTorch {torch.__version__} is a build for the CPU (torch.version.cuda is None); install one with CUDA "
+            "(https://pytorch.org/get-started/locally)"
+        )
+    if not (count := torch.cuda.device_count()):
+        return (
+            "PyTorch sees no CUDA device (torch.cuda.device_count() is 0); look at nvidia-smi, the driver and the "
+            "environment variable CUDA_VISIBLE_DEVICES"
+        )
+    return f"PyTorch sees {count} (torch.cuda.device_count()); give numbers below {count}"
+
+
 def require_peer_access(one: torch.device, other: torch.device) -> None:
-    """Raise UsageError for two GPUs if one of them cannot read the memory of the other."""
     if not all(starmap(torch.cuda.can_device_access_peer, ((one, other), (other, one)))):
         raise UsageError(
             f"{one} and {other} have no peer access, which torchweft is not tested without; use one of them"
@@ -438,7 +424,7 @@ def require_peer_access(one: torch.device, other: torch.device) -> None:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """The device as tensors report it: the CPU without a number, CUDA devices with theirs."""
+    # Tensors report the CPU without a number, and CUDA devices with theirs. The scan compares with that.
     if device.type == "cuda" and device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device

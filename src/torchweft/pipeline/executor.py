@@ -6,8 +6,8 @@
 `StepState.perform` does the work under every executor, so all compute the same numbers. Values and gradients wait in
 mailboxes until their stage takes them. A mailbox belongs to one worker and one walk. Every worker can put messages, but
 only the owner takes them, so the messages that have arrived are in a private dictionary and need no lock. Closing a
-mailbox wakes its worker, so that it does not wait for a sender that failed. A walk ends in `commit` or `abort`: it
-counts in all processes that take part, or in none. The protocol does not need shared memory.
+mailbox wakes its worker, so that it does not wait for a sender that failed. A walk ends in `commit` or `abort`, in all
+processes that take part.
 
 Workers are threads that outlive the walk, because starting a thread costs more than a small action. A pool of tasks
 would not do: every action would pay for a task, and its tensors would change threads and caches. Threads hold no
@@ -39,10 +39,9 @@ class WalkAborted(Exception):
 
 
 class LocalQueue:
-    """Messages of a serial walk, or messages that left the run. A plain dictionary, because one thread uses it."""
-
     def __init__(self) -> None:
         self.messages: dict[Address, Any] = {}
+        # Methods of the dictionary itself: one thread uses it, and a call of Python would cost more than the lookup.
         self.put, self.receive, self.close = self.messages.__setitem__, self.messages.pop, self.messages.clear
 
 
@@ -57,7 +56,6 @@ class Mailbox:
         self._arriving.put((address, value))
 
     def receive(self, address: Address, /) -> Any:
-        """Wait for the value at `address`. Raises WalkAborted when the walk is aborted first."""
         arrived = self._arrived
         while address not in arrived:
             at, value = self._arriving.get()
@@ -72,8 +70,7 @@ class Mailbox:
 
 
 Inbox = LocalQueue | Mailbox
-Outboxes = Sequence[Inbox]
-"""The mailbox of the worker of every stage. The last one, at index OUTSIDE, holds the messages that leave the run."""
+Outboxes = Sequence[Inbox]  # that of the worker of every stage, and at index OUTSIDE that of what leaves the run
 Perform = Callable[[Action, Inbox, Outboxes], None]
 
 
@@ -92,14 +89,14 @@ class SerialExecutor:
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
     ) -> dict[Address, Message]:
-        """Perform every action of the schedule in a valid order. Returns the messages that left the run.
-
-        The first exception of an action ends the walk and is raised here, with its own traceback.
-        """
+        """Perform every action of the schedule in a valid order. Returns the messages that left the run. The first
+        exception of an action ends the walk and is raised here, with its own traceback."""
+        # All stages share one queue, because the order of actions makes every value before it is read.
         queue, left = LocalQueue(), LocalQueue()
         for messages in given.values():
             queue.messages.update(messages)
         outboxes = [*[queue] * schedule.stages, left]
+        # A layer of an outer walk can hold the lock on generators. The threads of this walk act for it.
         carried = carry_lock()
 
         def steps() -> None:
@@ -113,28 +110,22 @@ class SerialExecutor:
 
     @property
     def alone(self) -> bool:
-        """Whether all stages run in this process."""
         return True
 
     def open(self, what: str) -> None:
-        """Start a call that ends in `commit` or `abort`: a walk, and everything around it that can fail. `what` is its
-        name in messages. Does nothing if the call was started already."""
+        """Start a call that ends in `commit` or `abort`: a walk, and all around it that can fail. `what` is its name in
+        messages. Does nothing if the call was started already."""
 
     def exchange_gradients(
         self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
     ) -> dict[int, dict[int, Tensor]]:
-        """Exchange gradients of parameters with other processes, by worker and by the parameter's id().
-
-        Gradients of `borrowed` copies go to their owners. Gradients of copies that this process lent are added. Call it
-        between `open` and `commit`.
-        """
+        """Exchange gradients with other processes, by worker and by the parameter's id(). Call it before `commit`.
+        Gradients of `borrowed` copies go to their owners. Gradients of copies that this process lent are added."""
         return by_worker
 
     def commit(self, report: Report) -> list[Report]:
-        """End a call that succeeded here. Returns the reports of all processes that took part, by worker.
-
-        Raises the failure of another process, if there was one. With this executor, no other process takes part.
-        """
+        """End a call that succeeded here. Returns the reports of all processes that took part, by worker. Raises the
+        failure of another process, if there was one."""
         return [report]
 
     def abort(self, error: BaseException) -> None:
@@ -142,11 +133,9 @@ class SerialExecutor:
 
 
 class ThreadExecutor(SerialExecutor):
-    """One persistent thread per worker of the schedule, started at the first walk.
-
-    On the CPU each thread gets its share of the caller's intra-op threads. The workers execute one walk at a time. A
-    concurrent call runs serially in its own thread.
-    """
+    """One persistent thread per worker of the schedule, started at the first walk. On the CPU each thread gets its
+    share of the caller's intra-op threads. The workers execute one walk at a time. A concurrent call runs serially in
+    its own thread."""
 
     def __init__(self, name: str = "pipe") -> None:
         self._name = name
@@ -158,16 +147,13 @@ class ThreadExecutor(SerialExecutor):
 
     @property
     def workers(self) -> int:
-        """The number of threads alive."""
         return len(self._jobs)
 
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
     ) -> dict[Address, Message]:
-        """See `SerialExecutor.walk`. On KeyboardInterrupt each worker stops after its present action.
-
-        Under modes or hooks of the calling thread the walk runs in that thread, because workers do not have them.
-        """
+        """See `SerialExecutor.walk`. On KeyboardInterrupt each worker stops after its present action. Under modes or
+        hooks of the calling thread the walk runs in that thread, because workers do not have them."""
         walking = self._walking
         # A second walk does not wait for the first. Waiting could deadlock: the caller may be a layer of the running
         # walk, or a thread that such a layer waits for.
@@ -191,32 +177,30 @@ class ThreadExecutor(SerialExecutor):
             walking.release()
 
     def close(self) -> None:
-        """End the threads, after the walk in progress if there is one. A later walk starts new threads."""
+        # A walk in progress ends first, because its jobs are in the same queues.
         with self._walking:
             _end_threads(self._jobs)
 
     def reset_after_fork(self) -> None:
-        """Reset the state in a forked child, where neither the threads nor a walk in progress exist."""
+        # Neither the threads nor a walk in progress exist in the child.
         self._jobs.clear()
         self._intra_op = 0
         self._walking = threading.Lock()
 
     def _start_threads(self, count: int) -> None:
-        """Start threads until there are `count`, each with its share of intra-op threads."""
         for number in range(len(self._jobs), count):
             jobs: SimpleQueue[_Job | None] = SimpleQueue()
             self._jobs.append(jobs)
             try:
-                threading.Thread(
-                    target=_work, args=(jobs,), name=f"torchweft-{self._name}-{number}", daemon=True
-                ).start()
+                name = f"torchweft-{self._name}-{number}"
+                threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
             except BaseException:
                 # The start failed or was interrupted, so it is not known whether a thread reads this queue. Remove it,
                 # or later walks block on it.
                 self._jobs.remove(jobs)
                 jobs.put(None)
                 raise
-            self._intra_op = 0
+            self._intra_op = 0  # the new thread has not set its number yet
         of_caller = torch.get_num_threads()
         share = max(1, of_caller // max(1, count))
         if share != self._intra_op:
@@ -251,12 +235,11 @@ def _set_intra_op_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+# One call for one worker, and the queue that gets an entry when it ends, also after an exception.
 _Job = tuple[Callable[[], object], "SimpleQueue[None]"]
-"""One call for one worker, and the queue that gets an entry when it ends, also after an exception."""
 
 
 def _work(jobs: "SimpleQueue[_Job | None]") -> None:
-    """Worker thread main loop."""
     # The references to a job are deleted before the wait for the next one. Otherwise an idle thread would keep the
     # tensors of the last walk alive.
     while (job := jobs.get()) is not None:
@@ -270,14 +253,13 @@ def _work(jobs: "SimpleQueue[_Job | None]") -> None:
 
 
 def _end_threads(jobs: "list[SimpleQueue[_Job | None]]") -> None:
+    # Not joined: the garbage collector can run this in a worker itself.
     for queue in jobs:
         queue.put(None)
     jobs.clear()
 
 
 class _Walk:
-    """One threaded walk: mailboxes, programs of the workers, and the first error."""
-
     def __init__(self, schedule: Schedule, perform: Perform, given: Given) -> None:
         self._schedule = schedule
         self._perform = perform
@@ -320,21 +302,21 @@ class _Walk:
         return program
 
     def abort(self, error: BaseException) -> None:
-        """Keep the first error, and wake every worker that waits."""
+        # The first error is the cause. Later ones are often its effects in other stages.
         with self._failing:
             if self._error is None:
                 self._error = error
+        # After the error is set, so that a worker that wakes finds it.
         for box in self._boxes:
             box.close()
 
     def wait(self) -> None:
-        """Wait until every worker has ended its program."""
         while self._running:
             self._done.get()
             self._running -= 1
 
     def clear_error(self) -> None:
-        """Drop the error. Its traceback refers to the frame that holds this walk, which would be a cycle."""
+        # The traceback of the error refers to the frame that holds this walk, which would be a cycle.
         self._error = None
 
     def result(self) -> dict[Address, Message]:

@@ -24,8 +24,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip like `torch.nn.utils.clip_grad_norm_`. The norm of a `Pipe` over processes is that over all ranks.
 
-    Give the pipe itself, or the DistributedDataParallel around it: parameters of one rank do not show that others have
-    more. All ranks of the pipe call this together. A tied parameter counts once. Returns the norm before clipping.
+    Give the pipe itself, or the DistributedDataParallel around it, on all its ranks together: parameters of one rank do
+    not show that others have more. Returns the norm before clipping.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), chunks=2, devices=["cpu", "cpu"])
@@ -60,7 +60,6 @@ def clip_grad_norm_(
 
 
 def _norm_over_ranks(pipe: Pipe, local: list[nn.Parameter], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of the gradients of all ranks, the same on each of them."""
     gradients = [parameter.grad for parameter in local if parameter.grad is not None]
     local_norm = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
     # In float64, because gradients of ranks can differ in dtype. Norms are gathered, and not reduced by all_reduce,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchweft.core.context import is_recomputing
-from torchweft.core.errors import SpecError, UsageError, join_faults
+from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, SpecError, UsageError, join_faults
 from torchweft.core.pytree import flatten, map_leaves, structure_paths
 from torchweft.core.rng import NextLayer
 from torchweft.core.segment import Gradients, MicroBatchContext
@@ -32,10 +32,8 @@ from torchweft.core.validation import Validator, is_number
 from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch
 from torchweft.pipeline.stage import CallArguments, ModuleScan, Stage
 
-LossFunction = Callable[[Any, Any], Any]
-"""``loss(output, target)`` of one micro-batch: one number, i.e. a tensor of shape (), or a pair (number, extras)."""
-LossWeight = Callable[[Any], Any]
-"""``weight(target) -> number``: the denominator of the mean over the targets of a micro-batch."""
+LossFunction = Callable[[Any, Any], Any]  # (output, target) of a micro-batch -> number, or (number, extras)
+LossWeight = Callable[[Any], Any]  # target of a micro-batch -> the denominator of the mean
 
 _UNCOUNTED = (
     "a mean over targets that do not all count is not the mean of the micro-batches' means by rows, and the "
@@ -54,7 +52,6 @@ class LossStage(Stage):
     """``function(output, target)`` of one micro-batch. If it is a module, its tensors can be on any device."""
 
     def __init__(self, index: int, function: LossFunction, device: torch.device, *, guessed: bool) -> None:
-        """`guessed`: see `LossWeights`."""
         layers = [("loss", function)] if isinstance(function, nn.Module) else []
         super().__init__(index, layers, device, (), ())
         self.function = function
@@ -62,7 +59,6 @@ class LossStage(Stage):
         self._modes = WeakKeyDictionary[Any, _RejectUncounted]()  # by the random numbers of their step
 
     def of(self, context: MicroBatchContext, output: Any, target: Any) -> Any:
-        """The loss, or the pair (loss, extras). Raises SpecError when the loss is not one real number."""
         mode: AbstractContextManager[Any] = nullcontext()
         if self._guessed and context.micro_batches > 1 and not is_recomputing():
             mode = self._modes.setdefault(context.random, _RejectUncounted(context.micro_batches))
@@ -75,7 +71,6 @@ class LossStage(Stage):
         return result
 
     def scan(self) -> ModuleScan:
-        """As for any stage, but its tensors can be on any device."""
         return super().scan()._replace(misplaced=[])
 
     def _layers(self, value: Any, next_layer: NextLayer) -> Any:
@@ -98,12 +93,8 @@ def _as_dtensor(mesh: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class LossWeights:
-    """The weights of the micro-batches' losses in the loss of the mini-batch.
-
-    `CrossEntropyLoss`, `NLLLoss` and their functional forms divide by the class weights of the targets that are not
-    ignored. The denominator of another loss is known only from `given` (the user's ``loss_weight=``). Without it, the
-    weights of a loss written by the user are `guessed` to be the rows.
-    """
+    """The weights of the micro-batches' losses in the loss of the mini-batch. Without a function `given` by the user,
+    those of a loss that is not PyTorch's are `guessed` to be the rows."""
 
     def __init__(self, function: Any, reduction: str, given: LossWeight | None) -> None:
         self._sum = reduction == "sum"
@@ -116,11 +107,7 @@ class LossWeights:
         self.guessed = not (self._sum or given or counts or of_torch)
 
     def of(self, mini_batch: MiniBatch, target: Any) -> list[float]:
-        """One weight per micro-batch. They add up to one, unless the losses are summed.
-
-        Raises UsageError if the target has padding and it is not known how the loss counts it. Raises SpecError if the
-        user's function returns a negative number or something else than a number.
-        """
+        """One weight per micro-batch, with sum one unless the losses are summed. Raises UsageError or SpecError."""
         if self._sum or mini_batch.micro_batches == 1:
             return [1.0] * mini_batch.micro_batches
         numbers: Sequence[float] = mini_batch.rows
@@ -132,7 +119,6 @@ class LossWeights:
         return [number / total if total else 1 / len(numbers) for number in numbers]
 
     def _weighing(self, target: Any) -> LossWeight | None:
-        """The function that returns the weight of a micro-batch. None if all rows have the same weight."""
         if self._counting is None:
             _reject_padding(target)
             return None
@@ -149,16 +135,13 @@ class LossWeights:
 
 class LossScale:
     """The assumed loss gradient with which a schedule like 1F1B starts backward, before ``loss.backward()`` is called.
-
-    It is a power of two near the scale that is `given`, or else near the last true loss gradient. So half precision
-    overflows and underflows no more than in plain PyTorch with a `torch.amp.GradScaler`. The gradients are rescaled
-    when the true loss gradient arrives, without rounding if that is a power of two as well.
-    """
+    It is a power of two near the scale that is `given`, or else near the last true loss gradient."""
 
     def __init__(self, given: Any, loss: Any) -> None:
-        """`given`: a number, a function that returns one (``scaler.get_scale``), or None. Raises UsageError."""
         self._given = given
-        self._last = torch.ones((), dtype=torch.float64)  # on CUDA it stays there: asking would wait for the device
+        # Half precision then overflows and underflows no more than in plain PyTorch with a GradScaler, and gradients
+        # are rescaled without rounding.
+        self._last = torch.ones((), dtype=torch.float64)  # moves to CUDA: reading it would wait
         self._compared = False
         if given is not None and loss is None:
             raise UsageError(f"loss_scale is {given!r}, but there is no loss; give the pipe one, or leave it out")
@@ -179,15 +162,13 @@ class LossScale:
         return _power_of_two(torch.tensor(scale, dtype=torch.float64), self._last)
 
     def factor(self, gradient: Tensor, seed: Tensor) -> Tensor | float:
-        """The factor for gradients that were made with `seed`, now that the true `gradient` of the loss is known.
-
-        Warns at the first backward if the seed was far too small.
-        """
+        """The factor for gradients that were made with `seed`, now that the true `gradient` of the loss is known."""
         if hasattr(gradient, "full_tensor"):  # a DTensor, which cannot be multiplied with plain gradients
             gradient = cast(Tensor, cast(Any, gradient).full_tensor())
         true = gradient.detach().to(torch.float64)
         self._last = _power_of_two(true, self._last.to(true.device))
         factor = true / seed.to(true.device)
+        # Once, because reading the factor from a GPU waits for it.
         if not self._compared:
             self._compared = True
             if abs(factor.item()) >= _FAR:
@@ -201,22 +182,46 @@ class LossScale:
         return factor if factor.is_cuda else factor.item()
 
 
+class LossSeed:
+    """An assumed gradient of the loss, and the gradients that a walk made from it before ``loss.backward()``."""
+
+    def __init__(self, scale: LossScale, agreed: float | None) -> None:
+        # Ranks agree on one number. Each of them would otherwise assume the loss gradient that it saw last.
+        self.value = scale.seed() if agreed is None else torch.tensor(agreed, dtype=torch.float64)
+        self._scale = scale
+        self._gradients: Sequence[Tensor | None] | None = None
+
+    def keep(self, gradients: Sequence[Tensor | None]) -> None:
+        self._gradients = gradients
+
+    def rescale(self, gradient: Tensor | None, *, retain: bool) -> list[Tensor | None]:
+        gradients = self._gradients
+        if gradients is None:
+            raise BackwardTwiceError(BACKWARD_TWICE)
+        if not retain:
+            self._gradients = None
+        if gradient is None:
+            return [None] * len(gradients)
+        factor = self._scale.factor(gradient, self.value)
+        if isinstance(factor, Tensor):
+            # On a GPU the factor is not read, because that would wait for the device.
+            return [None if x is None else x * factor.to(x.device) for x in gradients]
+        return [None if x is None else x * factor for x in gradients] if factor != 1 else list(gradients)
+
+
 def _power_of_two(value: Tensor, otherwise: Tensor) -> Tensor:
-    """The largest power of two up to the value, clamped to a range that suits all precisions. `otherwise` if the value
-    is zero or not finite."""
+    """The largest power of two up to the value, clamped. `otherwise` if the value is zero or not finite."""
     size = value.abs()
     power = size / torch.frexp(size).mantissa / 2  # both divisions are exact in binary floating point
     return torch.where(size.isfinite() & (size > 0), power.clamp(*_SCALES), otherwise)
 
 
 def own_reduction(loss: Any) -> Any:
-    """The reduction that a loss declares, "mean" if it declares none."""
     called, words = _bound(loss)
     return words.get("reduction", getattr(called, "reduction", "mean"))
 
 
 def _bound(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """The function inside of a partial, and the keywords bound to it."""
     if isinstance(loss, partial):
         bound = cast("partial[Any]", loss)
         return bound.func, bound.keywords
@@ -241,10 +246,7 @@ def _numbers(values: Sequence[Any]) -> list[float]:
 
 
 def _numbers_in(values: Sequence[Any]) -> list[Any]:
-    """The values, with tensors of one element replaced by numbers.
-
-    If all have one dtype and device, it is one transfer, because each transfer from a GPU waits for all its work.
-    """
+    # If all have one dtype and device, it is one transfer, because each transfer from a GPU waits for all its work.
     whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in values]
     ones = [x for x in whole if isinstance(x, Tensor) and x.numel() == 1]
     if len(ones) == len(whole) and len({(x.dtype, x.device) for x in ones}) == 1:
@@ -253,7 +255,6 @@ def _numbers_in(values: Sequence[Any]) -> list[Any]:
 
 
 def _reject_padding(target: Any) -> None:
-    """Raise UsageError if the target has padding or a mask, because the loss can be a mean over the rest."""
     leaves, structure = flatten(target)
     if not any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves):
         return
@@ -270,13 +271,11 @@ def _reject_padding(target: Any) -> None:
 
 
 class _RejectUncounted(TorchFunctionMode):
-    """Raises UsageError if a loss function of the user calls a PyTorch loss that is a mean over some of the targets.
-
-    Reading a target waits for a GPU. So the targets of all micro-batches of a step are read together, after the last.
-    """
+    """Raises UsageError if a loss function of the user calls a PyTorch loss that is a mean over some of the targets."""
 
     def __init__(self, micro_batches: int) -> None:
         super().__init__()
+        # The targets of all micro-batches are read together, because reading one waits for the GPU.
         self._left = micro_batches
         self._asked: list[tuple[str, Tensor]] = []
 
@@ -302,12 +301,8 @@ class _RejectUncounted(TorchFunctionMode):
 
 
 class WeightedLoss(JoinedOutput):
-    """The losses of the micro-batches as one loss, or pairs (loss, extras) as one pair.
-
-    The result is the weighted sum of the losses. A loss with weight zero is left out, because the mean over no targets
-    is NaN. Extras are joined as outputs are, except numbers: Python's (not True and False) and tensors without axes
-    become one number. Integers are counts and are added up. Other numbers are combined as the losses are.
-    """
+    """The losses of the micro-batches as one weighted sum, or pairs (loss, extras) as one pair. Extras are joined as
+    outputs are, except numbers: integers are added up, and other numbers are combined as the losses are."""
 
     _where = "the loss function's result"
     _flattens = False
@@ -315,16 +310,13 @@ class WeightedLoss(JoinedOutput):
     def __init__(
         self, weights: Sequence[float], given: Sequence[Tensor] = (), axis: int = 0, rows: Sequence[int] | None = None
     ) -> None:
-        """`given`, `axis` and `rows` are for the extras, as for a `JoinedOutput`."""
         super().__init__(given, axis, rows, weights)
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
-        """As for any output, but extras have no gradient."""
         tensors, tracked = super().gather(results)
         return tensors, [*tracked[:1], *[False] * (len(tensors) - 1)]
 
     def scatter_gradients(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """As for any output, but also before there are results."""
         gradient = gradients[0]
         return [[gradient * weight if weight and gradient is not None else None] for weight in self.weights]
 
@@ -336,15 +328,13 @@ class WeightedLoss(JoinedOutput):
         ):
             # sum() turns a bool into a count.
             return reduce(add, [x.sum() if isinstance(x, Tensor) else x for x in column])
+        # A loss with weight zero is left out, because the mean over no targets is NaN.
         weighted = [x * weight for x, weight in zip(column, self.weights, strict=True) if weight]
         return reduce(add, weighted) if leaf else torch.stack(weighted).sum(0)
 
 
 def checked_loss(value: Any) -> Any:
-    """The loss of one micro-batch, or the pair (loss, extras) with detached extras.
-
-    Raises SpecError when the loss is not one real number.
-    """
+    """The loss of one micro-batch, or the pair (loss, detached extras). Raises SpecError for any other result."""
     kind = type(value).__name__
     if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2:
         loss, extras = cast("tuple[Any, Any]", value)

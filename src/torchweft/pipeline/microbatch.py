@@ -12,8 +12,6 @@ Results that cannot be joined exactly are rejected: one number per micro-batch c
 
     MiniBatch       mini-batch (input, target) -> leaves per micro-batch;  their gradients -> one per tensor
     JoinedOutput    one output per micro-batch -> the whole output;        its gradients   -> one per micro-batch
-
-Micro-batches as the unit of pipelining are GPipe's idea (arXiv 1811.06965).
 """
 
 import reprlib
@@ -37,7 +35,7 @@ from torchweft.core.pytree import (
     structure_paths,
     unflatten,
 )
-from torchweft.core.segment import Gradients, detached_leaf, forbid_hidden, hidden_tensors
+from torchweft.core.segment import Gradients, detached_leaf, hidden_tensors, reject_hidden
 
 
 def common_structure(structures: Sequence[Structure], *, where: str = "output") -> Structure:
@@ -55,7 +53,6 @@ def common_structure(structures: Sequence[Structure], *, where: str = "output") 
 
 
 def split_by_sizes(tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
-    """One view per size. A single piece is the tensor itself."""
     # Not torch.split: autograd forbids in-place writes to its views.
     if len(sizes) == 1:
         return [tensor]
@@ -63,7 +60,6 @@ def split_by_sizes(tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tens
 
 
 def has_axis(tensor: Tensor, axis: int) -> bool:
-    """Whether the tensor has ``axis``, which can count from the end."""
     return -tensor.dim() <= axis < tensor.dim()
 
 
@@ -71,11 +67,8 @@ def _lengths(
     column: Sequence[Any], axis: int, rows: Sequence[int] | None, flattened: bool
 ) -> tuple[int, ...] | str | None:
     """The rows of each piece of one leaf, ``None`` if it is not a tensor, or the reason why it cannot be joined.
-
-    Objects that are not tensors must be equal in all pieces. Tensors must have ``axis``, and agree in dtype and in
-    every other axis. If ``rows`` is given, several pieces must have that many rows. With ``flattened`` they can also
-    have the same multiple of it along axis 0, such as a row per token.
-    """
+    Objects that are not tensors must be equal in all pieces. With ``flattened``, tensors can also have the same
+    multiple of ``rows`` along axis 0, such as a row per token."""
     if not any(isinstance(piece, Tensor) for piece in column):
         return _object_fault(column)
     if len(column) == 1:
@@ -96,7 +89,6 @@ def _lengths(
 
 
 def _tensor_fault(column: Sequence[Any], axis: int) -> str | None:
-    """The reason why pieces cannot be joined, ``None`` if they can. At least one piece is a tensor."""
     if not all(isinstance(piece, Tensor) for piece in column):
         return f"is a tensor only in some micro-batches ({', '.join(type(piece).__name__ for piece in column)})"
     shapes = [tuple(piece.shape) for piece in column]
@@ -113,7 +105,6 @@ def _tensor_fault(column: Sequence[Any], axis: int) -> str | None:
 
 
 def _object_fault(column: Sequence[Any]) -> str | None:
-    """The reason why pieces that are not tensors cannot be joined, ``None`` if they are equal."""
     if all(_same(column[0], piece) for piece in column):
         return None
     if any(hidden_tensors(piece) for piece in column):
@@ -123,7 +114,6 @@ def _object_fault(column: Sequence[Any]) -> str | None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two objects are equal. A comparison that raises, or has no truth value (arrays), counts as unequal."""
     try:
         return a is b or bool(a == b)
     except Exception:
@@ -152,11 +142,7 @@ class NoChunk:
 
 
 def micro_sizes(rows: int, chunks: int) -> tuple[int, ...]:
-    """The rows of each micro-batch. They differ by at most one, and the larger ones come first.
-
-    Fewer rows than chunks make one micro-batch per row. Zero rows make one empty micro-batch.
-    Raises ``BatchError`` if ``chunks`` is below one.
-    """
+    """The rows of each micro-batch, the larger ones first. Zero rows make one empty micro-batch."""
     if chunks < 1:
         raise BatchError(f"chunks is {chunks}, but a mini-batch is cut into at least one micro-batch")
     pieces = max(1, min(rows, chunks))
@@ -166,18 +152,14 @@ def micro_sizes(rows: int, chunks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A plan for cutting one mini-batch, and for joining the gradients of its micro-batches.
-
-    ``structure`` is the nesting of the value without ``NoChunk``. ``sizes`` are the rows of each micro-batch. ``axes``
-    is the axis along which each leaf is cut, ``None`` for a leaf that every micro-batch gets whole.
-    """
+    """A plan for cutting one mini-batch, and for joining the gradients of its micro-batches of ``sizes`` rows. ``axes``
+    is the axis along which each leaf is cut, ``None`` for a leaf that every micro-batch gets whole."""
 
     structure: Structure
     sizes: tuple[int, ...]
     axes: tuple[int | None, ...]
 
     def split(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """The flat leaves of each micro-batch. Slices are views. A single slice is the tensor itself."""
         count = len(self.sizes)
         columns = [
             [leaf] * count if axis is None else split_by_sizes(leaf, self.sizes, axis)
@@ -186,12 +168,7 @@ class SplitPlan:
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in self.sizes]
 
     def join_gradients(self, index: int, pieces: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
-        """The gradient of leaf ``index``, made of one gradient (or ``None``) per micro-batch.
-
-        For a leaf that was cut it is their concatenation, with zeros for missing pieces. For a leaf that every
-        micro-batch got whole it is their sum, in the order of the micro-batches. ``like`` is the leaf. ``None`` if all
-        pieces are missing.
-        """
+        """The gradient of leaf ``index``, made of one gradient (or ``None``) per micro-batch. ``like`` is the leaf."""
         present = [piece for piece in pieces if piece is not None]
         if not present:
             return None
@@ -201,20 +178,16 @@ class SplitPlan:
             return list(accumulate(present, torch.add))[-1]
         if len(self.sizes) == 1:
             return present[0]
+        # Concatenated, with zeros for a micro-batch that did not use its piece.
         pairs = zip(pieces, split_by_sizes(like, self.sizes, axis), strict=True)
         return torch.cat([torch.zeros_like(rows) if piece is None else piece for piece, rows in pairs], axis)
 
 
 def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") -> tuple[SplitPlan, list[Any]]:
-    """A plan for cutting ``value`` into at most ``chunks`` micro-batches. Also its leaves, without ``NoChunk``.
-
-    Tensors with at least one dimension are cut along ``axis``: an int for all of them, or nested as ``value`` is
-    (see :func:`weft.core.pytree.spread`). Every micro-batch gets all other objects, and the contents of ``NoChunk``.
-    ``where`` is the value's name in messages.
-
-    Raises ``BatchError`` that names all tensors without that axis, with another length along it, and all sparse or
-    nested ones, or if there is no tensor to cut. Raises ``SpecError`` if ``axis`` is not nested as ``value`` is.
-    """
+    """A plan for cutting ``value`` into at most ``chunks`` micro-batches. Also its leaves, without ``NoChunk``. Tensors
+    with at least one dimension are cut along ``axis``: an int for all of them, or nested as ``value`` is. ``where`` is
+    the value's name in messages. Raises ``BatchError`` that names every tensor that cannot be cut so, and if there are
+    none. Raises ``SpecError`` if ``axis`` is not nested as ``value`` is."""
     leaves, structure = flatten(value)
     leaf_axes: list[int | None] = (
         [axis] * len(leaves) if isinstance(axis, int) else broadcast_prefix(axis, structure, where)
@@ -225,6 +198,7 @@ def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") 
         leaf_axis if isinstance(leaf, Tensor) and leaf.dim() > 0 else None
         for leaf, leaf_axis in zip(leaves, leaf_axes, strict=True)
     )
+    # With one micro-batch nothing is cut, so any layout will do.
     if chunks > 1:
         _check_dense(leaves, structure, axes, where)
     rows = _common_rows(leaves, structure, axes, where)
@@ -244,14 +218,12 @@ def split(value: Any, chunks: int, *, axis: int = 0) -> list[Any]:
 
 
 def _open(leaf: Any) -> Any:
-    """The contents of a ``NoChunk``, with every nested ``NoChunk`` opened too."""
     return map_leaves(_open, leaf.value) if isinstance(leaf, NoChunk) else leaf
 
 
 def _unwrap(
     leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None]
 ) -> tuple[list[Any], Structure, list[int | None]]:
-    """Open every ``NoChunk``. Returns the leaves, their structure, and their axes: None for leaves of a ``NoChunk``."""
     opened = [_open(leaf) for leaf in leaves]
     of_opened: list[int | None] = []
     for leaf, inner, axis in zip(leaves, opened, axes, strict=True):
@@ -260,7 +232,6 @@ def _unwrap(
 
 
 def _check_dense(leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None], where: str) -> None:
-    """Raise ``BatchError`` for sparse and nested tensors, because they have no views of some of their rows."""
     pairs = zip(leaves, axes, strict=True)
     odd = [axis is not None and (x.is_nested or x.layout is not torch.strided) for x, axis in pairs]
     if not any(odd):
@@ -275,7 +246,6 @@ def _check_dense(leaves: Sequence[Any], structure: Structure, axes: Sequence[int
 
 
 def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None], where: str) -> int | None:
-    """The length that all tensors to be cut have in common, ``None`` if there are no such tensors."""
     pairs = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
     if not pairs:
         return None
@@ -298,32 +268,25 @@ def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int
     raise BatchError(join_faults(headline, faults))
 
 
-ELSEWHERE = object()
-"""Stands for a part of the mini-batch that another process has."""
+ELSEWHERE = object()  # stands for a part of the mini-batch that another process has
 
 
 class MiniBatch:
-    """A mini-batch, cut into micro-batches. `tensors` are those that require a gradient, in order.
-
-    `shared` are the tensors that several micro-batches get whole. `present` holds the numbers of the parts that this
-    process has.
-    """
+    """A mini-batch, cut into micro-batches of `rows`. `given` are all its tensors, `tensors` those that require a
+    gradient, `shared` those that several micro-batches get whole. `present` are the numbers of the parts that this
+    process has."""
 
     def __init__(self, parts: Sequence[Any], chunks: int, axis: Any = 0, rows: Sequence[int] | None = None) -> None:
-        """`parts` are the input, and the target if there is one. `axis` is the axis of the rows: an int, or nested as
-        the parts are. A part can be `ELSEWHERE`. Then `rows`, the sizes of the micro-batches, come from the process
-        that has the input. Raises BatchError and SpecError as `plan_split` does, and BatchError for other `rows`."""
+        """`parts` are the input, and the target if there is one. `axis` is an int, or nested as the parts are. A part
+        can be `ELSEWHERE`. Then `rows` come from the process that has the input."""
         self._parts = len(parts)
         self.present = [k for k, part in enumerate(parts) if part is not ELSEWHERE]
         self.split, self._leaves, self._structures = self._plan(parts, chunks, axis, rows)
         self._tracked = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
         self.tensors: list[Tensor] = [x for x, tracked in zip(self._leaves, self._tracked, strict=True) if tracked]
         self.rows = self.split.sizes
-        """The number of rows of each micro-batch."""
         self.micro_batches = len(self.rows)
-        """The number of micro-batches: at most `chunks`, fewer if there are fewer rows."""
         self.given = [x for x in self._leaves if isinstance(x, Tensor)]
-        """All tensors of the mini-batch, as the caller passed them."""
         pairs = zip(self._leaves, self.split.axes, strict=True)
         several = self.micro_batches > 1
         self.shared = [x for x, axis in pairs if several and axis is None and isinstance(x, Tensor)]
@@ -331,10 +294,10 @@ class MiniBatch:
     def _plan(
         self, parts: Sequence[Any], chunks: int, axis: Any, rows: Sequence[int] | None
     ) -> tuple[SplitPlan, list[Any], list[Structure]]:
-        """One plan for all parts that are present, because their rows must agree. Also their leaves and structures."""
         if not self.present:
             return SplitPlan(flatten(())[1], tuple(rows or ()), ()), [], []
         axes = [axis if isinstance(axis, int) or len(parts) == 1 else axis[k] for k in self.present]
+        # One plan for all parts that are present, because their rows must agree.
         if len(self.present) == 1:
             where = ("input", "target")[self.present[0]]
             plan, leaves = plan_split(parts[self.present[0]], chunks, axis=axes[0], where=where)
@@ -352,13 +315,10 @@ class MiniBatch:
         return plan, leaves, structures
 
     def leaves(self) -> list[list[Any]]:
-        """The parts of every micro-batch, as leaves of autograd that require a gradient if the caller's tensors do.
-
-        Raises SpecError for an object that hides a tensor which requires a gradient.
-        """
+        """The parts of every micro-batch, as leaves. Raises SpecError for an object that hides a trainable tensor."""
         for leaf in self._leaves:
             if not isinstance(leaf, Tensor):
-                forbid_hidden(leaf, "an argument")
+                reject_hidden(leaf, "an argument")
         tracked = self._tracked
         return [
             self._nested(
@@ -368,11 +328,9 @@ class MiniBatch:
         ]
 
     def pieces(self) -> list[list[Any]]:
-        """The parts of every micro-batch, still connected with the caller's tensors."""
         return [self._nested(piece) for piece in self.split.split(self._leaves)]
 
     def gradients(self, pieces: Sequence[Gradients]) -> list[Tensor | None]:
-        """The gradients of `tensors`, joined from the gradients of the leaves that are present in every micro-batch."""
         gradients: list[Tensor | None] = []
         for k, column in enumerate(zip(*pieces, strict=True)):
             if self._tracked[k]:
@@ -401,15 +359,11 @@ class JoinedOutput:
         rows: Sequence[int] | None = None,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """Outputs must not share memory with the tensors of `given`. `axis` is the axis of the rows: an int, or nested
-        as the output is. `rows` are the rows of the micro-batches, which the outputs must have as well. `weights` are
-        factors for outputs that are one number per micro-batch, such as a loss of the model. These are added up."""
-        self._given = given
-        self._axis = axis
-        self._rows = rows
+        """Outputs must not share memory with the tensors of `given`, and must have the `rows` of the micro-batches
+        along `axis`. `weights` are factors for outputs that are one number per micro-batch, which are added up."""
+        self._given, self._axis, self._rows = given, axis, rows
         self.weights: Sequence[float] = weights or ()
-        self._pieces = 0
-        self._structure = LEAF
+        self._pieces, self._structure = 0, LEAF
         self._axes: Sequence[int] = ()
         self._lengths: list[tuple[int, ...] | None] = []  # rows of the pieces of each leaf that is a tensor
         self._numbers: dict[int, Any] = {}
@@ -417,12 +371,10 @@ class JoinedOutput:
         self._at: list[int] = []
 
     def set_weights(self, weights: Sequence[float]) -> None:
-        """Set the weights that another process knows. Call it before `gather`."""
         self.weights = weights
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
-        """The tensors that leave the step, and whether each has a gradient. Raises BatchError when the results of the
-        last segment cannot be joined."""
+        """The tensors that leave the step, and whether each has a gradient. Raises BatchError for other results."""
         pieces, joined = self._join(results)
         self._at = [k for k, leaf in enumerate(joined) if isinstance(leaf, Tensor)]
         self._rest = [None if isinstance(leaf, Tensor) else leaf for leaf in joined]
@@ -430,7 +382,6 @@ class JoinedOutput:
         return [joined[k].detach() for k in self._at], tracked
 
     def scatter_gradients(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """The gradients of the result of every micro-batch."""
         columns: list[Sequence[Tensor | None]] = [[None] * self._pieces] * len(self._rest)
         for k, gradient in zip(self._at, gradients, strict=True):
             if gradient is not None and k in self._numbers:
@@ -440,19 +391,16 @@ class JoinedOutput:
         return [[column[i] for column in columns] for i in range(self._pieces)]
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """The result for the caller, with these tensors."""
         leaves = list(self._rest)
         for k, tensor in zip(self._at, tensors, strict=True):
             leaves[k] = tensor
         return unflatten(self._structure, leaves)
 
     def visible(self, results: Sequence[Any]) -> Any:
-        """The result for the caller, still connected with the graphs of the micro-batches."""
         joined = self._join(results)[1]
         return unflatten(self._structure, joined)
 
     def _join(self, results: Sequence[Any]) -> tuple[list[list[Any]], list[Any]]:
-        """The flat leaves of every result, and of the joined result. A single result is not copied."""
         flat = [flatten(result) for result in results]
         pieces, self._pieces = [leaves for leaves, _ in flat], len(flat)
         structure = self._structure = common_structure([nesting for _, nesting in flat], where=self._where)
@@ -480,14 +428,12 @@ class JoinedOutput:
         return pieces, joined if len(pieces) > 1 else self._copy_shared(joined)
 
     def _number(self, leaf: int, column: Sequence[Any]) -> Any:
-        """The weighted sum of a leaf that is one number per micro-batch. None for other leaves."""
         first = column[0]
         if not self.weights or not isinstance(first, Tensor) or first.dim() or not first.is_floating_point():
             return None
         return torch.stack([leaf * weight for leaf, weight in zip(column, self.weights, strict=True)]).sum(0)
 
     def _copy_shared(self, leaves: list[Any]) -> list[Any]:
-        """The leaves of a single result, with copies of those that share memory with another leaf or an argument."""
         # After a cut, autograd does not know that they are views of each other. It would not notice that a write of the
         # caller into one leaf changes another.
         seen = {storage_id(x) for x in self._given}
@@ -500,5 +446,4 @@ class JoinedOutput:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that is equal for tensors that share memory."""
     return cast(Any, tensor.untyped_storage())._cdata if tensor.layout is torch.strided else id(tensor)

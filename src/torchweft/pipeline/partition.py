@@ -7,9 +7,8 @@
 A skip connection between two stages costs both of them (one sends or holds, the other receives). The cost of a block
 depends only on where it begins and ends, which makes dynamic programming over blocks exact, with skips as without.
 
-Costs are measured time, measured bytes, or counted parameters. Layers are measured one at a time, each on a copy that
-is thrown away. So gradients, BatchNorm statistics, random numbers and flags of the user's model do not change, and the
-device needs memory for one layer instead of the model. Profiling layer by layer for balance is torchgpipe's idea.
+Costs are measured time, measured bytes, or counted parameters. Layers are measured one at a time, each on a copy, so
+the user's model does not change, and the device needs memory for one layer. Profiling for balance is torchgpipe's idea.
 """
 
 import copy
@@ -39,13 +38,9 @@ Device = torch.device | str | None
 def profile_times(
     module: nn.Sequential, sample: Any, *, timeout: int | float = 1.0, device: Device = None
 ) -> list[float]:
-    """Seconds of forward plus backward of each layer: the median over rounds, after one to warm up.
-
-    ``sample``, nested or not, is an input of the first layer. Every layer gets an equal share of ``timeout`` seconds,
-    and at least three rounds. ``device`` is the device to measure on, by default that of ``sample``. Layers keep their
-    training flag. Weights on the meta device are replaced by zeros. Errors of layers get a note that names the layer.
-    Raises ``UsageError`` for invalid arguments.
-    """
+    """Seconds of forward plus backward of each layer: the median over rounds, after one to warm up. ``sample`` is an
+    input of the first layer. Every layer gets an equal share of ``timeout`` seconds, and at least three rounds. Errors
+    of layers get a note that names the layer. Raises ``UsageError`` for invalid arguments."""
     with _checked(module) as check:
         check.seconds("timeout", timeout, zero=True)
     where = _device(sample, device)
@@ -65,13 +60,9 @@ def profile_times(
 def profile_sizes(
     module: nn.Sequential, input: Any, *, chunks: int = 1, param_scale: int | float = 2.0, device: Device = None
 ) -> list[float]:
-    """Bytes that each layer needs in training: parameters, buffers, and the tensors saved for backward.
-
-    ``input`` is a mini-batch. The first of its ``chunks`` micro-batches is run. Parameters count ``param_scale`` times
-    (with their gradient and the optimizer's state), buffers once. Each storage that autograd saves counts once. Tensors
-    that a custom function keeps elsewhere are not counted. ``device`` as in `profile_times`. Raises ``BatchError`` if
-    ``input`` cannot be cut, ``UsageError`` for invalid arguments.
-    """
+    """Bytes that each layer needs in training: parameters, buffers, and the tensors saved for backward, for the first
+    of ``chunks`` micro-batches of ``input``. Parameters count ``param_scale`` times (with their gradient and the
+    optimizer's state). Raises ``BatchError`` if ``input`` cannot be cut, ``UsageError`` for invalid arguments."""
     with _checked(module) as check:
         check.count("chunks", chunks)
         check.number("param_scale", param_scale, most=sys.float_info.max)
@@ -89,15 +80,12 @@ def profile_sizes(
 
 
 def _checked(module: Any) -> Validator:
-    """A validator for the arguments of a measurement, with the faults of the model."""
     check = Validator("layers cannot be measured so")
     check.instance("module", module, nn.Sequential, "an nn.Sequential")
     return check
 
 
 class _CutSkips(SkipTracker):
-    """Skip tensors between layers that are measured one at a time. It keeps all of them until the end."""
-
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[Key, Tensor | None] = {}
@@ -116,8 +104,6 @@ class _CutSkips(SkipTracker):
 
 @dataclass(frozen=True)
 class _Trial:
-    """One layer that can be run alone, any number of times."""
-
     layer: nn.Module
     input: Any
     skips: _CutSkips
@@ -130,7 +116,6 @@ class _Trial:
         return output, [end for end in ends if isinstance(end, Tensor) and end.requires_grad]
 
     def timed(self, device: torch.device) -> tuple[Any, float]:
-        """The output, and the seconds of one forward and backward."""
         self.layer.zero_grad(set_to_none=True)
         value = map_leaves(_fresh, self.input)
         synchronize(device)
@@ -145,9 +130,9 @@ class _Trial:
 def _layer_by_layer(
     module: nn.Sequential, sample: Any, device: torch.device, measure: Callable[[_Trial], tuple[Any, float]]
 ) -> list[float]:
-    """Call ``measure`` with a copy of each layer on ``device`` and the output of the layers before it."""
     costs: list[float] = []
     skips = _CutSkips()
+    # The generators are restored, so that a measurement does not change the random numbers of the training.
     accelerators = [] if device.type == "cpu" else [device]
     with (
         torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"),
@@ -167,6 +152,7 @@ def _layer_by_layer(
 
 
 def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
+    # On a copy, so that gradients, statistics and flags of the model stay. One layer at a time fits on the device.
     copied = copy.deepcopy(layer)
     tensors = [*copied.parameters(), *copied.buffers()]
     if not any(tensor.is_meta for tensor in tensors):
@@ -180,12 +166,10 @@ def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _bare(leaf: Any) -> Any:
-    """The leaf without `NoChunk`, as a layer receives it."""
     return leaf.value if isinstance(leaf, NoChunk) else leaf
 
 
 def _cut_off(leaf: Any, device: torch.device | None = None) -> Any:
-    """The same data as a leaf of autograd. Other objects are returned unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().to(device or leaf.device).requires_grad_(leaf.requires_grad)
@@ -208,27 +192,21 @@ def _device(sample: Any, device: Device) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work of an accelerator. Returns at once for the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-Skip = tuple[int, int, int | float]
-"""A skip connection: source layer, destination layer, cost."""
+Skip = tuple[int, int, int | float]  # source layer, destination layer, cost
 
 
 def partition(costs: Sequence[int | float], parts: int, *, skips: Sequence[Skip] = ()) -> list[int]:
-    """Cut layers into ``parts`` consecutive blocks. Returns the number of layers of each block, at least one.
-
-    A block costs the sum of its layers' costs, plus the cost of every skip that has exactly one of its ends in the
-    block. Each skip is (source layer, destination layer, cost), in the unit of ``costs``.
-
-    The cost of the largest block is the exact minimum. Among such cuts, the result has the smallest sum of squared
-    block costs, and among those the most even numbers of layers. Time and memory grow with the square of the number of
-    layers. Raises ``PartitionError`` that lists all faults.
-    """
+    """Cut layers into ``parts`` consecutive blocks. Returns the number of layers of each block, at least one. A block
+    costs the sum of its layers' costs, plus the cost of every skip (source layer, destination layer, cost) that has one
+    end in the block. The cost of the largest block is the exact minimum. Among such cuts, the sum of squared block
+    costs is the smallest, then the numbers of layers the most even. Raises ``PartitionError`` that lists all faults."""
     _check(costs, parts, skips)
     blocks = _block_costs(costs, skips)
+    # Time and memory grow with the square of the number of layers, which is small.
     return _most_even(blocks, parts, _smallest_ceiling(blocks, parts))
 
 
@@ -238,8 +216,7 @@ def balance_by_time(
     """Layers per stage, balanced by the measured time of forward and backward of each layer.
 
     ``sample`` is an input of the model, preferably of the size of a micro-batch. ``timeout`` is the time in seconds for
-    measuring, in addition to one run of every layer. See :func:`weft.pipeline.partition.profile_times`.
-    Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for invalid arguments.
+    measuring. Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for other faults.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -263,7 +240,7 @@ def balance_by_size(
 
     ``input`` is a mini-batch that will be cut into ``chunks`` micro-batches. The activations of one are counted.
     ``param_scale`` is the number of copies of a parameter: with its gradient 2, with SGD's momentum 3, with Adam 4.
-    See :func:`weft.pipeline.partition.profile_sizes`. Raises as `balance_by_time`.
+    Raises as `balance_by_time`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -278,8 +255,7 @@ def balance_by_size(
 def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
     """Layers per stage, balanced by the bytes of parameters and buffers alone, when there is no sample.
 
-    A tensor that several layers share counts for the first of them. Raises ``PartitionError`` if there are fewer layers
-    than ``partitions``.
+    A shared tensor counts for the first of its layers. Raises ``PartitionError`` if there are too few layers.
 
     Example:
         >>> weft.balance_by_parameters(2, nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
@@ -289,7 +265,6 @@ def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
 
 
 def own_bytes(layers: Iterable[Iterable[Tensor]]) -> list[float]:
-    """The bytes of each layer's tensors. A tensor that several layers have counts for the first of them."""
     seen: set[Tensor] = set()
     sizes: list[float] = []
     for tensors in layers:
@@ -300,7 +275,6 @@ def own_bytes(layers: Iterable[Iterable[Tensor]]) -> list[float]:
 
 
 def _check_parts(partitions: Any, module: nn.Sequential) -> None:
-    """Check the number of parts before anything is measured. Raises UsageError or PartitionError."""
     with _checked(module):
         pass
     _check([0] * len(module), partitions, ())
@@ -365,14 +339,15 @@ def _smallest_ceiling(blocks: list[list[float]], parts: int) -> float:
 
 def _most_even(blocks: list[list[float]], parts: int, ceiling: float) -> list[int]:
     """Layers per part with the least sum of squared costs, then of squared lengths. No block costs over ``ceiling``."""
+    # Entries are (sum of squared costs, sum of squared lengths, lengths). Tuples compare in this order.
     never: tuple[float, float, list[int]] = (math.inf, math.inf, [])
     best = [(0.0, 0.0, list[int]()), *[never] * len(blocks)]  # best[j]: of the first j layers in the parts so far
     for _ in range(parts):
-        found = [never]
+        longer = [never]
         for stop in range(1, len(blocks) + 1):
             cuts = [cut for cut in range(stop) if blocks[cut][stop] <= ceiling]
             sums = [(best[cut][0] + blocks[cut][stop] ** 2, best[cut][1] + float(stop - cut) ** 2) for cut in cuts]
             least, cut = min(zip(sums, cuts, strict=True), default=(never[:2], 0))
-            found.append((*least, [*best[cut][2], stop - cut]))
-        best = found
+            longer.append((*least, [*best[cut][2], stop - cut]))
+        best = longer
     return best[-1][2]

@@ -1,9 +1,5 @@
 """Pipe: a model cut into stages that trains under a plain ``loss.backward()``.
 
-    pipe = weft.Pipe(model, chunks=8, devices=["cuda:0", "cuda:1"])
-    loss = criterion(pipe(x), y)
-    loss.backward()
-
     Pipe       the user's settings, the check of them at each step, the current runtime
     layout     how the model is cut, and where its tensors are (sequential.py lists the kinds)
     runtime    stages, plans and worker threads (pipe_runtime.py)
@@ -16,17 +12,19 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from inspect import signature
 from os import PathLike
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast, overload
 
 import torch
 from torch import nn
 
-from torchweft.core.autograd import forbid_exporting, forbid_tracing, graph_break
+from torchweft.core.autograd import graph_break, reject_exporting, reject_tracing
 from torchweft.core.errors import SpecError, UsageError, WeightsError, join_faults, shorten_traceback
 from torchweft.core.rng import new_seed
-from torchweft.core.validation import Validator
+from torchweft.core.validation import Validator, suggest
 from torchweft.pipeline.config import (
     BatchDim,
     BatchDims,
@@ -40,14 +38,10 @@ from torchweft.pipeline.loss import LossFunction, LossScale, LossWeight
 from torchweft.pipeline.microbatch import micro_sizes
 from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall, PipeRuntime
 from torchweft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
-from torchweft.pipeline.sequential import (
-    FixedSettings,
-    LayoutArguments,
-    PipeLayout,
-)
+from torchweft.pipeline.sequential import FixedSettings, LayoutArguments, PipeLayout
 from torchweft.pipeline.split.huggingface import forward_like
 from torchweft.pipeline.stage import CallArguments
-from torchweft.pipeline.tracing import Observer
+from torchweft.pipeline.tracing import Observer, observer_of_new
 from torchweft.pipeline.weights import Initialize, WeightFiles, allocate, find_uninitializable, initialize_modules
 
 if TYPE_CHECKING:
@@ -56,15 +50,13 @@ if TYPE_CHECKING:
 
     from torchweft.pipeline.split.split_pipe import SplitLayout
 
+Parameters = ParamSpec("Parameters")
 _SHARED_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 _set_class: Callable[[object, type[Any]], None] = vars(object)["__class__"].__set__
 
 
 class _ModelSignature:
-    """A `forward` method that shows the signature of the wrapped model, if there is one.
-
-    An instance attribute can replace it, as accelerate's mixed precision does.
-    """
+    """A `forward` method with the signature of the wrapped model. An instance attribute can replace it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -81,55 +73,54 @@ class _ModelSignature:
         return MethodType(state["_signed_forward"], pipe)
 
 
+def _suggest_arguments(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    names = [*signature(init).parameters]
+
+    @wraps(init)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        # Before the call: Python reports a missing `chunks` and an unknown `chunk` one at a time.
+        for name in kwargs:
+            if name not in names:
+                raise SpecError(f"Pipe() got an unexpected keyword argument {name!r}{suggest(name, names)}")
+        init(*args, **kwargs)
+
+    return checked
+
+
 class Pipe(nn.Module):
     """A model cut into stages, which work on different micro-batches of one mini-batch at the same time.
 
     Args:
-        module: the model. The layers of an `nn.Sequential` become children of the pipe, under the same names. Skippable
-            layers can pass tensors to later layers (see `weft.skippable`). Any other model is cut by `split`. Its
-            parameters, keys, ties and hooks stay its own, and the pipe also has its attributes.
+        module: the model. The layers of an `nn.Sequential` become children of the pipe, under the same names. Any other
+            model is cut by `split`, and keeps its parameters, keys, ties, hooks and attributes.
         chunks: the number of micro-batches per mini-batch (fewer if it has fewer rows).
-        batch_dim: the batch axis, 0 by default. An int is the axis of all tensors that go in and come out. Axes of
-            arguments are given as a tuple with one entry per positional argument, or as a dict by position and keyword
-            (``"target"`` is one). An entry is an int, nested as the argument is, or ``None`` for an argument that every
-            micro-batch needs whole.
-        output_batch_dim: the batch axis of the output: an int, or nested as the output is. Default: `batch_dim`, if
-            that is an int. Modules that are known to have their batch on another axis are rejected.
+        batch_dim: the batch axis, 0 by default: an int for all tensors that go in and come out, or a tuple or dict with
+            an entry per argument, by position and keyword (``"target"`` is one). An entry is an int, nested as the
+            argument is, or ``None`` for an argument that every micro-batch needs whole.
+        output_batch_dim: the batch axis of the output, or axes nested as it is. Default: `batch_dim`, if that is an
+            int.
         devices: one per stage, with repetitions: ``["cpu", "cpu"]`` runs two workers. Default: all CUDA devices, or
-            else the CPU twice. Layers are moved there, except those on the meta device. If an `nn.Sequential` has fewer
-            layers than there are devices, the first devices get one layer each.
-        balance: the number of layers of each stage. Default: as many stages as devices (at most as many as layers),
-            balanced by the time of each layer for `sample`. Without a sample, it is balanced by the number of
-            parameters, a rough guess. See `weft.pipeline.partition` for measured balances.
-        checkpoint: the forwards that backward recomputes. This saves memory and costs a second forward. Either
-            ``"never"``, ``"except_last"`` (all but the last micro-batch, whose backward follows at once), ``"always"``,
-            a list of these with one per stage, or a function ``(stage, micro_batch, micro_batches) -> bool``. If a
-            schedule with the loss inside runs a backward right after its forward, as 1F1B does in the last stage,
-            nothing is recomputed, because nothing would be saved.
-        deferred_batch_norm: convert batch norms into `DeferredBatchNorm`, whose running statistics are those of the
-            whole mini-batch.
-        schedule: a name (``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
-            ``"dualpipev"``), a table as text (see `weft.Schedule.parse`), a `weft.Schedule`, or a function (stages,
-            micro_batches) -> `weft.Schedule`, such as a `functools.partial` of `weft.pipeline.interleaved`.
+            else the CPU twice. Layers are moved there, except those on the meta device.
+        balance: the number of layers of each stage. Default: balanced over the devices by the time of each layer for
+            `sample`, or without a sample by the number of parameters, a rough guess.
+        checkpoint: the forwards that backward recomputes, to save memory: ``"never"``, ``"except_last"`` (all but the
+            last micro-batch), ``"always"``, a list of these with one per stage, or a function ``(stage, micro_batch,
+            micro_batches) -> bool``. A forward whose backward follows at once is not recomputed.
+        deferred_batch_norm: convert batch norms into `DeferredBatchNorm`, with the statistics of the whole mini-batch.
+        schedule: a name of `weft.pipeline.SCHEDULES`, a table as text (see `weft.Schedule.parse`), a `weft.Schedule`,
+            or a function (stages, micro_batches) -> `weft.Schedule`.
         loss: a function ``(output, target) -> number``. With it, ``pipe(x, target=y)`` returns the loss, and schedules
-            that begin backward early (1F1B) can run. Without a target, the pipe returns the output. If the loss is an
-            `nn.Module`, its parameters are trained too. It must not read the layers' parameters. It can return a pair
-            (number, extras): ``pipe(x, target=y)`` then returns (loss, extras). Extras can be nested, and have no
-            graph. Tensors are joined along the batch axis. Integers (Python's, or tensors without axes) are summed.
-            Other numbers are combined as the losses are (mean or sum).
-        loss_reduction: how the loss function reduces rows, ``"mean"`` or ``"sum"``. The loss of the mini-batch is the
-            weighted mean of the losses of the micro-batches, or their sum. Default: the loss's own ``reduction`` (an
-            attribute of a module, or a keyword of a `functools.partial`), else ``"mean"``. With `split` and without a
-            loss: how numbers in the model's output, such as its own loss, are combined. Default: the one of both that
-            gives the model's numbers for all rows, found by comparison. If neither does, the step is rejected.
-        loss_weight: a function ``target -> number``, called with the target of each micro-batch: the denominator of a
-            mean loss, and so the weight of the micro-batch. Default: for `nn.CrossEntropyLoss`, `nn.NLLLoss` and their
-            functional forms the denominator of PyTorch (class weights of the targets, without ``ignore_index``). For
-            another loss it is the number of rows, and a target with padding (-100, or a mask among other tensors) is
-            rejected.
-        loss_scale: the factor of the loss before ``backward()``, a number or a function that returns it, such as the
-            ``get_scale`` of a `torch.amp.GradScaler`. Schedules that begin backward early begin with it, rounded down
-            to a power of two, and rescale exactly. Default: the loss gradient of the last step.
+            that begin backward early (1F1B) can run. The parameters of an `nn.Module` are trained too. It can return a
+            pair (number, extras). Extras have no graph. Their tensors are joined along the batch axis, integers are
+            summed, and other numbers are combined as the losses are.
+        loss_reduction: how the loss function reduces rows, ``"mean"`` or ``"sum"``. Default: the loss's own
+            ``reduction``, else ``"mean"``. With `split` and without a loss: how numbers in the model's output, such as
+            its own loss, are combined. Default: the one that gives the model's numbers for all rows.
+        loss_weight: a function ``target -> number``, the denominator of a mean loss over a micro-batch. Default: that
+            of PyTorch for its cross entropies, and else the number of rows. A target with padding (-100, or a mask
+            among other tensors) is then rejected.
+        loss_scale: the factor of the loss before ``backward()``, a number or a function such as the ``get_scale`` of a
+            `torch.amp.GradScaler`, for schedules that begin backward early. Default: that of the last step.
         executor: ``"threads"`` (one worker per stage), ``"serial"``, ``"auto"`` (measures both on the first steps and
             keeps the faster one) or ``"graph"`` (plain autograd, for gradients of gradients).
         sample: an input, used only for balancing. With `split`: a micro-batch, as a dict of named arguments, a tuple of
@@ -138,24 +129,21 @@ class Pipe(nn.Module):
             ``"auto"``: one stage per device, by measured time for `sample`, or by parameters without a sample.
         verify: compare every recorded program of the model's forward() once with forward() itself.
         group: a process group, or a one-dimensional `DeviceMesh`, of `torch.distributed`. Rank k runs the stages of
-            worker k of the schedule, and every rank runs the same script. The input counts on the rank of the first
-            stage, the target on that of the last stage. Each rank keeps the parameters of its own stages. With `split`,
-            these are the parameters of the blocks that `sample` shows to be its own, else they go by the order of
-            registration. `devices` is then the device of this rank, or a list with the device of every stage.
+            worker k of the schedule, keeps their parameters, and runs the same script. The input counts on the rank of
+            the first stage, the target on that of the last. `devices` is then the device of this rank.
         output: with `group`, the ranks that get the output of ``pipe(x)``: ``"all"``, or ``"last"``, the rank of the
             last stage. The other ranks then get a zero, so that they can call ``backward()``. All ranks get a loss.
 
     `chunks`, `balance`, `split`, `devices`, `checkpoint`, `schedule` and `executor` can also be assigned as attributes.
-    Each step re-reads and validates them. Layers do not move when `balance` or `devices` change. With `group`, a
-    `batch_tag`, such as the number of the batch, can be set before each call. A call whose tag differs between ranks
-    raises UsageError.
+    Each step re-reads and validates them. Layers do not move when `balance` or `devices` change. With `group`,
+    UsageError is raised if `batch_tag` (any value, set before each call) differs between ranks.
 
     All executors and schedules give the same gradients as the undivided model, to rounding. The random numbers of a
     layer depend only on its place in the model and the micro-batch (with hooks on `partitions`, also on the cut).
     Raises SpecError, SkipWiringError, PartitionError, ScheduleError or UsageError for invalid arguments.
 
-    The design is GPipe's (Huang et al., arXiv 1811.06965) as torchgpipe brought it to PyTorch (Kim et al.,
-    arXiv 2004.09910). 1F1B is PipeDream-Flush's (Narayanan et al., arXiv 2104.04473).
+    The design is GPipe's (Huang et al., arXiv 1811.06965) as torchgpipe brought it to PyTorch (Kim et al., arXiv
+    2004.09910). 1F1B is PipeDream-Flush's (Narayanan et al., arXiv 2104.04473).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
@@ -169,6 +157,7 @@ class Pipe(nn.Module):
     split: Any
     verify: Any
 
+    @_suggest_arguments
     def __init__(
         self,
         module: nn.Module,
@@ -194,7 +183,7 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         reduction = None
-        _forbid_pipes(module, split)
+        _reject_pipes(module, split)
         self._layout = _new_layout(grouped=group is not None, split=split is not None)
         arguments = LayoutArguments(
             balance, devices, sample, split, verify, group, executor, schedule, chunks, loss_scale
@@ -223,7 +212,7 @@ class Pipe(nn.Module):
         self.batch_tag: Any = None
         # Not a child: the user saves the parameters of a loss module, and the keys stay those of the model.
         self._fixed = FixedSettings(dims, loss, reduction, loss_weight, scale, of_numbers)
-        self._observer: Observer | None = None
+        self._observer: Observer | None = observer_of_new(self)
         self._runtime: PipeRuntime | None = None
         self._checked: Any = None  # the state of the settings when they were last validated
         self._recipe: Any = None  # the part of that state which the runtime was built from
@@ -240,8 +229,9 @@ class Pipe(nn.Module):
         self.training = module.training  # of the pipe itself: each layer can have another mode
 
     def _wrap_model(self, model: nn.Module) -> None:
-        """Use the model's own tables: same keys, same objects, same ties."""
-        self.__dict__["module"] = model  # not a child, or its keys would get a prefix
+        # Not a child, or its keys would get a prefix.
+        self.__dict__["module"] = model
+        # The model's own tables: same keys, same objects, same ties.
         for table in _SHARED_TABLES:
             self.__dict__[table] = getattr(model, table)
 
@@ -249,15 +239,12 @@ class Pipe(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output for a mini-batch, or its loss if the pipe has a `loss` and gets ``target=``.
 
-        Tensors of the arguments are split along axis 0, or `batch_dim`, and must agree in length. Wrap an argument in
-        `weft.NoChunk` if every micro-batch needs it whole. The first layer gets the arguments unchanged, and each other
-        layer gets the result of the layer before it. Outputs are joined along axis 0, or `output_batch_dim`.
-
-        Raises BatchError if the mini-batch cannot be split or the outputs cannot be joined, SpecError or UsageError if
-        `batch_dim` does not fit the arguments, DeviceError if a layer is not on the device of its stage. An exception
-        of a layer passes through, with a note that names the layer.
+        The first layer gets the arguments, of which tensors are cut along their batch axis. Wrap an argument in
+        `weft.NoChunk` if every micro-batch needs it whole. Raises BatchError if the mini-batch cannot be cut or the
+        outputs cannot be joined, SpecError or UsageError if `batch_dim` does not fit, DeviceError if a layer is not on
+        the device of its stage. An exception of a layer passes through, with a note that names the layer.
         """
-        forbid_exporting()
+        reject_exporting()
         if torch.compiler.is_dynamo_compiling():
             return graph_break(self._forward, args, kwargs)
         try:
@@ -267,7 +254,7 @@ class Pipe(nn.Module):
             raise
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forbid_tracing(args, kwargs)
+        reject_tracing(args, kwargs)
         has_target = self._fixed.loss is not None and "target" in kwargs
         targets = (kwargs.pop("target"),) if has_target else ()
         if self._wraps_model:
@@ -296,20 +283,15 @@ class Pipe(nn.Module):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The stages as `nn.Sequential` of the very same layers, under the same names.
-
-        They are the same objects until layers or `balance` change. Hooks on one run for every micro-batch. Raises
-        UsageError with `split`, because the model's own code runs between the blocks of a stage.
-        """
+        """The stages as `nn.Sequential` of the very same layers. Hooks on one run for every micro-batch. They are the
+        same objects until layers or `balance` change. Raises UsageError with `split`."""
         return self._layout.partitions(self, self._layers())
 
     @property
     def routes(self) -> Any:
-        """With `split`, the values that cross between stages: name, bytes per micro-batch, source, readers.
-
-        They are those of the last step, or of `sample`. Raises UsageError before either.
-        """
-        return cast(Any, self._layout).routes
+        """With `split`, the values that cross between stages in the last step, or for `sample`: name, bytes per
+        micro-batch, source, readers. Raises UsageError before either, and without `split`."""
+        return self._layout.routes
 
     def schedule_for(self, rows: int) -> Schedule:
         """The schedule of a mini-batch with this number of rows, with all stages separate."""
@@ -318,9 +300,7 @@ class Pipe(nn.Module):
     @contextmanager
     def observed_by(self, observer: Observer) -> Generator[None]:
         """Report every action to `observer`, e.g. a `weft.Recorder`. While it is attached, stages run as separate
-        segments.
-
-        Raises UsageError for other objects, and under ``executor="graph"``, which has no stages to observe.
+        segments. Raises UsageError for other objects, and under ``executor="graph"``, which has no stages to observe.
         """
         if isinstance(observer, type) or not isinstance(cast(Any, observer), Observer):
             raise UsageError(f"an observer of a pipe is a weft.Recorder or the like, but this is {observer!r}")
@@ -342,12 +322,10 @@ class Pipe(nn.Module):
 
         Args:
             source: a safetensors file, its index (``model.safetensors.index.json``), or a folder with either. It must
-                have the whole state_dict. A tied weight can be in the file under any of its names. With `group`, each
-                rank reads its own tensors only. Values are cast to the dtype of the model.
+                have the whole state_dict. With `group`, each rank reads its own tensors only.
             initialize: without a source, a function that is called with every module that was allocated. Default: its
-                ``reset_parameters()``. Can be given as the only argument. Each module is initialized from its own seed.
-                This seed depends only on PyTorch's generator (with `group`, that of the first rank) and the place of
-                the module.
+                ``reset_parameters()``. Each module has its own seed, by its place and PyTorch's generator (with
+                `group`, that of the first rank).
 
         Parameters are then new objects, so create the optimizer afterwards. Raises WeightsError that lists all missing
         keys, unexpected keys and wrong shapes, and UsageError if a module cannot be initialized.
@@ -370,6 +348,7 @@ class Pipe(nn.Module):
                 raise
             except Exception as error:  # of a damaged file too, because all ranks must raise together
                 faults = [f"{type(error).__name__}: {error}"]
+        # All ranks raise together. One that went on alone would wait for the others.
         reports = self._exchange_reports("materialize()", [new_seed(), faults])
         if all_faults := list(dict.fromkeys(fault for _, of_rank in reports for fault in of_rank)):
             if source is None:
@@ -399,11 +378,9 @@ class Pipe(nn.Module):
         return self._layout.exchange_reports(occasion, report)
 
     def statistics(self) -> dict[str, Any]:
-        """Figures of this pipe: layers per stage, devices, live worker threads, and the choices of ``executor="auto"``.
-
-        With `split`: the blocks of each stage instead of its layers, and how often forward() was recorded. With
-        `group`: also the bytes that this rank sent, by destination rank and route.
-        """
+        """Figures of this pipe: layers per stage, devices, live worker threads, and the choices of
+        ``executor="auto"``. With `split`: the blocks of each stage, and how often forward() was recorded. With
+        `group`: also the bytes sent."""
         of_layout, runtime = self._layout.statistics(self), self._runtime
         return {
             **of_layout,
@@ -413,7 +390,6 @@ class Pipe(nn.Module):
         }
 
     def train(self, mode: bool = True) -> "Pipe":
-        """Set the mode of the model."""
         if not self._wraps_model:
             return super().train(mode)
         self.module.train(mode)
@@ -421,7 +397,6 @@ class Pipe(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's state_dict, with the model's keys."""
         of_pipe = cast(Any, super()).state_dict
         return (self.module.state_dict if self._wraps_model else of_pipe)(*args, **kwargs)
 
@@ -505,7 +480,6 @@ class Pipe(nn.Module):
         return f"Pipe of {super().__repr__()}" if self._wraps_model else super().__repr__()
 
     def extra_repr(self) -> str:
-        """The settings, for `repr`."""
         stages = ", ".join(f"{size} on {device}" for size, device in zip(self.balance, self.devices, strict=True))
         unnamed = "a function" if callable(self.schedule) else "a table"
         schedule = self.schedule if self.schedule in SCHEDULES else unnamed
@@ -519,16 +493,12 @@ class Pipe(nn.Module):
         return [(name, layer) for name, layer in self._modules.items() if layer is not None]
 
     def _settings_state(self) -> tuple[Any, ...]:
-        """All that a user can have changed since the last step, with copies of the lists."""
         lists = map(frozen, (self.balance, self.devices, self.checkpoint))
         of_layout = self._layout.key(self) if self._wraps_model else ()
         return (type(self.chunks), self.chunks), self._layers(), self.executor, self.schedule, *lists, *of_layout
 
     def _current_runtime(self, *, compare: bool = True) -> PipeRuntime:
-        """Return the runtime for the current settings. Raises the errors of the constructor if they do not fit.
-
-        With `compare`, the ranks of a group compare changed settings.
-        """
+        """Return the runtime for the current settings. Raises the errors of the constructor if they do not fit."""
         if self._runtime is not None and self._checked == self._settings_state():
             return self._runtime
         fixed, layers = self._fixed, self._layers()
@@ -561,13 +531,12 @@ def _new_layout(*, grouped: bool, split: bool) -> PipeLayout:
 
 
 def frozen(value: Any) -> Any:
-    """A copy of a list, because its owner can change it in place."""
+    # A copy, because the owner can change a list in place.
     is_list = isinstance(value, Iterable) and not isinstance(value, str)
     return tuple(cast("Iterable[Any]", value)) if is_list else cast(Any, value)
 
 
-def _forbid_pipes(module: Any, split: Any) -> None:
-    """Raise SpecError for a model that is a pipe, or has one around a split point, or one over processes inside."""
+def _reject_pipes(module: Any, split: Any) -> None:
     points = [str(point) for point in cast("list[Any]", split)] if isinstance(split, list | tuple) else []
     for name, child in cast(Any, module).named_modules() if isinstance(module, nn.Module) else ():
         if isinstance(child, Pipe) and (not name or any(point.startswith(f"{name}.") for point in points)):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torchweft.core.autograd import CutFunction, StepsInBackward, apply_as_node, forbid_transforms, outside_transforms
+from torchweft.core.autograd import CutFunction, StepsInBackward, apply_as_node, outside_transforms, reject_transforms
 from torchweft.core.context import ExecutionContext, has_local_modes
 from torchweft.core.errors import DeviceError, UsageError, join_faults
 from torchweft.core.rng import DrawnSeed, RandomUse, RngProbe, RngStreams, generators_of
@@ -34,20 +34,15 @@ from torchweft.pipeline.autotune import (
     run_uncut_unobserved,
     timed_result,
 )
-from torchweft.pipeline.checks import (
-    collective_layers,
-    forbid_steps,
-    forbid_workers,
-    refuse_cached_weights,
-)
+from torchweft.pipeline.checks import collective_layers, reject_cached_weights, reject_steps, reject_workers
 from torchweft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, never_recomputes
 from torchweft.pipeline.executor import SerialExecutor, ThreadExecutor
-from torchweft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights, WeightedLoss
+from torchweft.pipeline.loss import LossFunction, LossScale, LossSeed, LossStage, LossWeight, LossWeights, WeightedLoss
 from torchweft.pipeline.microbatch import JoinedOutput, MiniBatch
 from torchweft.pipeline.pipeline_plan import Crossing, PipelinePlan, staged_plan
 from torchweft.pipeline.schedule import Schedule, build
 from torchweft.pipeline.stage import ModuleScan, Stage, serialize_shared
-from torchweft.pipeline.step import ALONE, Agreement, PipeStep
+from torchweft.pipeline.step import ALONE, Agreement, CutStep, PipeStep
 from torchweft.pipeline.tracing import Observer
 
 _numbers = count()
@@ -71,105 +66,83 @@ _CAPTURING = (
 class StepRoute(Enum):
     """The way in which one step runs. `PipeRuntime.serve` chooses it once, and then does as it says."""
 
-    UNCUT_UNSCANNED = auto()
-    """All stages in one graph of autograd. The layers are not even scanned, see `UnscannedSteps`."""
-    UNCUT = auto()
-    """All stages in one graph of autograd."""
-    GRAPH = auto()
-    """As uncut, for ``executor="graph"``: stages can recompute, and gradients of gradients are allowed."""
-    CUT = auto()
-    """Every stage is cut out of autograd, and the step is one node."""
-    CUT_UNTRACKED = auto()
-    """As cut, but nothing requires a gradient."""
+    UNCUT = auto()  # all stages in one graph of autograd
+    UNCUT_UNSCANNED = auto()  # as uncut, and the layers are not even scanned, see `UnscannedSteps`
+    GRAPH = auto()  # as uncut, for executor="graph": stages can recompute, and gradients of gradients are allowed
+    CUT = auto()  # every stage is cut out of autograd, and the step is one node, unless nothing requires a gradient
 
 
 class Plans:
-    """The plans of a pipe by layout, each made when it is first needed, and the executors that run them."""
-
     def __init__(self, stages: Sequence[Stage], crossing: Crossing, loss: LossStage | None) -> None:
         self._stages, self._crossing, self._loss = stages, crossing, loss
-        self._threads = ThreadExecutor(f"pipe{next(_numbers)}")  # a number, so that traces tell two pipes apart
+        # A number, so that traces tell two pipes apart. The threads start at the first walk.
+        self._threads = ThreadExecutor(f"pipe{next(_numbers)}")
         self._serial = SerialExecutor()
         self._plans: dict[tuple[str, bool], PipelinePlan] = {}
         self._search_turns: dict[int, SearchTurns] = {}
 
     def plan(self, layout: str, *, with_loss: bool) -> PipelinePlan:
-        """The plan for a layout, for steps with or without the loss."""
         key = (layout, with_loss)
         if key not in self._plans:
             loss = self._loss if with_loss else None
             executor = self._threads if layout == "threads" else self._serial
+            # Only threads get streams of their own. One thread runs all stages on the stream of the caller.
             streams, cut = layout == "threads", layout in ("serial", "threads")
             self._plans[key] = staged_plan(self._stages, self._crossing, executor, loss, streams=streams, cut=cut)
         return self._plans[key]
 
     def functions(self, plan: PipelinePlan, *, tracked: bool) -> Sequence[SegmentFunction]:
-        """The functions of the segments for the next step, with the searches for foreign parameters that are due."""
         if not tracked or not plan.searched:
             return plan.functions
         return plan.searched if self._search_turns.setdefault(id(plan), SearchTurns()).begin_step() else plan.functions
 
     def end_step(self, plan: PipelinePlan) -> None:
-        """Note that the forward of a tracked step ended well."""
         if plan.searched:
             self._search_turns[id(plan)].end_step()
 
     @property
     def threads(self) -> int:
-        """The number of worker threads alive."""
         return self._threads.workers
 
     @property
     def have_python_functions(self) -> bool:
-        """Whether a search has found autograd functions written in Python."""
         return any(check.has_python_functions for plan in self._plans.values() for check in plan.searched)
 
 
 class SearchTurns:
-    """The steps in which graphs are searched for foreign parameters: 1, 2, 4, 8 and so on.
-
-    A search costs as much as a step of small layers. After a step that failed, the next one is searched again.
-    """
+    """The steps in which graphs are searched for foreign parameters: 1, 2, 4, 8 and so on. A search costs as much as a
+    step of small layers. After a step that failed, the next one is searched again."""
 
     def __init__(self) -> None:
-        self._steps = 0
-        self._next = 1
+        self._steps, self._next = 0, 1
 
     def begin_step(self) -> bool:
-        """Count a step. Whether it is to be searched."""
         self._steps += 1
         return self._steps >= self._next
 
     def end_step(self) -> None:
-        """Note that the step found nothing to reject."""
+        # Only after the step ended well. A failed step has not shown that its graph is clean.
         if self._steps >= self._next:
             self._next = 2 * self._steps
 
 
 class UnscannedSteps:
-    """Kinds of uncut steps whose last step drew no random numbers. The next step of the kind needs no scan.
-
-    A scan costs more than a step of small layers, because it touches every module while nothing is in a cache. It finds
-    parameters, which an uncut step does not need, and whether layers draw, which a probe shows afterwards.
-    """
+    """Kinds of uncut steps whose last step drew no random numbers. The next step of the kind needs no scan, which costs
+    more than a step of small layers, because it touches every module while nothing is in a cache."""
 
     def __init__(self, uses: Sequence[RandomUse]) -> None:
         self._uses = uses
         self._kinds: set[Hashable] = set()
-        self.surroundings: ExecutionContext | None = None
-        """Those of the last uncut step."""
+        self.surroundings: ExecutionContext | None = None  # those of the last uncut step
 
     def include(self, kind: Hashable) -> bool:
-        """Whether a step of this kind can run without a scan."""
         return kind in self._kinds and self.surroundings is not None
 
     def keep_surroundings(self, surroundings: ExecutionContext) -> None:
-        """Keep the surroundings of an uncut step, which later ones run in."""
         # They outlive the step, so they must not hold the caller's context variables. No uncut step needs those.
         self.surroundings = replace(surroundings, context=_NO_VARIABLES)
 
     def note(self, kind: Hashable, step: PipeStep, scans: Mapping[int, ModuleScan]) -> None:
-        """Include the kind of a step that was scanned, if it is known to draw nothing."""
         drew = [self._uses[number].draws.get(scan.configuration) for number, scan in scans.items()]
         if not step.deferred and all(draws is False for draws in drew):
             self._kinds.add(kind)
@@ -204,6 +177,7 @@ class PipeRuntime:
         self.stages = list(stages)
         serialize_shared(self.stages)
         devices = [stage.device for stage in self.stages]
+        # One for each stage, and one for the loss, which runs where the last stage does.
         self.uses = [RandomUse(generators_of([device])) for device in (*devices, devices[-1])]
         self.device_types = sorted({device.type for device in devices})
         self._keep_rules = KeepRules(checkpoint, len(self.stages))
@@ -215,6 +189,7 @@ class PipeRuntime:
         self._dims = dims
         self._checks = CallChecks(self.stages, cuts=executor != "graph")
         self._unscanned = UnscannedSteps(self.uses)
+        # The choice depends on time, so processes would choose differently, and their collectives would not match.
         if executor == "auto" and self._checks.has_collectives:
             executor = "serial"
         self._clock = partial(time_after, frozenset(devices))
@@ -223,17 +198,14 @@ class PipeRuntime:
         self.layouts = LayoutTuner(executor, len(devices), one_device=one_device, uncut=uncut)
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
-        """The plan for a layout; made when it is first needed."""
         return self.plans.plan(layout, with_loss=with_loss)
 
     def serve(self, call: "PipeCall", *, training: bool) -> Any:
-        """Run one step. Only `executor="auto"` depends on `training`, because such steps take other times.
-
-        Raises DeviceError when a layer is not where its stage runs. Raises UsageError when stages cannot have threads,
-        would take an optimizer step per micro-batch, or while a CUDA graph is captured.
-        """
+        """Run one step. Only `executor="auto"` depends on `training`, because such steps take other times. Raises
+        DeviceError when a layer is not where its stage runs, and UsageError for calls that `CallChecks` rejects."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UsageError(_CAPTURING)
+        # Cut first: a wrong argument must not count as a step that measures a layout.
         mini_batch = MiniBatch([call.main, *call.targets], call.chunks, call.axis)
         kind = StepKind.of(call, mini_batch, training=training, cuts=needs_cuts())
         layout, report = self.layouts.pick(
@@ -244,10 +216,11 @@ class PipeRuntime:
         )
         self._checks.check(mini_batch, layout)
         begun = 0.0 if report is None else self._clock()
-        route, scans = self._choose_route(layout, kind, call, mini_batch)
+        route, scans = self._choose_route(layout, kind, call)
         if route is StepRoute.UNCUT_UNSCANNED:
             if (result := self._run_unscanned(call, mini_batch, kind)) is not None:
                 return timed_result(result[0], report, begun, self._clock)
+            # The step drew random numbers after all, so it is repeated.
             route, scans = StepRoute.UNCUT, self._scan(call)
         casts = route is StepRoute.UNCUT and self._casts()
         surroundings = self._unscanned.surroundings if route is StepRoute.UNCUT and not casts else None
@@ -262,56 +235,42 @@ class PipeRuntime:
             return output
         if route is StepRoute.GRAPH:
             return run_uncut(step)
-        tracked = route is StepRoute.CUT
-        function: CutFunction = step
+        cut = self._cut_step(call, step, scans)
+        function: CutFunction = cut
         if report is not None:
-            function = TimedCall(step, report, self._clock, with_backward=tracked)
-        if not tracked:
+            function = TimedCall(cut, report, self._clock, with_backward=step.tracked)
+        if not step.tracked:
             return step.output.fill(function.forward()[0])
-        results = apply_as_node(function, step.node_inputs())
+        results = apply_as_node(function, cut.node_inputs())
         self.plans.end_step(step.plan)
         return step.output.fill(results)
 
     def _choose_route(
-        self, layout: str, kind: "StepKind", call: "PipeCall", mini_batch: MiniBatch
+        self, layout: str, kind: "StepKind", call: "PipeCall"
     ) -> tuple[StepRoute, Mapping[int, ModuleScan]]:
-        """The route of a step, and the scans of its stages unless it needs none."""
         # Autocast knows few types of devices, so it is asked about devices only after a scan has accepted them.
         if layout == "uncut" and self._unscanned.include(kind) and not self._casts():
             return StepRoute.UNCUT_UNSCANNED, {}
         scans = self._scan(call)
-        if layout in ("uncut", "graph"):
-            return StepRoute.UNCUT if layout == "uncut" else StepRoute.GRAPH, scans
-        return StepRoute.CUT if self._is_tracked(mini_batch, scans) else StepRoute.CUT_UNTRACKED, scans
+        return {"uncut": StepRoute.UNCUT, "graph": StepRoute.GRAPH}.get(layout, StepRoute.CUT), scans
 
     def _run_unscanned(self, call: "PipeCall", mini_batch: MiniBatch, kind: "StepKind") -> tuple[Any] | None:
-        """The result of an uncut step without a scan. None if it drew random numbers after all."""
+        # The scan that looks for hooks of a partition is left out.
         for stage in self.stages:
             stage.find_hooks()
         plan, output = self.plan("uncut", bool(call.targets)), self._output(call, mini_batch)
         return self._unscanned.run(kind, plan, mini_batch, output)
 
     def _scan(self, call: "PipeCall") -> dict[int, ModuleScan]:
-        """Scan the layers of all stages that run, by stage. Raises DeviceError for layers on other devices."""
         scans = {stage.index: stage.scan() for stage in self._scanned(call)}
         if any(scan.misplaced for scan in scans.values()):
             raise DeviceError(join_faults(MISPLACED, [fault for scan in scans.values() for fault in scan.misplaced]))
         return scans
 
     def _scanned(self, call: "PipeCall") -> list[Stage]:
-        """The stages of a step, and its loss."""
         return [*self.stages, self._loss] if call.targets and self._loss is not None else self.stages
 
-    def _is_tracked(
-        self, mini_batch: MiniBatch, scans: Mapping[int, ModuleScan], anchors: Sequence[torch.Tensor] = ()
-    ) -> bool:
-        """Whether autograd records the step: gradients are on, and something requires one."""
-        return torch.is_grad_enabled() and bool(
-            mini_batch.tensors or anchors or any(scan.parameters for scan in scans.values())
-        )
-
     def _casts(self) -> bool:
-        """Whether autocast is on for a device of this pipe."""
         return any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
 
     def _output(self, call: "PipeCall", mini_batch: MiniBatch) -> JoinedOutput:
@@ -332,29 +291,38 @@ class PipeRuntime:
         ambient: ExecutionContext,
         agreed: Agreement = ALONE,
     ) -> PipeStep:
-        tracked = self._is_tracked(mini_batch, scans, agreed.anchors)
-        count, last = mini_batch.micro_batches, len(plan.functions) - 1
-        schedule = build(call.schedule, last + 1, count)
-        owned: dict[int, dict[int, torch.Tensor]] = {}
-        for number, scan in scans.items():  # the parameters of the loss belong to the last stage
-            owned.setdefault(min(number, last), {}).update({id(p): p for p in scan.parameters})
+        # Autograd records the step if gradients are on, and something requires one.
+        tracked = torch.is_grad_enabled() and bool(
+            mini_batch.tensors or agreed.anchors or any(scan.parameters for scan in scans.values())
+        )
+        count = mini_batch.micro_batches
+        schedule = build(call.schedule, len(plan.functions), count)
         return PipeStep(
             plan=plan,
-            functions=self.plans.functions(plan, tracked=tracked),
             schedule=schedule,
             mini_batch=mini_batch,
             output=self._output(call, mini_batch),
-            parameters={number: list(by_id.values()) for number, by_id in owned.items()},
             tracked=tracked,
             keeps=self._keep_rules.keeps(schedule, count, tracked=tracked, loss=bool(call.targets)),
             deferred=[norm for scan in scans.values() for norm in scan.deferred],
             new_rng=partial(self._streams, {number: scan.configuration for number, scan in scans.items()}, agreed.rng),
             ambient=ambient,
-            observer=call.observer,
-            scale=call.scale,
-            owners=call.owners,
-            agreed=agreed,
+            name=agreed.name,
         )
+
+    def _cut_step(
+        self, call: "PipeCall", step: PipeStep, scans: Mapping[int, ModuleScan], agreed: Agreement = ALONE
+    ) -> CutStep:
+        last = len(step.plan.functions) - 1
+        owned: dict[int, dict[int, torch.Tensor]] = {}
+        for number, scan in scans.items():  # the parameters of the loss belong to the last stage
+            owned.setdefault(min(number, last), {}).update({id(p): p for p in scan.parameters})
+        parameters = {number: list(by_id.values()) for number, by_id in owned.items()}
+        seed = None
+        if step.tracked and call.targets and not step.schedule.allows_external_loss:
+            seed = LossSeed(call.scale, agreed.loss_seed)
+        functions = self.plans.functions(step.plan, tracked=step.tracked)
+        return CutStep(step, functions, parameters, call.observer, call.owners, seed, agreed)
 
     def _streams(self, configurations: Mapping[int, Hashable], agreed: DrawnSeed | None) -> RngStreams:
         # Only executor="graph" can run inside of a function transform, where no seed can be drawn.
@@ -363,14 +331,11 @@ class PipeRuntime:
 
 
 class KeepRules:
-    """The parts that forwards keep for backward, by the setting `checkpoint`."""
-
     def __init__(self, checkpoint: Any, stages: int) -> None:
         self._rules: list[CheckpointRule] = checkpoint_rules(checkpoint, stages)
         self.never_recomputes = never_recomputes(checkpoint)
 
     def keeps(self, schedule: Schedule, count: int, *, tracked: bool, loss: bool) -> list[list[Keep]]:
-        """The part that each forward keeps, by stage and micro-batch: its graph if its backward follows at once."""
         if not tracked or self.never_recomputes:
             return [["graph" if tracked else "nothing"] * count] * len(self._rules)
         at_once = schedule.backward_at_once if loss else frozenset[tuple[int, int]]()
@@ -381,12 +346,11 @@ class KeepRules:
 
 
 class CallChecks:
-    """Refusals of calls that would go wrong without notice in some layout, or in some surroundings."""
+    """Rejects calls that would go wrong without notice in some layout, or in some surroundings."""
 
     def __init__(self, stages: Sequence[Stage], *, cuts: bool) -> None:
         self._stages = stages
-        self.cuts = cuts
-        """Whether stages are cut out of autograd."""
+        self.cuts = cuts  # whether stages are cut out of autograd
         self._collectives = collective_layers(stage.layers for stage in stages)
         self._modules_with_steps = [
             (f"layer {name!r} of stage {stage.index}", module)
@@ -398,44 +362,38 @@ class CallChecks:
 
     @property
     def has_collectives(self) -> bool:
-        """Whether a layer communicates with other processes."""
         return bool(self._collectives)
 
     def check(self, mini_batch: MiniBatch, layout: str) -> None:
-        """Raise UsageError for a call that would go wrong."""
         if self._modules_with_steps and torch.is_grad_enabled() and mini_batch.micro_batches > 1:
-            forbid_steps(self._modules_with_steps)
+            reject_steps(self._modules_with_steps)
         if self.cuts:
-            forbid_transforms(lambda: chain(mini_batch.given, self._parameters()))
+            reject_transforms(lambda: chain(mini_batch.given, self._parameters()))
         if layout == "threads" and self._collectives:
-            forbid_workers(self._collectives)
+            reject_workers(self._collectives)
         if layout in ("serial", "threads") and torch.is_grad_enabled() and getattr(parametrize, "_cache_enabled", 0):
-            refuse_cached_weights(self._stages)
+            reject_cached_weights(self._stages)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for stage in self._stages for _, layer in stage.layers for parameter in layer.parameters())
 
 
 class StepKind(NamedTuple):
-    """Steps that take about the same time. Sizes are rounded to powers of two, because every new batch size would be
-    measured otherwise.
-
-    `bits` is the number of bits of the rows of a micro-batch, `total_bits` that of all numbers of the mini-batch. With
-    `cuts`, every stage must be cut out. ``str()`` describes it: "gradients, train(), output, 4 micro-batches of 2 to 3
-    rows, 64 to 127 numbers in all".
-    """
+    """Steps that take about the same time. With `cuts`, every stage must be cut out. `bits` is the number of bits of
+    the rows of a micro-batch, `total_bits` that of all numbers of the mini-batch. ``str()`` describes it: "gradients,
+    train(), output, 4 micro-batches of 2 to 3 rows, 64 to 127 numbers in all"."""
 
     tracked: bool
     training: bool
     with_loss: bool
     micro_batches: int
+    # Rounded to powers of two. Otherwise every new size of a batch would be measured.
     bits: int
     total_bits: int
     cuts: bool
 
     @classmethod
     def of(cls, call: "PipeCall", mini_batch: MiniBatch, *, training: bool, cuts: bool) -> "StepKind":
-        """The kind of a call."""
         return cls(
             torch.is_grad_enabled(),
             training,
@@ -461,8 +419,7 @@ class StepKind(NamedTuple):
 
 class PipeCall(NamedTuple):
     """One call of a pipe. `targets` is empty, or holds the target. `scalars` is the reduction for numbers of
-    micro-batches in the output ("mean", "sum", or None). `owners` maps the id() of a parameter's copy to the parameter.
-    """
+    micro-batches in the output. `owners` maps the id() of a parameter's copy to the parameter."""
 
     main: Any
     targets: tuple[Any, ...]
@@ -477,5 +434,4 @@ class PipeCall(NamedTuple):
 
 
 def on_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer has no storage yet."""
     return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))

@@ -24,12 +24,9 @@ from torchweft.pipeline.stage import Skip, Stage
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The functions, wiring and executor of one way to run a pipe.
-
-    `functions[s]` is the function of segment s: stage s, in the last segment followed by the loss. `searched[s]` is the
-    same with a search for foreign parameters. It is empty if segments are not cut out of autograd. `entry_points` are
-    the routes by which the input and the target enter, and the output or the loss leaves.
-    """
+    """The functions, wiring and executor of one way to run a pipe. `functions[s]` is stage s, in the last segment
+    followed by the loss. `searched[s]` is the same with a search for foreign parameters, if segments are cut out of
+    autograd."""
 
     functions: tuple[SegmentFunction, ...]
     searched: tuple[ForeignParameterCheck, ...]
@@ -40,8 +37,7 @@ class PipelinePlan:
     stages: tuple[Stage, ...]
 
 
-Crossing = Sequence[tuple[Skip, int, tuple[int, ...]]]
-"""Every value that crosses between stages in addition to the main one, with its source and its readers."""
+Crossing = Sequence[tuple[Skip, int, tuple[int, ...]]]  # every skip between stages, with its source and its readers
 
 
 def build_stages(
@@ -51,8 +47,7 @@ def build_stages(
     kind: type[Stage] = Stage,
     partitions: Sequence[nn.Module] | None = None,
 ) -> tuple[list[Stage], Crossing]:
-    """The stages, each of this `kind` and with its partition. Also every skip that crosses between two of them, as
-    (skip, source, readers)."""
+    """The stages, each of this `kind` and with its partition, and every skip that crosses between two of them."""
     ends = list(accumulate(balance))
     blocks = [list(layers[end - count : end]) for end, count in zip(ends, balance, strict=True)]
     layout = inspect_skip_layout([[layer for _, layer in block] for block in blocks])
@@ -85,8 +80,7 @@ def staged_plan(
     streams: bool,
     cut: bool,
 ) -> PipelinePlan:
-    """A plan with one segment per stage. With `streams`, CUDA stages get their own streams. With `cut`, segments are
-    cut out of autograd, so their graphs are searched."""
+    """A plan with one segment per stage. With `streams`, CUDA stages get streams. With `cut`, graphs are searched."""
     last = len(stages) - 1
     routes = [Route("input", OUTSIDE, (0,))]
     routes += [Route(f"main of stage {j}", j, (j + 1,)) for j in range(last)]

@@ -7,19 +7,17 @@
 Restoring the values afterwards would not work: autograd would detect that a saved tensor was modified in place. The
 modules therefore run on copies of their buffers during recomputation.
 
-Modules do not declare whether they write to buffers, so this is observed. PyTorch's norm layers write their running
-statistics in training and do not read them, so any copy serves. Every other module with buffers is observed in its
-first forward, once in training and once in evaluation. If it wrote, its buffers are copied before every forward. If
-not, only their versions are noted. A module that starts to write later causes an error at its recomputation, which
-would read other values. Its buffers are copied from then on.
+Modules do not declare whether they write to buffers, so this is observed in the first forward, once in training and
+once in evaluation. If a module wrote, its buffers are copied before every forward. If not, only their versions are
+noted. A module that starts to write later causes an error at its recomputation. PyTorch's norm layers write their
+running statistics in training and do not read them, so any copy serves.
 
 Weights and training modes must not change between the forward of a step and its recomputations (`ModuleVersions`):
 
     forward ... snapshot()     the caller's code: optimizers, eval(), end of a functional_call     verify() ... backward
 
-They are compared twice per step, between the walks, and not around every micro-batch. A layer that writes to its own
-weights while it runs, as ``Embedding(max_norm=...)`` does, is therefore not reported. Other attributes are not
-compared, because a layer can keep its own notes there, such as its last loss.
+They are compared between the walks. A layer that writes to its own weights while it runs, as ``Embedding(max_norm=)``
+does, is therefore not reported. Other attributes are not compared, because a layer can keep its own notes there.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -43,13 +41,10 @@ _WRITE_ONLY = frozenset((_BatchNorm.forward, _InstanceNorm.forward, SyncBatchNor
 
 
 def only_writes(module: nn.Module) -> bool:
-    """Whether the module's output does not depend on its buffers, as for a norm layer of PyTorch in training."""
     return module.training and type(module).forward in _WRITE_ONLY
 
 
 class BufferSnapshot:
-    """The buffers of one module at one time, and their tensor versions."""
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.key = module, module.training
@@ -57,7 +52,6 @@ class BufferSnapshot:
         self._held = self._now()
 
     def changed(self) -> bool:
-        """Whether a buffer was written to or replaced since then."""
         return self._now() != self._held
 
     def _now(self) -> list[tuple[str, int, int]]:
@@ -75,12 +69,10 @@ class Observations(NamedTuple):
 
 
 class StageReplay:
-    """Buffers and generators of the modules of one stage, and how to recompute with them. See the module docstring."""
+    """Buffers and generators of the modules of one stage, and how to recompute with them."""
 
     def __init__(self, index: int, layers: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
-        self.index = index
-        self.layers = layers
-        self._device = device
+        self.index, self.layers, self._device = index, layers, device
         self._defaults = generators_of([device])
         self._writes: dict[tuple[nn.Module, bool], bool] = {}
         self._norms: list[nn.Module] = []
@@ -89,18 +81,15 @@ class StageReplay:
         self._shared: frozenset[object] = frozenset()
         self._lock = StreamLock()
         self._passed: list[nn.Module] = []
+        # Idle: the modules hold only weights, so a run of the stage needs no surroundings.
         self.idle = self._alone = True
-        """Idle: the modules hold only weights, so a run of the stage needs no surroundings."""
 
     def serialize(self, shared: Iterable[object], lock: StreamLock) -> None:
         """Hold `lock` while a module or generator of `shared` can be written to, because other stages have it too."""
         self._shared, self._lock = frozenset(shared), lock
 
     def scan(self, norms: list[nn.Module], holders: list[nn.Module], sources: Iterable[torch.Generator]) -> None:
-        """Take over the scan of a step: norms that only write, other modules with buffers, generators of modules.
-
-        PyTorch's default generators are left to `weft.core.rng`.
-        """
+        """Take over the scan of a step: norms that only write, other modules with buffers, generators of modules."""
         self._norms, self._holders = norms, holders
         self._sources = [source for source in dict.fromkeys(sources) if source not in self._defaults]
         self.idle = not (norms or holders or self._sources)
@@ -109,7 +98,6 @@ class StageReplay:
         self._alone = not self._passed and self._shared.isdisjoint(self._sources)
 
     def around(self, context: MicroBatchContext) -> AbstractContextManager[None] | None:
-        """The context manager for a run of the stage. None if the run needs none."""
         if self.idle or (self._alone and not is_checkpointing() and not is_recomputing()):
             return None
         return self._surrounded(context)
@@ -125,7 +113,7 @@ class StageReplay:
                 yield
 
     def _can_write(self, module: nn.Module) -> bool:
-        """Whether the module writes to its buffers. A module that was not observed yet counts as one that does."""
+        # A module that was not observed yet counts as one that writes.
         return self._writes.get((module, module.training), True)
 
     def _noted(self, context: MicroBatchContext) -> Generator[None]:
@@ -201,8 +189,6 @@ def _set_buffers(module: nn.Module, buffers: Buffers) -> None:
 
 
 class _Versions(NamedTuple):
-    """All modules of a stage, in order: their training modes, their weights, and the tensor versions of those."""
-
     training: list[bool]
     weights: list[Tensor | None]
     versions: list[int]
@@ -216,11 +202,9 @@ class ModuleVersions:
         self.snapshot()
 
     def snapshot(self) -> None:
-        """Keep the present versions."""
         self._versions = [_versions_of(stage) for stage in self._stages]
 
     def verify(self) -> None:
-        """Raise ModuleChangedError if anything changed since the last `snapshot`. The error names it."""
         for stage, before in zip(self._stages, self._versions, strict=True):
             now = _versions_of(stage)
             same = (before.training, before.versions) == (now.training, now.versions)
@@ -248,7 +232,6 @@ def _versions_of(stage: StageReplay) -> _Versions:
 
 
 def _describe_difference(stage: StageReplay, before: _Versions, now: _Versions) -> str:
-    """The first difference, in words."""
     modules = [
         pair
         for name, layer in stage.layers

@@ -64,35 +64,26 @@ class Route:
 
 
 class Address(NamedTuple):
-    """Address of one value: its route, the stage that reads it, and the micro-batch that made it (below 0: initial).
-
-    A value travels once to each worker. If several stages of that worker read it, `reader` is the first of them.
-    """
+    """Address of one value: its route, the stage that reads it, and the micro-batch that made it (below 0: initial)."""
 
     route: int
-    reader: int
+    reader: int  # of several stages of one worker the first, because the value travels there once
     micro_batch: int
 
 
 class Delivery(NamedTuple):
-    """Readers of one route, grouped by worker.
+    """Readers of one route: one tuple of stages per worker, in the order of the workers; and that of each reader."""
 
-    `groups` has the stages that read the value, one tuple per worker, in the order of the workers. `group_of` gives
-    the group of each reader. Gradients are summed within a group first, and then over the groups. This order does not
-    depend on the executor, so all executors give the same bits.
-    """
-
+    # Gradients are summed within a group first, and then over the groups. This order does not depend on the executor,
+    # so all executors give the same bits.
     groups: tuple[tuple[int, ...], ...]
     group_of: dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """All routes of a model, by stage.
-
-    `inputs[s]` and `outputs[s]` are the numbers of the routes that stage s reads and writes, in the order in which its
-    function takes and returns their values.
-    """
+    """All routes of a model. `inputs[s]` and `outputs[s]` are the numbers of the routes that stage s reads and writes,
+    in the order in which its function takes and returns their values."""
 
     routes: tuple[Route, ...]
     stages: int
@@ -110,7 +101,6 @@ class Wiring:
         object.__setattr__(self, "outputs", numbered([(route.source,) for route in self.routes]))
 
     def deliveries(self, worker_of: tuple[int, ...]) -> tuple[Delivery, ...]:
-        """The delivery of every route. `worker_of` gives the worker of each stage."""
         if worker_of not in self._deliveries:
             self._deliveries[worker_of] = tuple(_delivery(route.readers, worker_of) for route in self.routes)
         return self._deliveries[worker_of]
@@ -124,13 +114,10 @@ def _delivery(readers: Sequence[int], worker_of: Sequence[int]) -> Delivery:
     return Delivery(groups, {reader: group for group in groups for reader in group})
 
 
-Given = dict[int, dict[Address, Message]]
-"""The messages that a walk starts with, by the segment that takes them."""
+Given = dict[int, dict[Address, Message]]  # the messages that a walk starts with, by the segment that takes them
 
 
 class EntryPoint(NamedTuple):
-    """The route and the segment at which a part of the mini-batch (the input, or the target) enters."""
-
     route: int
     segment: int
 
@@ -144,7 +131,6 @@ class EntryPoints:
     source: int
 
     def enter(self, micro_batches: Sequence[Sequence[Any]], *, streams: bool) -> Given:
-        """The messages for a forward walk: the parts of every micro-batch. With `streams` they can be on a GPU."""
         given: Given = {}
         for part, entry in enumerate(self.entries):
             for index, parts in enumerate(micro_batches):
@@ -156,16 +142,13 @@ class EntryPoints:
         return given
 
     def results(self, left: Mapping[Address, Message], count: int) -> list[Any]:
-        """The results of the last segment, one per micro-batch."""
         return [left[self._out(index)].value for index in range(count)]
 
     def seed(self, gradients: Sequence[Gradients], *, streams: bool) -> Given:
-        """The messages for a backward walk: the gradients of every result."""
         messages = [message_of(of_result) if streams else Message(of_result) for of_result in gradients]
         return {self.source: {self._out(index): message for index, message in enumerate(messages)}}
 
     def gradients(self, left: Mapping[Address, Message], count: int, parts: Sequence[int]) -> list[Gradients]:
-        """The gradients that a backward walk sent out for every micro-batch: those of the leaves of these `parts`."""
         entries = [self.entries[part] for part in parts]
         return [
             [leaf for route, segment in entries for leaf in left[Address(route, segment, index)].value]
@@ -177,7 +160,6 @@ class EntryPoints:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The leaf on another device. It is a leaf of its own, which requires a gradient if the original does."""
     if tensor.device == device:
         return tensor
     # The copy blocks if it is between CPU and CUDA. The caller can write to its pinned tensor as soon as the pipe
@@ -212,7 +194,6 @@ class StageDevice:
         self.device = device
 
     def receive(self, message: Message) -> Any:
-        """The value, on this device and ready to be read."""
         leaves, structure = flatten(message.value)
         return unflatten(structure, [self._arrive(x, message) if isinstance(x, Tensor) else x for x in leaves])
 
@@ -224,11 +205,9 @@ class StageDevice:
         return _moved(tensor, self.device)
 
     def send(self, value: Any) -> Message:
-        """The value, ready to be sent."""
         return Message(value)
 
     def stream_context(self) -> AbstractContextManager[object]:
-        """Context in which work runs on this device, and on its stream for computing."""
         return on_device(self.device)
 
 
@@ -295,18 +274,16 @@ def _cuda_devices(places: Iterable[StageDevice | None]) -> list[torch.device]:
 
 
 class CallerStreams:
-    """The caller's current streams on the devices of `places`, at the forward of a step.
-
-    Autograd runs the backward of a node on the stream of its forward, but only on the device of its output. On other
-    devices, the thread of backward uses its default streams, which did not wait for the caller's streams.
-    """
+    """The caller's current streams on the devices of `places`, at the forward of a step."""
 
     def __init__(self, places: Iterable[StageDevice | None]) -> None:
+        # Autograd runs the backward of a node on the stream of its forward, but only on the device of its output. On
+        # other devices, the thread of backward uses its default streams, which did not wait for those of the caller.
         self._streams: list[Any] = [torch.cuda.current_stream(device) for device in _cuda_devices(places)]
 
     @contextmanager
     def restored(self) -> Generator[None]:
-        """Context in which work runs on these streams. At both ends they and the thread's own streams are joined."""
+        """Context in which work runs on these streams, joined at both ends with those of the thread."""
         if not self._streams:
             yield
             return
@@ -374,6 +351,5 @@ def bind_parameters(
 
 
 def message_of(value: Any) -> Message:
-    """The message for a value of the caller, which is ready when the caller's stream has made it."""
     device = next((x.device for x in flatten(value)[0] if isinstance(x, Tensor) and x.is_cuda), None)
     return Message(value, None if device is None else torch.cuda.current_stream(device).record_event())

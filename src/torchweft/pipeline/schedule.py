@@ -31,6 +31,7 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 from torchweft.core.errors import ScheduleError, join_faults
+from torchweft.core.validation import suggest
 from torchweft.pipeline.actions import Action, Table, find_faults, waits, walk_table
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
@@ -57,8 +58,8 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read a table with one line per worker and actions separated by commas. Empty cells are bubbles. Also reads
-        the CSV tables of ``torch.distributed.pipelining``. Raises ScheduleError, which lists every invalid cell."""
+        """Read a table with one line per worker and actions separated by commas, also the CSV tables of
+        ``torch.distributed.pipelining``. Raises ScheduleError, which lists every invalid cell."""
         table: list[list[Action]] = []
         faults: list[str] = []
         for worker, line in enumerate(line for line in text.splitlines() if line.strip()):
@@ -80,8 +81,7 @@ class Schedule:
         return "".join(",".join(map(str, row)) + "\n" for row in self.workers)
 
     def _repr_html_(self) -> str:
-        """A table for notebooks with a row per worker and a column per unit of time, as if all actions took equally
-        long. A schedule that cannot run is shown without bubbles."""
+        """A table for notebooks with a column per unit of time, as if all actions took equally long."""
         rows = [dict(enumerate(row)) for row in self.workers]
         if not any(find_faults(self.workers)):
             rows = [dict[int, Action]() for _ in self.workers]
@@ -98,34 +98,26 @@ class Schedule:
 
     @cached_property
     def stages(self) -> int:
-        """The number of stages. They are numbered from 0."""
         return 1 + max((action.stage for row in self.workers for action in row), default=-1)
 
     @cached_property
     def micro_batches(self) -> int:
-        """The number of micro-batches. They are numbered from 0."""
         return 1 + max((action.micro_batch for row in self.workers for action in row), default=-1)
 
     @cached_property
     def worker_of(self) -> tuple[int, ...]:
-        """For every stage, the worker that holds it."""
         owner = {action.stage: worker for worker, row in enumerate(self.workers) for action in row}
         return tuple(owner[stage] for stage in range(self.stages))
 
     def check(self, *, stages: int | None = None, micro_batches: int | None = None) -> None:
-        """Check that the table can run, and that it does all the work once. A table of forwards alone is valid.
-
-        `stages` and `micro_batches`, if given, must be those of the table. Raises one ScheduleError that lists every
-        fault: unknown actions, idle workers, a stage on two workers, missing or repeated actions, both B and I or W for
-        one micro-batch on one stage, actions that come before their dependencies, deadlocks.
-        """
+        """Check that the table can run, and that it does all the work once. A table of forwards alone is valid. Raises
+        ScheduleError that lists every fault, such as other numbers than `stages` and `micro_batches`."""
         if faults := list(find_faults(self.workers, stages, micro_batches)):
             raise ScheduleError(join_faults("the schedule cannot be used", faults))
 
     @cached_property
     def order(self) -> tuple[tuple[int, Action], ...]:
-        """One serial order as (worker, action) pairs. Every list keeps its own order, and the micro-batch that has come
-        furthest goes first. Raises ScheduleError on a deadlock."""
+        """One serial order as (worker, action) pairs. Raises ScheduleError on a deadlock."""
         order, stuck = walk_table(self.workers, waits(self.workers))
         if stuck:
             raise ScheduleError(join_faults("the schedule has no valid order", stuck))
@@ -139,8 +131,8 @@ class Schedule:
 
     @cached_property
     def backward_at_once(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) pairs with a backward that their worker runs directly after their forward.
-        Recomputation would save no memory there. Empty if the caller's code runs between forward and backward."""
+        """The (stage, micro-batch) pairs with a backward that their worker runs directly after their forward."""
+        # Recomputation would save no memory there. If the loss is outside, the code of the caller runs in between.
         return frozenset(
             (one.stage, one.micro_batch)
             for row in self.workers
@@ -149,8 +141,8 @@ class Schedule:
         )
 
     def live(self) -> tuple[int, ...]:
-        """For every stage, the largest number of micro-batches that it holds for backward at one time. A micro-batch is
-        held from the start of F to the end of the last of B, I and W."""
+        """For every stage, the largest number of micro-batches that it holds for backward at one time: from the start
+        of F to the end of the last of B, I and W."""
         now, most = [0] * self.stages, [0] * self.stages
         for action in (action for row in self.workers for action in row):
             # I keeps the graph, because W still reads it.
@@ -160,7 +152,6 @@ class Schedule:
 
     @cached_property
     def forward_only(self) -> "Schedule":
-        """The F actions, in order. A valid schedule."""
         return self._where(lambda action: action.kind == "F")
 
     @cached_property
@@ -169,8 +160,7 @@ class Schedule:
         return self._where(lambda action: action.kind != "F")
 
     def restricted(self, micro_batches: int) -> "Schedule":
-        """The schedule of the first micro-batches. Valid if this one is, because micro-batches do not depend on each
-        other."""
+        """The schedule of the first micro-batches. Valid if this one is, because they do not depend on each other."""
         return self._where(lambda action: action.micro_batch < micro_batches)
 
     def _where(self, keep: Callable[[Action], bool]) -> "Schedule":
@@ -185,8 +175,8 @@ def _cell(action: Action | None) -> str:
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """Fill and drain (Huang et al., GPipe, 2019): all forward, then all backward in reverse order. Raises ScheduleError
-    when a size is below 1. In torch: ``ScheduleGPipe``.
+    """Fill and drain (Huang et al., GPipe, 2019): all forward, then all backward in reverse order. In torch:
+    ``ScheduleGPipe``.
 
     Example:
         >>> print(weft.pipeline.gpipe(2, 2).text())
@@ -200,8 +190,7 @@ def looped_bfs(stages: int, micro_batches: int, workers: int | None = None) -> S
     """All forward, stage by stage, then all backward in reverse order (breadth-first; Lamy-Poirier, arXiv 2211.05953).
     In torch: ``ScheduleLoopedBFS``.
 
-    Worker w holds the stages w, w + workers, and so on. By default there is a worker for every two stages. Every stage
-    holds all micro-batches. Raises ScheduleError when a size is below 1, or the stages do not fit the workers.
+    Worker w holds the stages w, w + workers, and so on, by default two stages. Every stage holds all micro-batches.
 
     Example:
         >>> print(weft.pipeline.looped_bfs(2, 2).text())
@@ -217,8 +206,7 @@ def looped_bfs(stages: int, micro_batches: int, workers: int | None = None) -> S
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     """One forward, one backward (PipeDream-Flush; Narayanan et al., 2021). Stage s holds at most
-    ``min(stages - s, micro_batches)`` micro-batches. Raises ScheduleError when a size is below 1. In torch:
-    ``Schedule1F1B``.
+    ``min(stages - s, micro_batches)`` micro-batches. In torch: ``Schedule1F1B``.
 
     Example:
         >>> print(weft.pipeline.one_f_one_b(2, 2).text())
@@ -232,8 +220,7 @@ def interleaved(stages: int, micro_batches: int, workers: int | None = None) -> 
     """1F1B with several stages per worker, which shortens the bubble (Megatron-LM; Narayanan et al., arXiv 2104.04473).
     In torch: ``ScheduleInterleaved1F1B``, which is defined for fewer numbers of micro-batches.
 
-    Worker w holds the stages w, w + workers, and so on. By default there is a worker for every two stages. Raises
-    ScheduleError when a size is below 1, or the stages do not fit the workers.
+    Worker w holds the stages w, w + workers, and so on, by default two stages.
 
     Example:
         >>> print(weft.pipeline.interleaved(4, 2).text())
@@ -250,8 +237,7 @@ def zero_bubble(stages: int, micro_batches: int, workers: int | None = None) -> 
     torch: ``ScheduleInterleavedZeroBubble``, which is defined for fewer numbers of micro-batches.
 
     By default there is a worker per stage, and every stage holds at most ``min(stages, micro_batches)`` micro-batches.
-    With fewer workers, worker w holds the stages w, w + workers, ... Raises ScheduleError when a size is below 1, or
-    the stages do not fit the workers.
+    With fewer workers, worker w holds the stages w, w + workers, ...
 
     Example:
         >>> print(weft.pipeline.zero_bubble(2, 2).text())
@@ -263,8 +249,7 @@ def zero_bubble(stages: int, micro_batches: int, workers: int | None = None) -> 
 
 
 def _alternate(stages: int, micro_batches: int, workers: int, *, hop: int, split: bool = False) -> Schedule:
-    """One forward, one backward, over rounds of micro-batches. A worker takes a round through one of its stages after
-    the other. Before its first backward it runs `hop` forwards more than the worker after it."""
+    """One forward, one backward, over rounds of micro-batches."""
     # A round has at least as many micro-batches as there are workers. Otherwise a worker idles before its next stage.
     # The first round is the largest. If a later one were larger, its forwards would be late, and workers deadlock.
     rounds = max(1, micro_batches // workers)
@@ -276,6 +261,7 @@ def _alternate(stages: int, micro_batches: int, workers: int, *, hop: int, split
         forwards = [Action(stage, "F", i) for _, stage, i in sorted(work)]
         last_stage_first = sorted(work, key=lambda item: (item[0], -item[1], item[2]))
         backwards = [Action(stage, "I" if split else "B", i) for _, stage, i in last_stage_first]
+        # Before its first backward, a worker runs `hop` forwards more than the worker after it.
         ahead = (len(held) - 1) * largest + hop * (workers - 1 - worker)
         # Worker w delays each W by w turns, so that the first gradients travel back without waiting for any W.
         weights = [None] * worker + [action._replace(kind="W") for action in backwards if split]
@@ -289,8 +275,7 @@ def zbv(stages: int, micro_batches: int) -> Schedule:
     al., arXiv 2401.10241 and 2405.15362). In torch: ``ScheduleZBVZeroBubble``.
 
     If F, I and W take equally long, and there are at least 2W - 1 micro-batches, no worker idles between its first and
-    its last action. Fewer micro-batches run the first part of that table. A worker holds at most 2W micro-batches, both
-    stages together. Raises ScheduleError when a size is below 1, or the number of stages is odd.
+    its last action. Fewer micro-batches run the first part of that table. A worker holds at most 2W micro-batches.
 
     Example:
         >>> print(weft.pipeline.zbv(2, 2).text())
@@ -312,8 +297,7 @@ def dualpipev(stages: int, micro_batches: int) -> Schedule:
     ``ScheduleDualPipeV``, which is defined for at least as many micro-batches as stages.
 
     Most backwards are whole, and each comes after a forward of the worker's other stage. Fewer micro-batches than
-    stages run the first part of the table. Of W workers, a worker holds at most 2W + 1 micro-batches, both stages
-    together. Raises ScheduleError when a size is below 1, or the number of stages is odd.
+    stages run the first part of the table. Of W workers, a worker holds at most 2W + 1 micro-batches.
 
     Example:
         >>> print(weft.pipeline.dualpipev(2, 2).text())
@@ -335,13 +319,12 @@ def dualpipev(stages: int, micro_batches: int) -> Schedule:
 
 
 def _in_v(rows: Sequence[str], micro_batches: int) -> Schedule:
-    """The first micro-batches of a table with two stages per worker. Each letter is the kind of an action, in lower
-    case for the worker's second stage. Each kind takes the micro-batches of a stage in order."""
     table: list[tuple[Action, ...]] = []
     for worker, row in enumerate(rows):
         done: Counter[tuple[int, str]] = Counter()
         actions: list[Action] = []
         for letter in row:
+            # A capital is the first stage of the worker, a small letter the second.
             stage, kind = worker if letter.isupper() else 2 * len(rows) - 1 - worker, letter.upper()
             parts = "IW" if kind == "B" else kind
             actions.append(Action(stage, kind, done[stage, parts[0]]))
@@ -350,8 +333,7 @@ def _in_v(rows: Sequence[str], micro_batches: int) -> Schedule:
     return Schedule(tuple(table)).restricted(micro_batches)
 
 
-ScheduleFunction = Callable[[int, int], Schedule]
-"""``function(stages, micro_batches)`` returns the schedule."""
+ScheduleFunction = Callable[[int, int], Schedule]  # of the numbers of stages and micro-batches
 
 SCHEDULES: dict[str, ScheduleFunction] = {
     "gpipe": gpipe,
@@ -367,20 +349,17 @@ SCHEDULES: dict[str, ScheduleFunction] = {
 
 @lru_cache
 def build(schedule: str | Schedule | ScheduleFunction, stages: int, micro_batches: int) -> Schedule:
-    """The checked schedule for these numbers of stages and micro-batches.
-
-    `schedule` is a name from `SCHEDULES`, a table as text, a `Schedule`, or a function of both numbers. The function is
-    called once for each pair of numbers. A table must have exactly these stages and at least these micro-batches.
-    Further micro-batches are dropped. Raises ScheduleError for an unknown name, and with all faults of a table.
-    """
+    """The checked schedule for these numbers of stages and micro-batches. Further micro-batches of a table are dropped.
+    Raises ScheduleError for an unknown name, and with all faults of a table."""
     if isinstance(schedule, str):
         if schedule in SCHEDULES:
             return SCHEDULES[schedule](stages, micro_batches)
         text = schedule.strip()
         if not ("," in text or "\n" in text or _ACTION.fullmatch(text)):
             raise ScheduleError(
-                f"there is no schedule {schedule!r}. Give one of {', '.join(SCHEDULES)}, or a table as text, with a "
-                "line per worker of actions separated by commas: 0F0,0F1,0B1,0B0"
+                f"there is no schedule {schedule!r}{suggest(schedule, SCHEDULES) or '.'} Give one of "
+                f"{', '.join(SCHEDULES)}, or a table as text, with a line per worker of actions separated by commas: "
+                "0F0,0F1,0B1,0B0"
             )
         schedule = Schedule.parse(schedule)
     _check_sizes(stages, micro_batches)
@@ -392,6 +371,7 @@ def build(schedule: str | Schedule | ScheduleFunction, stages: int, micro_batche
                 "micro-batches, but it must return a weft.Schedule"
             )
         schedule = result
+    # Cached by `lru_cache`, so a table is checked once and not at every step.
     schedule.check(stages=stages, micro_batches=max(micro_batches, schedule.micro_batches))
     return schedule.restricted(micro_batches)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runt
 import torch
 from torch import nn
 
+from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator
 from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
 from torchweft.pipeline.config import (
@@ -67,13 +68,10 @@ class FixedSettings(NamedTuple):
 
     @property
     def of_runtime(self) -> tuple[LossFunction | None, str, LossWeight | None, BatchDims]:
-        """The part that a `PipeRuntime` needs."""
         return self.loss, self.reduction, self.loss_weight, self.dims
 
 
 class LayoutArguments(NamedTuple):
-    """The arguments of a pipe that decide its stages, as given."""
-
     balance: Any
     devices: Any
     sample: Any
@@ -95,20 +93,16 @@ class Cuts(NamedTuple):
 
 
 MakePipe = Callable[..., Any]
+# Builds the runtime again if settings have changed. With compare=False, ranks do not compare them.
 CurrentRuntime = Callable[..., PipeRuntime]
-"""Builds the runtime again if settings have changed. With ``compare=False``, ranks do not compare them."""
 
 
 class PipeLayout:
-    """The layers of an `nn.Sequential` in a single process, and the base of the other layouts, which override it.
-
-    `balance` says how many layers each stage has.
-    """
+    """The layers of an `nn.Sequential` in a single process, and the base of the other layouts, which override it."""
 
     _stage_type: type[Stage] = Stage
     _fixed: FixedSettings
-    hides_tensors = False
-    """Whether tensors of other ranks are hidden."""
+    hides_tensors = False  # whether tensors of other ranks are hidden
 
     def __init__(self) -> None:
         self._partitions: tuple[Any, list[nn.Sequential]] = (None, [])
@@ -124,13 +118,13 @@ class PipeLayout:
         sizes = None if balance is None else check.call(sizes_of, balance)
         places = None if devices is None else check.call(places_of, devices)
         layout = None
+        # Only if all parts are valid. A default in the place of an invalid part would be a fault of its own.
         if layers is not None and (sizes is None) == (balance is None) and (places is None) == (devices is None):
             layout = check.call(resolve_layout, module, sizes, places, given.sample)
         resolved_sizes, resolved_places = layout or ([], [])
         return Cuts(len(resolved_sizes or sizes or places or ()), resolved_sizes, resolved_places)
 
     def check_cuts(self, check: Validator, settings: PipeSettings, layers: Layers) -> Cuts:
-        """Return the stages for the current settings. Notes all faults of the settings in `check`."""
         sizes, places = check.call(sizes_of, settings.balance), check.call(places_of, settings.devices)
         layout = None
         if sizes is not None and places is not None:
@@ -138,10 +132,7 @@ class PipeLayout:
         return Cuts(len(sizes or ()), *(layout or (settings.balance, settings.devices)))
 
     def take_model(self, fixed: FixedSettings, settings: PipeSettings, model: nn.Module, *, deferred: bool) -> Layers:
-        """Return the layers that become children of the pipe. `deferred`: convert their batch norms.
-
-        Layers move to the devices of their stages, except those on the meta device.
-        """
+        """Return the layers that become children of the pipe. `deferred`: convert their batch norms."""
         self._fixed = fixed
         layers = cast("nn.Sequential", model)
         pairs = zip(layers_of(layers), _device_per_layer(settings), strict=True)
@@ -151,46 +142,48 @@ class PipeLayout:
         return [(name, layer if on_meta(layer) else layer.to(device)) for name, layer, device in converted]
 
     def stages(self, settings: PipeSettings, layers: Layers) -> tuple[list[Stage], Crossing]:
-        """The stages, and the values that cross between them."""
         partitions = self.partitions(settings, layers)
         return build_stages(layers, settings.balance, settings.devices, self._stage_type, partitions)
 
     def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: bool) -> Any:
-        """The batch axis of every argument, as `MiniBatch` takes it."""
         return self._fixed.dims.of_call(len(args), kwargs.keys(), target=target)
 
     def partitions(self, settings: PipeSettings, layers: Layers) -> list[nn.Sequential]:
-        """See `Pipe.partitions`."""
         source = (layers, list(settings.balance))
+        # The same objects until something changes, because users attach hooks to them.
         if self._partitions[0] != source:
             rest = iter(layers)
             self._partitions = source, [nn.Sequential(OrderedDict(islice(rest, size))) for size in source[1]]
         return self._partitions[1]
 
+    @property
+    def routes(self) -> Any:
+        raise UsageError(
+            "pipe.routes lists what crosses between the stages of a model that is cut by split=. This pipe has the "
+            "layers of an nn.Sequential: the output of each stage goes to the next one, and a skip from its stash to "
+            "its pops (see pipe.partitions). weft.pipeline.MemoryRecorder counts their bytes"
+        )
+
     def devices_by_tensor(self, settings: PipeSettings, layers: Layers) -> dict[int, torch.device]:
-        """The device of each parameter and buffer, by its id(). A shared tensor is on that of its first stage."""
         devices: dict[int, torch.device] = {}
         for (_, layer), device in zip(layers, _device_per_layer(settings), strict=True):
             for tensor in (*layer.parameters(), *layer.buffers()):
+                # The first stage counts, as it does for a layer that occurs twice.
                 devices.setdefault(id(tensor), device)
         return devices
 
     def new_runtime(self, settings: PipeSettings, layers: Layers, *, allows_external_loss: bool) -> PipeRuntime:
-        """A runtime for the current settings."""
         built, options = self.stages(settings, layers), (settings.checkpoint, settings.executor)
         return PipeRuntime(*built, *options, *self._fixed.of_runtime, allows_external_loss=allows_external_loss)
 
     def key(self, settings: PipeSettings) -> tuple[Any, ...]:
-        """The state of the layout that requires another runtime if it changes."""
         return ()
 
     def statistics(self, settings: PipeSettings) -> dict[str, Any]:
-        """The layout's part of `Pipe.statistics`."""
         return {"balance": list(settings.balance)}
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """See `Pipe.group`."""
         return None
 
     def with_placeholders(self) -> AbstractContextManager[None]:

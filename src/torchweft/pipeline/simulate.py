@@ -1,8 +1,7 @@
 """Simulation of a schedule: its time and its bytes before it runs, from measured costs.
 
-Time. A worker runs its list in order. An action starts as soon as its worker is free and its dependencies are done. A
-stage that recomputes does so (R) before its backward. R needs only its own worker, so it can start while the gradient
-is still on its way:
+A worker runs its list in order. An action starts as soon as its worker is free and its dependencies are done. R, the
+recomputation before a backward, needs only its own worker, so it can start while the gradient is still on its way:
 
     worker 0   ├─ 0F0 ─┤├─ 0F1 ─┤├─ 0R1 ─┤          ├── 0B1 ──┤├─ 0R0 ─┤├── 0B0 ──┤
     worker 1            ├─ 1F0 ─┤├─ 1F1 ─┤├── 1B1 ──┤├── 1B0 ──┤
@@ -17,14 +16,12 @@ Memory is a pure function of lifetimes, one per micro-batch:
     value              ├──────────────────────────┤           made by stage 0: end of its F to end of the
                                                               last reader's B, and of its own if kept there
 
-Where B is split into I and W, the end of W replaces the end of B. A graph counts for its stage. A value counts once,
-for the stage that made it. Values from outside belong to the caller and do not count. In a forward-only schedule no
-graph is kept, and a value lives until the end of its last reader's F. Intervals that merely touch do not overlap. A
-real run resolves such ties nondeterministically, and its peak can then differ by one value. Gradients on their way are
-not counted.
+Where B is split, the end of W replaces the end of B. A value counts once, for the stage that made it. Values from
+outside and gradients on their way do not count. A real run resolves ties nondeterministically, so its peak can differ
+by one value.
 
-Costs come from recordings of a few steps: times from a `Recorder`, and bytes from a `MemoryRecorder`. Record them in
-different steps, because inspecting every tensor that autograd saves takes time.
+Times come from a `Recorder`, and bytes from a `MemoryRecorder`. Record them in different steps, because inspecting
+every tensor that autograd saves takes time.
 """
 
 import math
@@ -50,49 +47,43 @@ from torchweft.pipeline.tracing import Recorder, seeing_saved, storages
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of one micro-batch on one stage. Times are in seconds (or any one unit), all at least 0."""
+    """Cost of one micro-batch on one stage. Times are in seconds (or any one unit). I and W take half of `backward`
+    each. `recompute` is the time of the second forward, 0 if the graph is kept. `saved_bytes` are those that the graph
+    keeps, without the values that the stage reads and makes. `recomputed_bytes` are those of a recomputed graph, by
+    default with the values that the first graph would keep (`ValueCost.kept_by_source`)."""
 
     forward: float
     backward: float
-    """Time of B without recomputation. I and W take half of it each."""
     recompute: float = 0.0
-    """Time of the second forward. 0 if the graph is kept."""
     saved_bytes: int = 0
-    """Bytes that the graph of one micro-batch keeps, without the values that the stage reads and makes."""
     recomputed_bytes: int | None = None
-    """The same for a recomputed graph. By default `saved_bytes` plus the values that the first graph would keep
-    (`ValueCost.kept_by_source`), because the second graph has its own copies."""
 
 
 @dataclass(frozen=True)
 class ValueCost:
-    """A value that crosses a cut in every micro-batch: the main path or a skip."""
+    """A value that crosses a cut in every micro-batch: the main path or a skip. `source` is the stage that makes it, -1
+    for one from outside. `kept_by_source`: the graph of the source holds it too, until the end of its backward."""
 
     source: int
-    """The stage that makes it, or -1 when it comes from outside."""
     readers: tuple[int, ...]
-    """The stages that read it."""
     bytes: int
     kept_by_source: bool = False
-    """Whether the source's own graph holds it too, until the end of its backward (unless the source recomputes)."""
 
 
 class Span(NamedTuple):
-    """One action in time. Recomputation is a span of its own, of kind R."""
-
     worker: int
     action: Action
     start: float
     end: float
 
 
-Curve = tuple[tuple[float, int], ...]
-"""Steps (time, bytes from that time on), in order of time. No bytes are alive before the first."""
+Curve = tuple[tuple[float, int], ...]  # (time, bytes from that time on), in order of time
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The result of `forecast`. `spans` are in order of their start.
+    """The result of `forecast`. `spans` are in order of their start. `stage_bytes` are the graphs that a stage keeps
+    and the values that it made, `live_bytes` those of all stages together.
 
     Example:
         >>> from torchweft.pipeline.simulate import StageCost, forecast
@@ -102,13 +93,10 @@ class Forecast:
 
     spans: tuple[Span, ...]
     stage_bytes: tuple[Curve, ...]
-    """Per stage: the graphs that it keeps and the values that it made."""
     live_bytes: Curve
-    """Over all stages together."""
 
     @cached_property
     def total(self) -> float:
-        """The end of the last action. The first starts at 0."""
         return max((span.end for span in self.spans), default=0.0)
 
     @cached_property
@@ -120,12 +108,10 @@ class Forecast:
 
     @cached_property
     def stage_peaks(self) -> tuple[int, ...]:
-        """The largest number of bytes alive at one time, for each stage."""
         return tuple(max((level for _, level in curve), default=0) for curve in self.stage_bytes)
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The largest number of bytes alive at one time, over all stages together."""
         return max((level for _, level in self.live_bytes), default=0)
 
 
@@ -136,12 +122,8 @@ def forecast(
     *,
     checkpointed: Callable[[int, int], bool] | None = None,
 ) -> Forecast:
-    """Predict when every action runs, and the bytes alive at each time.
-
-    `stages` holds the costs of each stage, `values` the values that cross the cuts. `checkpointed(stage, micro_batch)`
-    returns whether a graph is recomputed, by default whether the `recompute` of the stage is not 0. Graphs of
-    `Schedule.backward_at_once` are never recomputed. Raises ScheduleError with all faults of the schedule or costs.
-    """
+    """Predict when every action runs, and the bytes alive at each time. `checkpointed(stage, micro_batch)` returns
+    whether a graph is recomputed, by default if the stage has a `recompute` time. Raises ScheduleError."""
     schedule.check(stages=len(stages))
     with Validator("nothing can be forecast from these costs", ScheduleError) as check:
         for stage, cost in enumerate(stages):
@@ -172,7 +154,6 @@ class _Lifetime(NamedTuple):
 def _spans(
     schedule: Schedule, costs: Sequence[StageCost], recomputes: Callable[[int, int], bool]
 ) -> dict[Action, Span]:
-    """The spans by list scheduling. Any valid serial order gives the same times."""
     waiting = waits(schedule.workers)
     free = [0.0] * len(schedule.workers)
     spans: dict[Action, Span] = {}
@@ -181,6 +162,7 @@ def _spans(
         spans[action] = Span(worker, action, start, start + duration)
         free[worker] = start + duration
 
+    # Any valid serial order gives the same times, because a start depends only on earlier ends.
     for worker, action in schedule.order:
         stage, kind, micro_batch = action
         cost = costs[stage]
@@ -195,11 +177,9 @@ def _spans(
 def _lifetimes(
     schedule: Schedule, spans: dict[Action, Span], costs: Sequence[StageCost], values: Sequence[ValueCost]
 ) -> Iterator[_Lifetime]:
-    """Lifetimes of graphs and values. A graph lives from F, or from its recomputation, to the end of its backward.
-    Without a backward there are no graphs."""
+    """Lifetimes of graphs and values. A graph lives from F, or from its recomputation, to the end of its backward."""
 
     def last(stage: int, micro_batch: int) -> Span:
-        """The last action of a stage on a micro-batch."""
         return next(spans[a] for k in "WBF" if (a := Action(stage, k, micro_batch)) in spans)
 
     for (stage, kind, i), span in spans.items():
@@ -223,7 +203,7 @@ def _lifetimes(
 
 
 def _curve(lifetimes: Iterable[_Lifetime]) -> Curve:
-    """Add up lifetimes. All changes at one time make one step."""
+    # All changes at one time make one step. Intervals that touch therefore do not overlap.
     changes: Counter[float] = Counter()
     for life in lifetimes:
         changes[life.start] += life.bytes
@@ -232,14 +212,12 @@ def _curve(lifetimes: Iterable[_Lifetime]) -> Curve:
     return tuple(zip(times, accumulate(changes[time] for time in times), strict=True))
 
 
+# Bytes by address. An address identifies a storage only while it is alive, as the tensors of one micro-batch are.
 Storages = dict[int, int]
-"""Bytes by address. An address identifies a storage only while it is alive."""
 
 
 @dataclass
 class _Sent:
-    """One storage on its way: the stages that read it, and whether the graph of its source holds it too."""
-
     bytes: int
     kept: bool
     readers: set[int] = field(default_factory=set[int])
@@ -269,7 +247,6 @@ class MemoryRecorder:
 
     @contextmanager
     def action_scope(self, kind: str, action: Action) -> Generator[None]:
-        """See `Observer`."""
         if kind not in "FR":
             yield
             return
@@ -281,10 +258,10 @@ class MemoryRecorder:
         with seeing_saved(lambda tensor: saved.update(self._storages(tensor))):
             yield
         with self._lock:
+            # A value that the stage received belongs to its source, and counts there.
             graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
-        """See `Observer`. The graph that made the value is complete and still alive."""
         if address.reader < 0:
             return
         sizes = self._storages(value)
@@ -309,17 +286,14 @@ class MemoryRecorder:
         return round(mean(sizes)) if sizes else None
 
     def values(self) -> list[ValueCost]:
-        """The values that cross the cuts, by source and readers, with the mean bytes of a micro-batch.
-
-        The share that the graph of the source keeps is taken from the micro-batches that are not recomputed. If all are
-        recomputed, it is 0.
-        """
+        """The values that cross the cuts, by source and readers, with the mean bytes of a micro-batch."""
         total: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         held: dict[tuple[int, tuple[int, ...], bool], int] = defaultdict(int)
         for at, sent in self._sent.items():
             for storage in sent.values():
                 route = at[0], tuple(sorted(storage.readers))
                 total[route] += storage.bytes
+                # A recomputed graph keeps its own copies, so only the other micro-batches show what a graph keeps.
                 if at not in self._again:
                     held[*route, storage.kept] += storage.bytes
         counts = Counter(source for source, _ in self._sent)
@@ -338,7 +312,8 @@ class MemoryRecorder:
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost of one micro-batch on each stage, and the values that cross the cuts.
+    """Cost of one micro-batch on each stage, and the values that cross the cuts. `recomputed` are the (stage,
+    micro-batch) pairs that ran their forward twice.
 
     Example:
         >>> from torchweft.pipeline.simulate import StageCost
@@ -350,19 +325,16 @@ class Costs:
     stages: list[StageCost]
     values: list[ValueCost] = field(default_factory=list[ValueCost])
     recomputed: frozenset[tuple[int, int]] = frozenset()
-    """The (stage, micro-batch) pairs that ran their forward twice."""
 
     def forecast(self, schedule: Schedule) -> Forecast:
-        """The forecast of a schedule at these costs, with the same recomputations."""
         again = self.recomputed
         return forecast(schedule, self.stages, self.values, checkpointed=lambda stage, i: (stage, i) in again)
 
 
 def costs_from(recorders: Sequence[Recorder], sizes: MemoryRecorder | None = None) -> Costs:
-    """The costs in recorded steps of one pipe: the median time of each kind per stage.
+    """The costs in recorded steps of one pipe: the median time of each kind per stage, one recorder per step.
 
-    Give one recorder per step, after some steps to warm up. I and W together count as B. Without `sizes` bytes are 0.
-    Raises UsageError if no event was recorded.
+    I and W together count as B. Without `sizes` bytes are 0. Raises UsageError if no event was recorded.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])

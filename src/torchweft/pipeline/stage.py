@@ -45,16 +45,14 @@ class ModuleScan(NamedTuple):
 
 
 _SETTINGS = frozenset((bool, float))
+# The number of attributes that every new module has. A scan skips them, because reading them would take memory accesses
+# that miss every cache after a step.
 TABLES = len(vars(nn.Module()))
-"""The number of attributes that every new module has. A scan skips them, because reading them would take memory
-accesses that miss every cache after a step."""
 _NO_SKIPS: dict[Skip, Any] = {}
 _hooks_of_all_modules = cast("dict[int, Any]", cast(Any, modules.module)._global_forward_pre_hooks)
 
 
 class StageTracker(SkipTracker):
-    """The skips of one stage and one micro-batch: those that arrived, and those stashed here."""
-
     def __init__(self, arrived: Mapping[Skip, Tensor | None]) -> None:
         super().__init__()
         self.values: dict[Skip, Tensor | None] = dict(arrived)
@@ -78,32 +76,26 @@ class Stage:
         device: torch.device,
         popped: Sequence[Skip],
         stashed: Sequence[Skip],
-        first: int = 0,
-        partition: nn.Module | None = None,
+        first: int = 0,  # the number of the first layer in the model
+        partition: nn.Module | None = None,  # the same layers, for hooks of the user
     ) -> None:
-        """`first` is the number of the first layer in the whole model. `partition` holds the same layers for the user,
-        who can attach hooks to it."""
-        self.index = index
-        self.first = first
+        self.index, self.first, self.device = index, first, device
         self.layers = list(layers)
-        self.device = device
-        self.popped = tuple(popped)
-        self.stashed = tuple(stashed)
+        self.popped, self.stashed = tuple(popped), tuple(stashed)
         modules = [module for _, layer in layers for module in layer.modules()]
         self._skips = any(isinstance(module, Skippable) for module in modules)
         self._copies_input = _writes_early(modules)
-        self._deferred = False
         self._partition = partition
-        self._hooked = False
+        self._deferred = self._hooked = False
         self.replay = StageReplay(index, self.layers, device)
 
     def __call__(self, context: MicroBatchContext, main: Any, *skips: Any) -> tuple[Any, ...]:
-        """Run the layers on one micro-batch: the function of this stage's segment."""
         result, stashed = self.run(context, main, dict(zip(self.popped, skips, strict=True)))
         return (result, *(stashed[skip] for skip in self.stashed))
 
     def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """As `__call__`, with the skips by name. The result also holds the skips that stay inside."""
+        # Each micro-batch gets a view of the mini-batch. A write into it would change the tensor of the caller.
         if self._copies_input:
             main = map_leaves(_copied, main)
         if _hooks_of_all_modules:
@@ -111,6 +103,7 @@ class Stage:
             skips = {skip: map_leaves(_no_leaf, value) for skip, value in skips.items()}
         rng: RngStreams = context.random
         around = None if self.replay.idle else self.replay.around(context)
+        # Most stages draw nothing and have no buffers to restore. They are spared three context managers.
         if rng.quiet and around is None and not self._deferred:
             return self._tracked(context, main, skips, None)
         draws = nullcontext() if rng.quiet else rng.scope(self.index, context.micro_batch)
@@ -118,11 +111,6 @@ class Stage:
             return self._tracked(context, main, skips, next_layer)
 
     def scan(self) -> ModuleScan:  # noqa: PLR0912 - one walk over the modules, at every step
-        """Walk over all modules once, and collect everything that a step needs to know about them.
-
-        It reads the modules' tables itself, because it runs at every step and `named_modules` takes three times as
-        long.
-        """
         parameters: dict[int, nn.Parameter] = {}
         settings: list[bool | float] = []
         deferred: list[DeferredBatchNorm] = []
@@ -130,12 +118,14 @@ class Stage:
         holders: list[nn.Module] = []
         sources: list[torch.Generator] = []
         at_home, home = True, self.device
+        # `named_modules` takes three times as long, and this runs at every step.
         stack: list[nn.Module | None] = [layer for _, layer in reversed(self.layers)]
         while stack:
             module = stack.pop()
             if module is None:
                 continue
             settings.append(module.training)
+            # Dropout rates, momentum and the like: with other settings, the layers can draw differently.
             for attribute in islice(vars(module).values(), TABLES, None):
                 if type(attribute) in _SETTINGS:
                     settings.append(attribute)
@@ -164,11 +154,10 @@ class Stage:
         return ModuleScan(list(parameters.values()), tuple(settings), deferred, [] if at_home else self._misplaced())
 
     def find_hooks(self) -> None:
-        """Check for module hooks on the partition, once per step rather than per micro-batch."""
+        # Once per step, and not per micro-batch.
         self._hooked = self._partition is not None and any(getattr(self._partition, table) for table in _HOOKS)
 
     def _misplaced(self) -> list[str]:
-        """Every parameter and buffer on another device than the stage, in words."""
         return [
             f"{name}.{key} is on {tensor.device}, stage {self.index} on {self.device}"
             for name, layer in self.layers
@@ -202,7 +191,6 @@ class Stage:
         return value
 
     def _by_partition(self, partition: nn.Module, value: Any) -> Any:
-        """Run the layers through the module that has hooks."""
         if type(value) is CallArguments:
             raise UsageError(
                 "pipe.partitions[0] has hooks, so it is called as an nn.Sequential with one argument, but the pipe got "
@@ -235,6 +223,7 @@ def _writes_early(modules: Sequence[nn.Module]) -> bool:
     for module in modules:
         if getattr(module, "inplace", False) is True:
             return True
+        # Its output is a new tensor, so later modules cannot write into the input.
         if module._parameters and not list(module.children()):
             return False
     return False
@@ -248,6 +237,7 @@ def serialize_shared(stages: Sequence[Stage]) -> None:
         owners.update(modules)
         owners.update({x for module in modules for x in vars(module).values() if type(x) is torch.Generator})
     shared = [owner for owner, count in owners.items() if count > 1]
+    # One lock for all of them. With several, two stages could each hold one and wait for the other.
     lock = StreamLock()
     for stage in stages:
         stage.replay.serialize(shared, lock)

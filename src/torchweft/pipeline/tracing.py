@@ -18,13 +18,14 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchweft.core.errors import InPlaceError
+from torchweft.core.errors import InPlaceError, UsageError
 from torchweft.core.pytree import flatten
 from torchweft.pipeline.routing import Address
 from torchweft.pipeline.schedule import Action
@@ -40,11 +41,27 @@ class Observer(Protocol):
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
         """Called when a value of stage `source` is sent to a reader, which reads it with that micro-batch."""
-        ...
 
     def released(self, action: Action) -> None:
         """Called when the tape of the action's stage and micro-batch is freed."""
-        ...
+
+
+_observers_of_new: list[Callable[[Any], Observer]] = []
+
+
+@contextmanager
+def observing_new_pipes(make_observer: Callable[[Any], Observer]) -> Generator[None]:
+    """Observe every pipe that is made in this context, but no copy of it, by the observer that is made for it."""
+    _observers_of_new.append(make_observer)
+    try:
+        yield
+    finally:
+        _observers_of_new.remove(make_observer)
+
+
+def observer_of_new(pipe: Any) -> Observer | None:
+    """The observer of a pipe that is just being made."""
+    return _observers_of_new[-1](pipe) if _observers_of_new else None
 
 
 @dataclass(frozen=True)
@@ -60,27 +77,22 @@ class ActionEvent:
 
 @dataclass
 class _Storage:
-    """One storage that is alive: how many tapes hold it, its bytes, and the stage that made it."""
-
     bytes: int
     owner: int
     holders: int = 0
 
 
 def storages(leaves: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """Address and bytes of the storages of all tensors that are not empty."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()).nbytes():
             yield storage.data_ptr(), storage.nbytes()
 
 
 def seeing_saved(note: Callable[[Tensor], None]) -> saved_tensors_hooks:
-    """A context in which `note` is called with every tensor that autograd saves for backward.
+    """A context in which `note` is called with every tensor that autograd saves for backward."""
 
-    With such hooks, autograd no longer checks whether a saved tensor was written to. An observed run would then compute
-    a wrong gradient without notice. So the check is made here, and backward raises InPlaceError.
-    """
-
+    # With such hooks, autograd no longer checks whether a saved tensor was written to. An observed run would compute a
+    # wrong gradient without notice, so the check is made here.
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
         note(tensor)
         # The detached tensor shares memory and version. An output itself would make a cycle with its graph.
@@ -99,15 +111,14 @@ def seeing_saved(note: Callable[[Tensor], None]) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, unpack)
 
 
-_Tapes = dict[tuple[int, int], list[int]]
-"""The storages that the tape of each stage and micro-batch holds, by address."""
+_Tapes = dict[tuple[int, int], list[int]]  # addresses of the storages that a tape holds, by stage and micro-batch
 
 
 class Recorder:
     """Records the events of the runs that it observes. With `memory`, also the bytes that stay alive for backward.
 
-    Recording memory costs some microseconds per tensor that autograd saves. Times are those of the host: for a GPU they
-    show when kernels are launched, and not when they run.
+    Times are those of the host: for a GPU they show when kernels are launched, and not when they run. `memory` costs
+    some microseconds per tensor that autograd saves.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), chunks=2, devices=["cpu", "cpu"])
@@ -131,19 +142,32 @@ class Recorder:
         self._gone: SimpleQueue[_Tapes] = SimpleQueue()
 
     _draw: ClassVar[Callable[["Recorder"], str] | None] = None
+    _write: ClassVar[Callable[..., None] | None] = None
 
     @classmethod
-    def show_by(cls, draw: Callable[["Recorder"], str]) -> None:
-        """Set the function that draws recorders in notebooks. `weft.report` does so, because it imports this module."""
-        Recorder._draw = draw
+    def show_by(cls, draw: Callable[["Recorder"], str], write: Callable[..., None]) -> None:
+        # `weft.report` sets both when it is imported. This module cannot import it, because it imports this one.
+        Recorder._draw, Recorder._write = draw, write
 
     def _repr_html_(self) -> str | None:
-        """The timeline, and the memory if it was recorded, for notebooks."""
         return None if Recorder._draw is None else Recorder._draw(self)
 
+    def save(self, path: str | Path, *, title: str = "A recorded step") -> Path:
+        """Write a report (``step.html``) or a trace for https://ui.perfetto.dev (``step.json``), and return its path.
+
+        Raises UsageError for another suffix, and if nothing was recorded.
+        """
+        if Recorder._write is None:
+            raise UsageError("saving a recording needs weft.report; import it first")
+        if not self.events:
+            raise UsageError(
+                f"nothing was recorded, so {path} is not written; run a step within `with pipe.observed_by(recorder):`"
+            )
+        Recorder._write({title: self}, Path(path), title)
+        return Path(path)
+
     def one_step(self) -> "Recorder":
-        """An observer for one step, which records into this one. When the step is dropped without a backward, e.g.
-        because it failed, the storages that it still holds are released."""
+        # When the step is dropped without a backward, the storages that it still holds are released.
         observer = copy.copy(self)
         observer._tapes = {}
         # The garbage collector can run this at any moment, also while this thread has the lock. So it only queues.
@@ -156,7 +180,6 @@ class Recorder:
 
     @contextmanager
     def action_scope(self, kind: str, action: Action) -> Generator[None]:
-        """Context manager around the work of one action. See `Observer`."""
         held: list[int] = []
         counts = self._memory and kind in "FR"
         start = time.perf_counter()
@@ -171,7 +194,6 @@ class Recorder:
             self._sample(end)
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
-        """Record that a value waits for its reader. It becomes an input of the tape of the reader's `micro_batch`."""
         if self._memory and address.reader >= 0:
             held: list[int] = []
             self._hold(source, flatten(value)[0], held)
@@ -179,14 +201,12 @@ class Recorder:
                 self._tapes.setdefault((address.reader, micro_batch), []).extend(held)
 
     def released(self, action: Action) -> None:
-        """Record that the tape of this stage and micro-batch is freed, with its graph and inputs."""
         with self._lock:
             self._release(self._tapes.pop((action.stage, action.micro_batch), []))
         self._sample(time.perf_counter())
 
     @property
     def peak_bytes(self) -> int:
-        """The largest number of bytes alive at one time."""
         return max((count for _, count in self.bytes), default=0)
 
     def _release(self, held: Iterable[int]) -> None:

@@ -23,17 +23,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchweft.core.errors import WeightsError
 from torchweft.core.rng import derive_seed, generators_of, seed_generators
 
-Initialize = Callable[[nn.Module], object]
-"""A function that initialises the parameters of one module."""
+Initialize = Callable[[nn.Module], object]  # initialises the parameters of one module
 
 
 @contextmanager
 def build_on_meta() -> Generator[None]:
     """Build modules with their parameters on the meta device, without memory. Ties between parameters stay.
 
-    Buffers are real, unlike under ``torch.device("meta")``, because buffers that are not persistent, such as rotary
-    frequencies, are in no file. `Pipe.materialize` gives storage to the parameters afterwards. Only modules that the
-    calling thread builds are affected.
+    `Pipe.materialize` gives storage to the parameters afterwards. Only modules that the calling thread builds are
+    affected.
 
     Example:
         >>> with weft.build_on_meta():
@@ -44,6 +42,7 @@ def build_on_meta() -> Generator[None]:
         >>> pipe[0].weight.device
         device(type='cpu')
     """
+    # Buffers stay real: those that are not persistent, such as rotary frequencies, are in no file.
     thread = threading.get_ident()
     replaced: Any = WeakIdKeyDictionary()  # a parameter that is registered twice stays tied
 
@@ -63,12 +62,10 @@ def build_on_meta() -> Generator[None]:
 
 
 def typed_like(tensor: Tensor, storage: Tensor) -> Tensor:
-    """The storage as a parameter if `tensor` is one."""
     return nn.Parameter(storage, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else storage
 
 
 def map_tensors(root: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer by the result of `change`. Tied ones stay tied."""
     changed: dict[int, Tensor] = {}
     for module in root.modules():
         for table in tables_of(module):
@@ -79,13 +76,11 @@ def map_tensors(root: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
                     table[key] = changed[id(tensor)]
 
 
-Slot = tuple[dict[str, Any], str]
-"""A place of a tensor: the table of a module, and the name in it."""
+Slot = tuple[dict[str, Any], str]  # a place of a tensor: the table of a module, and the name in it
 
 
 @contextmanager
 def replaced_in(slots: Iterable[tuple[Slot, Any]]) -> Generator[None]:
-    """Put a tensor into each slot inside."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for (table, key), tensor in slots:
@@ -98,17 +93,14 @@ def replaced_in(slots: Iterable[tuple[Slot, Any]]) -> Generator[None]:
 
 
 def tables_of(module: nn.Module) -> list[dict[str, Any]]:
-    """The tables of a module's own parameters and buffers."""
     return [cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)]
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters and buffers."""
     return [tensor for table in tables_of(module) for tensor in table.values() if tensor is not None]
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """The module inside of DistributedDataParallel."""
     return unwrap_module(cast(nn.Module, module.module)) if isinstance(module, DistributedDataParallel) else module
 
 
@@ -122,8 +114,7 @@ def names_by_tensor(module: nn.Module) -> dict[int, tuple[Tensor, list[str]]]:
 
 
 def allocate(roots: Sequence[nn.Module], device_of: Mapping[int, torch.device]) -> set[int]:
-    """Give storage to all tensors on the meta device. Returns the id() of the new tensors. `device_of` gives the device
-    by the id() of the old ones."""
+    """Give storage to all tensors on the meta device. Returns the id() of the new tensors."""
     allocated: list[Tensor] = []
 
     def change(tensor: Tensor) -> Tensor:
@@ -137,7 +128,6 @@ def allocate(roots: Sequence[nn.Module], device_of: Mapping[int, torch.device]) 
 
 
 def find_uninitializable(roots: Sequence[nn.Module]) -> list[str]:
-    """A fault for each module that has tensors on the meta device, but no method to initialise them."""
     return [
         f"layer {number}, {name or 'itself'}: {type(module).__name__} has no reset_parameters()"
         for number, root in enumerate(roots)
@@ -149,11 +139,9 @@ def find_uninitializable(roots: Sequence[nn.Module]) -> list[str]:
 def initialize_modules(
     roots: Sequence[nn.Module], fresh: set[int], initialize: Initialize | None, seed: int, device: torch.device
 ) -> None:
-    """Initialise the modules that have a `fresh` tensor, inner modules first, each from a seed of its own.
-
-    The seed of a module depends on its place only. All draws of a module are made even if another rank has some of its
-    tensors. The ranks of a pipe together therefore have the weights of a single process.
-    """
+    """Initialise the modules that have a `fresh` tensor, inner modules first, each from a seed of its own."""
+    # The seed of a module depends on its place only, and all its draws are made even if another rank has some of its
+    # tensors. So the ranks together have the weights of a single process.
     numbered = [(n, k, module) for n, root in enumerate(roots) for k, module in enumerate(root.modules())]
     # Reversed: outer modules overwrite inner ones, and of modules that share a tensor the first one counts.
     for n, k, module in reversed(numbered):
@@ -166,7 +154,6 @@ def initialize_modules(
 
 
 def _scratch(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
-    """Storage inside for those of the module's own tensors that another rank has."""
     items = [((table, key), tensor) for table in tables_of(module) for key, tensor in table.items()]
     return replaced_in(
         (slot, typed_like(x, torch.empty_like(x, device=device))) for slot, x in items if x is not None and x.is_meta
@@ -174,7 +161,6 @@ def _scratch(module: nn.Module, device: torch.device) -> AbstractContextManager[
 
 
 def _reset_of(module: nn.Module) -> Initialize | None:
-    """The module's own method that initialises it."""
     for name in ("reset_parameters", "_reset_parameters"):  # the latter of nn.MultiheadAttention
         if callable(getattr(module, name, None)):
             return lambda module: getattr(module, name)()
@@ -183,10 +169,7 @@ def _reset_of(module: nn.Module) -> Initialize | None:
 
 class WeightFiles:
     """The tensors of a safetensors file, or of the files that an index lists. Only headers are read before `fill`.
-
-    `source` is the path of a file, of an index (``model.safetensors.index.json``), or of a folder with either. Raises
-    ModuleNotFoundError without safetensors, OSError or WeightsError for a path that is neither.
-    """
+    Raises ModuleNotFoundError without safetensors, OSError or WeightsError for a path that is not one of these."""
 
     def __init__(self, source: str | PathLike[str]) -> None:
         try:
@@ -209,9 +192,7 @@ class WeightFiles:
                 self._files = dict.fromkeys(file.keys(), path)
 
     def match(self, model: nn.Module, known: set[str]) -> tuple[dict[str, str], list[str]]:
-        """The key in the files by key of the model, once for each tensor; and a list of faults.
-
-        `known` are the keys of the whole model."""
+        """The key in the files by key of the model, once for each tensor; and a list of faults."""
         faults = [f"{key}: in the files, but not in the model" for key in self._files if key not in known]
         chosen: dict[str, str] = {}
         tensors = names_by_tensor(model)
@@ -232,7 +213,6 @@ class WeightFiles:
         return chosen, faults
 
     def fill(self, model: nn.Module, chosen: Mapping[str, str]) -> None:
-        """Read tensors into those of the model, which keep dtype and device."""
         state = model.state_dict()
         for name, key in chosen.items():
             # Opened for each tensor, because the pages of a mapped file stay resident until it is closed. With one
@@ -250,7 +230,6 @@ class WeightFiles:
 
 
 def _only_file(folder: Path) -> Path:
-    """The index in a folder, or the only file of weights. Raises WeightsError if that is not clear."""
     paths = sorted(folder.glob("*.safetensors.index.json")) or sorted(folder.glob("*.safetensors"))
     if len(paths) != 1:
         raise WeightsError(

@@ -76,11 +76,12 @@ def page(title: str, sections: Sequence[Section]) -> str:
         '<!DOCTYPE html>'
     """
     parts = [tag("section", tag("h2", section.title), *section.body) for section in sections]
+    main = tag("main", _TEXTURES, tag("h1", title), *parts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n{tag('main', tag('h1', title), *parts)}\n</body>\n</html>\n"
+        f"<body>\n{main}\n</body>\n</html>\n"
     )
 
 
@@ -116,20 +117,44 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
 
 
-# Pictures only name classes. All colours are here, for light and dark. The colours of kinds and curves differ in
-# lightness too, so that colour-blind readers can tell them apart.
+def details(summary: str, *content: Markup) -> Markup:
+    """Content that a reader can unfold below its summary."""
+    return tag("details", tag("summary", summary), *content)
+
+
+def _texture(kind: str, size: int, path: str) -> Markup:
+    """The pattern of a kind of events: lines on a ground. The style sets both colours."""
+    ground = tag("rect", width=size, height=size, class_="ground")
+    box = {"width": size, "height": size, "patternUnits": "userSpaceOnUse"}
+    return tag("pattern", ground, tag("path", d=path), id=f"texture-{kind}", class_=f"texture-{kind}", **box)
+
+
+# Once per page and never with `display: none`, because a pattern inside a hidden picture would not be drawn.
+_TEXTURES = tag(
+    "svg",
+    _texture("R", 6, "M-1 1 l2 -2 M0 6 l6 -6 M5 7 l2 -2"),
+    _texture("I", 5, "M0 2.5 h5"),
+    _texture("W", 5, "M2.5 1.4 v2.2"),
+    class_="textures",
+    aria_hidden="true",
+)
+
+# Pictures only name classes. All colours are here, for light and dark. Three steps of lightness (card, middle, far)
+# have a contrast of 3:1 to each other, also for colour-blind readers. Shapes of one step differ in texture or dashes.
 _STYLE = """
 :root {
   color-scheme: light dark;
-  --paper: #fbfaf8; --card: #ffffff; --ink: #1f2328; --soft: #5d6570; --rule: #e3e1dc;
-  --f: #2f6fb0; --b: #e39a2d; --r: #a9a4c9; --i: #5aa469; --w: #b75d69; --bar-ink: #ffffff; --b-ink: #1f2328;
-  --c0: #2f6fb0; --c1: #d9822b; --c2: #3f8f5b; --c3: #8a5fb5; --c4: #b75d69; --c5: #6b7280;
+  --paper: #f6f5f2; --card: #ffffff; --ink: #1f2328; --soft: #5d6570; --rule: #dddbd5;
+  --f: #0c2a5c; --f-ink: #ffffff; --b: #c4761d; --b-ink: #000000; --r: #3d2c6e; --w: #0b3b37;
+  --i: #1d9188; --i-line: #0b3b37;
+  --c0: #0c2a5c; --c1: #c4761d; --c2: #4a0f42; --c3: #1d9188; --c4: #232b0c; --c5: #be5fed;
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --paper: #15181c; --card: #1d2126; --ink: #e8e6e1; --soft: #a2a8b0; --rule: #343a42;
-    --f: #6aa5de; --b: #f0b45c; --r: #8f89b8; --i: #7cc48b; --w: #d98a95; --bar-ink: #101418; --b-ink: #101418;
-    --c0: #6aa5de; --c1: #f0a04c; --c2: #7cc48b; --c3: #b99ae0; --c4: #d98a95; --c5: #a2a8b0;
+    --paper: #0f1216; --card: #181b20; --ink: #e8e6e1; --soft: #a2a8b0; --rule: #343a42;
+    --f: #4070a1; --f-ink: #ffffff; --b: #ffd591; --b-ink: #000000; --r: #c9c0ff; --w: #9be8d8;
+    --i: #9be8d8; --i-line: #12463c;
+    --c0: #4070a1; --c1: #ffd591; --c2: #8f42db; --c3: #9be8d8; --c4: #707070; --c5: #e8e6e1;
   }
 }
 * { box-sizing: border-box; }
@@ -137,14 +162,23 @@ body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 s
 main { max-width: 1080px; margin: 0 auto; padding: 40px 12px; overflow-wrap: anywhere; }
 p, figcaption { max-width: 80ch; }
 section { background: var(--card); border: 1px solid var(--rule); padding: 14px; margin-bottom: 20px; }
-figure { margin: 18px 0; overflow-x: auto; }
-figcaption { color: var(--soft); font-size: 14px; }
-svg { display: block; width: 100%; min-width: 640px; height: auto; font: 12px system-ui, sans-serif; }
+figure { margin: 18px 0; }
+figcaption, summary { color: var(--soft); font-size: 14px; }
+svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif; }
+.textures { position: absolute; width: 0; height: 0; }
+.narrow-form { display: none; max-width: 460px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 6px 22px 6px 0; text-align: right; border-bottom: 1px solid var(--rule); }
-th { color: var(--soft); font-weight: 500; }
+th { color: var(--soft); font-weight: 500; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
+@media (max-width: 760px) {
+  main { padding: 16px 8px; }
+  section { padding: 10px; }
+  th, td { padding-right: 12px; font-size: 15px; }
+  .wide-form { display: none; }
+  .narrow-form { display: block; }
+}
 .tick { fill: var(--soft); text-anchor: middle; font-variant-numeric: tabular-nums; }
 .tick.end { text-anchor: end; }
 .tick.start { text-anchor: start; }
@@ -153,15 +187,26 @@ th:first-child, td:first-child { text-align: left; }
 .mark { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 4 3; }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
-.line.faint { stroke-width: 1; opacity: 0.35; }
+.line.faint { stroke-width: 1; }
 .axis { stroke: var(--f); fill: var(--f); }
-.color-0 { stroke: var(--c0); } .color-1 { stroke: var(--c1); } .color-2 { stroke: var(--c2); }
-.color-3 { stroke: var(--c3); } .color-4 { stroke: var(--c4); } .color-5 { stroke: var(--c5); }
-.kind-F { color: var(--f); } .kind-B { color: var(--b); } .kind-R { color: var(--r); }
-.kind-I { color: var(--i); } .kind-W { color: var(--w); }
-.bar { fill: currentcolor; stroke: var(--card); stroke-width: 0.6; }
-.outline { fill: currentcolor; stroke: currentcolor; stroke-width: 1.5; fill-opacity: 0.14; }
-.in-bar, .in-outline { font-size: 11px; text-anchor: middle; pointer-events: none; fill: var(--ink); }
-.in-bar { fill: var(--bar-ink); }
-.kind-B + .in-bar, .kind-R + .in-bar { fill: var(--b-ink); }
+.color-0 { stroke: var(--c0); } .color-1 { stroke: var(--c1); }
+.color-2 { stroke: var(--c2); stroke-dasharray: 7 3; } .color-3 { stroke: var(--c3); stroke-dasharray: 7 3; }
+.color-4 { stroke: var(--c4); stroke-dasharray: 2 3; } .color-5 { stroke: var(--c5); stroke-dasharray: 2 3; }
+.texture-R .ground, .texture-W .ground { fill: var(--card); }
+.texture-R path { stroke: var(--r); stroke-width: 1.4; }
+.texture-I .ground { fill: var(--i); }
+.texture-I path { stroke: var(--i-line); stroke-width: 1.2; }
+.texture-W path { stroke: var(--w); stroke-width: 2.2; }
+.kind-F { fill: var(--f); stroke: var(--f); } .kind-B { fill: var(--b); stroke: var(--b); }
+.kind-R { fill: url(#texture-R); stroke: var(--r); } .kind-I { fill: url(#texture-I); stroke: var(--i); }
+.kind-W { fill: url(#texture-W); stroke: var(--w); }
+.bar { stroke-width: 1; }
+.outline { fill: none; stroke-width: 1.5; }
+.outline:not([class*=kind]) { stroke: var(--ink); }
+.outline.kind-R { stroke-dasharray: 3 2; } .outline.kind-W { stroke-dasharray: 1 2; }
+.in-bar, .in-outline { text-anchor: middle; pointer-events: none; fill: var(--ink); }
+.narrow-form .in-bar, .narrow-form .in-outline { font-size: 12px; }
+.in-bar { paint-order: stroke; stroke: var(--card); stroke-width: 3px; stroke-linejoin: round; }
+.kind-F + .in-bar { fill: var(--f-ink); stroke: none; }
+.kind-B + .in-bar { fill: var(--b-ink); stroke: none; }
 """

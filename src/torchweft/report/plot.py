@@ -1,23 +1,50 @@
 """Line charts as SVG: scales, round ticks, units, and a legend with line breaks.
 
+Every picture is drawn twice, in a wide and in a narrow form. One form that is scaled to a phone would have text of half
+the size, and CSS cannot move ticks or wrap a legend. The style of the page shows the form that fits the screen.
+
 Plotting libraries are not used, because a report must not add a dependency to torchweft.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from torchweft.report.html import AttributeValue, Markup, join, number, tag
+from torchweft.report.html import Markup, join, number, tag
 
 Point = tuple[float, float]
 
-WIDTH, LEFT, BOTTOM = 960.0, 64.0, 42.0  # the width of every picture, in its units, and the margins of its axes
-LETTER = 6.8  # approximate width of a character
-_RIGHT, _PLOT, _LABEL, _ROW, _SAMPLE, _COLORS = 20.0, 250.0, 28.0, 20.0, 28.0, 6
+BOTTOM = 42.0  # height of an axis with its labels
+LETTER = 7.2  # approximate width of a character
+_PLOT, _LABEL, _SAMPLE, _COLORS = 250.0, 28.0, 28.0, 6
 _LARGEST = 1e100  # far from the limits of float64, so that no scale overflows
 _MEAN_RADIUS = 10  # values on each side that a running mean averages
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a picture: its width and margins in units of the picture, and the largest number of ticks."""
+
+    name: str
+    width: float
+    left: float
+    right: float
+    ticks: int
+
+    @property
+    def end(self) -> float:
+        """The right end of the axes."""
+        return self.width - self.right
+
+
+WIDE, NARROW = Form("wide", 880.0, 64.0, 16.0, 10), Form("narrow", 340.0, 50.0, 10.0, 5)
+
+
+def in_both_forms(draw: Callable[[Form], Markup]) -> Markup:
+    """One element with the picture in both forms."""
+    return tag("div", draw(WIDE), draw(NARROW), class_="picture")
 
 
 @dataclass(frozen=True)
@@ -100,18 +127,42 @@ def show_bytes(count: int | float) -> str:
     return unit_for(count, BYTES).show(count)
 
 
-def svg(title: str, height: float, *content: str, **attributes: AttributeValue | None) -> Markup:
-    """A picture `WIDTH` units wide, with its title for screen readers."""
-    box = f"0 0 {number(WIDTH)} {number(height)}"
-    return tag("svg", *content, viewBox=box, role="img", aria_label=title, **attributes)
+def svg(form: Form, description: str, height: float, *content: str) -> Markup:
+    """A picture in one form. Screen readers get the description in its place."""
+    box = f"0 0 {number(form.width)} {number(height)}"
+    return tag("svg", *content, viewBox=box, role="img", aria_label=description, class_=f"{form.name}-form")
 
 
-def bottom_axis(x: Scale, top: float, base: float, unit: Unit, label: str) -> Markup:
+def bottom_axis(form: Form, x: Scale, top: float, base: float, unit: Unit, label: str) -> Markup:
     """Vertical grid lines from `base` to `top`, with their values and the label below."""
-    at = x.ticks(unit.factor, 10)
+    at = x.ticks(unit.factor, form.ticks)
     lines = [tag("line", x1=x(v), x2=x(v), y1=top, y2=base, class_="grid") for v in at]
     values = [tag("text", f"{v / unit.factor:g}", x=x(v), y=base + 16, class_="tick") for v in at]
     return join(*lines, *values, tag("text", label, x=(x.start + x.end) / 2, y=base + 34, class_="tick"))
+
+
+def draw_legend(form: Form, samples: Sequence[tuple[str, str]]) -> tuple[Markup, float]:
+    """A sample of every style with its words, in as many rows as necessary, and the height of all rows."""
+    parts: list[str] = []
+    left, top = form.left, 4.0
+    for style, name in samples:
+        words = shorten(name, form.end - form.left - _SAMPLE - 7)
+        space = _SAMPLE + 30 + len(words) * LETTER
+        if left > form.left and left + space > form.width:
+            left, top = form.left, top + 20.0
+        if style.startswith("line"):
+            parts.append(tag("line", x1=left, x2=left + _SAMPLE, y1=top + 6, y2=top + 6, class_=style))
+        else:
+            parts.append(tag("rect", x=left + 7, y=top, width=_SAMPLE - 7, height=13, rx=2, class_=style))
+        parts.append(tag("text", words, x=left + _SAMPLE + 7, y=top + 11, class_="key"))
+        left += space
+    return join(*parts), top + 16
+
+
+def shorten(words: str, width: float) -> str:
+    """The beginning of a text, as far as it fits into this width."""
+    letters = int(width / LETTER)
+    return words if len(words) <= letters else f"{words[: letters - 1]}…"
 
 
 @dataclass(frozen=True)
@@ -135,52 +186,62 @@ def line_chart(
     y: Axis,
     thin: Collection[str] = (),
     marks: Sequence[tuple[float, str]] = (),
+    until: float | None = None,
 ) -> Markup:
     """Draw named lines, those in `thin` faintly. Points that are not finite are omitted.
 
     The y axis begins at 0, or at the smallest value if that is negative. `marks`: labelled positions on the x axis.
+    `until`: the least end of the x axis, which makes charts comparable.
 
     Example:
         >>> x, y = weft.report.Axis("steps"), weft.report.Axis("MB")
         >>> line, killed = [(100.0, 2.0), (200.0, 4.0)], [(150.0, "server killed")]
         >>> chart = weft.report.line_chart({"forecast": line}, title="Memory", x=x, y=y, marks=killed)
-        >>> chart[:4]
-        '<svg'
+        >>> chart.count("<svg")  # for wide and for narrow screens
+        2
     """
     drawn = {
         name: [(float(a), float(b)) for a, b in points if abs(a) < _LARGEST and abs(b) < _LARGEST]
         for name, points in lines.items()
     }
-    parts: list[str] = []
-    left, top = LEFT, 14.0
-    for i, name in enumerate(drawn):  # the legend, in as many rows as necessary
-        space = _SAMPLE + 34 + len(name) * LETTER
-        if left > LEFT and left + space > WIDTH - _RIGHT:
-            left, top = LEFT, top + _ROW
-        style = f"line color-{i % _COLORS}"
-        parts.append(tag("line", x1=left, x2=left + _SAMPLE, y1=top, y2=top, class_=style))
-        parts.append(tag("text", name, x=left + _SAMPLE + 7, y=top + 4, class_="key"))
-        left += space
-    top += 6 + _LABEL
-    base = top + _PLOT
     # With a point at 0, because the y axis includes 0, and because zip needs at least one point.
     xs, ys = zip(*(point for curve in drawn.values() for point in curve), (0.0, 0.0), strict=True)
     seen = [(float(at), words) for at, words in marks if abs(at) < _LARGEST]
-    inside = [*xs[:-1], *(at for at, _ in seen)] or xs
-    across = Scale(min(inside), max(inside), LEFT, WIDTH - _RIGHT)
+    ends = [] if until is None else [until]
+    inside = [*xs[:-1], *(at for at, _ in seen), *ends] or xs
     low, high = min(ys), max(ys)
-    up = Scale(low, high + 0.05 * (high - low) if high > low else low + 1.0, base, top)
-    parts.append(bottom_axis(across, top, base, x.unit, x.label))
-    for value in up.ticks(y.unit.factor):
-        at = up(value)
-        parts.append(tag("line", x1=across.start, x2=across.end, y1=at, y2=at, class_="grid"))
-        parts.append(tag("text", f"{value / y.unit.factor:g}", x=across.start - 8, y=at + 4, class_="tick end"))
-    parts.append(tag("text", y.label, x=4, y=top - 10, class_="tick start"))
-    for i, (name, curve) in enumerate(drawn.items()):
-        path = " ".join(f"{number(across(a))},{number(up(b))}" for a, b in curve)
-        style = f"line color-{i % _COLORS}{' faint' * (name in thin)}"
-        parts += [tag("polyline", tag("title", name), points=path, class_=style)] * bool(curve)
-    return svg(title, base + BOTTOM, *parts, *_draw_marks(seen, across, top, base))
+    description = f"{title}: {_describe(drawn, x, y)}"
+
+    def draw(form: Form) -> Markup:
+        legend, height = draw_legend(form, [(f"line color-{i % _COLORS}", name) for i, name in enumerate(drawn)])
+        top = height + _LABEL
+        base = top + _PLOT
+        across = Scale(min(inside), max(inside), form.left, form.end)
+        up = Scale(low, high + 0.05 * (high - low) if high > low else low + 1.0, base, top)
+        parts = [legend, bottom_axis(form, across, top, base, x.unit, x.label)]
+        for value in up.ticks(y.unit.factor):
+            at = up(value)
+            parts.append(tag("line", x1=across.start, x2=across.end, y1=at, y2=at, class_="grid"))
+            parts.append(tag("text", f"{value / y.unit.factor:g}", x=across.start - 8, y=at + 4, class_="tick end"))
+        parts.append(tag("text", y.label, x=4, y=top - 10, class_="tick start"))
+        for i, (name, curve) in enumerate(drawn.items()):
+            path = " ".join(f"{number(across(a))},{number(up(b))}" for a, b in curve)
+            style = f"line color-{i % _COLORS}{' faint' * (name in thin)}"
+            parts += [tag("polyline", tag("title", name), points=path, class_=style)] * bool(curve)
+        return svg(form, description, base + BOTTOM, *parts, *_draw_marks(seen, across, top, base))
+
+    return in_both_forms(draw)
+
+
+def _describe(lines: Mapping[str, Sequence[Point]], x: Axis, y: Axis) -> str:
+    """The first and last value of every line, and its largest, in words."""
+    parts = [f"{name} is empty" for name, curve in lines.items() if not curve]
+    for name, curve in lines.items():
+        if curve:
+            values = (curve[0][1], curve[-1][1], max(value for _, value in curve))
+            first, last, most = (f"{value / y.unit.factor:.3g}" for value in values)
+            parts.append(f"{name} from {first} to {last}, at most {most}")
+    return f"{y.label} over {x.label}; {'; '.join(parts)}" if parts else "no lines"
 
 
 def _draw_marks(marks: Iterable[tuple[float, str]], across: Scale, top: float, base: float) -> Iterator[Markup]:
@@ -194,11 +255,15 @@ def _draw_marks(marks: Iterable[tuple[float, str]], across: Scale, top: float, b
 
 
 def memory_curve(
-    curves: Mapping[str, Sequence[tuple[float, int]]], *, title: str = "Live activation bytes over time"
+    curves: Mapping[str, Sequence[tuple[float, int]]],
+    *,
+    title: str = "Live activation bytes over time",
+    until: float | None = None,
 ) -> Markup:
     """Draw named curves of (seconds, bytes from then on), each with its peak in the legend.
 
     Two threads can report out of order. A time before that of its predecessor is drawn at the predecessor's time.
+    `until`: the least end of the time axis, in seconds.
 
     Example:
         >>> svg = weft.report.memory_curve({"stage 0": [(0.0, 0), (0.1, 4096), (0.3, 0)]})
@@ -211,9 +276,9 @@ def memory_curve(
             corners += [(t, before), (t, after)]
         lines[f"{name}, peak {show_bytes(max((b for _, b in points), default=0))}"] = corners
     drawn = [point for corners in lines.values() for point in corners]
-    time = unit_for(max((t for t, _ in drawn), default=0.0), SECONDS)
+    time = unit_for(max([until or 0.0, *(t for t, _ in drawn)]), SECONDS)
     size = unit_for(max((b for _, b in drawn), default=0.0), BYTES)
-    return line_chart(lines, title=title, x=Axis(f"time in {time.name}", time), y=Axis(size.name, size))
+    return line_chart(lines, title=title, x=Axis(f"time in {time.name}", time), y=Axis(size.name, size), until=until)
 
 
 def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label: str = "loss") -> Markup:

@@ -3,48 +3,62 @@
 stage 0  ▐F0▌▐F1▌▐F2▌          ▐─B0─▌▐─B1─▌      measured: a bar for each event, with its micro-batch
          [F0][F1][F2]          [ B0 ][ B1 ]      forecast: outlines on the same axis
 stage 1      ▐F0▌▐─B0─▌▐F1▌▐─B1─▌
+
+On a narrow screen time runs downwards and each stage is a column, so that bars stay long enough for their labels.
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchweft.pipeline.schedule import Action
 from torchweft.pipeline.simulate import Forecast
 from torchweft.pipeline.split.program import CrossingValue
 from torchweft.pipeline.tracing import ActionEvent, Recorder
-from torchweft.report.html import Markup, Section, figure, join, page, tag
+from torchweft.report.html import Markup, Section, details, figure, join, number, page, paragraph, table, tag
 from torchweft.report.plot import (
     BOTTOM,
-    LEFT,
     LETTER,
     SECONDS,
-    WIDTH,
+    WIDE,
+    Form,
     Scale,
+    Unit,
     bottom_axis,
+    draw_legend,
+    in_both_forms,
     memory_curve,
+    shorten,
     show_bytes,
     show_time,
     svg,
     unit_for,
 )
+from torchweft.report.step_statistics import step_statistics
 
 KINDS = {"F": "forward", "B": "backward", "R": "recompute", "I": "input gradient", "W": "weight gradient"}
 """The kinds of events. The style of the page has a class with a colour for each: ``kind-F`` and so on."""
 
-_RIGHT, _TOP = 12.0, 34.0
 _BAR, _OUTLINE, _GAP = 26.0, 18.0, 16.0
-_REST, _CURVE = 240, 420  # pixels of a frame in a notebook, besides the lanes, and of the memory curve
-_COLUMN, _LINE = 90.0, 22.0  # distances in the picture of routes: from stage to stage, from value to value
+_ACTION, _LEAST, _MOST = 18.0, 240.0, 1400.0  # height of the narrow form: for each action of a stage, and its limits
+_REST, _CURVE = 260, 420  # pixels of a frame in a notebook, besides the lanes, and of the memory curve
+_COLUMN, _LINE = 150.0, 40.0  # distances in the picture of routes: from stage to stage, from value to value
+_MOST_ROWS = 500  # of the table of actions
 
 
 def timeline(
-    events: Sequence[ActionEvent], forecast: Forecast | None = None, *, title: str = "Timeline of a step"
+    events: Sequence[ActionEvent],
+    forecast: Forecast | None = None,
+    *,
+    title: str = "Timeline of a step",
+    until: float | None = None,
 ) -> Markup:
     """Draw the events of one run, with the forecast of the same schedule as outlines below each stage.
 
     Times count from the first event, where the forecast starts too. A bar shows kind and micro-batch if they fit.
+    `until`: the least end of the time axis, in seconds, which makes timelines comparable.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
@@ -54,40 +68,61 @@ def timeline(
         >>> svg = weft.report.timeline(recorder.events)
     """
     begin = min((event.start for event in events), default=0.0)
-    spans = forecast.spans if forecast is not None else ()
-    stages = 1 + max([event.action.stage for event in events] + [span.action.stage for span in spans], default=-1)
-    lane = _BAR + (_OUTLINE + 3 if spans else 0) + _GAP
-    longest = max([event.end - begin for event in events] + [span.end for span in spans], default=0.0)
-    base = _TOP + stages * lane
-    x = Scale(0.0, longest, LEFT, WIDTH - _RIGHT)
-    unit = unit_for(longest, SECONDS)
-    tops = [_TOP + stage * lane for stage in range(stages)]
-    parts = [bottom_axis(x, _TOP - 4, base, unit, f"time in {unit.name}")]
-    parts += [tag("text", f"stage {i}", x=LEFT - 8, y=top + 17, class_="tick end") for i, top in enumerate(tops)]
-    parts += [_bar(x, tops[s.action.stage], s.action.kind, s.action, s.start, s.end, outline=True) for s in spans]
-    parts += [_bar(x, tops[e.action.stage], e.kind, e.action, e.start - begin, e.end - begin) for e in events]
-    kinds = sorted({e.kind for e in events} | {s.action.kind for s in spans}, key=[*KINDS].index)
-    return svg(title, base + BOTTOM, _legend(kinds, bool(spans)), *parts)
+    spans = () if forecast is None else forecast.spans
+    bars = [_Bar(e.kind, e.action, e.start - begin, e.end - begin, outline=False) for e in events]
+    # Outlines are drawn first, so that a bar of no length stays visible.
+    bars = [_Bar(s.action.kind, s.action, s.start, s.end, outline=True) for s in spans] + bars
+    longest = max([until or 0.0, *(bar.end for bar in bars)])
+    description = f"{title}: {step_statistics(events)}"
+    if forecast is not None:
+        description += f"; forecast {show_time(forecast.total)}, {forecast.bubble:.0%} idle"
+    return in_both_forms(lambda form: _draw_timeline(form, bars, longest, description))
 
 
-def live_bytes(recorder: Recorder) -> list[tuple[float, int]]:
-    """The memory curve of a recorder, in seconds from its first event, at which no bytes are alive.
+def action_table(events: Sequence[ActionEvent]) -> Markup:
+    """The events as a table, folded below its number of rows.
+
+    Example:
+        >>> weft.report.action_table(weft.Recorder().events)[:9]
+        '<details>'
+    """
+    begin = min((event.start for event in events), default=0.0)
+    rows: list[list[str]] = []
+    for event in sorted(events, key=lambda event: event.start)[:_MOST_ROWS]:
+        times = map(show_time, (event.start - begin, event.end - event.start))
+        rows.append([KINDS[event.kind], f"{event.action.stage}", f"{event.action.micro_batch}", *times, event.thread])
+    words = f"All {len(events)} actions as a table"
+    if len(events) > _MOST_ROWS:
+        words = f"The first {_MOST_ROWS} of {len(events)} actions as a table; a .json file has all"
+    return details(words, table(["action", "stage", "micro-batch", "start", "duration", "thread"], rows))
+
+
+def live_bytes(recorder: Recorder, stage: int | None = None) -> list[tuple[float, int]]:
+    """The memory curve of a recorder, or of one stage, in seconds from its first event, at which no bytes are alive.
 
     Example:
         >>> recorder = weft.Recorder(memory=True)
         >>> svg = weft.report.memory_curve({"all stages": weft.report.live_bytes(recorder)})
     """
     begin = min((event.start for event in recorder.events), default=0.0)
-    return [(0.0, 0), *((time - begin, count) for time, count in recorder.bytes)]
+    samples = recorder.bytes if stage is None else recorder.stage_bytes.get(stage, [])
+    return [(0.0, 0), *((time - begin, count) for time, count in samples)]
+
+
+def last_time(recorder: Recorder) -> float:
+    """Seconds from the first event to the last sample. As the end of both time axes, it aligns their pictures."""
+    begin = min((event.start for event in recorder.events), default=0.0)
+    return max([0.0, *(event.end - begin for event in recorder.events), *(time - begin for time, _ in recorder.bytes)])
 
 
 def notebook_frame(recorder: Recorder) -> Markup:
     """The timeline of a recorder's events, and its memory curve if bytes were counted."""
     # A page in a frame, so that its style and that of the notebook do not affect each other.
     stages = 1 + max((event.action.stage for event in recorder.events), default=0)
-    pictures = [figure(timeline(recorder.events))]
+    until = last_time(recorder)
+    pictures = [paragraph(f"{step_statistics(recorder.events)}."), figure(timeline(recorder.events, until=until))]
     if recorder.bytes:
-        pictures.append(figure(memory_curve({"alive for backward": live_bytes(recorder)})))
+        pictures.append(figure(memory_curve({"alive for backward": live_bytes(recorder)}, until=until)))
     height = _REST + int(_BAR + _GAP + 6) * stages + _CURVE * bool(recorder.bytes)
     content = page(f"{len(recorder.events)} recorded actions", [Section("Timeline", pictures)])
     return tag("iframe", srcdoc=content, style=f"width: 100%; height: {height}px; border: 0")
@@ -102,26 +137,33 @@ def routes(values: Sequence[CrossingValue], stages: int, *, title: str) -> Marku
         >>> pipe(torch.randn(4, 2)).sum().backward()
         >>> svg = weft.report.routes(pipe.routes, 2, title="What crosses")
     """
-    columns = [40 + stage * _COLUMN for stage in range(stages)]
+    description = f"{title}: {len(values)} values cross between {stages} stages"
+    return in_both_forms(lambda form: _draw_routes(form, values, stages, description))
+
+
+def _draw_routes(form: Form, values: Sequence[CrossingValue], stages: int, description: str) -> Markup:
+    # The words are above each line, because a narrow screen has no room for them to the right of the stages.
+    step = min(_COLUMN, (form.width - 80) / max(1, stages - 1))
+    columns = [40 + stage * step for stage in range(stages)]
     base = 26 + _LINE * len(values)
     parts: list[str] = []
     for stage, x in enumerate(columns):
-        parts.append(tag("text", f"stage {stage}", x=x, y=10, class_="tick"))
+        parts.append(tag("text", f"stage {stage}" if step >= 56 else f"{stage}", x=x, y=11, class_="tick"))
         parts.append(tag("line", x1=x, y1=16, x2=x, y2=base, class_="grid"))
     for row, (name, size, source, readers) in enumerate(values):
-        y = 34 + row * _LINE
+        y = 12 + (row + 1) * _LINE
         tip = tag("title", f"{name}: stage {source} to {', '.join(map(str, readers))}")
         parts.append(tag("line", tip, x1=columns[source], y1=y, x2=columns[max(readers)], y2=y, class_="axis"))
         parts.append(tag("circle", cx=columns[source], cy=y, r=4, class_="axis"))
         arrows = [columns[reader] for reader in readers]
-        parts += [tag("path", d=f"M{x - 7} {y - 4} l7 4 l-7 4 z", class_="axis") for x in arrows]
-        words = f"{name}, {show_bytes(size)}"
-        parts.append(tag("text", words, x=columns[-1] + 16, y=y + 4, class_="tick start"))
-    return svg(title, base, *parts)
+        parts += [tag("path", d=f"M{number(x - 7)} {number(y - 4)} l7 4 l-7 4 z", class_="axis") for x in arrows]
+        words = shorten(f"{name}, {show_bytes(size)}", form.width - 8)
+        parts.append(tag("text", words, x=4, y=y - 10, class_="tick start"))
+    return svg(form, description, base, *parts)
 
 
-def trace(events: Sequence[ActionEvent], *, name: str = "torchweft") -> dict[str, Any]:
-    """A recording in Google's "Trace Event Format": one process of this name, with a track per thread.
+def trace(events: Sequence[ActionEvent], *, name: str = "torchweft", process: int = 0) -> dict[str, Any]:
+    """A recording in Google's "Trace Event Format": one process of this name and number, with a track per thread.
 
     Times count from the first event.
 
@@ -130,10 +172,11 @@ def trace(events: Sequence[ActionEvent], *, name: str = "torchweft") -> dict[str
         {'name': 'step'}
     """
     begin = min((event.start for event in events), default=0.0)
-    threads = {thread: number for number, thread in enumerate(sorted({event.thread for event in events}))}
-    tracks = [("process_name", name, 0), *(("thread_name", thread, number) for thread, number in threads.items())]
+    threads = {thread: track for track, thread in enumerate(sorted({event.thread for event in events}))}
+    tracks = [("process_name", name, 0), *(("thread_name", thread, track) for thread, track in threads.items())]
     entries: list[dict[str, Any]] = [
-        {"name": kind, "ph": "M", "pid": 0, "tid": number, "args": {"name": label}} for kind, label, number in tracks
+        {"name": kind, "ph": "M", "pid": process, "tid": track, "args": {"name": label}}
+        for kind, label, track in tracks
     ]
     for event in events:
         stage, _, micro_batch = event.action
@@ -144,7 +187,7 @@ def trace(events: Sequence[ActionEvent], *, name: str = "torchweft") -> dict[str
                 "ph": "X",
                 "ts": (event.start - begin) * 1e6,  # microseconds
                 "dur": (event.end - event.start) * 1e6,
-                "pid": 0,
+                "pid": process,
                 "tid": threads[event.thread],
                 "args": {"stage": stage, "micro-batch": micro_batch},
             }
@@ -165,31 +208,77 @@ def write_trace(path: Path | str, events: Sequence[ActionEvent], *, name: str = 
     return target
 
 
-def _bar(x: Scale, top: float, kind: str, action: Action, start: float, end: float, *, outline: bool = False) -> Markup:
-    """The bar of an action, or the outline of its forecast below it."""
-    left, width = x(start), max(0.5, x(end) - x(start))
-    when = f"{show_time(start)} to {show_time(end)}, takes {show_time(end - start)}"
-    where = f"stage {action.stage}, micro-batch {action.micro_batch}"
-    tip = tag("title", f"{'forecast' if outline else 'measured'}: {KINDS[kind]}, {where}; {when}")
-    # Outlines are slightly narrower, so that neighbours do not share a stroke.
-    inset, y, height = (0.75, top + _BAR + 3, _OUTLINE) if outline else (0.0, top, _BAR)
-    style = f"{'outline' if outline else 'bar'} kind-{kind}"
-    inside = max(0.5, width - 2 * inset)
-    shape = tag("rect", x=left + inset, y=y, width=inside, height=height, rx=2, class_=style)
-    words = (f"{kind}{action.micro_batch}", f"{action.micro_batch}", "")
-    word = next(word for word in words if not word or len(word) * LETTER < width - 4)
-    label = tag("text", word, x=left + width / 2, y=y + height / 2 + 4, class_="in-outline" if outline else "in-bar")
-    return tag("g", tip, shape, label if word else "")
+class _Bar(NamedTuple):
+    """The bar of an action, or the outline of its forecast."""
+
+    kind: str
+    action: Action
+    start: float
+    end: float
+    outline: bool
+
+    def draw(self, x: float, y: float, width: float, height: float) -> Markup:
+        """The shape, its label if there is room for one, and a tooltip."""
+        when = f"{show_time(self.start)} to {show_time(self.end)}, takes {show_time(self.end - self.start)}"
+        where = f"stage {self.action.stage}, micro-batch {self.action.micro_batch}"
+        tip = tag("title", f"{'forecast' if self.outline else 'measured'}: {KINDS[self.kind]}, {where}; {when}")
+        style = f"{'outline' if self.outline else 'bar'} kind-{self.kind}"
+        shape = tag("rect", x=x, y=y, width=width, height=height, rx=2, class_=style)
+        words = (f"{self.kind}{self.action.micro_batch}", f"{self.action.micro_batch}", "")
+        fits = height >= 12
+        word = next(word for word in words if not word or (fits and len(word) * LETTER < width - 4))
+        middle = {"x": x + width / 2, "y": y + height / 2 + 4}
+        label = tag("text", word, class_="in-outline" if self.outline else "in-bar", **middle)
+        return tag("g", tip, shape, label if word else "")
 
 
-def _legend(kinds: Sequence[str], forecast: bool) -> Markup:
-    """A row of samples at the top."""
+def _draw_timeline(form: Form, bars: Sequence[_Bar], longest: float, description: str) -> Markup:
+    """All bars: a lane for each stage, which is a row of the wide form and a column of the narrow one."""
+    stages = 1 + max((bar.action.stage for bar in bars), default=-1)
+    outlined = any(bar.outline for bar in bars)
+    kinds = sorted({bar.kind for bar in bars}, key=[*KINDS].index)
     samples = [(f"bar kind-{kind}", f"{kind}  {KINDS[kind]}") for kind in kinds]
-    samples += [("outline", "outline: the forecast")] * forecast
-    parts: list[str] = []
-    left = LEFT
-    for style, words in samples:
-        parts.append(tag("rect", x=left, y=4, width=14, height=12, rx=2, class_=style))
-        parts.append(tag("text", words, x=left + 20, y=14, class_="key"))
-        left += 28 + len(words) * LETTER
-    return join(*parts)
+    legend, top = draw_legend(form, [*samples, *[("outline", "forecast")] * outlined])
+    top += 10.0
+    unit = unit_for(longest, SECONDS)
+    label = f"time in {unit.name}"
+    if form is WIDE:
+        thickness, outline, lane = _BAR, _OUTLINE, _BAR + (_OUTLINE + 3) * outlined + _GAP
+        base = top + 4 + stages * lane
+        scale = Scale(0.0, longest, form.left, form.end)
+        parts = [bottom_axis(form, scale, top, base, unit, label)]
+        names = [(form.left - 8, top + 21 + stage * lane, f"stage {stage}", "tick end") for stage in range(stages)]
+    else:
+        lane = (form.end - form.left) / max(1, stages)
+        gap = min(8.0, lane / 8)
+        thickness = (lane - gap) * (0.58 if outlined else 1.0)
+        outline = max(0.5, lane - gap - thickness - 2)
+        busiest = max(Counter(bar.action.stage for bar in bars if bar.outline == outlined).values(), default=0)
+        top += 24.0
+        base = top + min(_MOST, max(_LEAST, _ACTION * busiest))
+        scale = Scale(0.0, longest, top, base)
+        parts = [_side_axis(form, scale, unit)]
+        names = [
+            (form.left + (stage + 0.5) * lane, top - 8, f"stage {stage}" if lane >= 54 else f"{stage}", "tick")
+            for stage in range(stages)
+        ]
+        names.append((form.left - 8, top - 8, unit.name, "tick end"))
+    parts += [tag("text", words, x=x, y=y, class_=style) for x, y, words, style in names]
+    for bar in bars:
+        # Slightly shorter than its time, so that the ground shows between neighbours.
+        start, length = scale(bar.start) + 0.75, max(0.5, scale(bar.end) - scale(bar.start) - 1.5)
+        across = bar.action.stage * lane + (thickness + 3) * bar.outline
+        size = outline if bar.outline else thickness
+        if form is WIDE:
+            parts.append(bar.draw(start, top + 4 + across, length, size))
+        else:
+            parts.append(bar.draw(form.left + across, start, size, length))
+    return svg(form, description, base + (BOTTOM if form is WIDE else 10), legend, *parts)
+
+
+def _side_axis(form: Form, scale: Scale, unit: Unit) -> Markup:
+    """Horizontal grid lines, with their times to the left."""
+    at = scale.ticks(unit.factor, 10)
+    lines = [tag("line", x1=form.left, x2=form.end, y1=scale(v), y2=scale(v), class_="grid") for v in at]
+    values = [tag("text", f"{v / unit.factor:g}", x=form.left - 8, y=scale(v) + 4, class_="tick end") for v in at]
+    return join(*lines, *values)

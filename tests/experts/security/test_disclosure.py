@@ -117,7 +117,7 @@ def test_foreign_text_cannot_control_a_terminal(
         text = capsys.readouterr().out
         assert all(line.isprintable() for line in text.split("\n"))
 
-    def refuse(self: GrpcTransport) -> bytes:
+    def refuse(self: GrpcTransport, timeout: float) -> bytes:
         raise ForbiddenError(HOSTILE)
 
     monkeypatch.setattr(GrpcTransport, "status", refuse)

@@ -143,9 +143,34 @@ def test_mismatch_on_one_rank_is_raised_on_all(ranks, tmp_path: Path) -> None:
         assert isinstance(outcome.error, WeightsError) and "3.weight" in str(outcome.error), outcome.text
 
 
+def test_a_load_that_fails_on_one_rank_fails_on_all(ranks, tmp_path: Path) -> None:
+    """A foreign parameter, which is no difference between checkpoint and model, is reported before any rank raises."""
+    ranks(2).run(weights.train_and_save, str(tmp_path / "latest"))
+    for outcome in ranks(2).outcomes(weights.load_where_one_fails, str(tmp_path / "latest")):
+        assert isinstance(outcome.error, UsageError) and "rank 1: the optimizer has 1 " in str(outcome.error), (
+            outcome.text
+        )
+
+
+def test_a_damaged_checkpoint_is_a_weights_error(tmp_path: Path) -> None:
+    folder = tmp_path / "latest"
+    weft.checkpoint.save(folder, nn.Linear(2, 2))
+    (folder / ".metadata").write_bytes(b"not a pickle")
+    with pytest.raises(WeightsError, match="cannot be read: "):
+        weft.checkpoint.load(folder, nn.Linear(2, 2))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as caught:
+        weft.checkpoint.save(tmp_path / "file" / "latest", nn.Linear(2, 2))
+    assert any("can be written to" in note for note in caught.value.__notes__)
+
+
 def test_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path: Path) -> None:
     ranks(2).run(weights.train_and_save, str(tmp_path / "latest"))
-    first, second = ranks(2).outcomes(weights.save_where_one_fails, str(tmp_path / "latest"))
-    assert isinstance(first.error, WeightsError) and "rank 1: UsageError" in str(first.error), first.text
-    assert isinstance(second.error, UsageError), second.text
+    for outcome in ranks(2).outcomes(weights.save_where_one_fails, str(tmp_path / "latest")):
+        assert isinstance(outcome.error, UsageError) and "rank 1: the optimizer has 1 " in str(outcome.error), (
+            outcome.text
+        )
     plain_run(tmp_path / "latest")

@@ -152,7 +152,7 @@ def fail_on_one(bad: int) -> str:
         if links.rank == bad:  # what the failed walk has left on its way
             links.send_value(1, (bad + 1) % links.size, (0, 0, 7), torch.ones(LARGE), "step 0")
         links.open_walk("step 2").agree(None)
-        assert not links._inboxes
+        assert not len(links.walks)
         return seen
 
 

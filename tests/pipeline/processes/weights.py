@@ -117,12 +117,22 @@ def save_with_replicas(folder: str) -> list[float]:
     return [worst, *(float((value - whole[key]).abs().max()) for key, value in pipe.state_dict().items())]
 
 
-def save_where_one_fails(folder: str) -> None:
-    pipe = piped(model())
+def adam_of_another(pipe: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has a foreign parameter on rank 1."""
     optimizer = adam(pipe)
     if dist.get_rank() == 1:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    weft.checkpoint.save(folder, pipe, optimizer)
+    return optimizer
+
+
+def save_where_one_fails(folder: str) -> None:
+    pipe = piped(model())
+    weft.checkpoint.save(folder, pipe, adam_of_another(pipe))
+
+
+def load_where_one_fails(folder: str) -> None:
+    pipe = piped(model())
+    weft.checkpoint.load(folder, pipe, adam_of_another(pipe))
 
 
 def on_meta() -> nn.Sequential:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchweft.core.errors import SkipError, SkipWiringError
+from torchweft.core.errors import SkipError
 from torchweft.pipeline.skip import (
     Namespace,
     SkipTracker,
@@ -129,11 +129,6 @@ def test_load_without_a_save_names_the_missing_key() -> None:
     ns = Namespace()
     with pytest.raises(SkipError, match=f"'a' in {ns!r} was popped but never stashed"):
         SkipTracker().load(ns, "a")
-
-
-def test_the_plain_tracker_refuses_to_copy() -> None:
-    with pytest.raises(SkipWiringError, match="cannot copy 'a' to cpu: this tracker does not move"):
-        SkipTracker().copy(None, "a", torch.device("cpu"))
 
 
 # --- how long it keeps a tensor

@@ -181,7 +181,7 @@ def test_devices_that_are_not_there_are_refused() -> None:
     count = torch.cuda.device_count()
     for settings in ({"split": ["1"]}, {}):
         model, devices = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ["cpu", f"cuda:{count}"]
-        with pytest.raises(UsageError, match=f"stage 1 is 'cuda:{count}', and the number of CUDA devices here is"):
+        with pytest.raises(UsageError, match=rf"devices\[1\] is 'cuda:{count}', but PyTorch"):
             weft.Pipe(model, chunks=2, devices=devices, **settings)
 
 

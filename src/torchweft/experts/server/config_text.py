@@ -1,12 +1,11 @@
 """``torchweft serve --print-config``: a configuration as TOML, with the options and defaults that apply.
 
 The text is a file for ``torchweft serve`` again, except that secrets are left out. Python reads TOML and does not write
-it. The values here are those of `ServeConfig`, which need a small part of the format.
+it. The values of a `ServeConfig` need a small part of the format.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
@@ -27,45 +26,40 @@ def to_toml(config: ServeConfig) -> str:
     del table["options"]["limits"]  # a table of its own in a file
     if config.checkpoints is None:
         del table["keep"]
-    table = {name: value for name, value in table.items() if value not in ([], {})}
     # Plain values come first, because they would belong to the table above them.
-    lines = [f"{name} = {_format(value)}" for name, value in table.items() if not _is_table(value)]
+    lines, tables = list[str](), list[str]()
     for name, value in table.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{name}]", *_assignments(cast("dict[str, Any]", value))]
-        elif _is_table(value):
-            lines += [line for entry in value for line in ("", f"[[{name}]]", *_assignments(entry))]
-    return "\n".join([*lines, ""])
+        if isinstance(value, dict) and value:
+            tables += ["", f"[{name}]", *_assignments(value)]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            tables += [line for entry in cast("list[Any]", value) for line in ("", f"[[{name}]]", *_assignments(entry))]
+        elif value not in ([], {}):
+            lines.append(f"{name} = {_format(value)}")
+    return "\n".join([*lines, *tables, ""])
 
 
 def _to_plain(value: Any) -> Any:
     """Tables as dicts, without entries of None, which TOML cannot express."""
-    if isinstance(value, BaseModel):
-        value = {name: getattr(value, name) for name in type(value).model_fields}
-    elif is_dataclass(value):
+    if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
-        entries = cast("Mapping[str, Any]", value).items()
-        return {name: _to_plain(entry) for name, entry in entries if entry is not None}
-    if isinstance(value, Role):
-        return value.name.lower()
-    if isinstance(value, str):
-        return _SECRET if "-----BEGIN" in value else value  # a key in place of its path
-    return [_to_plain(entry) for entry in cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else value
+    if isinstance(value, BaseModel | dict):
+        # A model iterates over pairs of its fields, which `dict` takes as well as a dict.
+        entries: dict[str, Any] = dict(cast("Any", value))
+        return {name: _to_plain(entry) for name, entry in entries.items() if entry is not None}
+    if isinstance(value, list | tuple):
+        return [_to_plain(entry) for entry in cast("list[Any]", value)]
+    if isinstance(value, str) and "-----BEGIN" in value:  # a key in place of its path
+        return _SECRET
+    return value.name.lower() if isinstance(value, Role) else value
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value[0] if isinstance(value, list) and value else value, dict)
-
-
-def _assignments(table: Mapping[str, Any]) -> list[str]:
+def _assignments(table: Any) -> list[str]:
     return [f"{_format_key(name)} = {_format(value)}" for name, value in table.items()]
 
 
 def _format(value: Any) -> str:
     if isinstance(value, dict):
-        inner = ", ".join(_assignments(cast("dict[str, Any]", value)))
-        return f"{{ {inner} }}" if inner else "{}"
+        return f"{{ {', '.join(_assignments(value))} }}"
     if isinstance(value, list):
         return f"[{', '.join(map(_format, cast('list[Any]', value)))}]"
     # JSON and TOML write text, booleans and numbers alike, but for infinity and NaN.

@@ -28,7 +28,7 @@ from torchweft.pipeline.processes.packing import pack, unpack
 from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.program import Instruction, Owned, Program, Values, perform
-from torchweft.pipeline.split.provenance import ValueProvenanceMode
+from torchweft.pipeline.split.provenance import Observed
 from torchweft.pipeline.split.record import SHAPES, ForwardRecorder
 from torchweft.pipeline.weights import replaced_in
 
@@ -39,13 +39,9 @@ EQUAL_EVERYWHERE = (
     "on all ranks"
 )
 Finding = TypeVar("Finding")
-Observed = tuple[Any, list[bool]]
-"""The result of a call, and flags that only the rank which ran it knows."""
 
 
 class CollectiveCalls:
-    """Calls that all ranks make together, on one rank."""
-
     _channel: Channel
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -55,11 +51,9 @@ class CollectiveCalls:
         self._numbers = count()
 
     def set_channel(self, channel: Channel) -> None:
-        """Set the channel, in which a walk must be open during all calls."""
         self._channel = channel
 
     def set_owners(self, owners: Mapping[int, int]) -> None:
-        """Set the rank of each parameter, by its id()."""
         self._owners = owners
 
     def run_step(self, step: Instruction, run: Callable[..., Observed], args: Any, kwargs: Any) -> Observed:
@@ -68,6 +62,7 @@ class CollectiveCalls:
         modules: list[nn.Module] = [] if step.module is None else list(step.module.modules())
         read: list[Any] = [*leaves, *(x for module in modules for x in module._parameters.values())]
         parameters = list({id(x): x for x in read if isinstance(x, nn.Parameter)}.values())
+        # All ranks run such a call. Its result is equal on all of them, and costs no message.
         if not parameters or step.call in SHAPES:  # placeholders have shapes
             return run(*args, **kwargs)
         bytes_on: Counter[int] = Counter()
@@ -79,6 +74,7 @@ class CollectiveCalls:
         known: list[Any] = [*leaves, *parameters, *(x for module in modules for x in module._buffers.values())]
         if self.rank != runner:
             name, *content = self._receive(number, runner, known)
+            # Compared here, because another path would give a result of another shape, and an error far away.
             if name != step.name:
                 raise SplitError(
                     f"forward() takes another path on each rank: rank {runner} of the group is at {name}, rank "
@@ -100,28 +96,24 @@ class CollectiveCalls:
         return effects.result, effects.flags
 
     def announce(self, *content: Any) -> None:
-        """Send an action, and its arguments, to all other ranks."""
         self._send(self._next_number(), pack(content))
 
     def receive_announcement(self, source: int) -> Any:
-        """The next announcement of a rank."""
         return self._receive(self._next_number(), source)
 
     def exchange_contents(self, content: Any) -> list[Any]:
-        """The contents of all ranks, by rank."""
         number, size = self._next_number(), self._channel.links.size
         self._send(number, pack(content))
         return [content if rank == self.rank else self._receive(number, rank) for rank in range(size)]
 
     def compare_reports(self, report: Any, what: str) -> list[Any]:
-        """The plain reports of all ranks. The walk ends, so that all ranks have them or all raise; another begins."""
+        # The walk ends, so that all ranks have the reports or all raise. Another one begins.
         reports = self._channel.walk.agree(report)
         self._channel.end()
         self._channel.open(what)
         return reports
 
     def _next_number(self) -> int:
-        """The number of the next message in this walk."""
         if self._walk is not self._channel.walk:
             self._walk, self._numbers = self._channel.walk, count()
         return next(self._numbers)
@@ -154,20 +146,19 @@ class CallEffects(NamedTuple):
 
     result: Any
     flags: list[bool]
-    contents: Sequence[tuple[int, Tensor]]
-    """Inputs that the call wrote into, and their new contents."""
-    stored: Sequence[tuple[int, str, Any]]
-    """Attributes that modules stored. The code between blocks can read them."""
+    contents: Sequence[tuple[int, Tensor]]  # inputs that the call wrote into, and their new contents
+    stored: Sequence[tuple[int, str, Any]]  # attributes that modules stored, which code between blocks can read
+    # Arguments of forward hooks. Hooks can take tensors out of a block (Hugging Face's router logits).
     hooked: Sequence[tuple[int, Any, Any, Any]]
-    """Arguments of forward hooks. Hooks can take tensors out of a block (Hugging Face's router logits)."""
 
     @staticmethod
     def run_observed(run: Callable[[], Observed], known: Sequence[Any], modules: Sequence[nn.Module]) -> "CallEffects":
-        """Run a call."""
+        # Versions, because comparing values would wait for the device, and a write of equal values counts.
         versions = [version(x) if isinstance(x, Tensor) else 0 for x in known]
         before = [dict(vars(module)) for module in modules]
         with _hook_calls(modules) as hooked:
             result, flags = run()
+        # A result can be a dataclass of the model. As a container, its tensors can be sent.
         register_dataclasses(result)
         written = [k for k, x in enumerate(known) if isinstance(x, Tensor) and version(x) != versions[k]]
         contents = [(k, known[k].detach().clone().requires_grad_(known[k].requires_grad)) for k in written]
@@ -181,7 +172,6 @@ class CallEffects(NamedTuple):
         return CallEffects(result, flags, contents, stored, hooked)
 
     def repeat_here(self, known: Sequence[Any], modules: Sequence[nn.Module]) -> None:
-        """Repeat the effects of a call on another rank."""
         for k, content in self.contents:
             target = known[k]
             # A leaf that requires a gradient cannot be written to under autograd. The call did so under no_grad, too.
@@ -199,7 +189,6 @@ class CallEffects(NamedTuple):
 
 @contextmanager
 def _hook_calls(modules: Sequence[nn.Module]) -> Generator[list[tuple[int, Any, Any, Any]]]:
-    """The number, arguments and output of each module with forward hooks that is called inside."""
     calls: list[tuple[int, Any, Any, Any]] = []
 
     def note_call(number: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -215,28 +204,19 @@ def _hook_calls(modules: Sequence[nn.Module]) -> Generator[list[tuple[int, Any, 
 
 
 class CollectiveRecorder(ForwardRecorder):
-    """A recorder on every rank. All ranks record one program."""
-
     def __init__(self, calls: CollectiveCalls, *args: Any) -> None:
         super().__init__(*args)
         self.watched, self._calls = True, calls
         self.written: set[tuple[nn.Module, str]] = set()
         """Buffers that blocks were seen to write to: the module, and the name in it."""
 
-    def run_step(
-        self, step: Instruction, run: Callable[..., Any], args: Any, kwargs: Any, provenance: ValueProvenanceMode
-    ) -> Any:
+    def run_step(self, step: Instruction, run: Callable[..., Observed], args: Any, kwargs: Any) -> Observed:
         """See `ForwardRecorder.run_step`."""
-
-        def observed(*args: Any, **kwargs: Any) -> Observed:
-            return run(*args, **kwargs), [provenance.drew, provenance.dynamic]
-
         modules: list[nn.Module] = [] if step.module is None else list(step.module.modules())
         held = [(m, key, x, version(x)) for m in modules for key, x in m._buffers.items() if x is not None]
-        result, flags = self._calls.run_step(step, observed, args, kwargs)
-        provenance.set_flags(*flags)
+        observed = self._calls.run_step(step, run, args, kwargs)
         self.written |= {(m, key) for m, key, x, before in held if m._buffers[key] is not x or version(x) != before}
-        return result
+        return observed
 
     def replay(self, program: Program, leaves: Sequence[Any], owned: Owned) -> Any:
         """See `ForwardRecorder.replay`. Steps run in the order of the recording, because stages are on other ranks."""
@@ -247,13 +227,11 @@ class CollectiveRecorder(ForwardRecorder):
         return program.result(values)
 
     def perform(self, step: Instruction, constants: Sequence[Any], values: Values) -> None:
-        """See `ForwardRecorder.perform`."""
-
         def run_together(*args: Any, **kwargs: Any) -> Any:
             return self._calls.run_step(step, lambda *a, **k: (step.call(*a, **k), []), args, kwargs)[0]
 
         perform(replace(step, call=run_together), constants, values)
 
     def settle(self, finding: Finding | None) -> Finding | None:
-        """See `ForwardRecorder.settle`."""
-        return next((each for each in self._calls.exchange_contents(finding) if each is not None), None)
+        # The first rank that found something counts, so that all ranks act alike.
+        return next((other for other in self._calls.exchange_contents(finding) if other is not None), None)

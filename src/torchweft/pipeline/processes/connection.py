@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweft.core.segment import version
 from torchweft.pipeline.processes.frames import (
     BYE,
     CPU_LANE,
@@ -42,8 +43,8 @@ from torchweft.pipeline.processes.frames import (
 from torchweft.pipeline.processes.lanes import Lanes
 
 _connections: "weakref.WeakSet[Connection]" = weakref.WeakSet()
+# In a forked child: never freed, because gloo would wait for threads that are not there.
 _inherited: list[Lanes] = []
-"""In a forked child: never freed, because gloo would wait for threads that are not there."""
 
 
 class ReceivedFrame(NamedTuple):
@@ -57,19 +58,19 @@ class ReceivedFrame(NamedTuple):
     device_works: Sequence[Any] = ()
 
     def value(self, plain: Sequence[Any]) -> Any:
-        """The value of a data frame, for the thread that uses it."""
         assert self.shape is not None
         if self.device_works:
             for leaf, tensor in zip(self.shape.tensors, self.tensors, strict=True):
                 if leaf.way == DEVICE_LANE:
+                    # The stream of NCCL allocated it, and must not reuse its memory before this stream has read it.
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             for work in self.device_works:  # the current stream waits, not the host
                 work.wait()
         return join_value(self.shape, plain, self.tensors)
 
 
+# In a forked child. An open copy of a socket would hide the death of the parent from its peers.
 def _forget_sockets() -> None:
-    """In a forked child: an open copy of a socket would hide the death of the parent from its peers."""
     for connection in list(_connections):
         connection.forget_socket()
 
@@ -95,7 +96,6 @@ class Worker:
             self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Let the thread end after its jobs, and wait for it so long."""
         self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(max(0.0, seconds))
@@ -107,73 +107,15 @@ def _run_jobs(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
         del job
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+class FrameQueue:
+    """The sending half of a socket. Frames leave in the order of `write`, which never blocks."""
 
-
-class Connection:
-    """The connection to `rank`."""
-
-    def __init__(self, rank: int, sock: socket.socket, lanes: Lanes) -> None:
-        self.rank = rank
-        sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._lanes, self._lock, self._sending = sock, lanes, threading.Lock(), threading.Lock()
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
         self._frames: deque[tuple[memoryview, list[int]]] = deque()  # to be sent, with the bytes of each that are gone
         self._draining = self._finishing = False
-        self._changed: set[int] = set()  # walks
-        self.sent_shapes = SentShapes()
-        self.received_shapes: dict[int, Shape] = {}
-        self._drain, self._bodies, self._releases = (
-            Worker(f"torchweft-{name}-{rank}") for name in ("drain", "bodies", "releases")
-        )
-        self._reader: threading.Thread | None = None
-        _connections.add(self)
-
-    def start(self, handle: "Handle") -> None:
-        """Start the reader."""
-        self._reader = threading.Thread(
-            target=self._read_frames, args=(handle,), name=f"torchweft-reader-{self.rank}", daemon=True
-        )
-        self._reader.start()
-
-    def send(
-        self, walk: int, address: tuple[int, int, int], shape: Shape, plain: bytes, tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Send a value. Its large tensors are kept until they have left, and must not be written to before."""
-        ways = list(zip(shape.tensors, tensors, strict=True))
-        inline = [memory_of(tensor) for leaf, tensor in ways if leaf.way == FRAME and tensor.numel()]
-        on_lanes = [tensor for leaf, tensor in ways if leaf.way != FRAME]
-        with self._sending:  # frames and sends of a lane keep one order
-            slot, text = self.sent_shapes.find(shape)
-            header = FrameHeader(DATA, walk, address, slot, len(text), len(plain))
-            try:
-                self.write(b"".join([header.encode(), text, plain, *inline]))
-                for tensor in on_lanes:
-                    work = self._lanes.send(self.rank, tensor)
-                    self._releases.submit(partial(self._release, work, tensor, _version_of(tensor), walk))
-            except BaseException:
-                # A header without its send would let the next tensor arrive in the wrong place.
-                if on_lanes:
-                    self._shut(socket.SHUT_RDWR)
-                raise
-
-    def _release(self, work: Any, tensor: torch.Tensor, version: int, walk: int) -> None:
-        """Keep a tensor until it has left."""
-        with suppress(RuntimeError):  # the reader reports the lost rank
-            work.wait()
-            while tensor.device.type != "cpu" and not work.is_completed():
-                time.sleep(1e-3)  # wait() of NCCL is for the stream
-        if _version_of(tensor) != version:
-            self._changed.add(walk)
-
-    def find_change(self, walk: int, seconds: float) -> bool:
-        """Whether a tensor of a walk was written to before it had left. Waits for those that are leaving."""
-        if self._releases.started:
-            done = threading.Event()
-            self._releases.submit(done.set)
-            done.wait(seconds)
-        return walk in self._changed
+        self._drain = Worker(name)
 
     def write(self, frame: bytes) -> None:
         """Send a frame as far as the socket takes it; a thread goes on with the rest. Raises OSError."""
@@ -184,14 +126,13 @@ class Connection:
                 self._drain.submit(self._drain_frames)
 
     def finish(self) -> None:
-        """Announce the end of this direction, after the frames that are still to be sent."""
         with self._lock:
             self._finishing = True
             if not self._draining:
-                self._shut(socket.SHUT_WR)
+                self.shut(socket.SHUT_WR)
 
     def _advance(self) -> bool:
-        """Under the lock: send without blocking; whether all frames are gone."""
+        # Under the lock. Never blocks. Returns whether all frames are gone.
         while self._frames:
             frame, gone = self._frames[0]
             try:
@@ -208,19 +149,91 @@ class Connection:
         try:
             poll.register(self._socket, select.POLLOUT)
             while True:
+                # Not under the lock: a full socket must not make the threads wait that append frames.
                 poll.poll(1000)
                 with self._lock:
                     if self._advance():
                         self._draining = False
                         if self._finishing:
-                            self._shut(socket.SHUT_WR)
+                            self.shut(socket.SHUT_WR)
                         return
         except (OSError, ValueError):  # the reader reports it
             pass
 
+    def shut(self, how: int) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(how)
+
+    def close(self, seconds: float) -> None:
+        self._drain.close(seconds)
+
+
+class Connection:
+    def __init__(self, rank: int, sock: socket.socket, lanes: Lanes) -> None:
+        self.rank = rank
+        sock.settimeout(None)
+        # A small frame must not wait until the one before it is acknowledged.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._lanes = sock, lanes
+        self.outgoing = FrameQueue(sock, f"torchweft-drain-{rank}")
+        # Held over the header and the posts of its tensors. It comes before the lock of the queue.
+        self._sending = threading.Lock()
+        self._changed: set[int] = set()  # walks
+        self.sent_shapes = SentShapes()
+        self.received_shapes: dict[int, Shape] = {}
+        self._bodies, self._releases = (Worker(f"torchweft-{name}-{rank}") for name in ("bodies", "releases"))
+        self._reader: threading.Thread | None = None
+        _connections.add(self)
+
+    def start(self, handle: "Handle") -> None:
+        self._reader = threading.Thread(
+            target=self._read_frames, args=(handle,), name=f"torchweft-reader-{self.rank}", daemon=True
+        )
+        self._reader.start()
+
+    def send(
+        self, walk: int, address: tuple[int, int, int], shape: Shape, plain: bytes, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Send a value. Its large tensors are kept until they have left, and must not be written to before."""
+        ways = list(zip(shape.tensors, tensors, strict=True))
+        inline = [memory_of(tensor) for leaf, tensor in ways if leaf.way == FRAME and tensor.numel()]
+        on_lanes = [tensor for leaf, tensor in ways if leaf.way != FRAME]
+        with self._sending:  # frames and sends of a lane keep one order
+            slot, text = self.sent_shapes.find(shape)
+            header = FrameHeader(DATA, walk, address, slot, len(text), len(plain))
+            try:
+                self.outgoing.write(b"".join([header.encode(), text, plain, *inline]))
+                for tensor in on_lanes:
+                    work = self._lanes.send(self.rank, tensor)
+                    self._releases.submit(partial(self._release, work, tensor, version(tensor), walk))
+            except BaseException:
+                # A header without its send would let the next tensor arrive in the wrong place.
+                if on_lanes:
+                    self.outgoing.shut(socket.SHUT_RDWR)
+                raise
+
+    def _release(self, work: Any, tensor: torch.Tensor, before: int, walk: int) -> None:
+        with suppress(RuntimeError):  # the reader reports the lost rank
+            work.wait()
+            # The wait() of NCCL is for the stream. The version below must be read after the transfer itself.
+            while tensor.device.type != "cpu" and not work.is_completed():
+                time.sleep(1e-3)
+        # Reported when the walk ends. The peer can have received the old bytes, the new ones, or some of both.
+        if version(tensor) != before:
+            self._changed.add(walk)
+
+    def find_change(self, walk: int, seconds: float) -> bool:
+        """Whether a tensor of a walk was written to before it had left. Waits for those that are leaving."""
+        if self._releases.started:
+            done = threading.Event()
+            self._releases.submit(done.set)
+            done.wait(seconds)
+        return walk in self._changed
+
     def _read_frames(self, handle: "Handle") -> None:
         reason = "its process ended, or its host is unreachable"
         try:
+            # Buffered, because a frame is read in three parts, and each would be a system call.
             with self._socket.makefile("rb", 1 << 16) as file:
                 frame = self._read_frame(file)
                 while handle(self, frame, ""):
@@ -250,6 +263,7 @@ class Connection:
         tensors = [torch.empty(leaf.dims, dtype=leaf.dtype, device=places.get(leaf.way)) for leaf in shape.tensors]
         works: dict[int, list[Any]] = {CPU_LANE: [], DEVICE_LANE: []}
         for leaf, tensor in zip(shape.tensors, tensors, strict=True):
+            # Posted at once, in the order of the headers: a lane pairs sends and receives by their order alone.
             if leaf.way != FRAME:
                 works[leaf.way].append(self._lanes.receive(self.rank, tensor))
             elif tensor.numel() and file.readinto(memory_of(tensor)) < tensor.nbytes:
@@ -262,35 +276,33 @@ class Connection:
             return put()
 
         def wait() -> None:
+            # One thread waits for all frames of the connection, so that they are delivered in their order.
             try:
                 for work in frame.works:
                     work.wait()
                 put()
             except RuntimeError:  # the rank is gone, or its lane is broken: the reader reports it
-                self._shut(socket.SHUT_RDWR)
+                self.outgoing.shut(socket.SHUT_RDWR)
 
         return self._bodies.submit(wait)
 
-    def _shut(self, how: int) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(how)
-
     def close(self, deadline: float) -> None:
         """End all threads. The other end is expected to have answered the announced end before the deadline."""
-        for worker in (self._releases, self._drain):
-            worker.close(deadline - time.monotonic())
+        # Senders first. The reader ends when the peer has read all that was sent and closes its side.
+        self._releases.close(deadline - time.monotonic())
+        self.outgoing.close(deadline - time.monotonic())
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(max(0.0, deadline - time.monotonic()))
-            self._shut(socket.SHUT_RDWR)  # wakes a reader that still waits
+            self.outgoing.shut(socket.SHUT_RDWR)  # wakes a reader that still waits
             self._reader.join(1.0)
         self._bodies.close(deadline - time.monotonic())
         self._socket.close()
 
     def forget_socket(self) -> None:
-        """Close the descriptor alone: a shutdown in a child would end the connection of its parent."""
+        # The descriptor alone, because a shutdown in a child would end the connection of its parent.
         _inherited.append(self._lanes)
         os.close(self._socket.detach())
 
 
+# Receives each frame, at last None with the reason why nothing more comes. Returns whether the reader goes on.
 Handle = Callable[[Connection, ReceivedFrame | None, str], bool]
-"""Receiver of each frame, at last of None with the reason why nothing more comes; whether the reader goes on."""

@@ -68,8 +68,6 @@ class Shape(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """The fixed start of a frame."""
-
     kind: int
     walk: int = 0
     address: tuple[int, int, int] = (0, 0, 0)
@@ -82,8 +80,8 @@ class FrameHeader(NamedTuple):
 
 
 def decode_header(data: bytes) -> FrameHeader:
-    """Raises ``ValueError`` for a frame that no member sends."""
     kind, walk, route, reader, micro_batch, slot, shape_bytes, plain_bytes = _HEADER.unpack(data)
+    # Checked before anything is allocated. A stranger cannot be here, but a broken peer can.
     if kind > BYE or slot >= SHAPES or max(shape_bytes, plain_bytes) > _LONGEST:
         raise ValueError(f"a malformed frame: kind {kind}, {shape_bytes} and {plain_bytes} bytes")
     return FrameHeader(kind, walk, (route, reader, micro_batch), slot, shape_bytes, plain_bytes)
@@ -101,16 +99,13 @@ def encode_plain(content: Any) -> bytes:
 
 
 def encode_control(kind: int, walk: int, content: Any) -> bytes:
-    """The whole frame of a message that is plain."""
     text = encode_plain(content)
     return FrameHeader(kind, walk, plain_bytes=len(text)).encode() + text
 
 
 def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], list[torch.Tensor]]:
     """The shape of a value, its plain leaves ready for JSON, and its tensors, contiguous and where their way starts.
-
-    Raises ``SpecError`` that names the first leaf that cannot be sent.
-    """
+    Raises ``SpecError`` that names the first leaf that cannot be sent."""
     gradients = cast("list[Any]", value) if type(value) is list else []
     if len(gradients) == 1 and type(gradients[0]) is torch.Tensor:
         leaves, structure = gradients, _LIST_OF_ONE  # those of most values; pytree would take 30 us
@@ -136,7 +131,7 @@ def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], lis
             kind = cast("type[Any]", type(leaf))
             if kind not in _PLAIN:
                 if kind not in _WRITERS:  # a subclass, such as numpy.float64, would arrive as another type
-                    raise _refusal(structure, place, f"a {kind.__name__}")
+                    raise _rejection(structure, place, f"a {kind.__name__}")
                 name, write = _WRITERS[kind]
                 leaf = {name: write(leaf)}
             shapes.append(None)
@@ -145,17 +140,16 @@ def split_value(value: Any, *, device_lane: bool) -> tuple[Shape, list[Any], lis
 
 
 def _sendable(tensor: torch.Tensor, structure: Structure, place: int) -> torch.Tensor:
-    """The tensor detached and contiguous, its bytes being its values."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise _refusal(structure, place, f"a {type(tensor).__name__}, a subclass of Tensor,")
+        raise _rejection(structure, place, f"a {type(tensor).__name__}, a subclass of Tensor,")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
-        raise _refusal(structure, place, f"a tensor that is {kind}")
+        raise _rejection(structure, place, f"a tensor that is {kind}")
     # The bytes of a lazily conjugated or negated view are those of its base.
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _refusal(structure: Structure, place: int, seen: str) -> SpecError:
+def _rejection(structure: Structure, place: int, seen: str) -> SpecError:
     path = structure_paths(structure, "the value")[place]
     return SpecError(
         f"{path} is {seen} and cannot be sent to another process; send strided tensors, None, bool, int, float, "
@@ -164,8 +158,6 @@ def _refusal(structure: Structure, place: int, seen: str) -> SpecError:
 
 
 class SentShapes:
-    """The shapes that the other end of a connection knows, at most `SHAPES`."""
-
     def __init__(self) -> None:
         self._slots: dict[Shape, int] = {}
 
@@ -179,6 +171,7 @@ class SentShapes:
         leaves = [leaf and [str(leaf.dtype), *leaf[1:]] for leaf in shape.leaves]
         text = encode_plain([to_plain(shape.structure, classes=True), leaves])  # may raise: nothing has changed yet
         slot = len(self._slots)
+        # The oldest. The receiver overwrites the same slot, so both ends stay equal without a message.
         if slot == SHAPES:
             slot = self._slots.pop(next(iter(self._slots)))
         self._slots[shape] = slot
@@ -186,7 +179,6 @@ class SentShapes:
 
 
 def decode_shape(text: bytes) -> Shape:
-    """The inverse of the text of `SentShapes.find`."""
     plain, leaves = json.loads(text)
     shapes = [leaf and TensorShape(_DTYPES[leaf[0]], tuple(leaf[1]), *leaf[2:]) for leaf in leaves]
     structure = from_plain(plain, classes=True)
@@ -208,6 +200,7 @@ def join_value(shape: Shape, plain: Sequence[Any], tensors: Sequence[torch.Tenso
             item = next(left)
             if isinstance(item, dict):
                 ((name, content),) = cast("dict[str, Any]", item).items()
+                # Fixed types only. A message cannot name a function of this process.
                 item = _READERS[name](content)
             leaves.append(item)
         else:

@@ -22,19 +22,16 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 
 def store_of(group: ProcessGroup) -> Store:
-    """The store by which the ranks of a group met."""
     return _get_process_group_store(group)
 
 
 def host_of(store: Any) -> str | None:
-    """The host that a store is on, if it is reached by TCP."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return getattr(store, "host", None)
 
 
 def timeout_of(group: ProcessGroup) -> float:
-    """The seconds after which an operation of the group fails."""
     (device, *_) = dist.get_backend_config(group).split(":")
     backend: Any = group._get_backend(torch.device(device))
     return backend.options._timeout.total_seconds()
@@ -45,7 +42,8 @@ class Lanes:
 
     def __init__(self, group: ProcessGroup, store: Store, address: str, timeout: float) -> None:
         self.rank = group.rank()
-        limit = timedelta(seconds=2 * timeout)  # a timeout of gloo closes its connections: walks must time out before
+        # A timeout of gloo closes its connections, so walks must time out before.
+        limit = timedelta(seconds=2 * timeout)
         self._cpu: list[Any] = []
         self._device: list[Any] = []
         self.device: torch.device | None = None
@@ -64,21 +62,21 @@ class Lanes:
                 self._device.append(nccl(PrefixStore(f"nccl/{name}", store), self.rank, group.size(), options))
 
     def send(self, rank: int, tensor: torch.Tensor) -> Any:
-        """The work of a send. The tensor must stay unchanged until it has ended."""
         return self._post("send", tensor, rank, rank > self.rank)
 
     def receive(self, rank: int, tensor: torch.Tensor) -> Any:
-        """The work of a receive into a tensor of the sent size."""
         return self._post("recv", tensor, rank, self.rank > rank)
 
     def _post(self, action: str, tensor: torch.Tensor, rank: int, up: bool) -> Any:
         lanes, lane = self._cpu if tensor.device.type == "cpu" else self._device, int(not up)
         here = nullcontext() if tensor.device.type == "cpu" else torch.cuda.device(tensor.device)
+        # A lock per lane: the order of posts is the only thing that pairs a send with its receive. As bytes, because
+        # gloo and NCCL do not know every dtype.
         with self._locks[lane], here:
             return getattr(lanes[lane], action)([tensor.view(-1).view(torch.uint8)], rank, 0)
 
     def abort(self) -> None:
-        """End the works of NCCL, which never hears of a dead rank."""
+        # NCCL never hears of a dead rank. Its kernels would wait for it on the GPU.
         for backend in self._device:
             backend.abort()
 

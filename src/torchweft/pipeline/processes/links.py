@@ -81,7 +81,6 @@ class WalkInbox:
             raise kind(text)
 
     def wait_for(self, source: int | None) -> None:
-        """Note for which rank this one waits, so that peers can ask."""
         self.waiting = source
 
     def receive(self, key: Any, timeout: float, has_left: Callable[[], bool]) -> Any:
@@ -89,21 +88,69 @@ class WalkInbox:
         deadline = time.monotonic() + timeout
         while key not in self._shelf:
             self.check()
-            left = has_left()  # asked first: all that the source has sent is in the queue by then
+            # Asked before the queue is read: all that the source has sent is in the queue once it has left. If it were
+            # asked afterwards, its last message could arrive between the two, and would be taken for missing.
+            left = has_left()
             rest = 0.0 if left else max(0.0, deadline - time.monotonic())
             arrived, item = self._arriving.get(timeout=rest)
             self._shelf[arrived] = item
         return self._shelf.pop(key)
 
 
-class Links:
-    """The connections of this rank to all others of `group`. Making them is collective.
+class WalkTable:
+    """The walks of this rank that are open, and those that only its peers have opened so far."""
 
-    Args:
-        group: The process group. It serves to find each other; its own operations are not used.
-        timeout: Seconds that a rank waits without progress before it looks for a rank that hangs; by default those
-            after which an operation of the group fails.
-    """
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+        self._inboxes: dict[int, WalkInbox] = {}
+        self.lost: dict[int, str] = {}  # ranks that are gone, with the reason
+        self.parted: set[int] = set()  # ranks that have left in peace
+
+    def __len__(self) -> int:
+        return len(self._inboxes)
+
+    def open(self) -> tuple[int, WalkInbox]:
+        """The number and the inbox of the next walk. It has failed already if a rank is lost."""
+        with self._lock:
+            self._number += 1
+            inbox = self._inboxes.setdefault(self._number, WalkInbox())
+            # Also a walk that opens after the loss: its peer will never send.
+            for text in self.lost.values():
+                inbox.fail(RankLostError, text)
+            return self._number, inbox
+
+    def close(self, number: int) -> None:
+        with self._lock:
+            self._inboxes.pop(number, None)
+
+    def inbox_of(self, number: int) -> WalkInbox:
+        """The inbox for a message of a peer. Messages of a walk that has ended are dropped with it."""
+        with self._lock:
+            # A peer that is ahead sends into a walk that this rank has yet to open.
+            if number <= self._number:
+                return self._inboxes.get(number) or WalkInbox()
+            return self._inboxes.setdefault(number, WalkInbox())
+
+    def latest(self) -> WalkInbox:
+        return self._inboxes.get(self._number) or WalkInbox()
+
+    def part(self, rank: int) -> None:
+        with self._lock:
+            self.parted.add(rank)
+            for inbox in self._inboxes.values():
+                inbox.put(None, None)  # wakes a thread that waits for this rank
+
+    def lose(self, rank: int, text: str) -> None:
+        with self._lock:
+            self.lost.setdefault(rank, text)
+            for inbox in self._inboxes.values():
+                inbox.fail(RankLostError, text)
+
+
+class Links:
+    """The connections of this rank to all others of `group`. Making them is collective. After `timeout` seconds without
+    progress a rank looks for one that hangs. Default: the timeout of the group."""
 
     def __init__(self, group: ProcessGroup, timeout: float | None = None) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -112,33 +159,28 @@ class Links:
         rendezvous = Rendezvous(store_of(group), get_process_group_ranks(group), self.rank, deadline)
         members, sockets, address = rendezvous.connect()
         self._members: list[RankProcess] = members
+        # The sockets come first: the lanes connect through a backend that cannot name a rank which is missing.
         lanes = self._lanes = Lanes(group, rendezvous.store, address, self.timeout)
         self._connections = {rank: Connection(rank, socket, lanes) for rank, socket in sorted(sockets.items())}
-        self._lock, self._number = threading.Lock(), 0
-        self._inboxes: dict[int, WalkInbox] = {}
-        self._lost: dict[int, str] = {}
-        self._parted: set[int] = set()
+        self.walks = WalkTable()
         self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._bytes: Counter[tuple[int, int]] = Counter()
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _part, list(self._connections.values()), lanes, self._process)
+        # Reader threads must not keep the links alive, or a dropped pipe would never part from its peers.
         handle = _handler(weakref.ref(self))
         for connection in self._connections.values():
             connection.start(handle)
 
     def name_of(self, rank: int) -> str:
-        """A rank of the group for messages: its rank in the whole run, its host and its process."""
         return str(self._members[rank])
 
     def open_walk(self, what: str) -> "Walk":
         """Start the next walk. All ranks open the same walks in the same order; `what` names it in messages."""
+        # A child shares the sockets with its parent. Its frames would mix with those of the parent.
         if os.getpid() != self._process:
             raise UsageError("this process was forked from a rank of a pipeline; only the rank itself can run the Pipe")
-        with self._lock:
-            self._number += 1
-            number, inbox = self._number, self._inboxes.setdefault(self._number, WalkInbox())
-            for text in self._lost.values():
-                inbox.fail(RankLostError, text)
+        number, inbox = self.walks.open()
         self._name_walk(number, inbox, self.rank, what)
         return Walk(self, number, what, inbox)
 
@@ -161,26 +203,26 @@ class Links:
         try:
             self._connections[rank].send(number, address, shape, text, tensors)
         except OSError as error:
-            raise RankLostError(self._lost.get(rank, f"{self.name_of(rank)} is gone: {error}")) from error
+            raise RankLostError(self.walks.lost.get(rank) or f"{self.name_of(rank)} is gone: {error}") from error
         self._bytes[rank, address[0]] += sum(tensor.nbytes for tensor in tensors)
 
     def broadcast(self, kind: int, number: int, content: Any) -> None:
-        """Send a plain message to every rank that is still there."""
         frame = encode_control(kind, number, content)
         for connection in self._connections.values():
             with suppress(OSError):  # its reader reports it
-                connection.write(frame)
+                connection.outgoing.write(frame)
 
     def receive(self, number: int, inbox: WalkInbox, key: Any, source: int) -> Any:
         """Wait for an item. A rank that has left or hangs makes the walk fail, on all ranks."""
         inbox.wait_for(source)
         try:
-            return inbox.receive(key, self.timeout, lambda: source in self._parted)
+            return inbox.receive(key, self.timeout, lambda: source in self.walks.parted)
         except Empty:
-            if source in self._parted:
+            if source in self.walks.parted:
                 text = f"{self.name_of(source)} has closed its connections: its script ended, or it dropped the Pipe"
             else:
                 text = self._find_culprit(inbox.walks[self.rank], source)
+            # Only the first failure is sent. Otherwise ranks would answer each other failures without end.
             if inbox.fail(RankLostError, text):
                 self.broadcast(FAILED, number, [RankLostError.__name__, text])
             inbox.check()
@@ -196,13 +238,10 @@ class Links:
                 "out-of-place form of the operation, or let it write into a clone"
             )
 
-    def close_walk(self, number: int) -> None:
-        with self._lock:
-            self._inboxes.pop(number, None)
-
     def _find_culprit(self, what: str | None, source: int) -> str:
         """Ask all ranks for their state; return which of them keeps the others waiting, in words."""
         waited = f"waited {self.timeout:g} s in {what} for {self.name_of(source)}"
+        # A number, because answers to an earlier question can still arrive.
         question = time.monotonic_ns()
         self.broadcast(PING, 0, question)
         answers: dict[int, tuple[str | None, int | None]] = {self.rank: (what, source)}
@@ -214,10 +253,11 @@ class Links:
                 break
             if number == question:
                 answers[rank] = theirs, waiting
-        mute = [rank for rank in range(self.size) if rank not in answers and rank not in self._parted]
+        mute = [rank for rank in range(self.size) if rank not in answers and rank not in self.walks.parted]
         if mute:
             names = ", ".join(map(self.name_of, mute))
             return f"{names} does not answer: its process is stopped or hangs. {self.name_of(self.rank)} {waited}"
+        # A rank that waits for none is the culprit: it computes, or is outside of the pipe.
         idle = [rank for rank, (_, waiting) in answers.items() if waiting is None]
         if idle:
             states = [f"{self.name_of(rank)}, now {_in(answers[rank][0])}," for rank in idle]
@@ -230,7 +270,6 @@ class Links:
         return f"the ranks of the pipeline wait for each other: {'; '.join(waits)}. {self.name_of(self.rank)} {waited}"
 
     def _name_walk(self, number: int, inbox: WalkInbox, rank: int, what: str) -> None:
-        """Fail a walk that is another one on another rank."""
         if not inbox.name_walk(rank, what):
             names = ", ".join(f"{self.name_of(rank)} in {what}" for rank, what in sorted(inbox.walks.items()))
             text = f"the ranks are in different walks: {names}; call the Pipe in the same way on all ranks"
@@ -245,39 +284,29 @@ class Links:
         content: Any = json.loads(frame.plain) if frame.plain else [None]
         kind, number = frame.header.kind, frame.header.walk
         if kind in (DATA, DONE, FAILED):
-            with self._lock:
-                if number <= self._number:
-                    inbox = self._inboxes.get(number) or WalkInbox()  # of a walk that has ended: dropped
-                else:
-                    inbox = self._inboxes.setdefault(number, WalkInbox())
+            inbox = self.walks.inbox_of(number)
             if kind == FAILED:
                 inbox.fail(_SHARED_ERRORS.get(content[0], RankFailedError), content[1])
             else:
                 if content[0] is not None:
                     self._name_walk(number, inbox, rank, content[0])
                 key = frame.header.address if kind == DATA else ("done", rank)
+                # The walk gets the frame when its tensors have arrived, and the reader goes on with the next frame.
                 connection.deliver(frame, lambda: inbox.put(key, (frame, content[1:])))
         elif kind == PING:
-            inbox = self._inboxes.get(self._number) or WalkInbox()
-            connection.write(encode_control(PONG, 0, [content, inbox.walks.get(self.rank), inbox.waiting]))
+            inbox = self.walks.latest()
+            connection.outgoing.write(encode_control(PONG, 0, [content, inbox.walks.get(self.rank), inbox.waiting]))
         elif kind == PONG:
             self._answers.put((rank, content))
         elif kind == BYE:
-            connection.finish()
-            connection.deliver(frame, lambda: self._part_from(rank))
-
-    def _part_from(self, rank: int) -> None:
-        with self._lock:
-            self._parted.add(rank)
-            for inbox in self._inboxes.values():
-                inbox.put(None, None)
+            # After the frames on their way: a walk that only waits for this rank may still end well.
+            connection.outgoing.finish()
+            connection.deliver(frame, lambda: self.walks.part(rank))
 
     def _lose(self, rank: int, reason: str) -> None:
         text = f"{self.name_of(rank)} is gone: {reason}. Start the ranks again, from the last checkpoint"
-        with self._lock:
-            self._lost.setdefault(rank, text)
-            for inbox in self._inboxes.values():
-                inbox.fail(RankLostError, text)
+        self.walks.lose(rank, text)
+        # The host does not notice the end of a rank in a receive of NCCL, so a stream would wait for ever.
         self._lanes.abort()
 
 
@@ -297,14 +326,15 @@ def _handler(links: "weakref.ref[Links]") -> Handle:
 
 
 def _part(connections: Sequence[Connection], lanes: Lanes, process: int) -> None:
-    """End the connections of links that are closed or dropped."""
+    # The finalizer also runs at the end of a forked child, which must not end the connections of its parent.
     if os.getpid() != process:
         return
     deadline = time.monotonic() + _CLOSE_SECONDS
+    # All peers are told before the first wait. Otherwise two ranks that close one another would wait in turn.
     for connection in connections:
         with suppress(OSError):
-            connection.write(encode_control(BYE, 0, None))
-        connection.finish()
+            connection.outgoing.write(encode_control(BYE, 0, None))
+        connection.outgoing.finish()
     for connection in connections:
         connection.close(deadline)
     lanes.close()
@@ -318,14 +348,12 @@ class Walk:
         self._greeted: set[int] = set()
 
     def send(self, rank: int, address: Address, value: Any) -> None:
-        """Send a nested value. Its tensors must not be written to before the walk ends."""
         self._inbox.check()
         greeting = None if rank in self._greeted else self._what
         self._links.send_value(self._number, rank, address, value, greeting)
         self._greeted.add(rank)
 
     def receive(self, address: Address, source: int) -> Any:
-        """The value that `source` sends to an address of this rank; its tensors are new leaves."""
         frame, plain = self._links.receive(self._number, self._inbox, address, source)
         return frame.value(plain)
 
@@ -333,9 +361,10 @@ class Walk:
         """End the walk well: the plain reports of all ranks, by rank. Raises if the walk failed on any of them."""
         self._inbox.check()
         links = self._links
+        # Before DONE is sent, because the peers may use the values as soon as they have it.
         links.check_sent(self._number)
         links.broadcast(DONE, self._number, [self._what, report])
-        reports: list[Any] = [json.loads(encode_plain(report))] * links.size
+        reports: list[Any] = [json.loads(encode_plain(report))] * links.size  # as the others see it
         for rank in range(links.size):
             if rank != links.rank:
                 _, (reports[rank],) = links.receive(self._number, self._inbox, ("done", rank), rank)
@@ -343,8 +372,8 @@ class Walk:
         return reports
 
     def fail(self, error: BaseException) -> None:
-        """End the walk on all ranks. The others raise the same error if it is one of torchweft's own checks. For any
-        other error they raise RankFailedError with its words and its traceback."""
+        """End the walk on all ranks. They raise the same error if it is one of torchweft's own checks, or else
+        RankFailedError with its words and its traceback."""
         links, known = self._links, self._inbox.failure
         name, kind = links.name_of(links.rank), type(error).__name__
         if known is not None and known[0] is RankLostError:
@@ -360,10 +389,8 @@ class Walk:
         self.close()
 
     def check(self) -> None:
-        """Raise if the walk has failed on another rank."""
-        if self._inbox.failure is not None:
+        if self._inbox.failure is not None:  # before each action, so it is spared a call
             self._inbox.check()
 
     def close(self) -> None:
-        """Drop the messages that are still here or arrive later."""
-        self._links.close_walk(self._number)
+        self._links.walks.close(self._number)

@@ -39,18 +39,14 @@ class Loan(NamedTuple):
 
 
 class Loans:
-    """The loans of all ranks, as one of them sees them.
-
-    `loans` have the same order on all ranks, which makes sends and receives match. `slots` are the places for copies
-    on this rank by stage, each with the number of its loan.
-    """
+    """The loans of all ranks, as one of them sees them. `loans` have the same order on all ranks, which makes sends and
+    receives match. `slots` are the places for copies on this rank by stage, each with the number of its loan."""
 
     def __init__(self, loans: Sequence[Loan], slots: Mapping[int, Sequence[tuple[int, Slot]]], rank: int) -> None:
         self._loans, self.slots, self._rank = loans, slots, rank
 
     @property
     def lent_parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank lends."""
         return list({id(x): x for loan in self._loans if (x := loan.parameter) is not None}.values())
 
     def exchange_copies(self, walk: Walk) -> dict[int, Tensor]:
@@ -85,21 +81,17 @@ class Loans:
 
 
 class BorrowingStage(Stage):
-    """A stage that uses parameters of another rank."""
-
     _slots: Sequence[tuple[int, Slot]] = ()
+    # Of the step that is about to begin. A scan needs them before the first context of the step exists.
     _next_copies: Mapping[int, Tensor] = MappingProxyType({})
 
     def set_slots(self, slots: Sequence[tuple[int, Slot]]) -> None:
-        """Set the places for copies, each with the number of its loan. Before the first step."""
         self._slots = slots
 
     def set_copies(self, copies: Mapping[int, Tensor]) -> None:
-        """Set the copies of the step that is about to begin, for its `scan`."""
         self._next_copies = copies
 
     def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
-        """See `Stage.run`."""
         if not self._slots:
             return super().run(context, main, skips)
         # From the context, because a recomputation needs the copies of its own step, not of the latest one.
@@ -107,7 +99,6 @@ class BorrowingStage(Stage):
             return super().run(context, main, skips)
 
     def scan(self) -> ModuleScan:
-        """See `Stage.scan`."""
         with self._with_copies(self._next_copies):
             return super().scan()
 

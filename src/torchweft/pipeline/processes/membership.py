@@ -25,14 +25,12 @@ from typing import Any, NamedTuple
 from torchweft.core.errors import RankLostError, UsageError
 from torchweft.pipeline.processes.lanes import PrefixStore, Store, host_of
 
-_HELLO = struct.Struct("<9si32s")
 _MAGIC, _SHAKE_SECONDS, _POLL_SECONDS = b"torchweft", 5.0, 0.02
+_HELLO = struct.Struct(f"<{len(_MAGIC)}si32s")
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class RankProcess(NamedTuple):
-    """One rank of the group: its rank in the whole run, and its process."""
-
     rank: int
     host: str
     pid: int
@@ -45,7 +43,8 @@ class Rendezvous:
     """The exchange of a group's ranks through its store, before `deadline`."""
 
     def __init__(self, store: Store, ranks: list[int], rank: int, deadline: float) -> None:
-        uses = store.add(f"torchweft/links/{rank}", 1)  # several pipes of one group follow each other
+        # Several pipes of one group follow each other, in one order on all ranks. Each has its own keys.
+        uses = store.add(f"torchweft/links/{rank}", 1)
         self.store = PrefixStore(f"torchweft/links/{uses}", store)
         self._host_store, self._ranks, self._rank, self._deadline = store, ranks, rank, deadline
 
@@ -53,6 +52,7 @@ class Rendezvous:
         """The plain contents of all ranks. Raises ``RankLostError`` that names the missing ones."""
         self.store.set(f"{name}/{self._rank}", json.dumps(content))
         keys = [f"{name}/{rank}" for rank in range(len(self._ranks))]
+        # Polled: a blocking wait of the store could not name the ranks that are missing.
         while not self.store.check(keys):
             if time.monotonic() > self._deadline:
                 present = [self.store.check([key]) for key in keys]
@@ -68,24 +68,24 @@ class Rendezvous:
         )
 
     def connect(self) -> tuple[list[RankProcess], dict[int, socket.socket], str]:
-        """All members, a socket to each other one by its place in the group, and the own address."""
         me = RankProcess(self._ranks[self._rank], socket.gethostname(), os.getpid())
         machines = self.exchange("machine", _network_stack())
         address = _own_address(self._host_store, alone=len(set(machines)) == 1)
         secret = secrets.token_bytes(32)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=128 + len(self._ranks)) as listener:
-            told = self.exchange("member", [*me, *listener.getsockname()[:2], secret.hex()])
-            members = [RankProcess(*entry[:3]) for entry in told]
-            secret = bytes.fromhex(told[0][5])  # that of the first rank
-            return members, self._shake_all(listener, [tuple(entry[3:5]) for entry in told], secret), address
+            entries = self.exchange("member", [*me, *listener.getsockname()[:2], secret.hex()])
+            members = [RankProcess(*entry[:3]) for entry in entries]
+            secret = bytes.fromhex(entries[0][5])  # that of the first rank
+            return members, self._shake_all(listener, [tuple(entry[3:5]) for entry in entries], secret), address
 
     def _shake_all(self, listener: socket.socket, addresses: list[Any], secret: bytes) -> dict[int, socket.socket]:
-        """Connect to all lower ranks, accept all higher ones."""
         done: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         sockets: dict[int, socket.socket] = {}
+        # The higher rank calls. If both called, a pair would have two sockets.
         for other in range(self._rank):
             _start(lambda other=other: self._call(addresses[other], other, secret, done))
+        # Short, because handshakes end in other threads, and the deadline is checked here.
         listener.settimeout(_POLL_SECONDS)
         try:
             while len(sockets) < len(self._ranks) - 1:
@@ -110,7 +110,6 @@ class Rendezvous:
         return sockets
 
     def _call(self, address: Any, other: int, secret: bytes, done: SimpleQueue[Any]) -> None:
-        """Connect to a lower rank, again and again until the deadline."""
         while time.monotonic() < self._deadline:
             try:
                 connection = socket.create_connection(address, _SHAKE_SECONDS)
@@ -129,9 +128,9 @@ class Rendezvous:
                 connection.close()
 
     def _answer(self, connection: socket.socket, secret: bytes, done: SimpleQueue[Any]) -> None:
-        """Let a member in; close the connection of a stranger."""
         try:
             connection.settimeout(_SHAKE_SECONDS)
+            # A stranger gets at most a nonce, and no proof that it could use.
             magic, other, theirs = _HELLO.unpack(_receive(connection, _HELLO.size))
             if magic != _MAGIC or not self._rank < other < len(self._ranks):
                 raise ConnectionError("not a member")
@@ -158,7 +157,7 @@ def _verify(connection: socket.socket, wanted: bytes) -> None:
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
-    """Exactly so many bytes. The deadline is that of all of them: one byte at a time does not prolong it."""
+    # The deadline is that of all bytes together: a stranger cannot prolong it with one byte at a time.
     deadline, data = time.monotonic() + _SHAKE_SECONDS, b""
     while len(data) < count:
         part = connection.recv(count - len(data))
@@ -169,7 +168,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 
 def _network_stack() -> str:
-    """Equal for two processes only if they share one loopback interface. Containers of a host do not."""
+    # Equal for two processes only if they share one loopback interface. Containers of a host do not.
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -178,7 +177,6 @@ def _network_stack() -> str:
 
 
 def _own_address(store: Any, *, alone: bool) -> str:
-    """The address to listen at. `alone`: all ranks are on one host."""
     for variable in _VARIABLES:
         wanted = os.environ.get(variable, "").split(",")[0].lstrip("=")
         if wanted and not wanted.startswith("^"):  # NCCL takes the start of a name
@@ -192,10 +190,10 @@ def _own_address(store: Any, *, alone: bool) -> str:
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing: it only chooses the interface
-        found = probe.getsockname()[0]
-    if found.startswith("127.") or found == "::1":
-        raise UsageError(f"{host} is {found} here, which other hosts cannot reach; set {_VARIABLES[0]} to an interface")
-    return found
+        own = probe.getsockname()[0]
+    if own.startswith("127.") or own == "::1":
+        raise UsageError(f"{host} is {own} here, which other hosts cannot reach; set {_VARIABLES[0]} to an interface")
+    return own
 
 
 def _address_of(interface: str) -> str:

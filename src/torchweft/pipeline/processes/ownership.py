@@ -16,13 +16,10 @@ from torchweft.core.errors import SpecError, join_faults
 from torchweft.pipeline.processes.loans import Loan, Loans
 from torchweft.pipeline.weights import Slot, tables_of, typed_like
 
-Layers = Sequence[Sequence[tuple[str, nn.Module]]]
-"""The modules of every stage, by name."""
+Layers = Sequence[Sequence[tuple[str, nn.Module]]]  # the modules of every stage, by name
 
 
 class Use(NamedTuple):
-    """A slot of a module, by which a stage uses a tensor."""
-
     stage: int
     name: str
     module: nn.Module
@@ -31,7 +28,6 @@ class Use(NamedTuple):
 
 
 def find_uses(layers: Layers) -> Iterator[Use]:
-    """Every use of a parameter or buffer by a stage, in the order of the stages."""
     for stage, of_stage in enumerate(layers):
         for name, layer in of_stage:
             for path, module in cast("Iterable[tuple[str, nn.Module]]", layer.named_modules(prefix=name)):
@@ -43,14 +39,13 @@ def find_uses(layers: Layers) -> Iterator[Use]:
 
 def first_users(uses: Iterable[Use], workers: Sequence[int]) -> dict[int, int]:
     """By the id() of each tensor, the rank of the first stage that uses it. `workers` gives the rank of each stage."""
+    # Reversed, so that the first use counts.
     return {id(use.tensor): workers[use.stage] for use in reversed([*uses])}
 
 
 class HiddenTensors:
-    """The tensors that other ranks have: their slots hold None, except inside of `placeholders`.
-
-    `owners` gives the rank of each tensor, by its id(). `replace` makes the placeholder of a hidden tensor.
-    """
+    """The tensors that other ranks have: their slots hold None, except inside of `placeholders`. `owners` gives the
+    rank of each tensor, by its id(). `replace` makes the placeholder of a hidden tensor."""
 
     def __init__(
         self, uses: Iterable[Use], owners: Mapping[int, int], rank: int, replace: Callable[[Tensor], Tensor]
@@ -70,16 +65,15 @@ class HiddenTensors:
             table[key] = None
 
     def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Let these modules have their buffers from now on, because a stage of this rank runs them."""
         tables = {id(module._buffers) for module in modules}
         # A list, because entries are removed in the loop.
         for slot_id in [slot_id for slot_id in self._slots if slot_id[0] in tables]:
             (table, key), buffer = self._slots.pop(slot_id)
+            # With split=, the placeholder of a buffer is the buffer itself. It stays when the others are hidden again.
             table[key] = buffer
 
     @contextmanager
     def placeholders(self) -> Generator[None]:
-        """Put the placeholders into their slots inside."""
         for (table, key), placeholder in self._slots.values():
             table[key] = placeholder
         try:
@@ -89,7 +83,6 @@ class HiddenTensors:
 
 
 def placeholder_of(tensor: Tensor) -> Tensor:
-    """A tensor on the meta device in the place of one that belongs to another rank."""
     # A tensor that is on the meta device already stays the same object, so that its ties stay.
     return tensor if tensor.is_meta else typed_like(tensor, tensor.detach().to("meta"))
 
@@ -118,7 +111,7 @@ def plan_loans(
     return Loans(loans, slots, rank)
 
 
-def forbid_shared(uses: Iterable[tuple[int, str, int]], workers: Sequence[int], headline: str) -> None:
+def reject_shared(uses: Iterable[tuple[int, str, int]], workers: Sequence[int], headline: str) -> None:
     """Raise SpecError that names each tensor which stages of several ranks use. A use is the id() of the tensor, the
     name of the tensor or of its module, and the stage."""
     names: dict[int, str] = {}

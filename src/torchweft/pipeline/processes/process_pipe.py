@@ -26,20 +26,14 @@ from torchweft.pipeline.processes.ownership import (
     HiddenTensors,
     find_uses,
     first_users,
-    forbid_shared,
     placeholder_of,
     plan_loans,
+    reject_shared,
 )
 from torchweft.pipeline.processes.process_runtime import Placement, ProcessRuntime
 from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.schedule import build
-from torchweft.pipeline.sequential import (
-    Cuts,
-    FixedSettings,
-    LayoutArguments,
-    PipeLayout,
-    PipeSettings,
-)
+from torchweft.pipeline.sequential import Cuts, FixedSettings, LayoutArguments, PipeLayout, PipeSettings
 
 
 class GroupHandle:
@@ -50,7 +44,6 @@ class GroupHandle:
 
     @property
     def group(self) -> ProcessGroup:
-        """The group. Raises UsageError after unpickling."""
         if self._group is None:
             raise UsageError(
                 "this Pipe was unpickled, and a pickle does not keep the process group; save pipe.state_dict(), make "
@@ -59,6 +52,7 @@ class GroupHandle:
         return self._group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupHandle":
+        # A process group cannot be copied, and a copy of the pipe runs in the same processes.
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,13 +64,10 @@ class GroupLayout(PipeLayout):
 
     hides_tensors = True
     _handle: GroupHandle
-    _stage_ranks: tuple[int, ...]
-    """The rank of each stage, since the pipe was made."""
-    _fixed_cuts: list[Any]
-    """The value of `_cut_setting` at that time."""
+    _cut_setting: str  # the setting that says how the model is cut
+    _fixed_cuts: list[Any]  # its value when the pipe was made
+    _stage_ranks: tuple[int, ...]  # the rank of each stage, since then
     _hidden: HiddenTensors
-    _cut_setting: str
-    """The setting that says how the model is cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,19 +96,16 @@ class GroupLayout(PipeLayout):
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group that runs the stages."""
         return self._handle.group
 
     def _fix_cuts(self, settings: PipeSettings) -> tuple[int, ...]:
-        """Return the rank of each stage. From now on, parameters are spread by it."""
         self._stage_ranks, self._fixed_cuts = self._ranks_of_stages(settings), self._cuts_of(settings)
         return self._stage_ranks
 
     def _cuts_of(self, settings: PipeSettings) -> list[Any]:
         return list(getattr(settings, self._cut_setting))
 
-    def _forbid_new_cuts(self, settings: PipeSettings) -> None:
-        """Raise UsageError if a stage is on another rank than when the pipe was made, or has other layers."""
+    def _reject_new_cuts(self, settings: PipeSettings) -> None:
         cuts = self._cuts_of(settings)
         if cuts != self._fixed_cuts or self._ranks_of_stages(settings) != self._stage_ranks:
             raise UsageError(
@@ -127,7 +115,6 @@ class GroupLayout(PipeLayout):
             )
 
     def _ranks_of_stages(self, settings: PipeSettings) -> tuple[int, ...]:
-        """The rank of each stage. Raises ScheduleError if the schedule is not for as many workers as the group has."""
         stages, size = len(settings.balance), self.group.size()
         table = build(settings.schedule, stages, settings.chunks)
         if len(table.workers) != size:
@@ -138,14 +125,12 @@ class GroupLayout(PipeLayout):
         return table.worker_of
 
     def _connect(self) -> Channel:
-        """The channel to the other ranks. The first call connects them, on all ranks together."""
         if self._channel is None:
             self._channel = Channel(Links(self.group))
         return self._channel
 
     @contextmanager
     def _in_walk(self, what: str) -> Generator[Walk]:
-        """Open a walk, unless one is open. An exception inside ends it on all ranks."""
         channel = self._connect()
         channel.open(what)
         try:
@@ -162,7 +147,7 @@ class GroupLayout(PipeLayout):
             return walk.agree(report)
 
     def new_runtime(self, settings: PipeSettings, layers: Layers, *, allows_external_loss: bool) -> PipeRuntime:
-        self._forbid_new_cuts(settings)
+        self._reject_new_cuts(settings)
         stages, crossing = self.stages(settings, layers)
         loans = self._planned_loans(settings)
         for number, slots in loans.slots.items():
@@ -189,10 +174,10 @@ class GroupLayout(PipeLayout):
         # another walk, which is an error that names both walks.
         if compare and self._compared != state:
             occasion = "the comparison of settings, which a rank makes when it has changed some"
-            self._forbid_differences(self.exchange_reports(occasion, self._describe_settings(settings, layers)))
+            self._reject_differences(self.exchange_reports(occasion, self._describe_settings(settings, layers)))
         self._compared = state
 
-    def _forbid_differences(self, reports: list[dict[str, Any]]) -> None:
+    def _reject_differences(self, reports: list[dict[str, Any]]) -> None:
         faults = [
             f"{key}: {reports[0].get(key)} on rank 0 of the group, {other.get(key)} on rank {rank}"
             for rank, other in enumerate(reports)
@@ -203,7 +188,6 @@ class GroupLayout(PipeLayout):
             raise UsageError(join_faults("all ranks must give the Pipe the same settings; but:", faults))
 
     def _describe_settings(self, settings: PipeSettings, layers: Layers) -> dict[str, Any]:
-        """All settings that must be equal on all ranks, as plain values."""
         fixed = self._fixed
         checkpoint: Any = settings.checkpoint
         modes: list[Any] = [*checkpoint] if isinstance(checkpoint, list | tuple) else [checkpoint]
@@ -223,7 +207,6 @@ class GroupLayout(PipeLayout):
         }
 
     def statistics(self, settings: PipeSettings) -> dict[str, Any]:
-        """See `PipeLayout.statistics`. Adds the bytes that this rank sent, by destination rank and route."""
         wire = {} if self._channel is None else self._channel.links.statistics()
         return {**super().statistics(settings), "wire": wire}
 
@@ -232,19 +215,17 @@ class GroupLayout(PipeLayout):
 
 
 class ProcessLayout(GroupLayout):
-    """The layers of an `nn.Sequential` over processes."""
-
     _stage_type = BorrowingStage
     _cut_setting = "balance"
     _loans: Loans
 
     def take_model(self, fixed: FixedSettings, settings: PipeSettings, model: nn.Module, *, deferred: bool) -> Layers:
-        """See `PipeLayout.take_model`. Tensors of other ranks are hidden before layers move to the device."""
         self._fixed = fixed
         layers = [
             (name, convert_deferred_batch_norm(layer) if deferred else layer)
             for name, layer in layers_of(cast("nn.Sequential", model))
         ]
+        # Tensors of other ranks are hidden before the layers move, so that they never take memory on the device.
         workers, rank = self._fix_cuts(settings), self.group.rank()
         stages = build_stages(layers, settings.balance, settings.devices)[0]
         uses = list(find_uses([stage.layers for stage in stages]))
@@ -255,7 +236,7 @@ class ProcessLayout(GroupLayout):
         )
         buffers = (use for use in uses if not isinstance(use.tensor, nn.Parameter))
         shared = ((id(use.tensor), use.name.rpartition(".")[0], use.stage) for use in buffers)
-        forbid_shared(shared, workers, headline)
+        reject_shared(shared, workers, headline)
         owners = first_users(uses, workers)
         self._loans = plan_loans(uses, owners, workers, rank, {id(use.tensor): use.slot for use in reversed(uses)})
         self._hidden = HiddenTensors(uses, owners, rank, placeholder_of)
@@ -284,14 +265,13 @@ def _checked_group(given: Any) -> ProcessGroup:
 
 
 def _scales_alone(loss_scale: Any) -> bool:
-    """Whether a loss scale is of a gradient scaler that does not ask other ranks for infinite gradients."""
+    # The scale is given as the bound method get_scale. A plain GradScaler looks at the gradients of one rank only.
     scaler = getattr(loss_scale, "__self__", None)
     return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and not hasattr(scaler, "process_group")
 
 
 def _stages_of(group: ProcessGroup, given: LayoutArguments) -> int:
-    """The number of stages: by the split points, or the length of a list in `given`, or as the schedule needs for a
-    worker per rank."""
+    """The number of stages: by the split points, a list in `given`, or as the schedule needs for a worker per rank."""
     if isinstance(given.split, list | tuple):
         return len(cast("list[Any]", given.split)) + 1
     for setting in (given.balance, given.devices):
@@ -306,7 +286,6 @@ def _stages_of(group: ProcessGroup, given: LayoutArguments) -> int:
 
 
 def _device_of(group: ProcessGroup, given: LayoutArguments, stages: int) -> torch.device:
-    """The device of this rank: by `given` for its stages, or else that of the group's backend."""
     devices = given.devices
     if devices is None:
         has_cuda = torch.cuda.is_available() and "cuda" in dist.get_backend_config(group)

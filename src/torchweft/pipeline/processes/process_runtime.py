@@ -5,9 +5,8 @@
     every rank            exchange copies of shared parameters, scan its stages, run its row
 
 The terms hold values that one rank knows and all need: the rows of the micro-batches, the seed of the random numbers,
-the loss gradient that backward begins with. They also hold the facts that must be equal on all ranks: whether gradients
-are on, whether there is a target, and the tag of the batch. Without the comparison, a rank that calls the pipe in
-another way would wait for messages that never come.
+the loss gradient that backward begins with. They also hold the facts that must be equal on all ranks. Without the
+comparison, a rank that calls the pipe in another way would wait for messages that never come.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,15 +47,12 @@ class Placement(NamedTuple):
 
 
 class RemoteOutput(JoinedOutput):
-    """In the place of an output that only the last stage's rank has: a zero, so that backward can be called."""
-
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
-        """A zero with a gradient."""
+        # A zero that requires a gradient, so that every rank can call backward(). The gradient is dropped.
         self._at, self._rest = [0], [None]
         return [torch.zeros(())], [True]
 
     def scatter_gradients(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """No gradients: those of the output are on the last stage's rank."""
         return []
 
 
@@ -73,11 +69,11 @@ class ProcessRuntime(PipeRuntime):
         self._sources = generators_of({stage.device for stage in self._local_stages})
         # Without an input that requires a gradient, a rank without parameters would have no node, and no backward.
         self._anchor = torch.zeros((), requires_grad=True)
+        # Ranks count alike, so that a walk has one name on all of them.
         self._steps = count(1)
         self._rank_plans: dict[bool, PipelinePlan] = {}  # by whether the loss is inside; all are serial
 
     def plan(self, layout: str, with_loss: bool) -> PipelinePlan:
-        """The plan for steps with or without a loss; made when it is first needed."""
         if with_loss not in self._rank_plans:
             plan, placement = super().plan(layout, with_loss), self._placement
             points = plan.entry_points
@@ -87,11 +83,8 @@ class ProcessRuntime(PipeRuntime):
         return self._rank_plans[with_loss]
 
     def serve(self, call: PipeCall, *, training: bool) -> Any:
-        """One step, on all ranks together.
-
-        Raises the errors of `PipeRuntime.serve`, UsageError for calls that differ between ranks, RankFailedError and
-        RankLostError for events on other ranks.
-        """
+        """One step, on all ranks together. Raises the errors of `PipeRuntime.serve`, UsageError for calls that differ
+        between ranks, and RankFailedError or RankLostError for events on other ranks."""
         plan = self.plan("serial", bool(call.targets))
         name = f" of step {next(self._steps)}"
         plan.executor.open(f"the forward{name}")
@@ -99,6 +92,7 @@ class ProcessRuntime(PipeRuntime):
         try:
             mini_batch, agreed = self._agree_on_terms(call, name)
             self._checks.check(mini_batch, "serial")
+            # Before the scan, which must see the copies of this step.
             for stage in self._local_stages:
                 if isinstance(stage, BorrowingStage):
                     stage.set_copies(agreed.borrowed)
@@ -106,19 +100,19 @@ class ProcessRuntime(PipeRuntime):
             agreed = agreed._replace(anchors=[*agreed.anchors, *self._only_lent(scans.values())])
             ambient = ExecutionContext.capture(self.device_types)
             step = self._step(call, plan, mini_batch, scans, ambient, agreed)
+            cut = self._cut_step(call, step, scans, agreed)
         except BaseException as error:
             plan.executor.abort(error)
             raise
         # Without a gradient on any rank there is no node. The terms make all ranks take the same of the two ways.
         if not step.tracked:
-            return step.output.fill(step.forward()[0])
-        results = apply_as_node(step, step.tensors)
+            return step.output.fill(cut.forward()[0])
+        results = apply_as_node(cut, cut.tensors)
         self.plans.end_step(plan)
         return step.output.fill(results)
 
     def _only_lent(self, scans: Iterable[ModuleScan]) -> list[Tensor]:
-        """Parameters of this rank that only other ranks use. The node of autograd must have them as inputs, so that the
-        gradients which borrowers return reach them."""
+        # The node of autograd must have them as inputs, so that the gradients which borrowers return reach them.
         used = {id(parameter) for scan in scans for parameter in scan.parameters}
         return [x for x in self._placement.loans.lent_parameters if x.requires_grad and id(x) not in used]
 
@@ -127,7 +121,6 @@ class ProcessRuntime(PipeRuntime):
         return self._local_stages if loss is None else [*self._local_stages, loss]
 
     def _agree_on_terms(self, call: PipeCall, name: str) -> tuple[MiniBatch, Agreement]:
-        """The part of the mini-batch that is here, and the terms of the step."""
         placement, walk = self._placement, self._placement.channel.walk
         parts = [call.main if self._has_first else ELSEWHERE]
         parts += [target if self._has_last else ELSEWHERE for target in call.targets]
@@ -148,6 +141,7 @@ class ProcessRuntime(PipeRuntime):
                     walk.send(rank, _TERMS, terms)
         else:
             terms = walk.receive(_TERMS, placement.workers[0])
+            # Before the mini-batch is cut: the fault is then named, and not an effect of it.
             self._compare_calls(terms["equal"], equal)
             mini_batch = MiniBatch(parts, call.chunks, call.axis, terms["rows"])
         return mini_batch, Agreement(
@@ -159,7 +153,6 @@ class ProcessRuntime(PipeRuntime):
         )
 
     def _compare_calls(self, first: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-        """Raise UsageError if this call differs from that of the first stage's rank."""
         links = self._placement.channel.links
         owner, me = links.name_of(self._placement.workers[0]), links.name_of(links.rank)
         faults = [

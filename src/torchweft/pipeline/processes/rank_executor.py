@@ -4,10 +4,8 @@
     other ranks      `Walk.send` when a value is put; `Walk.receive` when a value is taken that is not in the dictionary
 
 Any table that passes `Schedule.check` runs, because a message is found by its address and not by its order. The row of
-a rank is a valid order for its own stages, so a value of an own stage is always there before it is taken.
-
-A walk, and everything in its call that can fail, lies between `open` and `commit` or `abort`. Ranks leave it together:
-all of them return, or all of them raise.
+a rank is a valid order for its own stages, so a value of an own stage is always there before it is taken. Ranks leave a
+walk together: all of them return, or all of them raise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +22,6 @@ from torchweft.pipeline.schedule import Schedule
 
 
 class Channel:
-    """The links of this rank, and the walk that it is in, if any."""
-
     def __init__(self, links: Links) -> None:
         self.links = links
         self._walk: Walk | None = None
@@ -36,12 +32,10 @@ class Channel:
         return self._walk
 
     def open(self, what: str) -> None:
-        """Open a walk, unless one is open."""
         if self._walk is None:
             self._walk = self.links.open_walk(what)
 
     def end(self) -> Walk | None:
-        """The open walk, which is then over for this rank."""
         walk, self._walk = self._walk, None
         return walk
 
@@ -62,20 +56,16 @@ class ProcessExecutor(SerialExecutor):
 
     @property
     def alone(self) -> bool:
-        """See `SerialExecutor.alone`."""
         return False
 
     def open(self, what: str) -> None:
-        """See `SerialExecutor.open`."""
         self._channel.open(what)
 
     def walk(
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
     ) -> dict[Address, Message]:
-        """See `SerialExecutor.walk`. Results that left the run on another rank are returned as well.
-
-        Raises RankFailedError and RankLostError for failures on other ranks.
-        """
+        """See `SerialExecutor.walk`. Results that left the run on another rank are returned as well. Raises
+        RankFailedError and RankLostError for failures on other ranks."""
         walk, rank = self._channel.walk, self._channel.links.rank
         inbox, left = RankInbox(walk, self._wiring, schedule.worker_of, rank), LocalQueue()
         outboxes: Outboxes = [
@@ -89,6 +79,7 @@ class ProcessExecutor(SerialExecutor):
         def run_row() -> None:
             with working():
                 for action in schedule.workers[rank]:
+                    # Before each action, so that this rank stops soon after another one has failed.
                     walk.check()
                     perform(action, inbox, outboxes)
 
@@ -98,7 +89,6 @@ class ProcessExecutor(SerialExecutor):
         return left.messages
 
     def _share_results(self, walk: Walk, schedule: Schedule, left: dict[Address, Message]) -> None:
-        """Send the results of all micro-batches to every rank, as one message."""
         route, source, shared = self._results
         addresses = [Address(route, OUTSIDE, index) for index in range(schedule.micro_batches)]
         rank, owner = self._channel.links.rank, schedule.worker_of[source]
@@ -106,18 +96,18 @@ class ProcessExecutor(SerialExecutor):
             if rank != owner:
                 left.update(dict.fromkeys(addresses, Message(None)))
         elif rank == owner:
+            # One message for all micro-batches: the ranks wait for the last one anyway.
             results = [left[address].value for address in addresses]
             for other in range(self._channel.links.size):
                 if other != rank:
                     walk.send(other, addresses[0], results)
         else:
             received: Sequence[Any] = walk.receive(addresses[0], owner)
-            left.update({address: Message(each) for address, each in zip(addresses, received, strict=True)})
+            left.update({address: Message(value) for address, value in zip(addresses, received, strict=True)})
 
     def exchange_gradients(
         self, borrowed: Mapping[int, Tensor], by_worker: dict[int, dict[int, Tensor]]
     ) -> dict[int, dict[int, Tensor]]:
-        """See `SerialExecutor.exchange_gradients`."""
         return self._loans.return_gradients(self._channel.walk, borrowed, by_worker)
 
     def commit(self, report: Report) -> list[Report]:
@@ -126,27 +116,25 @@ class ProcessExecutor(SerialExecutor):
         kind = cast(Any, type(plain))
         is_tuple = isinstance(plain, tuple)
         reports = self._channel.walk.agree([*plain] if is_tuple else plain)
+        # After `agree`: if it raises, `abort` must still find the walk.
         self._channel.end()
-        return [kind(*each) for each in reports] if is_tuple else reports
+        return [kind(*fields) for fields in reports] if is_tuple else reports
 
     def abort(self, error: BaseException) -> None:
-        """See `SerialExecutor.abort`."""
         if (walk := self._channel.end()) is not None:
             walk.fail(error)
 
 
 class RankInbox(LocalQueue):
-    """The messages to the stages of this rank."""
-
     def __init__(self, walk: Walk, wiring: Wiring, worker_of: Sequence[int], rank: int) -> None:
         super().__init__()
         self._walk, self._wiring, self._worker_of, self._rank = walk, wiring, worker_of, rank
         self.receive: Any = self._receive
 
     def _receive(self, address: Address, /) -> Message:
-        found = self.messages.pop(address, None)
-        if found is not None:
-            return found
+        message = self.messages.pop(address, None)
+        if message is not None:
+            return message
         # A value comes from the source of its route; the gradient of a value comes from the rank that read it.
         reader = self._worker_of[address.reader]
         source = self._wiring.routes[address.route].source
@@ -155,8 +143,6 @@ class RankInbox(LocalQueue):
 
 
 class RankOutbox(LocalQueue):
-    """The messages to another rank."""
-
     def __init__(self, walk: Walk, rank: int) -> None:
         super().__init__()
         self._walk, self._rank = walk, rank

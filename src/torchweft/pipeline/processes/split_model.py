@@ -23,7 +23,7 @@ from torchweft.core.segment import version
 from torchweft.pipeline.pipeline_plan import Crossing
 from torchweft.pipeline.processes.collective_forward import EQUAL_EVERYWHERE, CollectiveCalls, CollectiveRecorder
 from torchweft.pipeline.processes.loans import BorrowingStage, Loans
-from torchweft.pipeline.processes.ownership import HiddenTensors, Use, find_uses, forbid_shared, plan_loans
+from torchweft.pipeline.processes.ownership import HiddenTensors, Use, find_uses, plan_loans, reject_shared
 from torchweft.pipeline.processes.rank_executor import Channel
 from torchweft.pipeline.split.open_state import PLAIN
 from torchweft.pipeline.split.output_join import Quiet
@@ -32,8 +32,7 @@ from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.split_pipe import SplitModel
 from torchweft.pipeline.stage import Stage
 
-CHOICE = "the choice of what a step runs"
-"""The name of the walk in which ranks choose and record programs."""
+CHOICE = "the choice of what a step runs"  # the name of the walk in which ranks choose and record programs
 
 
 class TensorPlacement(NamedTuple):
@@ -47,12 +46,9 @@ class TensorPlacement(NamedTuple):
 
 
 class ProcessSplitStage(BorrowingStage, SplitStage):
-    """A stage that knows programs by their numbers."""
-
     _programs: Mapping[int, Program] = MappingProxyType({})
 
     def set_programs(self, programs: Mapping[int, Program]) -> None:
-        """Set the programs that this stage can run, by number."""
         self._programs = programs
 
     def _chosen(self, main: Any, micro_batch: int) -> tuple[Program, Copies, Any]:
@@ -61,11 +57,8 @@ class ProcessSplitStage(BorrowingStage, SplitStage):
 
 
 class ProcessSplitModel(SplitModel):
-    """A model with parameters on several ranks."""
-
     _stage_type = ProcessSplitStage
-    loans: Loans
-    """Set by `stages`."""
+    loans: Loans  # set by `stages`
 
     def __init__(self, placement: TensorPlacement, *args: Any, latest: Program | None = None) -> None:
         self._placement, self._first = placement, placement.workers[0]
@@ -85,7 +78,6 @@ class ProcessSplitModel(SplitModel):
         return self._collective_recorder
 
     def set_channel(self, channel: Channel) -> None:
-        """Set the channel, in which a walk is open during `choose`."""
         self._calls.set_channel(channel)
 
     def choose(self, *args: Any, **how: Any) -> tuple[SplitCall, str | None]:
@@ -102,7 +94,6 @@ class ProcessSplitModel(SplitModel):
         return call, scalars
 
     def _follow_announcements(self) -> tuple[SplitCall, str | None]:
-        """Follow the announcements of the first stage's rank, until it has chosen."""
         while True:
             action, *content = self._calls.receive_announcement(self._first)
             if action == "go":
@@ -125,7 +116,6 @@ class ProcessSplitModel(SplitModel):
         return self._perform_everywhere("run", call, quiet)
 
     def _perform_everywhere(self, action: str, *args: Any) -> Any:
-        """Announce an action to the other ranks, and perform it with them."""
         self._calls.announce(action, *args)
         return self._perform(action, *args)
 
@@ -135,8 +125,10 @@ class ProcessSplitModel(SplitModel):
             raise DeviceError(
                 join_faults("parameters of this rank are still on the meta device; load them before a call:", waiting)
             )
+        # The recorder asks modules for their parameters. It finds placeholders of those that other ranks have.
         with self._placement.hidden.placeholders():
             self._calls.set_owners(self._current_owners())
+            # Code between blocks can read any buffer, so all ranks need the present values.
             self._exchange_buffers()
             if action == "record":
                 return super()._recorded(first, second)
@@ -159,6 +151,7 @@ class ProcessSplitModel(SplitModel):
                 f"{EQUAL_EVERYWHERE}"
             )
         self._written |= {x.key for step in steps for k in step.writes if (x := step.reads[k]).kind == "own"}
+        # All ranks number equal programs alike, because they record them in one order.
         program.number = next(self._numbers)
         self._by_number[program.number] = program
 
@@ -167,7 +160,6 @@ class ProcessSplitModel(SplitModel):
         self._dropped.append(program.number)
 
     def _forget_programs(self, dropped: Iterable[int], chosen: Iterable[int]) -> None:
-        """Forget programs that were dropped, unless this step runs them."""
         for number in set(dropped).difference(chosen):
             self._by_number.pop(number, None)
 
@@ -189,7 +181,6 @@ class ProcessSplitModel(SplitModel):
                     buffers[name].copy_(content)
 
     def _current_owners(self) -> dict[int, int]:
-        """The rank of each parameter and buffer that the model has just now, by its id()."""
         return {id(tensor): self._placement.owners[name] for name, tensor in named_tensors(self.model)}
 
     def homes(self) -> dict[int, int]:
@@ -199,7 +190,7 @@ class ProcessSplitModel(SplitModel):
     def place(self) -> None:
         """Nothing moves: see `homes`."""
 
-    def _forbid_shared_buffers(self, uses: Iterable[Use]) -> None:
+    def _reject_shared_buffers(self, uses: Iterable[Use]) -> None:
         """Raise SpecError that names each buffer which stages of several ranks use, and a step writes to."""
         written = {id(module._buffers.get(key)) for module, key in self._collective_recorder.written}
         written |= {id(self.members.find(name)) for name in self._written}
@@ -212,17 +203,16 @@ class ProcessSplitModel(SplitModel):
         )
         tensors = ((id(use.tensor), use.stage) for use in uses)
         shared = ((key, names[key], stage) for key, stage in tensors if key in written and key in names)
-        forbid_shared(shared, self._placement.workers, headline)
+        reject_shared(shared, self._placement.workers, headline)
 
     def stages(self) -> tuple[list[Stage], Crossing]:
-        """See `SplitModel.stages`. Stages of this rank get copies of parameters of others by `loans`."""
         workers, rank, hidden = self._placement.workers, self._placement.rank, self._placement.hidden
         local = [blocks for blocks, worker in zip(self.members.blocks, workers, strict=True) if worker == rank]
         hidden.keep_buffers(module for blocks in local for block in blocks for module in block.modules())
         with hidden.placeholders():
             stages, crossing = super().stages()
             uses = list(find_uses([stage.layers for stage in stages]))
-            self._forbid_shared_buffers(uses)
+            self._reject_shared_buffers(uses)
             # Slots of the model, because the code between blocks has tables of its own, which are filled at each scan.
             model_slots = {id(use.tensor): use.slot for use in find_uses([[("", self.model)]])}
             self.loans = plan_loans(uses, self._current_owners(), workers, rank, model_slots)
@@ -235,7 +225,6 @@ class ProcessSplitModel(SplitModel):
 
 
 def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """All parameters and buffers, under all their names."""
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
@@ -258,7 +247,7 @@ def _digest_steps(program: Program) -> list[str]:
     parts = [([number for number, *_ in part.steps], len(part.clones)) for part in program.parts]
     leaves = [*map(_describe_constant, recording.leaves)]
     result = program.routes, _describe_reads(recording.reads), leaves, str(recording.structure), recording.cuts
-    return [hashlib.sha256(repr(each).encode()).hexdigest()[:12] for each in (*steps, (parts, result))]
+    return [hashlib.sha256(repr(part).encode()).hexdigest()[:12] for part in (*steps, (parts, result))]
 
 
 def _describe_reads(reads: Reads) -> list[tuple[int, str]]:
@@ -268,7 +257,6 @@ def _describe_reads(reads: Reads) -> list[tuple[int, str]]:
 
 
 def _describe_constant(leaf: Any) -> str:
-    """A constant in words that are equal on all ranks."""
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} {tuple(leaf.shape)}"
     if isinstance(leaf, torch.device):  # without the index, because each rank has a device of its own

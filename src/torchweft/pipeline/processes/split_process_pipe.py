@@ -28,12 +28,9 @@ from torchweft.pipeline.weights import map_tensors
 
 
 class ProcessSplitLayout(GroupLayout, SplitLayout):
-    """The layout of a model that `split` cuts, over processes."""
-
     _cut_setting = "split"
     _placement: TensorPlacement
-    _sampled: Program | None
-    """The program of the sample."""
+    _sampled: Program | None  # the program of the sample
 
     def _automatic_split(self, settings: PipeSettings, sample: Any, make_pipe: MakePipe) -> list[str]:
         # Ranks would measure different times, so the first one measures for all of them.
@@ -49,6 +46,7 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
         owners = {id(tensor): ranks[name] for name, tensor in named_tensors(self._model)}
         uses = find_uses([[("", self._model)]])
         self._hidden = HiddenTensors(uses, owners, rank, partial(_placeholder, device=device))
+        # Hidden before the rest moves, so that tensors of other ranks never take memory on the device.
         self._placement = TensorPlacement(workers, ranks, self._hidden, rank, device)
         map_tensors(self._model, partial(place_tensor, device=device))
 
@@ -76,12 +74,11 @@ class ProcessSplitLayout(GroupLayout, SplitLayout):
         return {name: stages[id(tensor)] for name, tensor in named_tensors(model.model)}, model.latest
 
     def _local_model(self, module: nn.Module, settings: PipeSettings) -> SplitModel:
-        """The model with all its stages on its current device."""
         here = next((x.device for x in module.parameters() if not x.is_meta), torch.device("cpu"))
         return SplitModel(module, split_of(settings), [here] * len(settings.devices), self._fixed.dims)
 
     def _new_model(self, settings: PipeSettings) -> SplitModel:
-        self._forbid_new_cuts(settings)
+        self._reject_new_cuts(settings)
         fixed = self._fixed
         options = self._model, split_of(settings), settings.devices, fixed.dims, fixed.number_reduction
         return ProcessSplitModel(self._placement, *options, latest=self._sampled)
@@ -113,11 +110,11 @@ def _placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _with_fake_parameters(module: nn.Module) -> nn.Module:
-    """A copy of the model that runs without the values of its parameters. Its buffers are real, because Python between
-    blocks can depend on their values."""
+    """A copy of the model that runs without the values of its parameters."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
+        # Buffers stay real, because Python between blocks can depend on their values.
         if not isinstance(tensor, nn.Parameter):
             return tensor
         with mode:

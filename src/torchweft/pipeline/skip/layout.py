@@ -10,25 +10,20 @@ A tensor goes straight from its source to each reading partition, and not throug
 module only the order of registration is known, so its skippable layers are assumed to run in that order.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import nn
 
 from torchweft.core.errors import SkipWiringError, join_faults
 from torchweft.pipeline.skip.skippable import Skippable
-from torchweft.pipeline.skip.tracker import Key, Namespace, describe
+from torchweft.pipeline.skip.tracker import Key, describe
 
 Layers: TypeAlias = nn.Module | Iterable[nn.Module]
-Route: TypeAlias = tuple[int, tuple[int, ...]]
-"""Source, and the reading partitions in ascending order, each once."""
-Arrival: TypeAlias = tuple[int, Namespace | None, str]
-"""Source, namespace, name."""
+Route: TypeAlias = tuple[int, tuple[int, ...]]  # source, and the reading partitions in ascending order, each once
 
 
 class SkippableLayer(NamedTuple):
-    """A skippable layer and its place in the model, as in `named_modules`."""
-
     place: str
     layer: Skippable[..., Any]
 
@@ -40,7 +35,8 @@ def skippables(layers: Layers, place: str = "") -> Iterator[SkippableLayer]:
     """All skippable layers of a module, itself included, or of several modules in a row."""
     if isinstance(layers, Skippable):
         yield SkippableLayer(place, cast("Skippable[..., Any]", layers))
-    if isinstance(layers, nn.Sequential):  # named_children() would list a layer that occurs twice only once
+    # named_children() would list a layer that occurs twice only once.
+    if isinstance(layers, nn.Sequential):
         children: Iterable[tuple[Any, nn.Module]] = layers._modules.items()
     else:
         children = layers.named_children() if isinstance(layers, nn.Module) else enumerate(layers)
@@ -51,9 +47,7 @@ def skippables(layers: Layers, place: str = "") -> Iterator[SkippableLayer]:
 def verify_skippables(module: nn.Module, *, one_to_one: bool = False) -> None:
     """Check that the skips of a model fit together, including those of nested layers.
 
-    Raises one SkipWiringError (a TypeError) that lists every fault, as torchgpipe does: a layer that declares one name
-    both ways, a second stash of a (namespace, name), a pop before any stash, a stash without a pop. With `one_to_one` a
-    second pop is a fault too. Otherwise any number of layers can pop one stash.
+    Raises one SkipWiringError (a TypeError) that lists every fault. With `one_to_one` a second pop is a fault too.
 
     Example:
         >>> @weft.skippable(pop=["early"])
@@ -68,11 +62,11 @@ def verify_skippables(module: nn.Module, *, one_to_one: bool = False) -> None:
 
 
 def _check(layers: Iterable[SkippableLayer], *, one_to_one: bool = False) -> None:
-    """Raise SkipWiringError with every fault among layers that run in this order."""
     faults: list[str] = []
     stashed: dict[Key, SkippableLayer] = {}
     popped: dict[Key, SkippableLayer] = {}
-    early: list[tuple[Key, SkippableLayer]] = []  # pops without a stash before them
+    # Reported after the walk, because only then is it known whether a later layer stashes the name.
+    early: list[tuple[Key, SkippableLayer]] = []
     for placed in layers:
         layer = placed.layer
         for name in sorted(layer.stashable_names & layer.poppable_names):
@@ -100,31 +94,10 @@ def _check(layers: Iterable[SkippableLayer], *, one_to_one: bool = False) -> Non
         )
 
 
-class SkipLayout:
-    """The routes of all skips of a model.
+class SkipLayout(NamedTuple):
+    """The routes of all skips of a model: (source, readers) by (namespace, name)."""
 
-    `routes` maps (namespace, name) to (source, readers), and `by_ns_name` to (source, last reader). ``by_partition[j]``
-    lists the (source, namespace, name) of all routes that end in partition j, in ascending order.
-    """
-
-    def __init__(self, partitions: int, routes: Mapping[Key, Route]) -> None:
-        self.routes = dict(routes)
-        self.by_ns_name = {key: (source, readers[-1]) for key, (source, readers) in routes.items()}
-        arrivals = [(source, *key) for key, (source, _) in routes.items()]
-        arrivals.sort(key=lambda arrival: (arrival[0], arrival[1] is not None, arrival[1] or 0, arrival[2]))
-        self.by_partition: list[list[Arrival]] = [
-            [(source, ns, name) for source, ns, name in arrivals if j in self.routes[ns, name][1]]
-            for j in range(partitions)
-        ]
-
-    def copy_policy(self, j: int) -> Iterator[Arrival]:
-        """The (source, namespace, name) to bring to partition j from others, by ascending source."""
-        return (arrival for arrival in self.by_partition[j] if arrival[0] != j)
-
-    def requires_copy(self, ns: Namespace | None, name: str) -> bool:
-        """Whether a reader of this skip is in another partition than its stash. False for an unknown skip."""
-        source, readers = self.routes.get((ns, name), (0, (0,)))
-        return any(j != source for j in readers)
+    routes: dict[Key, Route]
 
 
 def inspect_skip_layout(partitions: Sequence[Layers]) -> SkipLayout:
@@ -136,4 +109,4 @@ def inspect_skip_layout(partitions: Sequence[Layers]) -> SkipLayout:
     for j, block in enumerate(blocks):
         for key in (key for placed in block for key in placed.layer.poppable()):
             readers[key][j] = None
-    return SkipLayout(len(blocks), {key: (source, tuple(readers[key])) for key, source in sources.items()})
+    return SkipLayout({key: (source, tuple(readers[key])) for key, source in sources.items()})

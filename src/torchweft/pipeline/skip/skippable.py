@@ -8,9 +8,6 @@ Outside of such a ``forward`` the two commands do nothing. A shell is an ordinar
                               | <--yields commands--+
                               +--save, load--> current skip tracker
 
-Every command is checked against the declarations. A fault is thrown into the generator at its ``yield``, so that the
-traceback ends in the line of the user's layer.
-
 The user's module is the attribute ``.module`` of the shell. Two hooks remove that from state-dict keys on saving and
 add it on loading, so the wrapped and the bare model can load each other's state. `named_parameters` has the real names
 (``0.module.weight``).
@@ -92,8 +89,6 @@ class pop:
 
 
 class CommandHandler:
-    """Executes the commands of one forward, and records them."""
-
     def __init__(self, layer: "Skippable[..., Any]", tracker: SkipTracker) -> None:
         self._layer, self._tracker = layer, tracker
         self._name = layer.module_cls.__name__
@@ -101,20 +96,19 @@ class CommandHandler:
         self._popped: dict[str, Tensor | None] = {}
 
     def drive(self, commands: Generator[Any, Any, Any]) -> Any:
-        """Run the user's generator to its end, and return its return value."""
         advance: Callable[[], object] = partial(next, commands)
         while True:
             try:
                 command = advance()
             except StopIteration as stop:
                 return stop.value
+            # A fault is raised at the yield, so that the traceback ends in the line of the user's layer.
             try:
                 advance = partial(commands.send, self._answer(command))
             except (SkipError, SkipWiringError) as fault:
                 advance = partial(commands.throw, fault)
 
     def _answer(self, command: object) -> Tensor | None:
-        """Execute a command. Raises SkipError for an undeclared name, and SkipWiringError for any other object."""
         if not isinstance(command, (stash, pop)):
             raise SkipWiringError(
                 f"{self._name} yielded {type(command).__name__}; yield stash(name, tensor) or pop(name), and return "
@@ -152,7 +146,6 @@ class CommandHandler:
         self.stashed.add(key[1])
 
     def finish(self) -> None:
-        """End the forward. Raises one SkipError that lists every declared stash or pop that did not happen."""
         layer = self._layer
         missing = [("stashable but not stashed", name) for name in sorted(layer.stashable_names - self.stashed)]
         missing += [("poppable but not popped", name) for name in sorted(layer.poppable_names - self._popped.keys())]
@@ -170,11 +163,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Skippable(nn.Module, Generic[P, M]):
-    """Base of all classes made by `skippable`: a shell around ``module``, an instance of ``module_cls``.
-
-    Calling it raises SkipError if the layer breaks its declaration, and SkipWiringError (a TypeError) if it yields
-    anything except `stash` and `pop`. Without declarations, the user's ``forward`` can be a plain function.
-    """
+    """Base of all classes made by `skippable`: a shell around ``module``, an instance of ``module_cls``. Calling it
+    raises SkipError if the layer breaks its declaration, and SkipWiringError (a TypeError) if it yields anything except
+    `stash` and `pop`. Without declarations, the user's ``forward`` can be a plain function."""
 
     module_cls: ClassVar[type[nn.Module]]
     stashable_names: ClassVar[frozenset[str]] = frozenset()
@@ -190,7 +181,6 @@ class Skippable(nn.Module, Generic[P, M]):
         self._keys: dict[str, Key] = {name: (None, name) for name in sorted(self.stashable_names | self.poppable_names)}
 
     def key(self, name: str) -> Key:
-        """The (namespace, name) of a declared name."""
         return self._keys[name]
 
     def isolate(self, ns: Namespace | None, only: Iterable[str] | None = None) -> "Skippable[P, M]":
@@ -207,15 +197,12 @@ class Skippable(nn.Module, Generic[P, M]):
         return self
 
     def stashable(self) -> Iterator[Key]:
-        """The (namespace, name) of each tensor that this layer stashes, by name."""
         return map(self.key, sorted(self.stashable_names))
 
     def poppable(self) -> Iterator[Key]:
-        """The (namespace, name) of each tensor that this layer pops, by name."""
         return map(self.key, sorted(self.poppable_names))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module, execute the commands that it yields, and return its output."""
         tracker = current_skip_tracker()
         handler = CommandHandler(self, tracker)
         output: Any = self.module(*args, **kwargs)
@@ -223,6 +210,7 @@ class Skippable(nn.Module, Generic[P, M]):
             try:
                 output = handler.drive(cast("Generator[Any, Any, Any]", output))
             finally:
+                # Also after an error, or the tensors of a failed forward would stay until the next one.
                 tracker.stashed_by(self, [self._keys[name] for name in handler.stashed])
         handler.finish()
         return output
@@ -255,7 +243,7 @@ class Skippable(nn.Module, Generic[P, M]):
 
 
 def _distinct_names(what: str, names: Iterable[str]) -> frozenset[str]:
-    """The names as a set. Raises SkipWiringError for a bare string, because each of its letters would be a name."""
+    # Each of its letters would be a name.
     if isinstance(names, str):
         raise SkipWiringError(f"{what}={names!r} is one string; give a list of names: [{names!r}]")
     return frozenset(names)
@@ -267,18 +255,18 @@ _classes: weakref.WeakValueDictionary[Any, type[Skippable[..., Any]]] = weakref.
 def _class_around(
     module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]
 ) -> type[Skippable[..., Any]]:
-    """The subclass of `Skippable` for these declarations. Equal declarations share one class while it is alive."""
+    # One class for equal declarations, because isinstance and pickle compare classes.
     known = _classes.get((module_cls, stashed, popped))
     if known is not None:
         return known
     attributes = {"module_cls": module_cls, "stashable_names": stashed, "poppable_names": popped}
     attributes |= {name: getattr(module_cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     shell = type(module_cls.__name__, (Skippable,), attributes)
+    # Another thread can have made the same class at this moment.
     return _classes.setdefault((module_cls, stashed, popped), shell)
 
 
 def _blank(module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]) -> Skippable[..., Any]:
-    """A layer without state. Unpickling and deepcopy fill it in."""
     cls = _class_around(module_cls, stashed, popped)
     return cls.__new__(cls)
 
@@ -286,12 +274,9 @@ def _blank(module_cls: type[nn.Module], stashed: frozenset[str], popped: frozens
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Callable[P, M]], type[Skippable[P, M]]]:
     """Declare the skip tensors that a module class stashes and pops.
 
-    Use it as a decorator, ``@skippable(stash=["early"])``, or as a call, ``skippable(stash=["early"])(Class)``. Both
-    return a subclass of `Skippable` with the constructor of the class. The ``forward`` of the class is a generator.
-
-    One layer stashes a name, and any number of later layers can pop it. Raises SkipWiringError (a TypeError) if `stash`
-    or `pop` is a bare string, or if the decorated object is not a module class. Declared skips with a yielding forward
-    are torchgpipe's idea (Kim et al., 2020, arXiv:2004.09910).
+    The ``forward`` of the class is a generator. The result is a subclass of `Skippable` with its constructor. One
+    layer stashes a name, and any number of later layers can pop it. Raises SkipWiringError (a TypeError) for a bare
+    string, or for an object that is not a module class. The idea is torchgpipe's (Kim et al., arXiv 2004.09910).
 
     Example:
         >>> @weft.skippable(stash=["early"])

@@ -17,10 +17,9 @@ from functools import partial, total_ordering
 from itertools import count
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
-from torchweft.core.errors import SkipError, SkipWiringError
+from torchweft.core.errors import SkipError
 
 _serials = count()
 
@@ -40,6 +39,7 @@ class Namespace:
     """
 
     serial: int = field(init=False, default_factory=lambda: next(_serials))
+    # The serial alone would collide with that of a namespace that was pickled in another process.
     unique: int = field(init=False, default_factory=lambda: uuid.uuid4().int)
 
     def __lt__(self, other: object) -> bool:
@@ -55,7 +55,6 @@ Key: TypeAlias = tuple[Namespace | None, str]
 
 
 def describe(key: Key) -> str:
-    """A key for error messages."""
     ns, name = key
     return repr(name) if ns is None else f"{name!r} in {ns!r}"
 
@@ -69,13 +68,9 @@ class _Kept:
 
 
 class SkipTracker:
-    """Keeps skip tensors of the layers that run in one thread, outside of a pipeline.
-
-    A tensor stays until the next stash of its key, or until its layer or the tracker is freed. It is not freed at a
-    pop, because the tracker cannot know which pop is the last. A layer can occur twice in the model, or run again in
-    backward under `torch.utils.checkpoint` (it then reads the latest stash of the key). Subclasses can route tensors
-    elsewhere by overriding `save`, `load` and `copy`.
-    """
+    """Keeps skip tensors of the layers that run in one thread, outside of a pipeline, until the next stash of their
+    key, or until the layer or the tracker is freed. A layer that runs again in backward reads the latest stash of the
+    key. Subclasses can route tensors elsewhere by overriding `save` and `load`."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, _Kept] = {}
@@ -83,7 +78,6 @@ class SkipTracker:
         self._lock = threading.RLock()
 
     def save(self, ns: Namespace | None, name: str, value: Tensor | None) -> None:
-        """Keep a value (a tensor or None) under this key. Replaces an earlier one."""
         with self._lock:
             self._kept[ns, name] = _Kept(value)
 
@@ -96,17 +90,11 @@ class SkipTracker:
                 "in the same thread and namespace. (In a Pipe, a layer that pops cannot be inside of "
                 "torch.utils.checkpoint: use the Pipe's checkpoint=, or call it inside the layer's forward)"
             )
+        # Not freed at a pop, because the tracker cannot know which pop is the last.
         return kept.value
 
-    def copy(self, ns: Namespace | None, name: str, device: torch.device | str) -> None:
-        """Send a value to another device. Raises SkipWiringError unless a subclass overrides it."""
-        raise SkipWiringError(
-            f"cannot copy {describe((ns, name))} to {device}: this tracker does not move skip tensors; wrap the "
-            "model in a Pipe, which moves them to their readers, or keep all layers on one device"
-        )
-
     def stashed_by(self, layer: nn.Module, keys: Iterable[Key]) -> None:
-        """Free the values that these keys have now when the layer is freed."""
+        # Freed with the layer, because a model that is dropped must not leave its skips in the thread.
         for key in keys:
             kept = self._kept.get(key)
             if kept is not None:
@@ -120,13 +108,12 @@ class SkipTracker:
         if alive is None or value is None:
             return
         with alive._lock:
+            # Another layer can have stashed under this key since then.
             if alive._kept.get(key) is value:
                 del alive._kept[key]
 
 
 class _TrackerOfThread(threading.local):
-    """Tracker of each thread. `threading.local` runs `__init__` once per thread, on first use."""
-
     def __init__(self) -> None:
         self.tracker = SkipTracker()
 

@@ -42,8 +42,7 @@ def automatic_split(
 ) -> list[str]:
     """Split points that make one stage per device. Without a `call` to measure, by parameters, with a warning.
 
-    Raises PartitionError if the model has fewer units than devices, UsageError if measuring would train a remote
-    expert.
+    Raises PartitionError for fewer units than devices, UsageError if measuring would train a remote expert.
     """
     if len(devices) == 1:
         return []

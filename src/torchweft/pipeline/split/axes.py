@@ -14,8 +14,8 @@ from torchweft.pipeline.config import (
     axis_in_words,
     batch_axis,
     flatten_sequential,
-    forbid_several_axes,
     keeps_axes,
+    reject_several_axes,
 )
 from torchweft.pipeline.split.program import Instruction, RecordedValue, Recording
 
@@ -51,7 +51,7 @@ def check_axes(recording: Recording, axes: Sequence[int | None], dims: BatchDims
     more = [recording.steps[value.step] for value in recording.reads.values() if value.kind == "made" and value.key > 0]
     for step in more if dims.outputs_assumed else ():
         if step.module is not None:
-            forbid_several_axes(step.name, step.module)
+            reject_several_axes(step.name, step.module)
 
 
 def _rows_of_result(step: Instruction, rows: dict[RecordedValue, _Rows | None], faults: list[str]) -> _Rows | None:

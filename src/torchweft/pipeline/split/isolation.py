@@ -22,8 +22,7 @@ _GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_g
 
 @contextmanager
 def _unseen() -> Generator[None]:
-    """Context without the caller's modes (except a default device), hooks on tensors that autograd saves, and hooks of
-    all modules, such as those of a FlopCounterMode."""
+    """Context without the caller's modes (except a default device), hooks on saved tensors and hooks of all modules."""
     tables = cast("list[dict[int, Any]]", [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS])
     hooks = [dict(table) for table in tables]
     modes = [_c._pop_torch_function_stack() for _ in range(_c._len_torch_function_stack())]
@@ -99,13 +98,13 @@ def place_tensor(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     if not isinstance(tensor, nn.Parameter):
         return tensor.to(device)
-    tensor.data = tensor.data.to(device)  # the parameter stays the same object, because optimizers refer to it
+    # The parameter stays the same object, because optimizers refer to it.
+    tensor.data = tensor.data.to(device)
     return tensor
 
 
 def copies(leaves: Sequence[Any]) -> list[Any]:
-    """Copies of the inputs, so that writes do not reach the caller's tensors. A tensor that occurs twice is copied
-    once."""
+    """Copies of the inputs, so that writes do not reach the caller's tensors. Equal objects have one copy."""
     clones: dict[int, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for x in leaves:

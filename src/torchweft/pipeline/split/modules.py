@@ -1,4 +1,4 @@
-"""The modules of a model by name, and the open ones among them, whose forward() is recorded.
+"""The modules of a model by name, and the open ones among them: those with a forward() that is recorded.
 
 A module is open if a split point is inside of it, or if it had to be opened because a tensor left it by another way
 than its return value. Only a run shows the latter, so the set grows from run to run.
@@ -26,7 +26,7 @@ class OpenModules:
     def __init__(self, model: nn.Module, split: Sequence[str]) -> None:
         self.model, self._split_names = model, list(split)
         self.open: set[nn.Module] = set()
-        self._exits: dict[nn.Module, str] = {}  # the way in which a tensor left a block that was then opened, in words
+        self.exits: dict[nn.Module, str] = {}  # the way in which a tensor left a block that was then opened, in words
         self._running: list[nn.Module] = []  # open modules whose forward() is running
         self.resolve()
 
@@ -45,13 +45,9 @@ class OpenModules:
     def open_blocks(self, exits: Mapping[nn.Module, str]) -> None:
         """Open these blocks, each with the way in which a tensor left it, in words."""
         self.open.update(exits)
-        self._exits = {**exits, **self._exits}
-
-    def was_block(self, module: nn.Module) -> bool:
-        return module in self._exits
+        self.exits = {**exits, **self.exits}
 
     def run_open(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call an open module. Errors inside then give advice for its code."""
         self._running.append(module)
         try:
             return plain(module, *args, **kwargs)
@@ -61,8 +57,7 @@ class OpenModules:
     def describe(self, module: nn.Module) -> str:
         return f"{self.names[id(module)] or 'the model'} ({type(module).__name__})"
 
-    def forbid_backward_hooks(self) -> None:
-        """Raise SplitError that names the open modules with backward hooks."""
+    def reject_backward_hooks(self) -> None:
         if hooked := [self.describe(m) for m in self.open if m._backward_hooks or m._backward_pre_hooks]:
             headline = (
                 "backward hooks of a module that is cut would not run, because no backward goes through it as a whole; "
@@ -76,7 +71,7 @@ class OpenModules:
 
     def advice(self, instead: str) -> str:
         """Advice for the running code: `instead`, unless it belongs to a block that had to be opened."""
-        exits = dict.fromkeys(self._exits[module] for module in self._running if module in self._exits)
+        exits = dict.fromkeys(self.exits[module] for module in self._running if module in self.exits)
         return _OPENED.format(" and ".join(exits)) if exits else instead
 
     def path_of(self, block: nn.Module, tensor: Tensor) -> str:

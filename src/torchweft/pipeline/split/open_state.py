@@ -26,10 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-DEPTH = 4
-"""Levels of containers and objects that are compared; deeper ones are compared by identity."""
-ENTRIES = 4096
-"""Values of one attribute that are compared: the first ones, and the length of each container."""
+DEPTH = 4  # levels of containers and objects that are compared by value
+ENTRIES = 4096  # values of one attribute that are compared: the first ones, and the length of each container
 PLAIN: tuple[type[Any], ...] = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size, slice, range),
@@ -41,8 +39,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _ABSENT = object()
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _WRAPPERS = (types.MethodType, staticmethod, classmethod, property, partial)
-_WRAPPED = ("__func__", "fget", "func")
-"""The attributes in which these wrappers hold their function."""
+_WRAPPED = ("__func__", "fget", "func")  # the attributes in which wrappers hold their function
 
 
 class OpenState:
@@ -160,10 +157,7 @@ class OpenState:
 
 
 def _state_of(value: Any, depth: int = DEPTH, left: list[int] | None = None) -> Hashable:
-    """A hashable image of a value, down to `depth` levels. Two images are equal if the value has not changed.
-
-    `left` holds the number of values that can still be compared.
-    """
+    """A hashable image of a value, equal if the value has not changed. `left` holds how many values still count."""
     kind = cast("type[Any]", type(value))
     # With the type, because True == 1 == 1.0.
     if kind in _PLAIN or isinstance(value, enum.Enum):

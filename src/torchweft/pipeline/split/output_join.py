@@ -29,15 +29,13 @@ from torchweft.pipeline.split.record import ForwardRecorder
 from torchweft.pipeline.split.verify import difference
 
 Reduction = Literal["mean", "sum"]
-Quiet = Literal["none", "blocks", "all"]
-"""The modules that run in eval mode."""
+Quiet = Literal["none", "blocks", "all"]  # the modules that run in eval mode
 RunQuietly = Callable[[Any, Quiet], tuple[Any, bool]]
 QUIET: tuple[Quiet, ...] = ("none", "blocks", "all")
 
-IGNORED = -100
-"""PyTorch's default of ``ignore_index``."""
+IGNORED = -100  # PyTorch's default of ignore_index
+# Functions that compare with a number, which can mark the tokens that a loss leaves out.
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "cross_entropy", "nll_loss"}
-"""Functions that compare with a number, which can mark the tokens that a loss leaves out."""
 
 
 class _Outputs(NamedTuple):
@@ -129,11 +127,8 @@ class OutputJoin:
             self._check_order(plan, leaves)
 
     def _check_order(self, plan: SplitPlan, leaves: Sequence[Any]) -> None:
-        """Raise BatchError if an output has several rows for each that came in, and these are not adjacent.
-
-        Rows of tokens are adjacent. Others would be joined in another order than the model's. Running two rows in both
-        orders shows it.
-        """
+        """Raise BatchError if an output has several rows for each that came in, and these are not adjacent."""
+        # Rows of tokens are adjacent. Others would be joined in another order than the model's.
         one, other = (self._run(plan, leaves, order, "all") for order in ([0, 1], [1, 0]))
         faults: list[str] = []
         for (name, x), y, axis in zip(one.leaves.items(), other.leaves.values(), one.axes, strict=True):
@@ -147,8 +142,7 @@ class OutputJoin:
         )
 
     def _compare(self, plan: SplitPlan, leaves: Sequence[Any], pair: tuple[int, int]) -> Reduction | None:
-        """The reduction that turns the numbers of each micro-batch into the number for both. None if all of them are
-        zero or not finite, so that both reductions fit. Raises BatchError if neither reduction fits."""
+        """The reduction that fits the numbers of a pair of micro-batches. None if both fit, BatchError if neither."""
         first, second = pair
         fault = ""
         # Dropout and batch norm change numbers from run to run. So if neither reduction fits, blocks run in eval mode,
@@ -195,7 +189,6 @@ class OutputJoin:
         return 3e-2 if eps > 1e-4 else 1e-4 if eps > 1e-8 else 1e-6
 
     def _run(self, plan: SplitPlan, leaves: Sequence[Any], rows: Sequence[int], quiet: Quiet = "none") -> _Outputs:
-        """Run the model on these rows of the mini-batch."""
         pairs = zip(leaves, plan.axes, strict=True)
         taken = [x if axis is None else x.index_select(axis, torch.tensor(rows, device=x.device)) for x, axis in pairs]
         output, drew = self._run_model(unflatten(plan.structure, taken), quiet)
@@ -205,14 +198,12 @@ class OutputJoin:
 
 
 def _refuse(headline: str, faults: list[str]) -> None:
-    """Raise BatchError if there are faults."""
     if faults:
         raise BatchError(join_faults(f"the results of the micro-batches cannot be joined: {headline}", faults))
 
 
 def run_quietly(recorder: ForwardRecorder, call: Any, quiet: Quiet) -> tuple[Any, bool]:
-    """Run the model without gradients, with the modules `quiet` in eval mode. Returns the result, and whether it drew
-    random numbers. Leaves the model and the generators unchanged."""
+    """The result of the model without gradients and with the modules `quiet` in eval mode, and whether it drew."""
     modules = [] if quiet == "none" else list(recorder.model.modules())
     before = [(module, module.training) for module in modules if quiet == "all" or module not in recorder.modules.open]
     sources = generators_of(recorder.devices)
@@ -277,8 +268,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _fitting(parts: Sequence[tuple[Any, int]], whole: Tensor, tolerance: float) -> set[Reduction] | None:
-    """The reductions that turn the numbers of two parts, each with its rows, into the number of the whole. None if all
-    numbers are zero or not finite."""
+    """The reductions that fit the numbers of two parts, each with its rows. None if all are zero or not finite."""
     if not all(_is_number(number) for number, _ in parts):
         return set()
     (a, rows), (b, other_rows) = ((number.double().item(), rows) for number, rows in parts)

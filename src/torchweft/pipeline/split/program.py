@@ -45,15 +45,11 @@ class RecordedValue:
     kept: Any = None  # a copy, if the recording keeps copies
 
 
-Reads = dict[int, RecordedValue]
-"""The values of leaves of the arguments or of the result, by the index of the leaf."""
+Reads = dict[int, RecordedValue]  # the values of leaves of the arguments or of the result, by the index of the leaf
 Values = dict[RecordedValue, Any]
-Owned = Callable[[str], Tensor]
-"""The parameter or buffer of that name."""
+Owned = Callable[[str], Tensor]  # the parameter or buffer of that name
 Devices = Sequence[torch.device]
-
-HERE = object()
-"""Placeholder among the constants of a step for the device of the stage that runs it."""
+HERE = object()  # a placeholder among the constants of a step for the device of the stage that runs it
 
 
 @dataclass(eq=False, slots=True)
@@ -173,19 +169,15 @@ class ProgramGroup:
         self.next_check *= 10 if is_due else 1
         return is_due
 
-    def distrust(self) -> None:
-        """Start the comparisons again, after one that failed."""
+    def restart(self) -> None:
         self.verified = 0
 
 
 class Program:
-    """The instructions of all stages for micro-batches of one key. Its only tensors are constants of the model's code.
-
-    Raises SplitError if a stage would be empty, InPlaceError for a write through a view to a tensor of another stage.
-    """
+    """The instructions of all stages for micro-batches of one key. `foreign` names tensors of the model that the first
+    stage's process does not have. Raises SplitError for an empty stage, InPlaceError for a write to another stage."""
 
     def __init__(self, recording: Recording, devices: Devices, foreign: Collection[str] = frozenset()) -> None:
-        """`foreign` names parameters and buffers that the first stage's process does not have."""
         self.recording, self._foreign = recording, foreign
         self.verified = False
         self.group = ProgramGroup()
@@ -212,8 +204,7 @@ class Program:
             for value, readers in crossing.items()
         ]
 
-    def join(self, group: ProgramGroup) -> None:
-        """Share the comparisons of a group, instead of starting a group of its own."""
+    def join_group(self, group: ProgramGroup) -> None:
         self.group = group
 
     def mark_verified(self) -> None:
@@ -258,8 +249,7 @@ class Program:
         return [self.recording.steps[k] for k in sorted(ahead)]
 
     def _from_inputs(self, last: int, *, own: bool = False) -> set[int] | None:
-        """The steps that compute the result of step `last` from inputs (and `own` parameters) only. None if it depends
-        on anything else, or if a step has side effects."""
+        """The steps that compute the result of `last` from inputs (and `own` parameters) only, without side effects."""
         needed: set[int] = set()
         todo = [last]
         while todo:
@@ -310,7 +300,6 @@ class Program:
     def _fill(
         self, stage: int, part: StageProgram, members: Sequence[int], crossing: Mapping[RecordedValue, Sequence[int]]
     ) -> None:
-        """Fill in the steps of a stage, and the values that it takes, gives, clones and drops."""
         for value, readers in crossing.items():
             source = self._source(value)
             if stage in readers:
@@ -365,14 +354,14 @@ class Program:
         return values
 
     def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = None) -> Values:
-        """Run one stage on its incoming values. Returns the values that it has at the end. For random numbers, blocks
-        and steps that draw count as layers."""
+        """Run one stage on its incoming values. Returns the values that it has at the end."""
         part, device = self.parts[stage], self._device[stage]
         _load(values, part.held, owned)
         for value in part.clones:
             values[value] = values[value].clone()
         for number, step, leaves, done in part.steps:
             try:
+                # For random numbers, blocks and steps that draw count as layers.
                 if next_layer is not None and (step.draws or step.module is not None):
                     next_layer(number)
                 perform(step, leaves, values, device)
@@ -385,7 +374,6 @@ class Program:
         return values
 
     def replay(self, leaves: Sequence[Any], owned: Owned) -> Any:
-        """Run all stages in turn, on the leaves of the arguments."""
         sent: list[Values] = [{} for _ in self.parts]
         sent[0].update(zip(self.recording.inputs, leaves, strict=True))
         for s, part in enumerate(self.parts):
@@ -425,7 +413,6 @@ def perform(step: Instruction, constants: Sequence[Any], values: Values, device:
 
 
 def _held(steps: Iterable[Instruction], *more: RecordedValue) -> list[RecordedValue]:
-    """The model's tensors and the constants that `steps` read, and those among `more`."""
     reads = chain(*(step.reads.values() for step in steps), more)
     return list(dict.fromkeys(value for value in reads if value.kind in ("own", "const")))
 
@@ -436,7 +423,6 @@ def _load(values: Values, held: Iterable[RecordedValue], owned: Owned) -> None:
 
 
 def _fill_leaves(constants: Sequence[Any], reads: Reads, values: Values) -> list[Any]:
-    """The constants, with the values that are read inserted at their indices."""
     leaves = list(constants)
     for k, value in reads.items():
         leaves[k] = values[value]
@@ -457,8 +443,8 @@ def _check_equal(step: Instruction, before: Any, now: Any) -> None:
         )
 
 
+# Copies of parameters that an earlier stage has on another device, by the id() of the parameter. For one step.
 Copies = dict[int, Tensor]
-"""Copies of parameters that an earlier stage has on another device, by the id() of the parameter. For one step."""
 
 
 class StepPrograms:
@@ -548,5 +534,5 @@ class SplitStage(Stage):
 
 
 def bundle(source: int, reader: int) -> Skip:
-    """The name of the values that go from one stage to another for one micro-batch."""
+    # All values that go from one stage to another for one micro-batch have one name.
     return None, f"{source} to {reader}"

@@ -4,7 +4,7 @@
     y (id 9)  -> %3, leaf 0           made by a step; written in place by step 5: %5, leaf -1
     z (id 8)  -> made in block h.2    seen by the dispatch mode only: the block has to be opened
 
-Tensors are found by their id(). Comparing storages would not do, because a view and its base are different values. An
+Values are found by the id() of their object, because a view and its base share a storage but are different values. An
 id() is valid while its object lives, so all known objects are referenced until the end of the run.
 """
 
@@ -31,10 +31,10 @@ _SHARED = (
     "blocks share tensors through it, which stages cannot see; let blocks take and return them in a tuple, list or "
     "dict, or cut at a point where no tensors are shared (Gemma-3n's layers share keys and values)"
 )
+# The result of a step, whether it drew random numbers, and whether its shape depends on data.
+Observed = tuple[Any, list[bool]]
+# All tensors made in a run, by their id(), with the block that made each. Weak, so that it keeps no memory alive.
 Births = dict[int, tuple[weakref.ref[Tensor], nn.Module | None]]
-"""All tensors made in a run, by their id(), with the block that made each. Weak, so that it keeps no memory alive."""
-Before = Sequence[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
-"""Modules with their buffers and their attributes before a run."""
 
 
 class ValueProvenanceMode(TorchDispatchMode):
@@ -45,27 +45,23 @@ class ValueProvenanceMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.births: Births = {}
-        self.drew = self.dynamic = False
+        self.flags = [False, False]
+        """Whether the step draws, and whether its shape depends on data."""
         self._block: nn.Module | None = None
 
     @contextmanager
     def of_step(self, block: nn.Module | None) -> Generator[None]:
-        """Context of one step. `drew` and `dynamic` say afterwards whether it drew, and whether shapes follow data."""
-        self._block, self.drew, self.dynamic = block, False, False
+        """Context of one step. Tensors that are made inside belong to `block`."""
+        self._block, self.flags = block, [False, False]
         try:
             yield
         finally:
             self._block = None  # also after an error, which the code between blocks can catch
 
-    def set_flags(self, drew: bool, dynamic: bool) -> None:
-        # Of a step that another process ran.
-        self.drew, self.dynamic = drew, dynamic
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result: Any = func(*args, **(kwargs or {}))
-        draws, dynamic = _tags(func)
-        self.drew |= draws
-        self.dynamic |= dynamic
+        for k, tag in enumerate(_tags(func)):
+            self.flags[k] |= tag
         for x in cast("Iterable[Any]", result) if isinstance(result, tuple | list) else (result,):
             if isinstance(x, Tensor):
                 self.births[id(x)] = (weakref.ref(x), self._block)
@@ -95,8 +91,7 @@ class RunValues:
                     self._know(tensor, RecordedValue("own", f"{prefix}.{key}" if prefix else key))
 
     def read_leaves(self, leaves: Sequence[Any]) -> Reads:
-        """The values of leaves that are neither plain objects nor constants of the program. Raises SplitError for a
-        leaf whose origin cannot be recorded."""
+        """The values of leaves that are neither plain objects nor constants. Raises SplitError for unknown origins."""
         return {k: value for k, leaf in enumerate(leaves) if (value := self._value_of(leaf)) is not None}
 
     def note_results(self, step: Instruction, results: Sequence[Any]) -> None:
@@ -131,11 +126,9 @@ class RunValues:
         if value.kind == "made" and value.key >= 0:
             self.recording.steps[value.step].shapes[value.key] = tuple(x.size())
 
-    def forbid_stored(self, before: Before) -> None:
-        """Raise SplitError if the code between blocks has replaced a buffer, or stored an activation in an attribute.
-
-        A tensor that depends only on inputs, buffers and constants, such as a cached mask, is not an activation.
-        """
+    def reject_stored(self, before: Iterable[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+        """Raise SplitError if a module has another buffer or a new activation in its attributes than `before`."""
+        # A tensor that depends only on inputs, buffers and constants, such as a cached mask, is not an activation.
         active: set[RecordedValue | None] = {
             value for x, value, _ in self._known.values() if value.kind == "own" and isinstance(x, nn.Parameter)
         }
@@ -149,7 +142,7 @@ class RunValues:
                     f"forward of {name} replaces a buffer by another tensor, which a stage would not see; write to the "
                     "buffer in place (copy_), or do it in a submodule"
                 )
-            for key, x in vars(module).items() if not self._modules.was_block(module) else ():
+            for key, x in vars(module).items() if module not in self._modules.exits else ():
                 known = self._known.get(id(x)) if attributes.get(key) is not x else None
                 if known is not None and known[1].kind == "made" and known[1] in active:
                     raise SplitError(
@@ -193,8 +186,7 @@ class RunValues:
         return value
 
     def _know_stranger(self, leaf: Tensor) -> None:
-        """Handle a tensor that is not a result of a step: a constant of the user, or a tensor made inside of a block.
-        Raises SplitError for a tensor made by code that cannot be recorded."""
+        """Handle a tensor that is not a result of a step: a constant of the user, or a tensor made in a block."""
         birth, block = self._births.get(id(leaf), (None, None))
         ours = birth is not None and birth() is leaf  # ids are reused, so the reference decides
         self.has_strangers |= not ours

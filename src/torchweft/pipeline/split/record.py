@@ -38,7 +38,7 @@ from torchweft.pipeline.split.isolation import copies, moved_to_device, undistur
 from torchweft.pipeline.split.modules import MOVE, OpenModules
 from torchweft.pipeline.split.open_state import PLAIN, OpenState
 from torchweft.pipeline.split.program import HERE, Instruction, Owned, Program, Recording, Values, moved, perform
-from torchweft.pipeline.split.provenance import RunValues, ValueProvenanceMode
+from torchweft.pipeline.split.provenance import Observed, RunValues, ValueProvenanceMode
 from torchweft.pipeline.split.user_code import call_site, python_random_state
 
 _Finding = TypeVar("_Finding")
@@ -65,16 +65,13 @@ _one_at_a_time = threading.RLock()  # a recording patches classes, which the who
 
 
 class ForwardRecorder:
-    """Runs a model and records its instructions. `record` leaves the model unchanged.
-
-    Raises SplitError for names that are not modules.
-    """
+    """Runs a model and records its instructions. Raises SplitError for names that are not modules."""
 
     def __init__(self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device]) -> None:
         self.model, self.devices = model, devices
         self.mixed = len(set(devices)) > 1
+        # Whether the recorder also observes the plain forward. Its graph then differs from that of the model.
         self.watched = self.mixed
-        """Whether the recorder also observes the plain forward. Its graph then differs from that of the model."""
         self.modules = OpenModules(model, split)
         self.state = OpenState()
         self.watches_blocks = False
@@ -93,10 +90,8 @@ class ForwardRecorder:
     def perform(self, step: Instruction, constants: Sequence[Any], values: Values) -> None:
         perform(step, constants, values)
 
-    def run_step(
-        self, step: Instruction, run: Callable[..., Any], args: Any, kwargs: Any, provenance: ValueProvenanceMode
-    ) -> Any:
-        """Run a step that is being recorded. Over processes, one rank runs it and sends the flags of `provenance`."""
+    def run_step(self, step: Instruction, run: Callable[..., Observed], args: Any, kwargs: Any) -> Observed:
+        """Run a step that is being recorded. Over processes, one rank runs it for all."""
         return run(*args, **kwargs)
 
     def settle(self, finding: _Finding | None) -> _Finding | None:
@@ -106,14 +101,14 @@ class ForwardRecorder:
     def record(
         self, args: Sequence[Any], kwargs: dict[str, Any], *, optional: bool = False, keep: bool = False
     ) -> Recording:
-        """Record one run on copies of these arguments.
+        """Record one run on copies of these arguments, without effects on the model.
 
-        With `optional`, split points need not be called. With `keep`, the recording keeps copies of all values. Raises
+        With `optional`, split points need not be called. With `keep`, values have copies of their tensors. Raises
         SplitError, with file and line, for code that cannot be recorded.
         """
         with _one_at_a_time:
             self.modules.resolve()
-            self.modules.forbid_backward_hooks()
+            self.modules.reject_backward_hooks()
             while (recording := self._record(args, kwargs, keep)) is None:
                 pass  # until tensors leave a block only through its return value
         missing = [] if optional else [name for name in self.modules.split.values() if name not in recording.cuts]
@@ -134,17 +129,17 @@ class ForwardRecorder:
         tracked = torch.is_grad_enabled()
         saved = saved_tensors_hooks(lambda _: None, lambda x: x) if tracked else nullcontext()
         with undisturbed(self.model, self.devices), torch.set_grad_enabled(tracked), saved:
-            # All tensors of the run belong to this object and are freed with it. Nothing may refer back to it.
+            # All tensors of the run belong to this object and are freed with it. Nothing must refer back to it.
             run = _ForwardRun(self, list(zip(names, leaves, strict=True)), keep)
             before = [(module, dict(module._buffers), dict(vars(module))) for module in self.modules.open]
             result = run.run(*unflatten(structure, leaves))
             run.reject_python_draws()
-            run.values.forbid_stored(before)
+            run.values.reject_stored(before)
             register_dataclasses(result)
-            outputs, structure = flatten(result)
-            recording, recording.structure = run.values.recording, structure
+            recording = run.values.recording
+            outputs, recording.structure = flatten(result)
             recording.reads = run.values.read_leaves(outputs)
-            recording.leaves = _constants(outputs, recording.reads)
+            recording.leaves = [None if k in recording.reads else leaf for k, leaf in enumerate(outputs)]
             numbers = (x for x in outputs if isinstance(x, Tensor) and not x.dim())
             recording.has_scalars = any(number.is_floating_point() for number in numbers)
         # Observing every operator inside of blocks doubles the time of a recording. It is needed only to distinguish
@@ -182,7 +177,6 @@ class _ForwardRun(TorchFunctionMode):
         self._device = recorder.devices[0]
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run forward() with its blocks and functions observed."""
         # Blocks run uncompiled. Code compiled now would contain the patches, and modules with a replaced
         # __getattribute__ cannot be compiled.
         eager = torch.compiler.set_stance("force_eager")
@@ -255,13 +249,19 @@ class _ForwardRun(TorchFunctionMode):
         # A write in place raises the version of a tensor. No other sign of it exists in Python.
         versions = [version(x) if isinstance(x, Tensor) else 0 for x in inputs]
         args, kwargs = step.arguments(inputs)
+
+        def observed(*args: Any, **kwargs: Any) -> Observed:
+            return run(*args, **kwargs), self._provenance.flags
+
+        # Around all of it: results that arrive from another rank belong to the block as well.
         with self._provenance.of_step(step.module), moved_to_device(blocks, device):
-            result = self._recorder.run_step(step, run, args, kwargs, self._provenance)
-        step.draws, step.dynamic = self._provenance.drew, self._provenance.dynamic or bool(blocks)
+            result, (step.draws, dynamic) = self._recorder.run_step(step, observed, args, kwargs)
+        step.dynamic = dynamic or bool(blocks)
         wrote = [k for k, x in enumerate(inputs) if isinstance(x, Tensor) and version(x) != versions[k]]
         register_dataclasses(result)
         results = flatten(result)[0]
-        step.leaves = _constants(leaves, step.reads)
+        # Without values that are read at each call, because a program must not keep tensors of the recorded run.
+        step.leaves = [None if k in step.reads else leaf for k, leaf in enumerate(leaves)]
         if device is not None:
             step.leaves = _without_devices(step)
         if not blocks and not wrote and not any(isinstance(x, Tensor) for x in results):
@@ -284,10 +284,7 @@ class _ForwardRun(TorchFunctionMode):
         return result
 
     def _reject_random_decision(self, step: Instruction) -> None:
-        """Raise SplitError if a decision of Python code depends on a random number that was drawn between blocks.
-
-        Each outcome would need its own program: 2^n programs for n blocks that are skipped at random.
-        """
+        # Each outcome would need its own program: 2^n programs for n blocks that are skipped at random.
         todo = list(step.reads.values())
         while todo:
             value = todo.pop()
@@ -300,7 +297,6 @@ class _ForwardRun(TorchFunctionMode):
             todo += source.reads.values()
 
     def reject_python_draws(self, where: str = "") -> None:
-        """Raise SplitError if the code between blocks has drawn from the generators of Python or NumPy."""
         if self._python_state != python_random_state():
             raise self._modules.refusal(
                 f"forward of {type(self._modules.model).__name__} draws from Python's or NumPy's random numbers{where}",
@@ -316,7 +312,6 @@ class _ForwardRun(TorchFunctionMode):
 
     @contextmanager
     def _patched(self) -> Generator[None]:
-        """Route the calls of modules and of autograd functions through this run."""
 
         def around(plain: Callable[..., Any]) -> Callable[..., Any]:
             def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -361,14 +356,6 @@ def _step(name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     if is_flat or not ("module" in more or any(isinstance(x, _CONTAINERS) and _holds_values(x) for x in inputs)):
         return Instruction(name, call, inputs, tuple(kwargs), **more)
     return Instruction(name, call, leaves, structure=structure, **more)
-
-
-def _constants(leaves: Sequence[Any], reads: Iterable[int]) -> list[Any]:
-    """The leaves, without those that are read at each call. A program must not keep tensors of the recorded run."""
-    constants = list(leaves)
-    for k in reads:
-        constants[k] = None
-    return constants
 
 
 def _without_devices(step: Instruction) -> list[Any]:

@@ -24,7 +24,7 @@ from torchweft.core.errors import PartitionError, SpecError, SplitError, UsageEr
 from torchweft.core.pytree import Structure, broadcast_prefix, flatten, register_dataclasses, unflatten
 from torchweft.core.validation import Validator
 from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
-from torchweft.pipeline.config import BatchDims, Layers, cuda_devices, forbid_lazy, forbid_other_axes, places_of
+from torchweft.pipeline.config import BatchDims, Layers, cuda_devices, places_of, reject_lazy, reject_other_axes
 from torchweft.pipeline.microbatch import NoChunk, plan_split
 from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall
 from torchweft.pipeline.pipeline_plan import Crossing
@@ -65,8 +65,7 @@ from torchweft.pipeline.stage import Stage
 from torchweft.pipeline.tracing import Observer
 from torchweft.pipeline.weights import map_tensors
 
-PROGRAMS = 256
-"""The number of programs that a pipe keeps. The least recently used one is dropped first."""
+PROGRAMS = 256  # that a pipe keeps
 _ENOUGH = 3  # compared programs of a group
 
 
@@ -83,7 +82,7 @@ class SplitLayout(PipeLayout):
         if check.call(_checked_model, module, split, given.balance, given.verify) is None:
             return Cuts(0, [], [])
         if dims is not None:
-            check.call(forbid_other_axes, list(module.named_children()), dims)
+            check.call(reject_other_axes, list(module.named_children()), dims)
         auto = split == "auto"
         available = cuda_devices() or [torch.device("cpu")] * (2 if auto else len(split) + 1)
         available = available if auto else available[: len(split) + 1]
@@ -209,13 +208,11 @@ class SplitLayout(PipeLayout):
 
 
 class ProgramCache:
-    """The programs of a model by key. Beyond `PROGRAMS`, the least recently used one is dropped.
-
-    Several programs can have one key: their guards decide which one fits a micro-batch.
-    """
+    """The programs of a model by key. Beyond `PROGRAMS`, the least recently used one is dropped."""
 
     def __init__(self, model: str) -> None:
         self._model, self._warned = model, False
+        # Several programs can have one key: their guards decide which one fits a micro-batch.
         self._programs: dict[Hashable, list[Program]] = {}
         self._groups: dict[Hashable, ProgramGroup] = {}
         # Key and anchors of each program, in the order of their last use. A key holds the id() of arguments that it
@@ -223,19 +220,18 @@ class ProgramCache:
         self._used: dict[Program, tuple[Hashable, Sequence[Any]]] = {}
 
     def find(self, key: Hashable, leaves: Sequence[Any], owned: Owned) -> Program | None:
-        """A program of this key whose guards accept the leaves of a micro-batch."""
+        """A program of this key with guards that accept the leaves of a micro-batch."""
         program = next((known for known in self._programs.get(key, ()) if known.fits(leaves, owned)), None)
         if program is not None:
             self._used[program] = self._used.pop(program)
         return program
 
     def add(self, key: Hashable, program: Program, form: Hashable, leaves: Sequence[Any]) -> Program | None:
-        """Add a program, which joins the group of all programs of its form. Returns the one to drop if there are too
-        many."""
+        """Add a program to the group of its form. Returns the program to drop if there are too many."""
         # A group only saves comparisons, so it can be forgotten at any time.
         if len(self._groups) >= PROGRAMS:
             self._groups.clear()
-        program.join(self._groups.setdefault(form, program.group))
+        program.join_group(self._groups.setdefault(form, program.group))
         self._programs.setdefault(key, []).append(program)
         self._used[program] = key, [x for x in leaves if not isinstance(x, Tensor)]
         if len(self._used) <= PROGRAMS:
@@ -295,10 +291,10 @@ class StageMembers:
 
     def build(self, stage_type: type[SplitStage]) -> tuple[list[Stage], Crossing]:
         """The stages, and the bundles that cross between them."""
-        callers = Counter(
-            module for blocks in self.blocks for module in {m for block in blocks for m in block.modules()}
-        )
-        lock = RLock()  # modules that several stages call have the parameters of one device at a time
+        # Counted once per stage, however often its blocks contain the module.
+        callers = Counter(m for blocks in self.blocks for m in {m for block in blocks for m in block.modules()})
+        # A module that several stages call has the parameters of one device at a time, so these stages take turns.
+        lock = RLock()
         stages: list[Stage] = []
         for s, (blocks, names, device) in enumerate(zip(self.blocks, self.owned, self._devices, strict=True)):
             shared = any(callers[module] > 1 for block in blocks for module in block.modules())
@@ -351,8 +347,7 @@ class SplitModel:
     """A model with split points: its programs, and its stages. Raises SplitError for names that are not modules."""
 
     _stage_type = SplitStage
-    _foreign: Collection[str] = frozenset()
-    """Parameters and buffers that the first stage's process does not have."""
+    _foreign: Collection[str] = frozenset()  # see `Program`
 
     def __init__(
         self, model: nn.Module, split: Sequence[str], devices: Devices, dims: BatchDims, stated: Reduction | None = None
@@ -377,11 +372,11 @@ class SplitModel:
     ) -> tuple[SplitCall, str | None]:
         """The call for the first stage, with a program for each micro-batch. Programs that are missing are recorded.
 
-        Also returns the reduction of numbers per micro-batch in the output, such as a loss: "mean" by rows or "sum", or
-        None if the output is not joined (`joins`). `axis` is the axis of the rows: an int, or nested as ``(args,
-        kwargs)``. With `check`, new programs are compared with the plain forward. With `graph`, copies stay connected
-        with their originals. Raises BatchError when the mini-batch cannot be cut or its numbers cannot be combined.
-        Raises SplitError for code that cannot be recorded, and for programs that compute other values.
+        Also returns the reduction of numbers in the output, such as a loss: "mean" by rows, "sum", or None without
+        `joins`. `axis` is the axis of the rows, an int or nested as ``(args, kwargs)``. With `check`, new programs are
+        compared with the plain forward. With `graph`, copies stay connected with their originals. Raises BatchError if
+        the mini-batch cannot be cut or its numbers cannot be combined, SplitError for code that cannot be recorded and
+        for programs that compute other values.
         """
         register_dataclasses((args, kwargs))
         args, kwargs = _broadcast_whole((args, kwargs), axis)
@@ -396,7 +391,7 @@ class SplitModel:
                 keys[rows] = (plan.structure, *map(_leaf_key, piece))
             program = self._programs.find((settings, keys[rows]), piece, self.members.find)
             if program is None:
-                program = self._record(unflatten(plan.structure, piece), piece, keys[rows], plan.axes)
+                program = self._add_program(unflatten(plan.structure, piece), piece, keys[rows], plan.axes)
                 settings = self._settings()  # the first run can have changed some
                 recorded[program] = i
             chosen.append(program)
@@ -411,7 +406,7 @@ class SplitModel:
             scalars = join.reduction(plan, leaves, numbers=chosen[0].recording.has_scalars)
         return SplitCall(self.members.programs_of_step(chosen, graph=graph), args, kwargs), scalars
 
-    def _record(self, call: Any, piece: Sequence[Any], shape: Hashable, axes: Sequence[int | None]) -> Program:
+    def _add_program(self, call: Any, piece: Sequence[Any], shape: Hashable, axes: Sequence[int | None]) -> Program:
         program = self._recorded(call, axes)
         settings = self._settings()
         steps = [(step.name, step.where, id(step.module)) for step in program.recording.steps]
@@ -447,12 +442,9 @@ class SplitModel:
         self, chosen: Sequence[Program], recorded: dict[Program, int], structure: Structure, pieces: Sequence[Any]
     ) -> None:
         """Compare new programs with the plain forward, on another micro-batch than the recorded one. If the mini-batch
-        has no other, compare on the recorded one now, and again on the next micro-batch.
-
-        A few programs of a group are compared for all of it: each has its own recording, and a comparison only shows
-        state that no recording sees. Later changes of such state are found by comparing again in the steps 10, 100,
-        1,000, ... of a group.
-        """
+        has no other, compare on the recorded one now, and again on the next micro-batch."""
+        # A few programs of a group are compared for all of it: each has its own recording, and a comparison only shows
+        # state that no recording sees. Later changes of such state show in the steps 10, 100, 1,000, ... of a group.
         new = dict.fromkeys(chosen)
         due = [program for program in new if not program.verified and program.group.verified < _ENOUGH]
         for group, program in {program.group: program for program in chosen}.items():
@@ -469,7 +461,7 @@ class SplitModel:
                 if program.group.steps > 1:
                     error.add_note(f"torchweft: found at step {program.group.steps}, and not at the comparison before")
                 self._drop(program)
-                program.group.distrust()
+                program.group.restart()
                 raise
             if other:
                 program.mark_verified()
@@ -557,7 +549,7 @@ def _checked_model(module: Any, split: Any, balance: Any, verify: Any) -> nn.Mod
     """Return `module`. Raises SpecError if it is not an `nn.Module`, UsageError that lists every invalid argument."""
     if not isinstance(module, nn.Module):
         raise SpecError(f"Pipe takes a model, an nn.Module, but this is {type(module).__name__}")
-    forbid_lazy(module)
+    reject_lazy(module)
     names = cast("list[Any]", split) if isinstance(split, list | tuple) else []
     named = bool(names) and all(isinstance(name, str) for name in names)
     with Validator("these arguments of Pipe do not fit together") as check:

@@ -20,8 +20,6 @@ from torchweft.pipeline.split.isolation import copies, undisturbed
 from torchweft.pipeline.split.program import Owned, Program, tensor_of
 from torchweft.pipeline.split.record import ForwardRecorder
 
-_SEED = 20
-
 
 def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise SplitError if the program computes other values than the model, or if each run of the model changes state
@@ -37,7 +35,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
             before = recorder.state_in_words()
             with torch.no_grad():
                 recorder.plain(*unflatten(structure, copies(leaves)))
-            _forbid_changes(recorder, before)
+            _reject_changes(recorder, before)
         return result
 
     expected = _run(recorder, plain, leaves)
@@ -53,7 +51,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
         )
 
 
-def _forbid_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -> None:
+def _reject_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -> None:
     """Raise SplitError that names each attribute and global whose value differs from `before`."""
     now = recorder.state_in_words()
     if changed := [name for name, value in now.items() if value != before.get(name, value)]:
@@ -68,8 +66,7 @@ def _forbid_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -
 
 
 def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> dict[str, Any]:
-    """The values of one run by name: the leaves of the result, the buffers after it, and the gradients of inputs and
-    parameters for fixed gradients of the result."""
+    """The values of one run by name: the leaves of the result, the buffers, and gradients of inputs and parameters."""
     inputs, model = copies(leaves), recorder.model
     # A backward through a remote expert would train it on its server.
     trains = any(isinstance(module, StepsInBackward) for module in model.modules())
@@ -85,7 +82,7 @@ def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Se
         # A watched run has another graph than the model, so its gradients could differ although both are right.
         if tracked and not recorder.watched and roots and sources:
             # Random seeds, because gradients of a sum would hide a wrong factor or a permutation.
-            random = torch.Generator().manual_seed(_SEED)
+            random = torch.Generator().manual_seed(20)
             seeds = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in roots]
             with silence_hooks(sources.values()):
                 gradients = torch.autograd.grad(roots, list(sources.values()), seeds, allow_unused=True)
