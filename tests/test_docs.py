@@ -113,6 +113,14 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert missing == []
 
 
+def test_site_navigates_to_every_page_of_docs() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = [page for page in re.findall(r"([\w./]+\.md)$", navigation, re.MULTILINE) if "/main/" not in page]
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert {page for page in listed if not page.startswith("reference/")} == pages
+    assert len(listed) == len(set(listed))
+
+
 @pytest.mark.parametrize("name", ["README.md", "SECURITY.md"])
 def test_page_that_is_shown_elsewhere_has_no_relative_link(name: str) -> None:
     """PyPI shows README without the repository around it, and removes all but an ``img`` from a ``picture``."""
