@@ -67,14 +67,20 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(SOURCE), prepend=os.pathsep)  # for the processes that a page starts
     names: dict[str, Any] = {"__name__": f"page_{page.stem}"}
-    for match in BLOCK.finditer(text):
-        line = text[: match.start(1)].count("\n")
-        code = compile("\n" * line + match.group(1), str(page), "exec")
-        with redirect_stdout(io.StringIO()) as printed:
-            exec(code, names)
-        if match.group(2) is not None:
-            assert without_numbers(printed.getvalue()) == without_numbers(match.group(2)), f"{page.name}:{line}"
-    names.clear()  # a class of `@skippable` stays in a table, and its functions would keep pipes with their threads
+    try:
+        for match in BLOCK.finditer(text):
+            line = text[: match.start(1)].count("\n")
+            code = compile("\n" * line + match.group(1), str(page), "exec")
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(code, names)
+            if match.group(2) is not None:
+                assert without_numbers(printed.getvalue()) == without_numbers(match.group(2)), f"{page.name}:{line}"
+    finally:
+        for process in [value for value in names.values() if isinstance(value, subprocess.Popen)]:
+            with process:  # which a page that failed has left running
+                process.kill()
+        # A class of `@skippable` stays in a table, and its functions would keep pipes with their threads.
+        names.clear()
 
 
 def without_numbers(text: str) -> str:
@@ -105,6 +111,14 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             missing.append(link)
     assert missing == []
+
+
+def test_site_navigates_to_every_page_of_docs() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = [page for page in re.findall(r"([\w./]+\.md)$", navigation, re.MULTILINE) if "/main/" not in page]
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert {page for page in listed if not page.startswith("reference/")} == pages
+    assert len(listed) == len(set(listed))
 
 
 @pytest.mark.parametrize("name", ["README.md", "SECURITY.md"])

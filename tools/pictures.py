@@ -27,7 +27,7 @@ DEVICES, CHUNKS = 4, 8
 COST = StageCost(forward=1.0, backward=2.0, saved_bytes=1)  # a backward takes twice as long as a forward
 
 WIDTH, HEIGHT = 760, 424
-LEFT, RIGHT, TOP = 100, 16, 88  # of the bars
+LEFT, RIGHT, TOP = 108, 16, 88  # of the bars
 LANE, BAR = 42, 36
 BASE, LEVEL = 366, 10  # of the curve of memory: its zero, and the height of one micro-batch
 SECONDS = 12  # of one turn: gpipe, over to 1F1B, and back
@@ -57,9 +57,9 @@ NARROW = {
     "devices": (0, 0),
     "time": (-314, 350),
     "machines": (-628, 700),
-    "tensor": (-10, 698),
-    "gradient": (-242, 732),
-    "cut": (-566, 766),
+    "tensor": (-32, 698),
+    "gradient": (-264, 732),
+    "cut": (-598, 766),
 }
 """Groups of three_cuts.svg, and how far each moves in the narrow form, where the cards are below one another."""
 
@@ -94,8 +94,8 @@ def schedules(colors: Palette) -> str:
         f'  <path class="after area" d="{curve(after, scale)}"/>',
         f'  <path class="outline" d="{curve(before, scale)}"/>',
         f'  <path class="axis" d="M{LEFT} {BASE}H{WIDTH - RIGHT}"/>',
-        f'  <rect class="F" x="{LEFT}" y="388" width="22" height="20" rx="3"/><text x="130" y="405">forward</text>',
-        '  <rect class="B" x="230" y="388" width="22" height="20" rx="3"/><text x="260" y="405">backward</text>',
+        f'  <rect class="F" x="{LEFT}" y="388" width="22" height="20" rx="3"/><text x="138" y="405">forward</text>',
+        '  <rect class="B" x="234" y="388" width="22" height="20" rx="3"/><text x="264" y="405">backward</text>',
         '  <path class="outline" d="M380 398H412"/><text x="420" y="405">kept under gpipe</text>',
         '  <text class="soft end" x="744" y="405">time →</text>',
         "</svg>",
@@ -170,8 +170,8 @@ def narrow(picture: str) -> str:
     """three_cuts.svg with its cards below one another."""
     for group, (x, y) in NARROW.items():
         picture = picture.replace(f'<g id="{group}">', f'<g id="{group}" transform="translate({x} {y})">')
-    picture = picture.replace('viewBox="0 0 960 430"', 'viewBox="0 0 332 1184"')
-    return picture.replace('<rect width="960" height="430"', '<rect width="332" height="1184"')
+    picture = picture.replace('viewBox="0 0 960 430"', 'viewBox="-12 0 356 1184"')
+    return picture.replace('<rect width="960" height="430"', '<rect x="-12" width="356" height="1184"')
 
 
 def pictures() -> Iterable[tuple[str, str]]:

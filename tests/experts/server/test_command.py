@@ -157,7 +157,7 @@ def process(tmp_path: Path) -> Any:
 
 def test_terminated_server_answers_accepted_calls_and_saves(process: Any, tmp_path: Path) -> None:
     line = process.stdout.readline()
-    assert " INFO torchweft: serving 1 experts at " in line
+    assert " INFO torchweft: serving 1 expert at " in line
     with RemoteExpert("f", line.split()[-1], retry=Retry(attempts=1)) as remote:
         steps = 0
         remote(torch.ones(2, 8)).sum().backward()

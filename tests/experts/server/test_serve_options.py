@@ -79,7 +79,7 @@ def test_log_lines_have_time_level_saved_and_ended(watched: Watched, tmp_path: P
     lines = watched.serve({"checkpoints": str(tmp_path)}, train)
     assert all(LINE.fullmatch(line) for line in lines), lines
     messages = [line.split(" ", 2)[2] for line in lines]
-    assert re.fullmatch(r"torchweft: serving 1 experts at 127\.0\.0\.1:\d+", messages[0])
+    assert re.fullmatch(r"torchweft: serving 1 expert at 127\.0\.0\.1:\d+", messages[0])
     assert messages[1] == "torchweft: draining"
     assert re.fullmatch(r"torchweft\.experts\.checkpoints: saved expert 'f': step 1, in \d+\.\d\d s", messages[2])
     assert re.fullmatch(r"torchweft: ended after 0:00:\d\d", messages[3]) and len(messages) == 4
@@ -120,7 +120,7 @@ def test_systemd_is_told_of_start_and_end(notified: socket.socket, watched: Watc
     watched.serve({})
     states = [notified.recv(1000).decode() for _ in range(3)]
     assert states[0].startswith("STATUS=")
-    assert re.fullmatch(r"READY=1\nSTATUS=serving 1 experts at 127\.0\.0\.1:\d+", states[1])
+    assert re.fullmatch(r"READY=1\nSTATUS=serving 1 expert at 127\.0\.0\.1:\d+", states[1])
     assert states[2].startswith("STOPPING=1\nSTATUS=")
 
 

@@ -1,7 +1,9 @@
 """Skippable layers must follow their declarations, and are ordinary modules otherwise."""
 
 import copy
+import gc
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -109,6 +111,17 @@ def test_the_class_says_what_it_declares() -> None:
 def test_one_class_and_one_declaration_give_one_class() -> None:
     assert skippable(stash=["early"])(Bare) is Called
     assert skippable(stash=["other"])(Bare) is not Called
+
+
+def test_class_is_freed_although_its_methods_see_its_shell() -> None:
+    program = "class Local(nn.Module):\n    def forward(self, x):\n        return Shell, pipe"
+    scope = {"nn": nn, "pipe": nn.Linear(1, 1)}
+    exec(program, scope)
+    scope["Shell"] = skippable(stash=["early"])(scope["Local"])
+    freed = weakref.ref(scope["pipe"])
+    del scope
+    gc.collect()
+    assert freed() is None
 
 
 @pytest.mark.parametrize("words", [{"stash": "early"}, {"pop": "early"}])

@@ -152,8 +152,9 @@ class Access:
     def check(self, caller: Caller, expert: str, wanted: Role, what: str) -> None:
         seen = self.role(caller.name, expert)
         if seen < wanted:
+            place = repr(expert) if expert else "the whole server"
             raise ForbiddenError(
-                f"{caller.described} has role {seen.name} for {expert!r} and asked for {what}, which takes role "
+                f"{caller.described} has role {seen.name} for {place} and asked for {what}, which takes role "
                 f"{wanted.name}; ask the administrator of the server for a grant"
             )
 

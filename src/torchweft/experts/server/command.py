@@ -120,7 +120,8 @@ def serve(config: Mapping[str, Any], *, log_level: str = "info") -> None:
             stop.finish_start()
             # Without this, a full collection would stop all threads for 0.2 s to visit the permanent objects of torch.
             gc.freeze()
-            serving = f"serving {len(server.experts)} experts at {server.address}"
+            count = len(server.experts)
+            serving = f"serving {count} {'expert' if count == 1 else 'experts'} at {server.address}"
             _LOG.info(serving)
             if server.panel_url is not None:
                 _LOG.info("status page at %s", server.panel_url)

@@ -249,21 +249,25 @@ def _distinct_names(what: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-_classes: weakref.WeakValueDictionary[Any, type[Skippable[..., Any]]] = weakref.WeakValueDictionary()
+_Shells = weakref.WeakValueDictionary[tuple[frozenset[str], frozenset[str]], type[Skippable[..., Any]]]
+# Shells by the user's class. One table with the class in its keys would keep every class alive, and with it the globals
+# of its methods: each run of a notebook's cell would leak its pipes.
+_shells_of: weakref.WeakKeyDictionary[type[nn.Module], _Shells] = weakref.WeakKeyDictionary()
 
 
 def _class_around(
     module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]
 ) -> type[Skippable[..., Any]]:
     # One class for equal declarations, because isinstance and pickle compare classes.
-    known = _classes.get((module_cls, stashed, popped))
+    shells = _shells_of.setdefault(module_cls, weakref.WeakValueDictionary())
+    known = shells.get((stashed, popped))
     if known is not None:
         return known
     attributes = {"module_cls": module_cls, "stashable_names": stashed, "poppable_names": popped}
     attributes |= {name: getattr(module_cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     shell = type(module_cls.__name__, (Skippable,), attributes)
     # Another thread can have made the same class at this moment.
-    return _classes.setdefault((module_cls, stashed, popped), shell)
+    return shells.setdefault((stashed, popped), shell)
 
 
 def _blank(module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]) -> Skippable[..., Any]:
