@@ -67,14 +67,20 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(SOURCE), prepend=os.pathsep)  # for the processes that a page starts
     names: dict[str, Any] = {"__name__": f"page_{page.stem}"}
-    for match in BLOCK.finditer(text):
-        line = text[: match.start(1)].count("\n")
-        code = compile("\n" * line + match.group(1), str(page), "exec")
-        with redirect_stdout(io.StringIO()) as printed:
-            exec(code, names)
-        if match.group(2) is not None:
-            assert without_numbers(printed.getvalue()) == without_numbers(match.group(2)), f"{page.name}:{line}"
-    names.clear()  # a class of `@skippable` stays in a table, and its functions would keep pipes with their threads
+    try:
+        for match in BLOCK.finditer(text):
+            line = text[: match.start(1)].count("\n")
+            code = compile("\n" * line + match.group(1), str(page), "exec")
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(code, names)
+            if match.group(2) is not None:
+                assert without_numbers(printed.getvalue()) == without_numbers(match.group(2)), f"{page.name}:{line}"
+    finally:
+        for process in [value for value in names.values() if isinstance(value, subprocess.Popen)]:
+            with process:  # which a page that failed has left running
+                process.kill()
+        # A class of `@skippable` stays in a table, and its functions would keep pipes with their threads.
+        names.clear()
 
 
 def without_numbers(text: str) -> str:

@@ -31,6 +31,7 @@ assert not [name for name in sys.modules if name.startswith(("torchweft.recurren
 assert "Recurrent" in dir(weft) and "errors" in dir(weft)
 from torchweft.recurrent.recurrent import Recurrent
 assert weft.Recurrent is Recurrent and "torchweft.experts" not in sys.modules
+assert weft.recurrent.cells.GRUCell.__name__ == "GRUCell"
 assert weft.experts.ExpertBackend is weft.ExpertBackend and "grpc" not in sys.modules
 assert issubclass(weft.errors.OverloadError, weft.WeftError) and "grpc" not in sys.modules
 try:

@@ -14,7 +14,7 @@ Other ways to differentiate cannot see into the node, and are rejected:
     torch.func: grad, vjp, jvp, vmap     the stages detach from the graph that the transform follows
     batched gradients                    ``jacobian(vectorize=True)`` sends a stack of gradients back as one
 
-So are programs that record a call to run it elsewhere (`forbid_tracing`, `forbid_exporting`). `torch.compile` cannot
+So are programs that record a call to run it elsewhere (`reject_tracing`, `reject_exporting`). `torch.compile` cannot
 compile threads and connections: `graph_break` runs them uncompiled, between two compiled graphs.
 """
 
@@ -38,7 +38,7 @@ def has_tangent(tensors: Iterable[Tensor]) -> bool:
     return forward_mode._current_level >= 0 and any(forward_mode.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def forbid_transforms(tensors: Callable[[], Iterable[Tensor]]) -> None:
+def reject_transforms(tensors: Callable[[], Iterable[Tensor]]) -> None:
     """Raise UsageError if a step would lose derivatives of these tensors, or runs inside a transform."""
     if internals.transforms() is not None:
         raise UsageError(f"the pipe was called inside a transform of torch.func (grad, vjp, jvp, vmap), {_WHY}")
@@ -46,13 +46,13 @@ def forbid_transforms(tensors: Callable[[], Iterable[Tensor]]) -> None:
         raise UsageError(f"an input or parameter has a tangent (forward-mode differentiation), {_WHY}")
 
 
-def forbid_exporting() -> None:
+def reject_exporting() -> None:
     """Raise UsageError if the call is exported. Dynamo can trace this; its own error then contains the message."""
     if torch.compiler.is_exporting():
         raise UsageError(_RECORDED)
 
 
-def forbid_tracing(args: Any, kwargs: Any) -> None:
+def reject_tracing(args: Any, kwargs: Any) -> None:
     """Raise UsageError if the call is recorded for another program, which would see neither sizes nor threads."""
     # Under torch.fx.symbolic_trace the arguments are proxies, or one proxy stands for all of them.
     proxies = isinstance(args, Proxy) or any(isinstance(value, Proxy) for value in (*args, *kwargs.values()))
@@ -60,7 +60,7 @@ def forbid_tracing(args: Any, kwargs: Any) -> None:
         raise UsageError(_RECORDED)
 
 
-def forbid_batched(gradients: Iterable[Tensor | None]) -> None:
+def reject_batched(gradients: Iterable[Tensor | None]) -> None:
     """Inside a backward: raise UsageError if it computes several gradients at once."""
     if any(x is not None and (internals.is_legacy_batched(x) or internals.is_batched(x)) for x in gradients):
         raise UsageError(
@@ -150,8 +150,8 @@ class Boundary(torch.autograd.Function):
         function: CutFunction = ctx.function
         try:
             if not isinstance(function, TwiceDifferentiable):
-                forbid_batched(gradients)
-                forbid_double(function)
+                reject_batched(gradients)
+                reject_double(function)
             elif torch.is_grad_enabled():
                 return (None, *function.differentiable_backward(gradients, retain=is_graph_retained()))
             return (None, *function.backward(gradients, retain=is_graph_retained()))
@@ -160,7 +160,7 @@ class Boundary(torch.autograd.Function):
             raise
 
 
-def forbid_double(function: object = None) -> None:
+def reject_double(function: object = None) -> None:
     """Inside a backward: raise DoubleBackwardError if it is to be differentiated itself."""
     if torch.is_grad_enabled():
         why = function.only_once if isinstance(function, OnceDifferentiable) else _CUT_OUT

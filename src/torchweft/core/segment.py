@@ -89,7 +89,7 @@ def held_values(value: Any) -> list[Any]:
     return held + list(cast("Collection[Any]", value)) if isinstance(value, _COLLECTIONS) else held
 
 
-def forbid_hidden(value: Any, where: str) -> None:
+def reject_hidden(value: Any, where: str) -> None:
     """Raise SpecError if a value that is not a tensor hides tensors that require a gradient."""
     if any(tensor.requires_grad for tensor in hidden_tensors(value)):
         raise SpecError(
@@ -471,7 +471,7 @@ def _edge(leaf: Any) -> GradientEdge | None:
     """The edge at which the gradient of an output enters the graph. Backward needs nothing else of the output."""
     if isinstance(leaf, Tensor):
         return get_gradient_edge(leaf) if leaf.requires_grad else None
-    return forbid_hidden(leaf, "a result")
+    return reject_hidden(leaf, "a result")
 
 
 def _wait_for_collectives(outputs: Sequence[Any]) -> None:

@@ -268,7 +268,7 @@ class PoolCounters:
 
     def __init__(self) -> None:
         self._tasks, self._failed, self._refused = (Counter[str]() for _ in range(3))
-        self._merged = Counter[int]()
+        self._merged, self._answer_seconds = Counter[int](), 0.0
 
     def count_task(self, fate: str) -> None:
         self._tasks[fate] += 1
@@ -282,15 +282,17 @@ class PoolCounters:
         # Rounded up to a power of two, as a histogram with few buckets.
         self._merged[1 << (len(tasks) - 1).bit_length()] += 1
 
-    def count_answers(self, answers: Sequence[Answer]) -> bool:
-        failures = [answer for answer in answers if isinstance(answer, BaseException)]
-        self._tasks["answered"] += len(answers) - len(failures)
-        for error in failures:
-            if isinstance(error, errors.ExpiredError):
+    def count_answers(self, tasks: Sequence[Task], answers: Sequence[Answer]) -> bool:
+        now = time.monotonic()
+        for task, answer in zip(tasks, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                self._tasks["answered"] += 1
+                self._answer_seconds += now - task.arrival
+            elif isinstance(answer, errors.ExpiredError):
                 self._tasks["expired"] += 1
             else:
-                self._failed[errors.reason_of(error)] += 1
-        return not failures
+                self._failed[errors.reason_of(answer)] += 1
+        return not any(isinstance(answer, BaseException) for answer in answers)
 
     def pool_statistics(self, name: str, pending: PendingTasks) -> PoolStatistics:
         oldest = pending.queue.oldest_arrival()
@@ -298,6 +300,7 @@ class PoolCounters:
         return PoolStatistics(
             name=name,
             **{kind: self._tasks[kind] for kind in kinds},
+            answer_seconds=self._answer_seconds,
             failed=dict(self._failed),
             refused=dict(self._refused),
             merged=dict(self._merged),
@@ -569,7 +572,7 @@ class TaskPool:
         # be rejected because of its last one.
         with self._lock:
             waiting = [self._release_task(task) for task in tasks]
-            succeeded = self._counters.count_answers(answers)
+            succeeded = self._counters.count_answers(tasks, answers)
             if ran:
                 self.pending.end_batch(seconds if succeeded else None)
         for waiters, answer in zip(waiting, answers, strict=True):

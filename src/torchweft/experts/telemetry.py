@@ -131,12 +131,14 @@ class OpenTelemetryObserver:
 class PoolStatistics:
     """One pool. ``merged``: batches by the number of their tasks, rounded up to a power of two.
 
-    ``waited``: total seconds that batches which could have begun waited for more tasks. Ages are seconds, too.
+    ``waited``: total seconds that batches which could have begun waited for more tasks. ``answer_seconds``: total time
+    of answered tasks from arrival to answer. Ages are seconds, too.
     """
 
     name: str
     submitted: int
     answered: int
+    answer_seconds: float
     failed: Mapping[str, int]
     refused: Mapping[str, int]
     cancelled: int

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as checkpointing
 
-from torchweft.core.autograd import CutFunction, backward_number, forbid_batched, forbid_double, is_graph_retained
+from torchweft.core.autograd import CutFunction, backward_number, is_graph_retained, reject_batched, reject_double
 from torchweft.core.context import ExecutionContext, Phase, on_device, set_phase
 from torchweft.core.errors import BACKWARD_TWICE, BackwardTwiceError, add_advice
 from torchweft.core.pytree import Structure, flatten, unflatten
@@ -272,8 +272,8 @@ def timed_result(result: Any, report: Report | None, begun: float, clock: Clock)
 
     # Without these rules the same program would be rejected or accepted depending on which layout measured faster.
     def before_backward(gradients: Sequence[Tensor | None]) -> None:
-        forbid_batched(gradients)
-        forbid_double()
+        reject_batched(gradients)
+        reject_double()
         task = backward_number()
         if freed_by and task not in freed_by:
             raise BackwardTwiceError(BACKWARD_TWICE)

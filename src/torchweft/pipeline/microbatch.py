@@ -35,7 +35,7 @@ from torchweft.core.pytree import (
     structure_paths,
     unflatten,
 )
-from torchweft.core.segment import Gradients, detached_leaf, forbid_hidden, hidden_tensors
+from torchweft.core.segment import Gradients, detached_leaf, hidden_tensors, reject_hidden
 
 
 def common_structure(structures: Sequence[Structure], *, where: str = "output") -> Structure:
@@ -318,7 +318,7 @@ class MiniBatch:
         """The parts of every micro-batch, as leaves. Raises SpecError for an object that hides a trainable tensor."""
         for leaf in self._leaves:
             if not isinstance(leaf, Tensor):
-                forbid_hidden(leaf, "an argument")
+                reject_hidden(leaf, "an argument")
         tracked = self._tracked
         return [
             self._nested(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast, overload
 import torch
 from torch import nn
 
-from torchweft.core.autograd import forbid_exporting, forbid_tracing, graph_break
+from torchweft.core.autograd import graph_break, reject_exporting, reject_tracing
 from torchweft.core.errors import SpecError, UsageError, WeightsError, join_faults, shorten_traceback
 from torchweft.core.rng import new_seed
 from torchweft.core.validation import Validator, suggest
@@ -244,7 +244,7 @@ class Pipe(nn.Module):
         outputs cannot be joined, SpecError or UsageError if `batch_dim` does not fit, DeviceError if a layer is not on
         the device of its stage. An exception of a layer passes through, with a note that names the layer.
         """
-        forbid_exporting()
+        reject_exporting()
         if torch.compiler.is_dynamo_compiling():
             return graph_break(self._forward, args, kwargs)
         try:
@@ -254,7 +254,7 @@ class Pipe(nn.Module):
             raise
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forbid_tracing(args, kwargs)
+        reject_tracing(args, kwargs)
         has_target = self._fixed.loss is not None and "target" in kwargs
         targets = (kwargs.pop("target"),) if has_target else ()
         if self._wraps_model:

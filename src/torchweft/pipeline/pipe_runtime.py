@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torchweft.core.autograd import CutFunction, StepsInBackward, apply_as_node, forbid_transforms, outside_transforms
+from torchweft.core.autograd import CutFunction, StepsInBackward, apply_as_node, outside_transforms, reject_transforms
 from torchweft.core.context import ExecutionContext, has_local_modes
 from torchweft.core.errors import DeviceError, UsageError, join_faults
 from torchweft.core.rng import DrawnSeed, RandomUse, RngProbe, RngStreams, generators_of
@@ -368,7 +368,7 @@ class CallChecks:
         if self._modules_with_steps and torch.is_grad_enabled() and mini_batch.micro_batches > 1:
             reject_steps(self._modules_with_steps)
         if self.cuts:
-            forbid_transforms(lambda: chain(mini_batch.given, self._parameters()))
+            reject_transforms(lambda: chain(mini_batch.given, self._parameters()))
         if layout == "threads" and self._collectives:
             reject_workers(self._collectives)
         if layout in ("serial", "threads") and torch.is_grad_enabled() and getattr(parametrize, "_cache_enabled", 0):

@@ -16,6 +16,7 @@ custom_op.py, traced_networks.py               under torch.compile and torch.exp
 pytorch_internals.py                           the private names of PyTorch that these modules use
 """
 
+from torchweft.recurrent import cells
 from torchweft.recurrent.cell import InputWidthError, Window
 from torchweft.recurrent.cpp.workspace import release
 from torchweft.recurrent.layers import GRU, LSTM, RNN, Bidirectional, Caffe2LSTM, Stack
@@ -25,5 +26,5 @@ from torchweft.recurrent.recurrent import Recurrent, Result, recurrent_net
 
 __all__ = [
     "GRU", "LSTM", "RNN", "Bidirectional", "Caffe2LSTM", "InputWidthError", "LayerInputError", "NoPlanWarning",
-    "Recurrent", "Result", "Stack", "Window", "recurrent_net", "release",
+    "Recurrent", "Result", "Stack", "Window", "cells", "recurrent_net", "release",
 ]  # fmt: skip

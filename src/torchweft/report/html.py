@@ -100,7 +100,7 @@ def figure(picture: Markup, caption: str = "") -> Markup:
 
     Example:
         >>> print(weft.report.figure(weft.report.loss_curve([3.0, 2.0, 1.5]), "Three steps"))
-        <figure><svg...<figcaption>Three steps</figcaption></figure>
+        <figure><div class="picture"><svg...<figcaption>Three steps</figcaption></figure>
     """
     return tag("figure", picture, tag("figcaption", caption) if caption else "")
 
@@ -169,11 +169,14 @@ svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-seri
 .narrow-form { display: none; max-width: 460px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: 6px 22px 6px 0; text-align: right; border-bottom: 1px solid var(--rule); }
+th, td { padding: 6px 22px 6px 0; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+thead th { white-space: normal; }
+.facts * { text-align: left; white-space: normal; }
 th { color: var(--soft); font-weight: 500; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 @media (max-width: 760px) {
   main { padding: 16px 8px; }
+  h1 { font-size: 24px; }
   section { padding: 10px; }
   th, td { padding-right: 12px; font-size: 15px; }
   .wide-form { display: none; }

@@ -153,7 +153,7 @@ def draw_legend(form: Form, samples: Sequence[tuple[str, str]]) -> tuple[Markup,
         if style.startswith("line"):
             parts.append(tag("line", x1=left, x2=left + _SAMPLE, y1=top + 6, y2=top + 6, class_=style))
         else:
-            parts.append(tag("rect", x=left + 7, y=top, width=_SAMPLE - 7, height=13, rx=2, class_=style))
+            parts.append(tag("rect", x=left, y=top, width=_SAMPLE - 4, height=13, rx=2, class_=style))
         parts.append(tag("text", words, x=left + _SAMPLE + 7, y=top + 11, class_="key"))
         left += space
     return join(*parts), top + 16

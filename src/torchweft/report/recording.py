@@ -20,7 +20,7 @@ import torch
 from torchweft.core.errors import UsageError
 from torchweft.pipeline.schedule import SCHEDULES
 from torchweft.pipeline.tracing import Recorder, observing_new_pipes
-from torchweft.report.html import Section, figure, page, paragraph, table
+from torchweft.report.html import Section, figure, page, paragraph, table, tag
 from torchweft.report.plot import memory_curve, show_bytes, show_time
 from torchweft.report.step_statistics import step_statistics
 from torchweft.report.timeline import action_table, last_time, live_bytes, timeline, trace
@@ -44,7 +44,7 @@ def summary(recordings: Mapping[str, Recorder]) -> Section:
         torchweft = version("torchweft")
     except PackageNotFoundError:  # a source folder on the path
         torchweft = "(not installed)"
-    devices = [f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads per operator"]
+    devices = [f"CPU cores: {os.cpu_count()}, threads per operator: {torch.get_num_threads()}"]
     if torch.cuda.is_initialized():  # otherwise asking for names would start CUDA
         devices += [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     rows = [
@@ -53,7 +53,7 @@ def summary(recordings: Mapping[str, Recorder]) -> Section:
         ["machine", f"{platform.system()} {platform.release()}, {platform.machine()}; {'; '.join(devices)}"],
         ["versions", f"torchweft {torchweft}, torch {torch.__version__}, Python {platform.python_version()}"],
     ]
-    return Section("Summary", [table(["step", "found"], rows)])
+    return Section("Summary", [tag("div", table(["step", "found"], rows), class_="facts")])
 
 
 def _step_section(recorder: Recorder, title: str) -> Section:

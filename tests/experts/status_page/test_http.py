@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.experts.status_page.panel_cases import PATIENCE, address, exchange, get, status
+from tests.experts.concurrency import wait_until
+from tests.experts.status_page.panel_cases import NASTY, PATIENCE, address, exchange, get, status
 from torchweft.core.errors import UsageError
 from torchweft.experts.status_page import http
 from torchweft.experts.status_page.http import PanelOptions, StatusServer
@@ -160,3 +161,29 @@ def test_stop_drops_open_connections(listening: Listening) -> None:
         panel.stop(PATIENCE)
         assert panel._thread is not None and not panel._thread.is_alive()
     panel.stop(PATIENCE)
+
+
+def test_page_without_a_script_lists_the_experts(listening: Listening) -> None:
+    """Names are escaped, and those that UTF-8 cannot encode are shown all the same."""
+    url = listening(make_status=lambda: status([NASTY, "b"], seconds=10.0))
+    page = get(url)[2].partition("<script>")[0]
+    table = page.partition("<table>")[2].partition("</table>")[0]
+    assert "&lt;/title&gt;&lt;script&gt;alert(1)" in table and '<th scope="row">b</th>' in table
+    assert table.count("<tr>") == 3 and table.count("<td") == 18 and "latency ms" in table
+    assert "<noscript>" in page and "<!--" not in page
+
+
+def test_panel_samples_the_counters_without_readers(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status that fails meanwhile does not end the panel."""
+    monkeypatch.setattr(http, "PERIOD", 0.0)
+    asked: list[float] = []
+
+    def failing_first() -> Any:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            raise RuntimeError("not yet")
+        return status(seconds=10.0)
+
+    url = listening(make_status=failing_first)
+    wait_until(lambda: len(asked) >= 2)
+    assert get(url, "/status.json")[0] == 200

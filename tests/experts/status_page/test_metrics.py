@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.experts.status_page.panel_cases import NASTY, layer, status, train
 from torchweft.experts.server import Server
 from torchweft.experts.status_page.metrics import METRICS, exposition, page_status
+from torchweft.experts.status_page.recent import RecentCounters
 
 LABELS = {"expert", "direction", "reason", "kind", "device", "what", "le"}
 
@@ -35,6 +36,7 @@ def test_numbers_types_and_labels_are_those_of_the_status() -> None:
     assert seen["torchweft_expert_batches_total", "a", "backward"] == 3.0
     assert seen["torchweft_tasks_answered_total", "a", "forward"] == 3.0
     assert seen["torchweft_batch_rows_total", "a", "backward"] == 9.0
+    assert 0.0 < seen["torchweft_tasks_answer_seconds_total", "a", "backward"] < 60.0
     assert seen["torchweft_calls_total", "BACKWARD"] == 3.0
     assert seen["torchweft_queue_oldest_age_seconds", "b", "forward"] == 0.0
     assert seen["torchweft_runtime_busy_seconds_total", "cpu"] > 0.0
@@ -60,8 +62,9 @@ def test_every_family_has_help_a_type_and_a_name_with_its_unit() -> None:
 
 
 def test_page_shows_rows_of_the_same_table() -> None:
-    rows = {row["help"]: row["value"] for row in page_status(status(connections=3, errors={"wire": 2}))["metrics"]}
-    assert rows["Open streams"] == 3 and rows["Answered errors"] == {"wire": 2}
+    shown = page_status(status(connections=3, answered={"PING": 2}), RecentCounters())
+    rows = {row["help"]: row["value"] for row in shown["metrics"]}
+    assert rows["Open streams"] == 3 and rows["Received calls"] == {"PING": 2}
     assert set(rows) == {metric.help for metric in METRICS if metric.on_page}
 
 

@@ -23,7 +23,7 @@ from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import UsageError, escape
 from torchweft.core.validation import Validator, uid_fault
 from torchweft.experts.address import address_fault
-from torchweft.experts.client.remote_function import RecomputeCache, RemoteFunction, RemoteLayer, forbid_tangents
+from torchweft.experts.client.remote_function import RecomputeCache, RemoteFunction, RemoteLayer, reject_tangents
 from torchweft.experts.client.retry import DirectoryResolver, FixedResolver, Retry, RetryingCaller
 from torchweft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey
 from torchweft.experts.client.transport import Connections, GrpcTransport, Transport, fixed_faults
@@ -110,7 +110,7 @@ class RemoteExpert(RemoteLayer):
         deadline = time.monotonic() + self._options.timeout
         signature = stub.signature(deadline)
         inputs = signature.flatten_call(args, kwargs)
-        forbid_tangents(f"expert {self.uid!r}", inputs)
+        reject_tangents(f"expert {self.uid!r}", inputs)
         key, cached = IdempotencyKey(evaluation=not self.training), None
         if is_recomputing():
             # With the key of the original forward, so that the server draws the same random numbers in backward.

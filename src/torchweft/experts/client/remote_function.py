@@ -177,7 +177,7 @@ class RecomputeCache(Generic[Value]):
         return None
 
 
-def forbid_tangents(name: str, inputs: Sequence[Tensor]) -> None:
+def reject_tangents(name: str, inputs: Sequence[Tensor]) -> None:
     # Forward-mode differentiation: the tangents would be lost without notice.
     if has_tangent(inputs):
         raise UsageError(

@@ -23,7 +23,7 @@ from torchweft.core.autograd import apply_as_node, graph_break
 from torchweft.core.context import is_checkpointing, is_recomputing
 from torchweft.core.errors import SpecError, UsageError
 from torchweft.core.validation import Validator, is_number
-from torchweft.experts.client.remote_function import RemoteLayer, forbid_tangents
+from torchweft.experts.client.remote_function import RemoteLayer, reject_tangents
 from torchweft.experts.client.retry import Retry
 from torchweft.experts.client.stub import IdempotencyKey, RequestBuilder
 from torchweft.experts.client.transport import Connections
@@ -230,7 +230,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         dispatch = Dispatch(chosen.cpu(), capacity=capacity, most=call.signature.max_batch_size)
         if capacity is not None and call.cached is None:
             client.counters.add("dropped", chosen.numel() - len(dispatch.rows))
-        forbid_tangents(experts, flat)
+        reject_tangents(experts, flat)
         anchor = self.anchor_for(f"{experts} are", call.signature.trained, flat)
         leaves = [anchor, *flat]
         # In a checkpoint, backward goes through the recomputed forward, so a graph kept for this one would be wasted.

@@ -1,7 +1,7 @@
 """HTTP server of the panel: Starlette on uvicorn, in a thread and an event loop of its own.
 
     GET /    the status page, which fetches the next    GET /status.json    `page_status` of ``Server.status()``
-                                                        GET /metrics        for Prometheus
+             (without a script: the experts)            GET /metrics        for Prometheus
 
 The panel changes nothing. On loopback it answers only requests for names of this machine: a web page whose name was
 made to point here could otherwise read it in a visitor's browser (DNS rebinding). Beyond loopback it answers only for
@@ -22,8 +22,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from importlib.resources import files
 from operator import attrgetter
 from typing import Any
@@ -41,6 +43,7 @@ from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator, token_fault
 from torchweft.experts.address import is_loopback, parse_address
 from torchweft.experts.status_page.metrics import Status, exposition, page_status
+from torchweft.experts.status_page.recent import PERIOD, RecentCounters
 
 STATUS_SECONDS = 0.2
 """Age up to which a status is reused, so that frequent polling costs the experts little."""
@@ -51,6 +54,7 @@ _MAX_HEAD_BYTES = 8192
 _MIN_TOKEN = 16
 
 _PAGE = (files(__package__ or "") / "page.html").read_text("utf-8")
+_STATIC = "<!-- experts -->"
 
 
 def _policy_source(tag: str) -> str:
@@ -119,6 +123,7 @@ class StatusServer:
         self._hosts = {host.lower() for host in self._options.allowed_hosts}
         self._status = status
         self._latest: tuple[float, Status] | None = None
+        self._recent, self._sampled = RecentCounters(), 0.0
         self._thread: threading.Thread | None = None
         self._server: Server | None = None
         handlers = {"/": self._send_page, "/status.json": self._send_status, "/metrics": self._send_metrics}
@@ -153,8 +158,11 @@ class StatusServer:
             proxy_headers=False,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=1,
+            callback_notify=self._sample_counters,
+            timeout_notify=1,
             h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         )
+        self._sampled = time.monotonic()
         self._server = Server(config)
         run = partial(self._server.run, sockets=[listener])  # closes the listener at the end
         self._thread = threading.Thread(target=run, name="torchweft-panel", daemon=True)
@@ -179,21 +187,30 @@ class StatusServer:
     # The handlers are coroutines: Starlette would run plain functions in a pool of further threads.
 
     async def _send_page(self, _: Request) -> Response:
-        return HTMLResponse(_PAGE)
+        return HTMLResponse(_PAGE.replace(_STATIC, _static_table(page_status(self._current_status(), self._recent))))
 
     async def _send_status(self, _: Request) -> Response:
         # ASCII, because a name can contain lone surrogates, which UTF-8 cannot encode.
-        return Response(json.dumps(page_status(self._recent_status())), media_type="application/json")
+        answer = page_status(self._current_status(), self._recent)
+        return Response(json.dumps(answer), media_type="application/json")
 
     async def _send_metrics(self, request: Request) -> Response:
-        body, content_type = exposition(self._recent_status(), request.headers.get("accept", ""))
+        body, content_type = exposition(self._current_status(), request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
-    def _recent_status(self) -> Status:
+    def _current_status(self) -> Status:
         now = time.monotonic()
         if self._latest is None or now >= self._latest[0] + STATUS_SECONDS:
             self._latest = now, self._status()
         return self._latest[1]
+
+    async def _sample_counters(self) -> None:
+        """Called by uvicorn every second."""
+        if time.monotonic() >= self._sampled + PERIOD:
+            self._sampled = time.monotonic()
+            # An exception would end the panel. The next reader gets it as an answer.
+            with suppress(Exception):
+                self._recent.note(self._current_status())
 
     def _check_access(self, headers: Headers) -> Response | None:
         """The response for a request that is not allowed; None if it is."""
@@ -215,6 +232,20 @@ class StatusServer:
             local = self._loopback and (host == "localhost" or host.endswith(".localhost"))
             return local or host in self._hosts
         return True
+
+
+def _static_table(status: Status) -> str:
+    """The table of experts without a script, which cannot fetch, sort or filter it."""
+    names = [f"{name} {unit}".strip() for name, unit in status["recent"]["columns"]]
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    rows: list[str] = []
+    for uid, *numbers in status["recent"]["rows"]:
+        cells = ["\u2013" if number is None else f"{number:,}".removesuffix(".0") for number in numbers]
+        name = escape(uid.encode("utf-8", "replace").decode())  # lone surrogates cannot be encoded
+        pairs = zip(names[1:], cells, strict=True)
+        row = "".join(f'<td data-column="{column}"><bdi>{cell}</bdi></td>' for column, cell in pairs)
+        rows.append(f'<tr><th scope="row">{name}</th>{row}</tr>')
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 async def _report_failure(_: Request, error: Exception) -> Response:

@@ -1,7 +1,7 @@
 """The metrics of a server: one table, from which the Prometheus page and the numbers of the status page are made.
 
     METRICS ── exposition() ──> text for Prometheus, or OpenMetrics if the scraper asks for it
-            '─ page_status() ─> status of a server with the rows of the page's table "Connections"
+            '─ page_status() ─> status of a server with the page's tables of connections and experts
 
 prometheus_client's registry would be the usual place. It is global, so two servers of one process would add to each
 other's numbers. Names end in their unit, and those of counters get ``_total``, as "Metric and label naming" of the
@@ -18,6 +18,8 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily as Histogram
 from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import choose_encoder
+
+from torchweft.experts.status_page.recent import RecentCounters
 
 Status = Mapping[str, Any]
 """The result of ``Server.status()``, also after a round trip through JSON."""
@@ -86,17 +88,11 @@ METRICS = (
     Metric("torchweft_calls_running", Gauge, "Running calls", "server", "calls", on_page=True),
     Metric("torchweft_calls_running_bytes", Gauge, "Bytes of running calls", "server", "nbytes", on_page=True),
     Metric("torchweft_connections_accepted", Counter, "Accepted streams", "server", "accepted", on_page=True),
-    Metric(
-        "torchweft_connections_turned_away",
-        Counter,
-        "Clients rejected when full",
-        "server",
-        "turned_away",
-        on_page=True,
-    ),
-    Metric("torchweft_connections_broken", Counter, "Streams with an invalid frame", "server", "broken", on_page=True),
+    # The next ones are not rows of the table of connections, because the page counts the same events as refusals.
+    Metric("torchweft_connections_turned_away", Counter, "Clients rejected when full", "server", "turned_away"),
+    Metric("torchweft_connections_broken", Counter, "Streams with an invalid frame", "server", "broken"),
+    Metric("torchweft_call_errors", Counter, "Answered errors", "server", "errors", "reason"),
     Metric("torchweft_calls", Counter, "Received calls", "server", "answered", "kind", on_page=True),
-    Metric("torchweft_call_errors", Counter, "Answered errors", "server", "errors", "reason", on_page=True),
     Metric("torchweft_calls_forbidden", Counter, "Calls that access does not allow", "server", "refusals", "kind"),
     Metric("torchweft_draining", Gauge, "1 while no new work is taken", "server", _is_draining),
     Metric("torchweft_failing", Gauge, "1 while this fails", "server", _failures, "what"),
@@ -126,6 +122,7 @@ METRICS = (
     Metric("torchweft_expert_durable_step", Gauge, "The step that is on the disk", "checkpoint", "durable"),
     Metric("torchweft_tasks_submitted", Counter, "Queued tasks", "pool", "submitted"),
     Metric("torchweft_tasks_answered", Counter, "Tasks that were answered with results", "pool", "answered"),
+    Metric("torchweft_tasks_answer_seconds", Counter, "Time from arrival to answer", "pool", "answer_seconds"),
     Metric("torchweft_tasks_cancelled", Counter, "Tasks that were cancelled while they waited", "pool", "cancelled"),
     Metric("torchweft_tasks_expired", Counter, "Tasks whose deadline passed while they waited", "pool", "expired"),
     Metric("torchweft_tasks_joined", Counter, "Repetitions that got the answer of the first request", "pool", "joined"),
@@ -158,10 +155,11 @@ def exposition(status: Status, accept: str) -> tuple[bytes, str]:
     return encode(cast("Any", collector)), content_type
 
 
-def page_status(status: Status) -> dict[str, Any]:
-    """The status with ``metrics``: help and value of every metric that the page shows as a row."""
+def page_status(status: Status, recent: RecentCounters) -> dict[str, Any]:
+    """The status with ``metrics``: help and value of every metric that the page shows as a row, and with ``recent``:
+    the counts of the last minute and the table of experts."""
     rows = [{"help": metric.help, "value": _read(metric, status)} for metric in METRICS if metric.on_page]
-    return {**status, "metrics": rows}
+    return {**status, "metrics": rows, "recent": recent.since(status)}
 
 
 def _read(metric: Metric, part: Status) -> Any:

@@ -57,7 +57,7 @@ class OpenModules:
     def describe(self, module: nn.Module) -> str:
         return f"{self.names[id(module)] or 'the model'} ({type(module).__name__})"
 
-    def forbid_backward_hooks(self) -> None:
+    def reject_backward_hooks(self) -> None:
         if hooked := [self.describe(m) for m in self.open if m._backward_hooks or m._backward_pre_hooks]:
             headline = (
                 "backward hooks of a module that is cut would not run, because no backward goes through it as a whole; "

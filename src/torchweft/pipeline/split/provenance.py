@@ -126,7 +126,7 @@ class RunValues:
         if value.kind == "made" and value.key >= 0:
             self.recording.steps[value.step].shapes[value.key] = tuple(x.size())
 
-    def forbid_stored(self, before: Iterable[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+    def reject_stored(self, before: Iterable[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
         """Raise SplitError if a module has another buffer or a new activation in its attributes than `before`."""
         # A tensor that depends only on inputs, buffers and constants, such as a cached mask, is not an activation.
         active: set[RecordedValue | None] = {

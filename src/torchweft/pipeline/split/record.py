@@ -108,7 +108,7 @@ class ForwardRecorder:
         """
         with _one_at_a_time:
             self.modules.resolve()
-            self.modules.forbid_backward_hooks()
+            self.modules.reject_backward_hooks()
             while (recording := self._record(args, kwargs, keep)) is None:
                 pass  # until tensors leave a block only through its return value
         missing = [] if optional else [name for name in self.modules.split.values() if name not in recording.cuts]
@@ -134,7 +134,7 @@ class ForwardRecorder:
             before = [(module, dict(module._buffers), dict(vars(module))) for module in self.modules.open]
             result = run.run(*unflatten(structure, leaves))
             run.reject_python_draws()
-            run.values.forbid_stored(before)
+            run.values.reject_stored(before)
             register_dataclasses(result)
             recording = run.values.recording
             outputs, recording.structure = flatten(result)

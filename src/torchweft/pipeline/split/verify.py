@@ -35,7 +35,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
             before = recorder.state_in_words()
             with torch.no_grad():
                 recorder.plain(*unflatten(structure, copies(leaves)))
-            _forbid_changes(recorder, before)
+            _reject_changes(recorder, before)
         return result
 
     expected = _run(recorder, plain, leaves)
@@ -51,7 +51,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
         )
 
 
-def _forbid_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -> None:
+def _reject_changes(recorder: ForwardRecorder, before: Mapping[str, Hashable]) -> None:
     """Raise SplitError that names each attribute and global whose value differs from `before`."""
     now = recorder.state_in_words()
     if changed := [name for name, value in now.items() if value != before.get(name, value)]:
