@@ -89,20 +89,29 @@ def documented_names() -> dict[str, dict[str, str]]:
     seen: set[str] = set()
     pages: dict[str, dict[str, str]] = {page: {} for page in PAGES}
     for name in exports_of(""):
-        target = public_api()[name]
+        target, identifier = exported(name)
         if not target.is_module:
-            pages[page_of(target.canonical_path)][f"weft.{name}"] = f"{PACKAGE}.{name}"
+            pages[page_of(target.canonical_path)][f"weft.{name}"] = identifier
             seen.add(target.canonical_path)
     for package in PAGES:
         for name in exports_of(package):
-            target = public_api()[f"{package}.{name}"]
+            target, identifier = exported(f"{package}.{name}")
             path = target.canonical_path
             # Tables and the like can be without a docstring, and modules have a page or belong to one.
             if path not in seen and not target.is_module and target.has_docstring:
                 page = max(package, page_of(path), key=len)
-                pages[page][f"weft.{package}.{name}"] = f"{PACKAGE}.{package}.{name}"
+                pages[page][f"weft.{package}.{name}"] = identifier
                 seen.add(path)
     return pages
+
+
+def exported(path: str) -> tuple[griffe.Object | griffe.Alias, str]:
+    """The object of a public name, and its identifier for mkdocstrings."""
+    target, name = public_api()[path], path.rpartition(".")[2]
+    if target.is_module and name in target.members and not target[name].is_module:
+        # A function that is named like its module, as `skippable`: griffe takes the name for the module.
+        return target[name], target[name].canonical_path
+    return target, f"{PACKAGE}.{path}"
 
 
 def page_of(path: str) -> str:
