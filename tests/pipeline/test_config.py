@@ -295,7 +295,7 @@ def test_a_misspelt_argument_is_corrected(wrong: str, right: str) -> None:
 
 def test_routes_of_a_sequential_pipe_are_explained() -> None:
     pipe = Pipe(nn.Sequential(nn.ReLU(), nn.ReLU()), chunks=1, devices=["cpu", "cpu"])
-    with pytest.raises(UsageError, match=r"cut by split=.*the output of each stage goes to the next one"):
+    with pytest.raises(AttributeError, match=r"cut by split=.*the output of each stage goes to the next one"):
         _ = pipe.routes
 
 

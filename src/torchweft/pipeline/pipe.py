@@ -38,7 +38,7 @@ from torchweft.pipeline.loss import LossFunction, LossScale, LossWeight
 from torchweft.pipeline.microbatch import micro_sizes
 from torchweft.pipeline.pipe_runtime import NO_LOSS, PipeCall, PipeRuntime
 from torchweft.pipeline.schedule import SCHEDULES, Schedule, ScheduleFunction, build
-from torchweft.pipeline.sequential import FixedSettings, LayoutArguments, PipeLayout
+from torchweft.pipeline.sequential import NO_ROUTES, FixedSettings, LayoutArguments, PipeLayout
 from torchweft.pipeline.split.huggingface import forward_like
 from torchweft.pipeline.stage import CallArguments
 from torchweft.pipeline.tracing import Observer, observer_of_new
@@ -290,7 +290,7 @@ class Pipe(nn.Module):
     @property
     def routes(self) -> Any:
         """With `split`, the values that cross between stages in the last step, or for `sample`: name, bytes per
-        micro-batch, source, readers. Raises UsageError before either, and without `split`."""
+        micro-batch, source, readers. Raises UsageError before either, and AttributeError without `split`."""
         return self._layout.routes
 
     def schedule_for(self, rows: int) -> Schedule:
@@ -440,6 +440,9 @@ class Pipe(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # The property raised this. Python discards its message, and torch.jit.trace allows no other class of error.
+            if name == "routes" and "module" not in self.__dict__:
+                raise AttributeError(NO_ROUTES) from None
             if name.startswith("__") or "module" not in self.__dict__:
                 raise
             return getattr(self.module, name)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runt
 import torch
 from torch import nn
 
-from torchweft.core.errors import UsageError
 from torchweft.core.validation import Validator
 from torchweft.pipeline.batchnorm import convert_deferred_batch_norm
 from torchweft.pipeline.config import (
@@ -54,6 +53,13 @@ class PipeSettings(Protocol):
     batch_tag: Any
     balance: list[int]
     devices: list[torch.device]
+
+
+NO_ROUTES = (
+    "pipe.routes lists what crosses between the stages of a model that is cut by split=. This pipe has the layers of "
+    "an nn.Sequential: the output of each stage goes to the next one, and a skip from its stash to its pops (see "
+    "pipe.partitions). weft.pipeline.MemoryRecorder counts their bytes"
+)
 
 
 class FixedSettings(NamedTuple):
@@ -158,11 +164,7 @@ class PipeLayout:
 
     @property
     def routes(self) -> Any:
-        raise UsageError(
-            "pipe.routes lists what crosses between the stages of a model that is cut by split=. This pipe has the "
-            "layers of an nn.Sequential: the output of each stage goes to the next one, and a skip from its stash to "
-            "its pops (see pipe.partitions). weft.pipeline.MemoryRecorder counts their bytes"
-        )
+        raise AttributeError(NO_ROUTES)
 
     def devices_by_tensor(self, settings: PipeSettings, layers: Layers) -> dict[int, torch.device]:
         devices: dict[int, torch.device] = {}
