@@ -37,7 +37,13 @@ from torchweft.pipeline.actions import Action, Table, find_faults, waits, walk_t
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
 _DROPPED = re.compile(r"\d+((WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B|UNSHARD|RESHARD)\d*", re.ASCII)
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-_COLORS = {"F": "#2f6fb0", "B": "#b86e00", "I": "#3d7d46", "W": "#b75d69"}
+# Background and text of a cell, as in reports: dark forwards and weight gradients beside light backwards, for all eyes.
+_COLORS = {
+    "F": "#0c2a5c; color: #fff",
+    "B": "#c4761d; color: #000",
+    "I": "#c4761d; color: #000",
+    "W": "#0b3b37; color: #fff",
+}
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,8 @@ class Schedule:
 def _cell(action: Action | None) -> str:
     if action is None:
         return "<td></td>"
-    style = f"background: {_COLORS.get(action.kind, '#6b7280')}; color: white; text-align: center; padding: 2px 6px"
+    colors = _COLORS.get(action.kind, "#6b7280; color: #fff")
+    style = f"background: {colors}; text-align: center; padding: 2px 6px"
     return f'<td style="{style}">{action}</td>'
 
 
