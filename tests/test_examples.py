@@ -21,7 +21,7 @@ SMALL = {
 OVER_RANKS = """
 import functools
 from datetime import timedelta
-import torch, torch.distributed as dist, torchweft
+import torch, torch.distributed as dist, torchweft as weft
 from examples import gpt2_pipeline
 
 torch.set_num_threads(1)
