@@ -214,7 +214,7 @@ def test_trace_passes_script_and_arguments(tmp_path: Path, monkeypatch: pytest.M
         calls.append((script, arguments, out))
         return 3
 
-    monkeypatch.setattr("torchweft.report.record_script", record_script, raising=False)
+    monkeypatch.setattr("torchweft.report.recording.record_script", record_script, raising=False)
     script = str(tmp_path / "train.py")
     Path(script).touch()
     assert main(["trace", script]) == 3

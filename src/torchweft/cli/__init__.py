@@ -26,7 +26,7 @@ from torchweft.core.version import __version__
 
 SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev")
 """The keys of `weft.pipeline.SCHEDULES`, repeated here because that module imports PyTorch."""
-_TOKEN = "TORCHWEFT_TOKEN"
+TOKEN_VARIABLE = "TORCHWEFT_TOKEN"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,19 +64,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def trace(chosen: argparse.Namespace) -> int:
-    from torchweft.report import record_script  # noqa: PLC0415  (imports PyTorch)
+    from torchweft.report.recording import record_script, script_traceback  # noqa: PLC0415  (imports PyTorch)
 
     script = str(chosen.script)
     try:
         return record_script(script, chosen.script_arguments, str(chosen.out))
     except Exception as error:
-        frame = error.__traceback__
-        while frame is not None and frame.tb_frame.f_code.co_filename != script:
-            frame = frame.tb_next
-        if frame is None and not isinstance(error, SyntaxError):
+        in_script = script_traceback(error, script)
+        if in_script is None and not isinstance(error, SyntaxError):
             raise
         # An error of the script, as Python itself would show it. `main` would print the message alone for some types.
-        traceback.print_exception(error.with_traceback(frame))
+        traceback.print_exception(error.with_traceback(in_script))
         return 1
 
 
@@ -158,8 +156,8 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the whole status, as JSON")
     watch = "print it again after every interval, until Ctrl-C (%(const)g s)"
     parser.add_argument("--watch", type=_seconds, nargs="?", const=2.0, metavar="SECONDS", help=watch)
-    parser.add_argument("--token", help=f"of the client; visible to others on this machine, so prefer {_TOKEN}")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"with the token (else: {_TOKEN})")
+    parser.add_argument("--token", help=f"of the client; visible to others on this machine, so prefer {TOKEN_VARIABLE}")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"with the token (else: {TOKEN_VARIABLE})")
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:

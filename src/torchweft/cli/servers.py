@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from torchweft.cli import TOKEN_VARIABLE
 from torchweft.core.errors import UsageError, WeftError
 
-_TOKEN = "TORCHWEFT_TOKEN"
 _CLEAR = "\x1b[H\x1b[2J"  # cursor to the first line, and an empty terminal
 _SERVING = b"\x08\x01"  # the message of grpc.health.v1 whose field 1, the status, is SERVING
 
@@ -98,7 +98,7 @@ def _read_token(chosen: Namespace) -> str | None:
     if chosen.token is not None and chosen.token_file is not None:
         raise UsageError("--token and --token-file both set the token; use one of them")
     if chosen.token_file is None:
-        return chosen.token if chosen.token is not None else os.environ.get(_TOKEN)
+        return chosen.token if chosen.token is not None else os.environ.get(TOKEN_VARIABLE)
     try:
         return chosen.token_file.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -3,12 +3,19 @@
 gRPC does not validate: it reads port 70000 as 4464, -1 as 65535, and a missing port as 443.
 """
 
+import errno
 import ipaddress
+import socket
 from typing import Any
 
 from torchweft.core.errors import UsageError
 
 _LARGEST_PORT = 65535
+_BIND_FAULTS = {
+    errno.EADDRINUSE: "another process listens there: end it, or choose another port (0 takes a free one)",
+    errno.EADDRNOTAVAIL: "this machine does not have that address: listen at one of its own, or at 0.0.0.0",
+    errno.EACCES: "this user must not listen there: choose a port above 1023",
+}
 _INVALID = frozenset("/\\@,?#%&=\"'<>[]")
 
 
@@ -33,6 +40,29 @@ def address_fault(name: str, address: Any, *, free: bool = False) -> list[str]:
     least = "0" if free else "1"
     wanted = f"wanted host:port, such as 10.0.0.1:7070, with a port from {least} to {_LARGEST_PORT}"
     return [f"{name} is {address!r}, {wanted}"]
+
+
+def probe_address(address: str) -> None:
+    """Raise ``UsageError`` with the reason if a server cannot listen at this address now. Leaves no port open."""
+    host, port = parse_address(address)
+    faults: set[str] = set()
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise UsageError(f"the server cannot listen at {address!r}: {error}; is {host!r} this machine?") from None
+    for family, kind, protocol, _, place in places:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As gRPC does. Otherwise closed connections of an earlier server would block the port for a minute.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+            return
+        except OSError as error:
+            # Other errors, such as a missing IPv6, are left to gRPC, which then tries IPv4.
+            if error.errno not in _BIND_FAULTS:
+                return
+            faults.add(_BIND_FAULTS[error.errno])
+    raise UsageError(f"the server cannot listen at {address!r}: {'; '.join(sorted(faults))}")
 
 
 def is_wildcard(host: str) -> bool:

@@ -11,13 +11,14 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from torchweft.core.errors import UsageError
+from torchweft.core.version import __version__
 from torchweft.pipeline.schedule import SCHEDULES
 from torchweft.pipeline.tracing import Recorder, observing_new_pipes
 from torchweft.report.html import Section, figure, page, paragraph, table, tag
@@ -40,10 +41,6 @@ def summary(recordings: Mapping[str, Recorder]) -> Section:
         >>> weft.report.summary({"step": weft.Recorder()}).title
         'Summary'
     """
-    try:
-        torchweft = version("torchweft")
-    except PackageNotFoundError:  # a source folder on the path
-        torchweft = "(not installed)"
     devices = [f"CPU cores: {os.cpu_count()}, threads per operator: {torch.get_num_threads()}"]
     if torch.cuda.is_initialized():  # otherwise asking for names would start CUDA
         devices += [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -51,7 +48,7 @@ def summary(recordings: Mapping[str, Recorder]) -> Section:
         *([name, f"{step_statistics(recorder.events)}"] for name, recorder in recordings.items()),
         ["date", time.strftime("%Y-%m-%d %H:%M %z")],
         ["machine", f"{platform.system()} {platform.release()}, {platform.machine()}; {'; '.join(devices)}"],
-        ["versions", f"torchweft {torchweft}, torch {torch.__version__}, Python {platform.python_version()}"],
+        ["versions", f"torchweft {__version__}, torch {torch.__version__}, Python {platform.python_version()}"],
     ]
     return Section("Summary", [tag("div", table(["step", "found"], rows), class_="facts")])
 
@@ -171,16 +168,21 @@ def record_script(script: str, arguments: list[str], out: str) -> int:
         named = {f"Pipe {number}: {name}": step for number, (name, step) in enumerate(steps, start=1)}
         write_recordings(named, target, f"The last step of {Path(script).name}")
     if failure is not None:
-        frame = failure.__traceback__  # from the first frame of the script on
-        while frame is not None and frame.tb_frame.f_code.co_filename != script:
-            frame = frame.tb_next
-        raise failure.with_traceback(frame or failure.__traceback__)
+        raise failure.with_traceback(script_traceback(failure, script) or failure.__traceback__)
     if not steps and code == 0:
         raise UsageError(
             f"no weft.Pipe in {script} ran a step that can be observed, so {target} is not written; executor='graph' "
             "has no stages to observe"
         )
     return code
+
+
+def script_traceback(error: BaseException, script: str) -> TracebackType | None:
+    """The traceback of an error from the first frame of the script on. None if no frame is of the script."""
+    rest = error.__traceback__
+    while rest is not None and rest.tb_frame.f_code.co_filename != script:
+        rest = rest.tb_next
+    return rest
 
 
 def _run_as_main(script: str, arguments: list[str]) -> int:

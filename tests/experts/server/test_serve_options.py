@@ -192,8 +192,8 @@ def test_check_reports_all_faults_at_once(
         "known are ffn, ",
         "did you mean 'ffn'?",
         "tls: the key is that of another certificate",
-        f"address is {address!r}, and nothing can listen there now: Address already in use",
-        f"panel is {panel!r}, and nothing can listen there now: Address already in use",
+        f"address: the server cannot listen at {address!r}: another process listens there",
+        f"panel: the server cannot listen at {panel!r}: another process listens there",
         f"but '{tmp_path}/file' is a file; wanted a folder",
     ):
         assert words in text, text

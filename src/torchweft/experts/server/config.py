@@ -15,7 +15,6 @@ docs/experts.md lists every key. The author of the file runs the server, so it c
 
 import os
 import re
-import socket
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from torchweft.core.errors import UsageError, WeftError, split_faults
 from torchweft.core.validation import Validator, suggest
-from torchweft.experts.address import address_fault, is_loopback, parse_address
+from torchweft.experts.address import address_fault, is_loopback, parse_address, probe_address
 from torchweft.experts.checkpoint import FolderCheckpointStore, folder_name
 from torchweft.experts.discovery.etcd import EtcdTls, open_directory
 from torchweft.experts.expert import ExpertBackend
@@ -279,8 +278,9 @@ class ServeConfig(_Table):
                 _try_make(check, "tls", self.tls.credentials)
             if self.replicas is not None and self.replicas.tls is not None:
                 _try_make(check, "replicas.tls", self.replicas.tls.credentials)
-            check.add(*_port_faults("address", self.address))
-            check.add(*([] if self.panel is None else _port_faults("panel", self.panel.address)))
+            _try_make(check, "address", partial(probe_address, self.address))
+            if self.panel is not None:
+                _try_make(check, "panel", partial(probe_address, self.panel.address))
             check.add(*([] if self.checkpoints is None else _folder_faults("checkpoints", self.checkpoints)))
             for number, entry in enumerate(self.experts):
                 if entry.journal is not None:
@@ -399,21 +399,6 @@ def _relation_faults(table: Mapping[str, Any]) -> list[str]:
         if name in table and other not in table:
             faults.append(f"there {'are' if name[-1] == 's' else 'is'} [{name}] and no {other}, {why}")
     return faults if table.get("experts") else [*faults, "there are no experts, wanted at least one"]
-
-
-def _port_faults(name: str, address: str) -> list[str]:
-    """The fault of an address that a server cannot listen at now, found by listening there for a moment."""
-    host, port = parse_address(address)
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as listener:
-            # Connections of an earlier process can still be closing. A server listens all the same.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(where)
-            listener.listen()
-    except OSError as error:
-        return [f"{name} is {address!r}, and nothing can listen there now: {error.strerror}"]
-    return []
 
 
 def _folder_faults(name: str, folder: str) -> list[str]:

@@ -14,10 +14,8 @@ budget has room for.
 """
 
 import asyncio
-import errno
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -34,7 +32,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from torchweft.core.errors import UsageError
 from torchweft.experts import errors
-from torchweft.experts.address import parse_address
+from torchweft.experts.address import probe_address
 from torchweft.experts.fork_guard import check_fork
 from torchweft.experts.replication import LeaderStreams
 from torchweft.experts.server.auth import Caller, Role, authenticate
@@ -364,16 +362,10 @@ async def _next_message(context: Any) -> bytes | None:
     return None if message is _aio.EOF else message
 
 
-_BIND_FAULTS = {
-    errno.EADDRINUSE: "another process listens there: end it, or choose another port (0 takes a free one)",
-    errno.EADDRNOTAVAIL: "this machine does not have that address: listen at one of its own, or at 0.0.0.0",
-    errno.EACCES: "this user must not listen there: choose a port above 1023",
-}
-
-
 def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
     credentials = None if tls is None else tls.credentials()
-    _probe_address(address)
+    # gRPC would also find out, but prints a line to stderr and does not say why.
+    probe_address(address)
     open_port = partial(server.add_secure_port, server_credentials=credentials) if tls else server.add_insecure_port
     try:
         port: int = open_port(address)
@@ -382,29 +374,6 @@ def _listen(server: Any, address: str, tls: ServerTls | None) -> int:
     if not port:
         raise UsageError(f"the server cannot listen at {address!r} with these certificates")
     return port
-
-
-def _probe_address(address: str) -> None:
-    # gRPC would also find out, but prints a line to stderr and does not say why.
-    host, port = parse_address(address)
-    faults: set[str] = set()
-    try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise UsageError(f"the server cannot listen at {address!r}: {error}; is {host!r} this machine?") from None
-    for family, kind, protocol, _, place in places:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                # As gRPC does. Otherwise closed connections of an earlier server would block the port for a minute.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
-            return
-        except OSError as error:
-            # Other errors, such as a missing IPv6, are left to gRPC, which then tries IPv4.
-            if error.errno not in _BIND_FAULTS:
-                return
-            faults.add(_BIND_FAULTS[error.errno])
-    raise UsageError(f"the server cannot listen at {address!r}: {'; '.join(sorted(faults))}")
 
 
 def _descriptor_pool() -> Any:

@@ -34,7 +34,7 @@ _SHARED = (
 # The result of a step, whether it drew random numbers, and whether its shape depends on data.
 Observed = tuple[Any, list[bool]]
 # All tensors made in a run, by their id(), with the block that made each. Weak, so that it keeps no memory alive.
-Births = dict[int, tuple[weakref.ref[Tensor], nn.Module | None]]
+Origins = dict[int, tuple[weakref.ref[Tensor], nn.Module | None]]
 
 
 class ValueProvenanceMode(TorchDispatchMode):
@@ -44,7 +44,7 @@ class ValueProvenanceMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.births: Births = {}
+        self.origins: Origins = {}
         self.flags = [False, False]
         """Whether the step draws, and whether its shape depends on data."""
         self._block: nn.Module | None = None
@@ -64,19 +64,19 @@ class ValueProvenanceMode(TorchDispatchMode):
             self.flags[k] |= tag
         for x in cast("Iterable[Any]", result) if isinstance(result, tuple | list) else (result,):
             if isinstance(x, Tensor):
-                self.births[id(x)] = (weakref.ref(x), self._block)
+                self.origins[id(x)] = (weakref.ref(x), self._block)
         return cast(Any, result)
 
 
 class RunValues:
     """The values of one run by object, and the recording that they are part of."""
 
-    def __init__(self, modules: OpenModules, births: Births, inputs: Sequence[tuple[str, Any]], keep: bool) -> None:
+    def __init__(self, modules: OpenModules, origins: Origins, inputs: Sequence[tuple[str, Any]], keep: bool) -> None:
         """`inputs` are the leaves of the arguments with their names. With `keep`, values have copies of tensors."""
         self.recording = Recording([RecordedValue("in", name, -1, *_size(leaf)) for name, leaf in inputs])
         self.leaks: dict[nn.Module, str] = {}  # blocks to open, with the way in which a tensor left each, in words
-        self.has_strangers = False  # whether a tensor of unknown origin was read
-        self._modules, self._births, self._keep = modules, births, keep
+        self.has_unknown_tensors = False  # whether a tensor of unknown origin was read
+        self._modules, self._origins, self._keep = modules, origins, keep
         self._known: dict[int, tuple[Any, RecordedValue, int]] = {}  # by id(): the object, its value, its version then
         self._nodes: dict[int, Any] = {}  # nodes of the graph that blocks and autograd functions have made
         self._written: dict[int, int] = {}  # storage -> the last step that wrote to it
@@ -170,7 +170,7 @@ class RunValues:
                 raise self._modules.refusal(f"a {type(leaf).__name__} carries tensors", instead)
             return known and known[1]
         if id(leaf) not in self._known:
-            self._know_stranger(leaf)
+            self._add_unknown(leaf)
         _, value, before = self._known[id(leaf)]
         # Recorded steps have noted their nodes, so an unknown node was made without the patched `apply`.
         if value.kind == "made" and isinstance(leaf.grad_fn, BackwardCFunction) and id(leaf.grad_fn) not in self._nodes:
@@ -185,11 +185,11 @@ class RunValues:
             self._know(leaf, value)
         return value
 
-    def _know_stranger(self, leaf: Tensor) -> None:
+    def _add_unknown(self, leaf: Tensor) -> None:
         """Handle a tensor that is not a result of a step: a constant of the user, or a tensor made in a block."""
-        birth, block = self._births.get(id(leaf), (None, None))
-        ours = birth is not None and birth() is leaf  # ids are reused, so the reference decides
-        self.has_strangers |= not ours
+        reference, block = self._origins.get(id(leaf), (None, None))
+        ours = reference is not None and reference() is leaf  # ids are reused, so the object decides
+        self.has_unknown_tensors |= not ours
         if ours and block is not None:
             self.leaks.setdefault(block, self._modules.path_of(block, leaf))
         # After a leak, the recording is repeated anyway, and its values are not reliable.

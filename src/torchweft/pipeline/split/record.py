@@ -144,7 +144,7 @@ class ForwardRecorder:
             recording.has_scalars = any(number.is_floating_point() for number in numbers)
         # Observing every operator inside of blocks doubles the time of a recording. It is needed only to distinguish
         # tensors that leave a block from the user's constants, so it starts when either appears.
-        if run.values.has_strangers and not self.watches_blocks:
+        if run.values.has_unknown_tensors and not self.watches_blocks:
             self.watches_blocks = True
             return None
         self.modules.open_blocks(run.values.leaks)
@@ -168,7 +168,7 @@ class _ForwardRun(TorchFunctionMode):
         super().__init__()
         self._recorder, self._modules = recorder, recorder.modules
         self._provenance = ValueProvenanceMode()
-        self.values = RunValues(recorder.modules, self._provenance.births, inputs, keep)
+        self.values = RunValues(recorder.modules, self._provenance.origins, inputs, keep)
         self._steps = self.values.recording.steps
         self._inside = True  # in code that is part of one step, or outside of forward()
         self._thread = threading.get_ident()
@@ -272,7 +272,7 @@ class _ForwardRun(TorchFunctionMode):
             self._reject_random_decision(step)
             step.expects = (result,)
         else:
-            # Results first: a function that writes in place returns its argument, whose new value is the later one.
+            # Results first: a function that writes in place returns its argument, and the write makes the later value.
             self.values.note_results(step, results)
             self.values.note_writes(step, leaves, wrote)
         # A replay runs in the modes of its caller. Only modes that the model's own code has set belong to the step.
