@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from argparse import Namespace
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,9 @@ def print_plan(chosen: Namespace) -> None:
     if chosen.pipe is not None:
         pipe: Any = _load_pipe(chosen.pipe)
         stages, chunks = stages or len(pipe.devices), chunks or pipe.chunks
-        routes = getattr(pipe, "routes", [])  # only a pipe made with split= has them
+        # Only a pipe made with split= has routes, and without sample= it knows them after its first step.
+        with suppress(AttributeError, UsageError):
+            routes = pipe.routes
     if stages is None or chunks is None:
         raise UsageError("plan needs --stages and --chunks, or --pipe")
     table = build(_read_schedule(chosen.schedule), stages, chunks)
