@@ -128,6 +128,9 @@ def test_every_noun_of_a_name_is_in_the_glossary_or_plain() -> None:
     assert {name: words for name, words in unknown.items() if words} == {}, (
         "neither in docs/glossary.md (with its source in the field) nor a plain word of Python or PyTorch"
     )
+    used = {stem for name in names for word in words_of(name) for stem in stems(word)}
+    plain = {word for line in lines for word in words_of(line)}
+    assert {word for word in plain if not stems(word) & used} == set(), "words that would only let bad names pass"
 
 
 def test_only_the_tree_module_touches_the_pytree_of_torch() -> None:

@@ -28,7 +28,7 @@ from torchweft.experts.checkpoint import FolderCheckpointStore
 from torchweft.experts.client import GrpcTransport
 from torchweft.experts.errors import UnreachableError
 from torchweft.experts.wire import Call, Received
-from torchweft.experts.wire.service import Receipt
+from torchweft.experts.wire.service import StepReceipt
 
 KEYS = 1 << 17
 _LONGEST = 0.1
@@ -126,7 +126,7 @@ class Killing:
         self.durable = step
 
     @staticmethod
-    def _kept(receipt: Receipt, at: int, last: Receipt, step: int) -> bool:
+    def _kept(receipt: StepReceipt, at: int, last: StepReceipt, step: int) -> bool:
         """Whether an answer is of the server that was just killed, and its step on the disk."""
         return receipt.incarnation == last.incarnation and at <= step
 

@@ -28,7 +28,7 @@ from torchweft.experts.protobuf import load_messages
 from torchweft.experts.replication.replica import StateVersion
 from torchweft.experts.replication.streams import PullRequest, PullResponse, UpdateKind, read_request, read_response
 from torchweft.experts.wire import Call, Header, Kind, decode, read_fault, write_fault
-from torchweft.experts.wire.service import Receipt, describe, read_description, read_receipt
+from torchweft.experts.wire.service import StepReceipt, describe, read_description, read_receipt
 
 SEED = 7
 WANTED_MB = 64.0
@@ -116,7 +116,7 @@ def _others() -> list[tuple[Callable[[bytes], object], list[bytes]]]:
     faults = [WireError("broken", reason="length"), GradientError("NaN in it"), ValueError("whatever")]
     mark = StateVersion(1, 2, 3)
     return [
-        (read_receipt, [Receipt(1, 2, 3).to_bytes(), Receipt(None, 1 << 60).to_bytes()]),
+        (read_receipt, [StepReceipt(1, 2, 3).to_bytes(), StepReceipt(None, 1 << 60).to_bytes()]),
         (read_fault, [write_fault(each) for each in faults]),
         (read_description, [described]),
         (read_request, [PullRequest(mark, 1, 2, 3).to_bytes()]),

@@ -19,7 +19,7 @@ from torchweft.experts.client import GrpcTransport, TransportStatistics
 from torchweft.experts.client.retry import FixedResolver, Retry, RetryingCaller
 from torchweft.experts.client.transport import Transport
 from torchweft.experts.wire import Call, Header, Kind, Received
-from torchweft.experts.wire.service import Receipt, read_receipt
+from torchweft.experts.wire.service import StepReceipt, read_receipt
 
 UID = "marks"
 RETRY = Retry(attempts=100_000, first=0.002, longest=0.05)
@@ -45,7 +45,7 @@ class Applied:
 
     number: int
     step: int
-    receipt: Receipt
+    receipt: StepReceipt
 
 
 @dataclass

@@ -50,7 +50,7 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
     ones = numpy.ones((2, 3), x.dtype)
     answers = stream(iter([frame(Frame, "FORWARD", x, key="k"), frame(Frame, "BACKWARD", x, ones, key="k")]))
     (_, outputs), (call, gradients) = map(first, answers)
-    receipt = GetMessageClass(pool.FindMessageTypeByName("torchweft.Receipt")).FromString(call.data)
+    receipt = GetMessageClass(pool.FindMessageTypeByName("torchweft.StepReceipt")).FromString(call.data)
     assert receipt.incarnation and not any(name == "torchweft" or name.startswith("torchweft.") for name in sys.modules)
     print(json.dumps([outputs.tolist(), gradients.tolist(), call.step]))
 """

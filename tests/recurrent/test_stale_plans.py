@@ -144,7 +144,7 @@ def test_plan_inside_activation_checkpointing() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_forked_child_has_its_own_workspaces() -> None:
     spaces = WorkspacePool()
-    buffer = spaces.take(1 << 20)
+    buffer = spaces.acquire(1 << 20)
     buffer.zero_()
     child = os.fork()
     if child == 0:

@@ -16,14 +16,14 @@ from torchweft.recurrent.cpp.workspace import WorkspacePool, pool
 
 def test_returned_buffer_is_reused_for_similar_sizes() -> None:
     pool = WorkspacePool()
-    one, other = pool.take(100_000), pool.take(150_000)
+    one, other = pool.acquire(100_000), pool.acquire(150_000)
     pool.give(other)
     pool.give(one)
-    assert pool.take(99_000) is one, "the smallest that is large enough"
-    assert pool.take(90_000) is other
+    assert pool.acquire(99_000) is one, "the smallest that is large enough"
+    assert pool.acquire(90_000) is other
     pool.give(other)
-    assert pool.take(30_000) is not other
-    assert pool.take(150_000, "work") is not other
+    assert pool.acquire(30_000) is not other
+    assert pool.acquire(150_000, "work") is not other
     assert pool.statistics()["made"] == 4 and pool.statistics()["reused"] == 2
 
 
@@ -34,7 +34,7 @@ def test_buffers_have_one_owner_and_idle_bytes_count(steps: list[tuple[int, int]
     idle: dict[int, int] = {}
     for what, size in steps:
         if what < 3 or not out:
-            buffer = pool.take(size)
+            buffer = pool.acquire(size)
             assert buffer.numel() >= size
             assert buffer.numel() <= 2 * max(1.125 * size + 64, 128)
             assert all(buffer is not each for each in out)
@@ -54,7 +54,7 @@ def test_pool_keeps_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(workspace, "_free_memory", lambda: free)
     monkeypatch.setattr(workspace, "_ASK_AGAIN", -1.0)
     pool = WorkspacePool()
-    buffers = [pool.take(400_000) for _ in range(4)]
+    buffers = [pool.acquire(400_000) for _ in range(4)]
     for each in buffers:
         pool.give(each)
     assert pool.statistics()["limit_bytes"] == 1_000_000
@@ -66,7 +66,7 @@ def test_pool_keeps_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_out_of_memory_frees_the_pool_and_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = WorkspacePool()
-    pool.give(pool.take(1000))
+    pool.give(pool.acquire(1000))
     empty, tries = torch.empty, []
 
     def failing(*args: object, **kwargs: object) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_out_of_memory_frees_the_pool_and_retries(monkeypatch: pytest.MonkeyPatc
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", failing)
-    assert pool.take(50_000).numel() >= 50_000
+    assert pool.acquire(50_000).numel() >= 50_000
     assert tries[0] > 0 and tries[1] == 0
 
 

@@ -11,7 +11,7 @@ from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.discovery.fencing import token_of
 from torchweft.experts.errors import MalformedError, NotOwnerError
 from torchweft.experts.wire import Call, Header, Kind, decode, encode
-from torchweft.experts.wire.service import Receipt, read_receipt
+from torchweft.experts.wire.service import StepReceipt, read_receipt
 
 
 def new_progress() -> ExpertProgress:
@@ -21,40 +21,40 @@ def new_progress() -> ExpertProgress:
 def test_answers_that_overtake_each_other_do_not_count_backwards() -> None:
     progress = new_progress()
     assert progress.steps is None and progress.receipt is None and progress.durable_step is None
-    progress.update(4, Receipt(3, 1))
-    progress.update(2, Receipt(1, 1))
+    progress.update(4, StepReceipt(3, 1))
+    progress.update(2, StepReceipt(1, 1))
     assert progress.steps == 4
 
 
 def test_restart_with_all_steps_loses_none() -> None:
     progress = new_progress()
-    progress.update(9, Receipt(5, 1))
-    progress.update(9, Receipt(9, 2))
+    progress.update(9, StepReceipt(5, 1))
+    progress.update(9, StepReceipt(9, 2))
     assert progress.steps == 9 and progress.durable_step == 9 and progress.steps_lost == 0
 
 
 def test_restart_with_older_weights_warns_once() -> None:
     progress = new_progress()
-    progress.update(9, Receipt(5, 1))
+    progress.update(9, StepReceipt(5, 1))
     with pytest.warns(StepsLostWarning, match="'ffn.0' went back from step 9 to step 5.* at 10.0.0.7:7070") as told:
-        progress.update(5, Receipt(5, 2))
-        progress.update(6, Receipt(5, 2))
+        progress.update(5, StepReceipt(5, 2))
+        progress.update(6, StepReceipt(5, 2))
     one = told[0].message
     assert len(told) == 1 and isinstance(one, StepsLostWarning)
     assert (one.uid, one.before, one.after, one.server) == ("ffn.0", 9, 5, "10.0.0.7:7070")
-    progress.update(9, Receipt(5, 1))  # late
+    progress.update(9, StepReceipt(5, 1))  # late
     assert (progress.steps, progress.durable_step, progress.steps_lost) == (6, 5, 4)
     with pytest.warns(StepsLostWarning, match="from step 6 to step 0"):
-        progress.update(0, Receipt(None, 3))
+        progress.update(0, StepReceipt(None, 3))
     assert progress.steps_lost == 10
 
 
 def test_lost_steps_warn_without_a_known_server() -> None:
     with Connections(LocalDirectory()) as connections:
         progress = ExpertProgress("ffn.0", DirectoryResolver("ffn.0", connections))
-        progress.update(9, Receipt(5, 1))
+        progress.update(9, StepReceipt(5, 1))
         with pytest.warns(StepsLostWarning, match="an unknown address"):
-            progress.update(5, Receipt(5, 2))
+            progress.update(5, StepReceipt(5, 2))
 
 
 class Owned(FixedResolver):
@@ -69,7 +69,7 @@ class Owned(FixedResolver):
 
 def test_commit_has_token_incarnation_and_client_name() -> None:
     data = RequestBuilder("me", Policy()).commit("a", "m", 5, 7).header.data
-    assert read_receipt(data) == Receipt(None, 5, 7) and RequestBuilder("me", Policy()).client == "me"
+    assert read_receipt(data) == StepReceipt(None, 5, 7) and RequestBuilder("me", Policy()).client == "me"
     assert len({RequestBuilder("", Policy()).client for _ in range(9)}) == 9
 
 
@@ -83,7 +83,7 @@ def accept_answer(owner: int, data: bytes) -> ExpertProgress:
 @pytest.mark.parametrize("number", [0, 6, 7, 8])
 def test_answer_of_a_replaced_owner_is_rejected(number: int) -> None:
     for owner, epoch in ((0, 0), (9, 3), (3, 9)):
-        receipt = Receipt(3, 5, token_of(epoch, number))
+        receipt = StepReceipt(3, 5, token_of(epoch, number))
         if owner == epoch and number >= 7:
             assert accept_answer(token_of(owner, 7), receipt.to_bytes()).receipt == receipt
         else:

@@ -14,7 +14,7 @@ from torchweft.experts.client.retry import NEVER
 from torchweft.experts.client.transport import Connections, LocalTransport
 from torchweft.experts.discovery import LocalDirectory
 from torchweft.experts.wire import Call, Header, Kind, Received, write_fault
-from torchweft.experts.wire.service import Receipt, describe
+from torchweft.experts.wire.service import StepReceipt, describe
 
 WIDTH = 5
 GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -94,7 +94,7 @@ class Servers:
             reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=self._info(header.uid))))
         else:
             self.rows += [len(each) for each in found[:1]]
-            receipt = Receipt(None, 1).to_bytes()
+            receipt = StepReceipt(None, 1).to_bytes()
             reply(Call(Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, data=receipt), found))
 
     def _info(self, uid: str) -> bytes:

@@ -18,7 +18,7 @@ from torchweft.experts.errors import CommitError, NotOwnerError, TooFewAnswersEr
 from torchweft.experts.mixture import RemoteMixtureOfExperts
 from torchweft.experts.server import Server
 from torchweft.experts.wire import Kind
-from torchweft.experts.wire.service import Receipt, read_receipt
+from torchweft.experts.wire.service import StepReceipt, read_receipt
 
 UID = "fussy.0"
 
@@ -135,6 +135,6 @@ def test_what_is_durable_is_told_by_expert(experts: Experts) -> None:
     assert mixture.steps == mixture.durable_steps == {}
     mixture(numbers(16, GRID_WIDTH)).sum().backward()
     assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
-    receipt = partial(Receipt, incarnation=9)
+    receipt = partial(StepReceipt, incarnation=9)
     mixture._client.progress["ffn.1"].update(7, receipt(5))
     assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7

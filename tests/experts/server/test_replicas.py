@@ -32,11 +32,11 @@ from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.server import Access, Grant, Role, Server
 from torchweft.experts.server.config import build
 from torchweft.experts.wire import Call, Header, Kind
-from torchweft.experts.wire.service import Receipt
+from torchweft.experts.wire.service import StepReceipt
 
 
 def backward(key: str, token: int = 0, seed: int = 0) -> Call:
-    data = Receipt(None, 0, token).to_bytes() if token else b""
+    data = StepReceipt(None, 0, token).to_bytes() if token else b""
     header = Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", client="c", key=key, data=data)
     return Call(header, [rows(2, seed), rows(2, seed + 1)])
 

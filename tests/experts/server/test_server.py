@@ -23,7 +23,7 @@ from torchweft.experts.replication import ReplicaOptions
 from torchweft.experts.serialization import deserialize, serialize
 from torchweft.experts.server import Server, ServerOptions
 from torchweft.experts.wire import Call, Header, Kind, Limits
-from torchweft.experts.wire.service import Receipt
+from torchweft.experts.wire.service import StepReceipt
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 PATIENCE = 10.0
@@ -250,7 +250,7 @@ def test_commit_of_an_earlier_incarnation_is_refused() -> None:
     """Unless it was applied before."""
 
     def commit(transport: LocalTransport, name: str, incarnation: int) -> BaseException | None:
-        data = Receipt(None, incarnation).to_bytes()
+        data = StepReceipt(None, incarnation).to_bytes()
         header = Header(kind=Kind.COMMIT, call_id=0, uid="fussy", client="c", key=name, mini_batch=name, data=data)
         return transport.submit(Call(header), PATIENCE).exception(PATIENCE)
 

@@ -16,7 +16,7 @@ from torchweft.core.spec import TensorSpec
 from torchweft.experts import ExpertBackend
 from torchweft.experts.errors import MalformedError
 from torchweft.experts.wire.frame import CODES
-from torchweft.experts.wire.service import Receipt, describe, read_description, read_receipt
+from torchweft.experts.wire.service import StepReceipt, describe, read_description, read_receipt
 
 specs = st.builds(
     TensorSpec,
@@ -107,5 +107,5 @@ def test_contradictory_description_is_malformed(change: dict[str, Any]) -> None:
 
 @given(st.none() | st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
 def test_receipts_survive(durable: int | None, incarnation: int, token: int) -> None:
-    receipt = Receipt(durable, max(1, incarnation), token)
+    receipt = StepReceipt(durable, max(1, incarnation), token)
     assert read_receipt(receipt.to_bytes()) == receipt

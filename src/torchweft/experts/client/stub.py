@@ -37,7 +37,7 @@ from torchweft.experts.discovery.fencing import number_of, replaced
 from torchweft.experts.schema import FlatSchema, NestedSchema, call_schema, output_schema
 from torchweft.experts.task import REPEATED
 from torchweft.experts.wire import Call, Header, Kind, Received
-from torchweft.experts.wire.service import Description, Receipt, read_description, read_receipt
+from torchweft.experts.wire.service import Description, StepReceipt, read_description, read_receipt
 
 _PAST_INCARNATIONS = 16  # number of past incarnations whose delayed answers are recognised
 
@@ -67,7 +67,7 @@ class ExpertStub:
     def describe(self, timeout: float | None = None) -> Description:
         seconds = self.options.timeout if timeout is None else timeout
         description = read_description(self.caller.call(self.requests.info(self.uid), seconds).header.data)
-        self.progress.update(description.steps, Receipt(description.durable, description.incarnation))
+        self.progress.update(description.steps, StepReceipt(description.durable, description.incarnation))
         return description
 
     def signature(self, deadline: float) -> "Signature":
@@ -248,14 +248,14 @@ class RequestBuilder:
             evaluation=key.evaluation,
             mini_batch=mini_batch,
             reply=self._choose("input_gradients", 1)[0],
-            data=Receipt(None, 0, token).to_bytes(),
+            data=StepReceipt(None, 0, token).to_bytes(),
         )
         compressions = self._choose("output_gradients", len(gradients))
         complete = Call(header, [*inputs, *gradients], [*self._choose("inputs", len(inputs)), *compressions])
         return (Call(header._replace(keep=True), gradients, compressions) if key.kept else complete), complete
 
     def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
-        data = Receipt(None, incarnation, token).to_bytes()
+        data = StepReceipt(None, incarnation, token).to_bytes()
         return Call(self._header(Kind.COMMIT, uid=uid, key=mini_batch, mini_batch=mini_batch, data=data))
 
     def discard(self, uid: str, mini_batch: str) -> Call:
@@ -309,7 +309,7 @@ class ExpertProgress:
 
     def __init__(self, uid: str, resolver: FixedResolver) -> None:
         self.steps: int | None = None
-        self.receipt: Receipt | None = None
+        self.receipt: StepReceipt | None = None
         self.steps_lost = 0
         self._uid, self._resolver = uid, resolver
         self._past: deque[int] = deque(maxlen=_PAST_INCARNATIONS)
@@ -330,7 +330,7 @@ class ExpertProgress:
             )
         self.update(answer.header.step, receipt)
 
-    def update(self, steps: int, receipt: Receipt) -> None:
+    def update(self, steps: int, receipt: StepReceipt) -> None:
         """Note an answer. Warns with `StepsLostWarning` if the expert has lost steps."""
         with self._lock:
             # A delayed answer from before a restart. Its steps may be lost, and would hide that loss.

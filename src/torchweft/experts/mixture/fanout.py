@@ -34,7 +34,7 @@ from torchweft.experts.client.transport import Connections
 from torchweft.experts.discovery import Snapshot
 from torchweft.experts.mixture.routing import Grid, LiveExperts, RowSpan
 from torchweft.experts.wire import Call, Received
-from torchweft.experts.wire.service import Description, Receipt, read_description, read_receipt
+from torchweft.experts.wire.service import Description, StepReceipt, read_description, read_receipt
 
 _DESCRIBED = 8  # experts whose description is requested at once, at different addresses if possible
 _DISCARD_TIMEOUT = 30.0  # seconds after which a discard without an answer is abandoned
@@ -153,7 +153,7 @@ class ExpertPool:
             failed.set_exception(error)
             return failed
 
-    def accept(self, uid: str, answer: Received) -> Receipt:
+    def accept(self, uid: str, answer: Received) -> StepReceipt:
         progress = self.progress.get(uid)
         if progress is None:  # `setdefault`, so that threads which get here together use the same object
             progress = self.progress.setdefault(uid, ExpertProgress(uid, self.resolver(uid)))

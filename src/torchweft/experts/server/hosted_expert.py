@@ -28,7 +28,7 @@ from torchweft.experts.errors import ExpertError
 from torchweft.experts.expert import ExpertBackend
 from torchweft.experts.replication import Replica
 from torchweft.experts.wire import LIMITS, Header, Kind, Limits
-from torchweft.experts.wire.service import Receipt, describe, read_description, read_receipt
+from torchweft.experts.wire.service import StepReceipt, describe, read_description, read_receipt
 
 _LOG = logging.getLogger("torchweft.experts.checkpoints")
 # Keys of saved files. The first one is older than the name `idempotency`; changing it would make files unreadable.
@@ -70,7 +70,7 @@ class HostedExpert:
 
     def receipt(self) -> bytes:
         token = 0 if self.replica is None else self.replica.leadership.token
-        return Receipt(self.durable, self.incarnation, token).to_bytes()
+        return StepReceipt(self.durable, self.incarnation, token).to_bytes()
 
     def admit(self, header: Header) -> None:
         if self.replica is not None:

@@ -111,7 +111,7 @@ def _read_message(name: str, data: bytes) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class StepReceipt:
     """The state of an expert and its server, in the data of every result.
 
     durable      step up to which a crash of the server loses nothing. None: it keeps no checkpoints
@@ -126,15 +126,15 @@ class Receipt:
     @lru_cache(256)  # noqa: B019 - every answer has a receipt, and most are equal to the one before
     def to_bytes(self) -> bytes:
         fields = {"durable": self.durable, "incarnation": self.incarnation, "token": self.token}
-        return _MESSAGES["Receipt"](**fields).SerializeToString()
+        return _MESSAGES["StepReceipt"](**fields).SerializeToString()
 
 
 @lru_cache(256)
-def read_receipt(data: bytes) -> Receipt:
+def read_receipt(data: bytes) -> StepReceipt:
     if not data:
         raise MalformedError("an answer without a receipt", reason="receipt")
-    message = _read_message("Receipt", data)
-    return Receipt(message.durable if message.HasField("durable") else None, message.incarnation, message.token)
+    message = _read_message("StepReceipt", data)
+    return StepReceipt(message.durable if message.HasField("durable") else None, message.incarnation, message.token)
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
@@ -146,7 +146,7 @@ class Description:
     """An expert from the view of its clients. ``args``, ``kwargs`` and ``outputs`` have TensorSpec as leaves."""
 
     # ``trained``: whether a backward steps. ``max_batch_size``: rows of the largest call. ``steps``: of the optimizer.
-    # For ``durable`` and ``incarnation`` see `Receipt`.
+    # For ``durable`` and ``incarnation`` see `StepReceipt`.
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -232,6 +232,6 @@ class CollectiveRecorder(ForwardRecorder):
 
         perform(replace(step, call=run_together), constants, values)
 
-    def settle(self, finding: Finding | None) -> Finding | None:
+    def agree_on(self, finding: Finding | None) -> Finding | None:
         # The first rank that found something counts, so that all ranks act alike.
         return next((other for other in self._calls.exchange_contents(finding) if other is not None), None)

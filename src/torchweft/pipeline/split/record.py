@@ -94,7 +94,7 @@ class ForwardRecorder:
         """Run a step that is being recorded. Over processes, one rank runs it for all."""
         return run(*args, **kwargs)
 
-    def settle(self, finding: _Finding | None) -> _Finding | None:
+    def agree_on(self, finding: _Finding | None) -> _Finding | None:
         """A finding on which the further run depends. Over processes, the first finding of all ranks."""
         return finding
 

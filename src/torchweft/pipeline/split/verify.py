@@ -31,7 +31,7 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
         before = recorder.state_in_words()
         result = recorder.plain(*unflatten(structure, inputs))
         # One change is allowed, because a first run can fill a cache. A counter also changes in the next run.
-        if recorder.settle(recorder.state_in_words() != before or None):
+        if recorder.agree_on(recorder.state_in_words() != before or None):
             before = recorder.state_in_words()
             with torch.no_grad():
                 recorder.plain(*unflatten(structure, copies(leaves)))
@@ -42,8 +42,8 @@ def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwa
     actual = _run(recorder, partial(recorder.replay, program, owned=owned), leaves)
     pairs = ((name, difference(value, actual.get(name))) for name, value in expected.items())
     fault = next((f"{name} differs, {fault}, and no value before it" for name, fault in pairs if fault), None)
-    if fault := recorder.settle(fault):
-        where = recorder.settle(_find_first_difference(recorder, program, leaves, structure, owned))
+    if fault := recorder.agree_on(fault):
+        where = recorder.agree_on(_find_first_difference(recorder, program, leaves, structure, owned))
         raise SplitError(
             f"{type(recorder.model).__name__} and its recorded program compute different values; {where or fault}. The "
             "code between blocks can depend on arguments, tensors, and flags or numbers of the module or its config; "

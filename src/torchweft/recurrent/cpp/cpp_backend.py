@@ -320,7 +320,7 @@ class CppBackend:
     ) -> tuple[SavedChunk, BulkEvaluator]:
         outside = self._torch_values(constants, chunk)
         self._outside.before.run(outside)
-        saved = SavedChunk(pool.take(self._saved.bytes(chunk.steps)), {})
+        saved = SavedChunk(pool.acquire(self._saved.bytes(chunk.steps)), {})
         memory: dict[ArgumentKind, Sequence[Tensor | None]] = {
             "input": chunk.inputs, "state": chunk.states, "output": chunk.outputs,
         }  # fmt: skip
@@ -420,7 +420,7 @@ class CppBackend:
         ]
         # The number of threads changes no bit, see codegen.py, so a short last chunk can use fewer.
         threads = torch.get_num_threads() if routine.work * steps > MIN_PARALLEL_OPERATIONS else 1
-        work = pool.take(self._workspace_bytes(steps), "work")
+        work = pool.acquire(self._workspace_bytes(steps), "work")
         routine.call(steps, threads, addresses, work, self.rows - self.missing)
         pool.give(work, "work")
 

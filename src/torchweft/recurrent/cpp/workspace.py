@@ -35,7 +35,7 @@ class WorkspacePool:
         self._reused = 0
         self._made = 0
 
-    def take(self, size: int, kind: str = "") -> Tensor:
+    def acquire(self, size: int, kind: str = "") -> Tensor:
         """A buffer of at least `size` bytes with arbitrary content. Only buffers of the same kind are reused."""
         size = rounded(size)
         with self._lock:
