@@ -170,7 +170,7 @@ def test_serve_prints_the_address_of_the_page(capsys: pytest.CaptureFixture[str]
     assert main(["serve", "--expert", "f=ffn:hidden=8", "--address", LOCAL, "--panel", LOCAL]) == 0
     looking.join()
     first, second = "".join(said).splitlines()
-    assert "torchweft: serving 1 experts" in first and "torchweft: status page at http://127.0.0.1:" in second
+    assert "torchweft: serving 1 expert" in first and "torchweft: status page at http://127.0.0.1:" in second
     assert "<title>torchweft server</title>" in pages[0]
 
 
