@@ -58,7 +58,12 @@ REPOSITORY = "https://github.com/torchweft-ml/torchweft"
 RAW = "https://raw.githubusercontent.com/torchweft-ml/torchweft/main/"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def long_for_tutorials(page: Path) -> Any:
+    """A page as a parameter. Tutorials train for 10 to 60 seconds each."""
+    return pytest.param(page, marks=pytest.mark.long if page.parent.name == "tutorials" else (), id=page.name)
+
+
+@pytest.mark.parametrize("page", [long_for_tutorials(page) for page in PAGES])
 def test_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
     if "from transformers import" in text and importlib.util.find_spec("transformers") is None:
