@@ -143,7 +143,7 @@ class GuardedPool:
     def __init__(self) -> None:
         self.buffers: list[tuple[Tensor, int]] = []
 
-    def take(self, size: int, kind: str = "") -> Tensor:
+    def acquire(self, size: int, kind: str = "") -> Tensor:
         whole = torch.full((GUARD + size + GUARD,), MARK, dtype=torch.uint8)
         self.buffers.append((whole, size))
         return whole[GUARD : GUARD + size]
