@@ -10,9 +10,12 @@ median over the rounds is reported. A round during which other processes worked 
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+
+import torch
 
 from benchmarks.load import LoadMeter
 
@@ -53,6 +56,17 @@ class Race:
         worst = max(self.foreign, default=0.0)
         text = f"{len(self.foreign)} rounds, {self.rejected} rejected"
         return text + (f"; DISTURBED: other processes used up to {worst:.2f} cores" if worst > FOREIGN else "")
+
+
+@contextmanager
+def intra_op_threads(count: int) -> Generator[None, None, None]:
+    """Let PyTorch divide its operators over `count` threads within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def race(candidates: Mapping[str, Work], *, rounds: int, sample: float = 0.1, helpers: Iterable[int] = ()) -> Race:

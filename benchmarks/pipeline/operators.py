@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from benchmarks.harness import progress, race
-from benchmarks.pipeline.work import PEER, agree, decide, in_one_graph, peer_of, pipe_of, step
+from benchmarks.pipeline.work import PEER, agree, decide, in_one_graph, in_two_threads, peer_of, pipe_of, step
 from benchmarks.table import Row, Table, at_least
 
 STAGES, CHUNKS, LAYERS = 2, 8, 8
 OPERATORS_PER_LAYER = 8
 WANTED = 0.95
 PLAIN = "one thread"
+PLAIN_BY_TWO = "two threads"
 SIZES = [(8, 16), (16, 96), (24, 128), (32, 160), (64, 192), (64, 320), (128, 448), (256, 640)]
 """Rows of a micro-batch, and width."""
 
@@ -24,7 +25,8 @@ def run(quick: bool) -> Table:
     """Speed relative to one thread without torchweft, by mean operator time."""
     rows = [_row(*size, quick=quick) for size in (SIZES[:2] if quick else SIZES)]
     title = f"speed over the same {CHUNKS} micro-batches in one thread without torchweft, {STAGES} stages"
-    return Table(title, rows, ["  one thread = 1; more is faster; only auto is judged"])
+    notes = ["  one thread = 1; more is faster; only auto is judged; two threads: PyTorch divides each operator"]
+    return Table(title, rows, notes)
 
 
 def _row(rows: int, width: int, *, quick: bool) -> Row:
@@ -37,6 +39,7 @@ def _row(rows: int, width: int, *, quick: bool) -> Row:
     if (peer := peer_of(model, STAGES, CHUNKS, "never")) is not None:
         models[PEER] = peer
     candidates = {name: step(each, parameters, x, torch.mean) for name, each in models.items()}
+    candidates[PLAIN_BY_TWO] = in_two_threads(candidates[PLAIN])
     agree(candidates)
     choice = decide(pipes["auto"], candidates["auto"])
     found = race(candidates, rounds=2 if quick else 9, sample=0.02 if quick else 0.2)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft as weft
+from benchmarks.harness import intra_op_threads
 
 try:
     import torchgpipe
@@ -63,6 +64,16 @@ def step_with_target(pipe: weft.Pipe, x: Tensor, target: Tensor) -> Work:
         return value
 
     return work
+
+
+def in_two_threads(work: Work) -> Work:
+    """The same step, whose operators PyTorch divides over two threads: what two cores give without a pipe."""
+
+    def work_in_two_threads() -> Tensor:
+        with intra_op_threads(2):
+            return work()
+
+    return work_in_two_threads
 
 
 def in_one_graph(model: nn.Module, chunks: int) -> Callable[[Tensor], Tensor]:

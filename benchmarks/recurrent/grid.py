@@ -12,10 +12,10 @@ from statistics import median
 import torch
 from torch import nn
 
-from benchmarks.harness import Race, progress
+from benchmarks.harness import Race, intra_op_threads, progress
 from benchmarks.recurrent.cells import GRUCell, LSTMCell, by_torch, by_torchweft, eager, with_weights_of
 from benchmarks.recurrent.racing import LONG, race_for
-from benchmarks.recurrent.work import THREADS, Work, agree, threads, training
+from benchmarks.recurrent.work import THREADS, Work, agree, training
 from benchmarks.table import Row, Table, at_most
 from torchweft.recurrent import Recurrent
 
@@ -71,7 +71,7 @@ def _points(cell: str, batch: int, width: int, steps: tuple[int, ...], seconds: 
     points = [Point(cell, batch, width, each) for each in steps]
     for point, count in product(points, THREADS):
         progress(f"{cell}, batch {batch}, width {width}, {point.steps} steps, {count} thread(s)")
-        with threads(count):
+        with intra_op_threads(count):
             point.races[count] = _race(net, peer, point, seconds)
     return points
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from benchmarks.harness import progress
+from benchmarks.harness import intra_op_threads, progress
 from benchmarks.recurrent.cells import LSTMCell, by_torch, ends_of, with_weights_of
 from benchmarks.recurrent.racing import race_for
-from benchmarks.recurrent.work import THREADS, Forward, Work, distance, threads, training
+from benchmarks.recurrent.work import THREADS, Forward, Work, distance, training
 from benchmarks.table import Row, Table
 from torchweft.recurrent import Recurrent
 
@@ -43,7 +43,7 @@ def run(quick: bool) -> Table:
 
 def _row(steps: int, batch: int, width: int, count: int, seconds: float) -> Row:
     progress(f"{steps} steps, batch {batch}, {count} thread(s)")
-    with threads(count):
+    with intra_op_threads(count):
         single, double = (_Job(steps, batch, width, dtype) for dtype in (torch.float32, torch.float64))
         outputs, gradients = single.outputs_apart(), double.gradients_apart()
         candidates = single.candidates()

@@ -12,12 +12,12 @@ inputs and weights do not. The forecast is the memory plan's prediction of a cal
 import torch
 from torch import nn
 
-from benchmarks.harness import Race, progress
+from benchmarks.harness import Race, intra_op_threads, progress
 from benchmarks.recurrent.apart import in_a_fresh_process
 from benchmarks.recurrent.cells import LSTMCell, by_torch, by_torchweft, with_weights_of
 from benchmarks.recurrent.memory_job import Peak, peak_of
 from benchmarks.recurrent.racing import race_for
-from benchmarks.recurrent.work import THREADS, Work, agree, threads, training
+from benchmarks.recurrent.work import THREADS, Work, agree, training
 from benchmarks.table import Row, Table
 from torchweft.recurrent import Recurrent
 from torchweft.recurrent.plan_backends import Memory
@@ -60,7 +60,7 @@ def _race(size: tuple[int, int, int], ways: tuple[Memory, ...], seconds: float) 
     found: dict[int, Race] = {}
     for count in THREADS:
         progress(f"{', '.join(candidates)}, {count} thread(s)")
-        with threads(count):
+        with intra_op_threads(count):
             found[count] = race_for(candidates, seconds)
     return found
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import progress
+from benchmarks.harness import intra_op_threads, progress
 from benchmarks.recurrent.cells import State, by_torch, by_torchweft, eager, with_weights_of
 from benchmarks.recurrent.racing import race_for
-from benchmarks.recurrent.work import THREADS, Work, agree, threads, training
+from benchmarks.recurrent.work import THREADS, Work, agree, training
 from benchmarks.table import Row, Table, at_most
 from torchweft.recurrent import Recurrent, cells
 
@@ -36,7 +36,7 @@ def run(quick: bool) -> Table:
         agree(candidates)
         for count in THREADS:
             progress(f"{name}, {count} thread(s)")
-            with threads(count):
+            with intra_op_threads(count):
                 rows += _rows(name, count, candidates, steps, seconds)
     title = f"microseconds per step, forward and backward: T {steps}, batch 1, width {WIDTH}"
     return Table(title, rows, ["  a network of PyTorch's is for comparison; the eager loop is 1"])

@@ -7,8 +7,7 @@
 Gradients are asked for and not added to `.grad`: so nobody is timed for additions that are none of its business.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,14 +49,3 @@ def agree(candidates: Mapping[str, Work], tolerance: float = TOLERANCE) -> None:
     far = {name: distance(found[first], each) for name, each in found.items()}
     if any(each > tolerance for each in far.values()):
         raise RuntimeError(f"the candidates do not do the same work; their gradients are apart from {first}'s by {far}")
-
-
-@contextmanager
-def threads(count: int) -> Generator[None, None, None]:
-    """So many intra-op threads, within the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
