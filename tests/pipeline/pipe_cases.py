@@ -1,4 +1,4 @@
-"""Shared by the tests of Pipe: the ways to run it, small models, and comparisons of two models."""
+"""Helpers for the tests of Pipe: its executors and schedules, small models, and comparisons of two models."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ EXECUTORS = ("serial", "threads", "graph")
 
 
 def runs(*executors: str) -> list[Any]:
-    """Every executor with every checkpoint mode. Without --all half of the pairs run, with all executors and modes."""
+    """All pairs of executor and checkpoint mode. Without --all, half of them run, with every executor and mode."""
     quick = {
         "serial": ("always", "never"),
         "threads": ("always", "except_last"),
@@ -38,7 +38,7 @@ every_run = pytest.mark.parametrize(("executor", "checkpoint"), runs(*EXECUTORS,
 every_cut_run = pytest.mark.parametrize(("executor", "checkpoint"), runs(*CUTS, "auto"))
 
 TABLE = "0F0,0F1,,0B0,0F2,0B2,0B1\n1F0,1B0,1F1,1F2,1B2,1B1"
-"""No schedule with a name, but a valid one."""
+"""A valid custom schedule."""
 SPLIT = "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"
 every_schedule = pytest.mark.parametrize(
     "schedule", ("gpipe", "1f1b", TABLE, SPLIT), ids=("gpipe", "1f1b", "table", "split")
@@ -63,7 +63,7 @@ class Late(nn.Module):
 
 
 def chain(*widths: int) -> nn.Sequential:
-    """Linear layers with a tanh between them, float64, the same weights every time."""
+    """Linear layers with a tanh between them, in float64, with fixed weights."""
     torch.manual_seed(7)
     layers: list[nn.Module] = []
     for wide, narrow in itertools.pairwise(widths):
@@ -77,7 +77,7 @@ def rows(count: int, *shape: int, seed: int = 0) -> Tensor:
 
 
 def piped(model: nn.Sequential, **settings: Any) -> tuple[Pipe, nn.Sequential]:
-    """A Pipe around the model, in two CPU stages unless said otherwise, and a plain copy of the model."""
+    """A Pipe of the model, by default with two CPU stages, and a plain copy of the model."""
     plain = copy.deepcopy(model)
     settings = {"chunks": 3, "devices": ["cpu", "cpu"], **settings}
     return Pipe(model, **settings), plain
@@ -95,7 +95,7 @@ def torch_save_copy(model: Any) -> Any:
 
 
 def backward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """The output of one step, after the backward of its sum of squares."""
+    """Run one step with the sum of squares as loss, and return its output."""
     output = model(*args, **kwargs)
     output.square().sum().backward()
     return output
@@ -107,10 +107,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_gradients_equal(model: nn.Module, plain: nn.Module, tolerance: float = 1e-12) -> None:
-    """Both models have the same parameters, with the same gradients, or none at the same places."""
-    seen, wanted = gradients(model), gradients(plain)
-    assert list(seen) == list(wanted)
-    for name, gradient in wanted.items():
+    """Check that both models have the same parameters and gradients. None must match None."""
+    seen, expected = gradients(model), gradients(plain)
+    assert list(seen) == list(expected)
+    for name, gradient in expected.items():
         if gradient is None:
             assert seen[name] is None, f"{name} should have no gradient"
         else:
@@ -120,12 +120,12 @@ def assert_gradients_equal(model: nn.Module, plain: nn.Module, tolerance: float 
 
 
 def assert_alike(pipe: nn.Module, plain: nn.Module, act: Callable[[nn.Module], Any] | None = None) -> None:
-    """The same call of both, by default a step on 7 rows of 4, gives the same values and gradients."""
+    """Check that a call, by default a step on 7 rows of 4, gives the same values and gradients for both models."""
     act = act or (lambda model: backward(model, rows(7, 4)))
     assert_close(act(pipe), act(plain))
     assert_gradients_equal(pipe, plain)
 
 
-def assert_close(seen: Any, wanted: Any, tolerance: float = 1e-12) -> None:
-    """Equal to rounding: operators round otherwise for another number of rows."""
-    torch.testing.assert_close(seen, wanted, rtol=tolerance, atol=tolerance)
+def assert_close(seen: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    """Compare up to rounding, because operators round differently for another number of rows."""
+    torch.testing.assert_close(seen, expected, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Real steps, walks, places and locks. A `Machine` launches the kernels of the stages."""
+"""Pipelines on simulated streams. Steps, walks, stage devices and locks are real. A `Machine` launches the kernels."""
 
 import random
 from collections import deque
@@ -36,7 +36,7 @@ from torchweft.pipeline.step import ALONE, CutStep, PipeStep
 
 
 class ShuffledExecutor(SerialExecutor):
-    """Runs every action in a separate thread. The worker that continues is drawn at random."""
+    """Executor that runs every action in a separate thread. The next worker is drawn at random."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -61,9 +61,9 @@ class ShuffledExecutor(SerialExecutor):
 
 
 class Layers:
-    """The layers of a stage: a weight, and a module with a buffer that they write to.
+    """Layers of a stage: a weight, and a module with a buffer that they update.
 
-    They put a new buffer in its place if that is `replaced`: the memory of the last one is free then.
+    They write into the buffer, or assign a new one if it is `replaced`. This frees the memory of the old one.
     """
 
     replaced = False
@@ -91,7 +91,7 @@ class Layers:
 
 
 class GpuTape(Tape):
-    """Keeps the inputs, or the graph: the results of a forward, and its stream."""
+    """Tape that keeps the inputs, or the graph (the results of the forward, and its stream)."""
 
     def __init__(self, segment: "GpuSegment", context: Any, values: Sequence[OnGpu], keep: Any) -> None:
         self._segment, self._in, self._at = segment, list(values), context
@@ -119,9 +119,9 @@ class GpuTape(Tape):
 
         def parameter_gradients() -> list[OnGpu]:
             with walk.back(*arrived) as capture:
-                found = layers.kernel("weight gradient", *arrived, *saved, sparse=layers.options.sparse)
-                capture(found, layers.weight)
-            return [found]
+                gradient = layers.kernel("weight gradient", *arrived, *saved, sparse=layers.options.sparse)
+                capture(gradient, layers.weight)
+            return [gradient]
 
         return inputs, SimpleNamespace(parameter_gradients=parameter_gradients)
 
@@ -140,7 +140,7 @@ class GpuSegment(Segment):
 
 
 class OneInput:
-    """A mini-batch of one tensor that wants a gradient."""
+    """Mini-batch of one tensor that requires a gradient."""
 
     shared = ()
     present = (0,)
@@ -156,7 +156,7 @@ class OneInput:
 
 
 class OneOutput(WeightedLoss):
-    """A result that is joined from those of the micro-batches."""
+    """Output that is joined from the results of the micro-batches."""
 
     def __init__(self, machine: Machine, device: torch.device, count: int) -> None:
         self.machine, self.device, self.count = machine, device, count
@@ -169,7 +169,7 @@ class OneOutput(WeightedLoss):
 
 
 class OneScale:
-    """The seed of a schedule that does not split, and the factor of its gradients."""
+    """Loss seed of a schedule without an external loss, and the factor that rescales its gradients."""
 
     def __init__(self, machine: Machine, device: torch.device) -> None:
         self.machine, self.device = machine, device
@@ -182,7 +182,7 @@ class OneScale:
 
 
 class GpuSeed(LossSeed):
-    """Gradients from a seed that is a kernel."""
+    """Loss seed that is produced by a kernel."""
 
     def __init__(self, scale: OneScale) -> None:
         self.value: Any = scale.seed()
@@ -191,7 +191,7 @@ class GpuSeed(LossSeed):
 
 
 class GpuStep(PipeStep):
-    """A step without random numbers, of parts that stand for the real ones."""
+    """Step without random numbers, assembled from stand-ins."""
 
     def __init__(self, **parts: Any) -> None:
         for name, part in parts.items():
@@ -202,7 +202,7 @@ class GpuStep(PipeStep):
 
 
 class GpuCutStep(CutStep):
-    """The node of such a step."""
+    """Autograd node of a `GpuStep`."""
 
     def __init__(self, step: GpuStep, stages: Sequence[Layers], scale: OneScale) -> None:
         self.step: Any = step
@@ -214,8 +214,7 @@ class GpuCutStep(CutStep):
 
 
 class Pipeline:
-    """Stages on these devices that share a module where they share a device; each passes its value on, the first also
-    to the last."""
+    """Stages on the given devices. Stages of one device share a module. A skip leads from the first to the last."""
 
     def __init__(
         self,
@@ -255,7 +254,7 @@ class Pipeline:
         )
 
     def forward(self, schedule: Schedule) -> Node:
-        """The node of a step, after its forward."""
+        """Run the forward of a step, and return its node."""
         machine, first, last = self.machine, self.devices[0], self.devices[-1]
         scale: Any = OneScale(machine, last)
         step = GpuStep(
@@ -270,7 +269,7 @@ class Pipeline:
         return Node(machine, GpuCutStep(step, self.stages, scale))
 
     def train(self, schedule: Schedule, steps: int = 2) -> None:
-        """Steps as a user takes them, each while the last one's output is still held."""
+        """Take steps with an optimizer. The output of the previous step is alive during the next one."""
         for _ in range(steps):
             node = self.forward(schedule)
             node.backward(self.machine.kernel("loss", self.devices[-1], node.output))
@@ -280,10 +279,10 @@ class Pipeline:
                 weight.gradient = None
                 count.read(self.machine.current_stream(count.device), "state_dict")
                 del weight, count
-        join_walk(self.plan.places)  # as the next step would, before it uses memory of the places again
+        join_walk(self.plan.places)  # like the next step, before it reuses memory of the devices
 
 
 def with_own_streams(machine: Machine, devices: Sequence[torch.device], stack: Any) -> None:
-    """Let the caller work on streams of its own."""
+    """Make new streams current in this thread."""
     for device in dict.fromkeys(devices):
         stack.enter_context(machine.stream(Stream(device)))  # type: ignore[arg-type]

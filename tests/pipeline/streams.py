@@ -1,8 +1,8 @@
 """CUDA streams without a GPU: happens-before between kernels, by vector clocks.
 
-`Machine` stands in for `torch.cuda`. The clock of a stream says which kernels of every stream have ended before its
-next one starts. A block of memory knows its writes and reads, and the streams on which it was recorded. A race shows in
-any run, and does not depend on the order of the threads:
+`Machine` stands in for `torch.cuda`. The clock of a stream says which kernels of every stream end before its next one
+starts. A block of memory knows its writes and reads, and the streams on which it was recorded. A race is detected in
+every run, whatever the order of the threads:
 
     read too early      the clock of the reading stream lacks the write
     written too early   the clock of the writing stream lacks a read, or the last write
@@ -10,9 +10,9 @@ any run, and does not depend on the order of the threads:
     on another device   a kernel that takes the current device, as Triton's do, runs while another device is current
     on another stream   AccumulateGrad gets a gradient from another stream than its own
 
-The last two are the rules of PyTorch's engine, as its source has them: a node runs on the stream that was current when
-it was made, it waits for the streams of its gradients, and the streams of the caller wait for it at the end. The engine
-itself is C++ and is not run here. `Node` and `Walk` repeat those rules, so a change of the engine goes unnoticed.
+The last two follow from rules in the source of PyTorch's engine: a node runs on the stream that was current at its
+creation, it waits for the streams of its gradients, and at the end the streams of the caller wait for it. The engine is
+C++ and is not run here. `Node` and `Walk` reimplement these rules, so a change of the engine goes unnoticed.
 """
 
 import threading
@@ -27,24 +27,24 @@ import torch
 from torch import Tensor
 
 Clock = dict["Stream", int]
-_turn = threading.RLock()  # one change of a clock at a time
+_turn = threading.RLock()  # serializes changes of the clocks
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
-    """Run it as a worker does: with no current stream but the default ones."""
+    """Run `function` in a new thread, which like a worker has only default streams."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
 class Stream:
-    """A stream. Kernels are numbered in the order in which they are launched on it."""
+    """Stream that numbers its kernels in launch order."""
 
     def __init__(self, device: Any, priority: int = 0) -> None:
         self.device = torch.device(device)
         self.clock: Clock = {self: 0}
 
     def launch(self) -> Clock:
-        """Launch a kernel. Its stamp covers all that has ended before it."""
+        """Launch a kernel, and return its stamp: the stream and the number of the kernel."""
         with _turn:
             self.clock[self] += 1
             return {self: self.clock[self]}
@@ -62,13 +62,13 @@ class Stream:
         self.wait_event(other.record_event())
 
     def covers(self, stamp: Clock) -> bool:
-        """Whether its next kernel starts after all kernels of the stamp."""
+        """Whether the next kernel of this stream starts after all kernels of the stamp."""
         with _turn:
             return all(self.clock.get(stream, 0) >= count for stream, count in stamp.items())
 
 
 class Memory:
-    """A block of a device's memory. It is freed when no tensor has it any more."""
+    """Block of device memory, freed with the last tensor that uses it."""
 
     def __init__(self, machine: "Machine", owner: Stream, strided: bool = False) -> None:
         self.machine, self.owner, self.strided = machine, owner, strided
@@ -94,7 +94,7 @@ class Memory:
 
 
 class OnGpu(Tensor):
-    """A tensor in such memory. It has no numbers. A sparse one has two blocks: values and indices."""
+    """Tensor in blocks of `Memory`, without values. A sparse one has two blocks: values and indices."""
 
     memories: tuple[Memory, ...]
     gradient: "OnGpu | None" = None
@@ -149,7 +149,7 @@ class OnGpu(Tensor):
             memory.read(stream, why)
 
     def to(self, device: torch.device) -> "OnGpu":  # type: ignore[override]
-        """Copy as PyTorch does: on the current stream of the source, between two barriers with that of the target."""
+        """Copy as PyTorch does: on the current stream of the source, between two barriers with the target's."""
         if device == self.device:
             return self
         source, target = self.machine.current_stream(self.device), self.machine.current_stream(device)
@@ -168,14 +168,14 @@ class OnGpu(Tensor):
 
 
 class AccumulateGrad:
-    """The node that ends at a parameter. It runs on the stream that is current when it is made."""
+    """Node that accumulates into a parameter. It runs on the stream that is current at its creation."""
 
     def __init__(self, parameter: "Parameter") -> None:
         self.stream = parameter.machine.current_stream(parameter.device)
 
 
 class Parameter(OnGpu):
-    """A weight. Its node lives as long as a graph leads there."""
+    """Weight whose AccumulateGrad node lives as long as a graph that leads to it."""
 
     _node: "weakref.ref[AccumulateGrad] | None" = None
 
@@ -188,14 +188,14 @@ class Parameter(OnGpu):
 
 
 class View(OnGpu):
-    """A view of a parameter: its node runs on the stream that was current when it was made, and leads to the other."""
+    """View of a parameter. Its node runs on the stream of its creation, and leads to AccumulateGrad."""
 
     stream: Stream
     leads_to: AccumulateGrad
 
 
 class Machine:
-    """Stands in for `torch.cuda`. Without `peers`, devices cannot read each other's memory."""
+    """Stand-in for `torch.cuda`. Without `peers`, devices cannot read each other's memory."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, peers: bool = True) -> None:
         self.peers = peers
@@ -239,14 +239,14 @@ class Machine:
     def kernel(
         self, name: str, device: torch.device, *reads: OnGpu, strided: bool = False, sparse: bool = False
     ) -> OnGpu:
-        """Launch one on the current stream of a device."""
+        """Launch a kernel on the current stream of a device, and return its result."""
         stream = self.current_stream(device)
         for tensor in reads:
             tensor.read(stream, name)
         return OnGpu.of(*(Memory(self, stream, strided) for _ in range(1 + sparse)))
 
     def write(self, name: str, tensor: OnGpu, *reads: OnGpu) -> None:
-        """Launch one that writes into a tensor."""
+        """Launch a kernel that writes into a tensor."""
         stream = self.current_stream(tensor.device)
         for source in reads:
             source.read(stream, name)
@@ -256,11 +256,11 @@ class Machine:
             memory.write(stream, name)
 
     def parameter(self, device: torch.device) -> Parameter:
-        """A weight that the caller makes."""
+        """Create a weight on the current stream."""
         return Parameter.of(Memory(self, self.current_stream(device)), requires_grad=True)
 
     def hand_over(self, gradient: OnGpu, producer: Stream, consumer: Stream, *, accumulates: bool = False) -> None:
-        """The engine, between two nodes."""
+        """Pass a gradient from one node to the next, as the engine does."""
         if consumer is producer:
             return
         if accumulates:
@@ -281,7 +281,7 @@ class Machine:
 
 
 class Walk:
-    """The engine walks the graph of one forward back: in the thread that asks, on the stream of that forward."""
+    """Backward of one forward by the engine, in the calling thread and on the stream of that forward."""
 
     def __init__(self, machine: Machine, device: torch.device) -> None:
         self._machine, self._device = machine, device
@@ -289,8 +289,8 @@ class Walk:
 
     @contextmanager
     def back(self, *seeds: OnGpu) -> Generator[Callable[[OnGpu, Parameter], None]]:
-        """Kernels inside are those of the graph. Call the result for the gradient of every parameter."""
-        machine, here = self._machine, self._machine.current_stream(self._device)
+        """Context for the kernels of the graph. Call its value with the gradient of every parameter."""
+        machine, caller = self._machine, self._machine.current_stream(self._device)
         leaves = {self._forward}
 
         def capture(gradient: OnGpu, parameter: Parameter) -> None:
@@ -299,30 +299,30 @@ class Walk:
             leaves.add(node.stream)
 
         for seed in seeds:
-            machine.hand_over(seed, here, self._forward)
+            machine.hand_over(seed, caller, self._forward)
         with machine.stream(self._forward):
             yield capture
         for stream in leaves:
-            here.wait_stream(stream)
+            caller.wait_stream(stream)
 
 
 class Node:
-    """The node of a step: `apply` and `backward` as autograd does them, the latter in a thread of its own."""
+    """Autograd node of a step. As in autograd, `backward` runs in a separate thread."""
 
     def __init__(self, machine: Machine, step: Any) -> None:
         self._machine, self._step = machine, step
-        self._ways = [self._way(tensor) for tensor in step.node_inputs()]
+        self._paths = [self._path(tensor) for tensor in step.node_inputs()]
         (self.output,), _ = step.forward()
         self._stream = machine.current_stream(self.output.device)
 
-    def _way(self, tensor: OnGpu) -> list[AccumulateGrad | Stream]:
-        """The way of its gradient: to a view and AccumulateGrad, to AccumulateGrad, or to a node of the caller."""
+    def _path(self, tensor: OnGpu) -> list[AccumulateGrad | Stream]:
+        """The path of its gradient: to a view and AccumulateGrad, to AccumulateGrad, or to a node of the caller."""
         if isinstance(tensor, View):
             return [tensor.stream, tensor.leads_to]
         return [tensor.node() if isinstance(tensor, Parameter) else self._machine.current_stream(tensor.device)]
 
     def backward(self, gradient: OnGpu) -> None:
-        """The caller's `loss.backward()`: at the end the caller's streams wait for all accumulation."""
+        """Backward of the caller's loss. At its end, the caller's streams wait for all accumulation."""
         machine = self._machine
         machine.hand_over(gradient, machine.current_stream(gradient.device), self._stream)
         for stream in in_a_thread(lambda: self._run(gradient)):
@@ -331,10 +331,10 @@ class Node:
     def _run(self, seed: OnGpu) -> set[Stream]:
         machine, leaves = self._machine, set[Stream]()
         with machine.stream(self._stream):
-            found = self._step.backward([seed], retain=False)
-            for tensor, way, gradient in zip(self._step.tensors, self._ways, found, strict=True):
+            gradients = self._step.backward([seed], retain=False)
+            for tensor, path, gradient in zip(self._step.tensors, self._paths, gradients, strict=True):
                 before = self._stream
-                for node in way:
+                for node in path:
                     stream = node.stream if isinstance(node, AccumulateGrad) else node
                     machine.hand_over(gradient, before, stream, accumulates=node is not stream)
                     before = stream

@@ -1,4 +1,4 @@
-"""The choice of ``executor="auto"`` obeys the laws of all executors."""
+"""Every layout that ``executor="auto"`` can choose behaves like the other executors."""
 
 import copy
 import warnings
@@ -18,7 +18,7 @@ MODES = [("gpipe", False), ("gpipe", True), ("1f1b", True)]
 
 
 class Doubled(torch.autograd.Function):
-    """Written in Python, so that its backward can fail with its own message."""
+    """Python function whose backward fails on request."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def model() -> nn.Sequential:
 
 
 def settled_pipe(layers: nn.Sequential, schedule: str, inside: bool, candidate: int = 1, **options: Any) -> weft.Pipe:
-    """A pipe that has measured enough, with the caller's thread as winner."""
+    """A pipe with a fixed layout, as after the measurement. The default is "uncut" where that is a candidate."""
     loss = nn.functional.mse_loss if inside else None
     pipe = weft.Pipe(
         layers,
@@ -68,7 +68,7 @@ def loss_of(pipe: nn.Module, inside: bool, x: Tensor, y: Tensor) -> Tensor:
 def test_gradients_are_those_of_the_model_and_hooks_fire_once(schedule: str, inside: bool) -> None:
     layers, x, y = model(), torch.randn(8, 4).double().requires_grad_(), torch.randn(8, 3).double()
     parameters = list(layers.parameters())
-    wanted = torch.autograd.grad(nn.functional.mse_loss(layers(x), y), [x, *parameters])
+    expected = torch.autograd.grad(nn.functional.mse_loss(layers(x), y), [x, *parameters])
     pipe = settled_pipe(layers, schedule, inside)
     fired: list[int] = []
     for i, parameter in enumerate(parameters):
@@ -78,17 +78,17 @@ def test_gradients_are_those_of_the_model_and_hooks_fire_once(schedule: str, ins
         pipe.zero_grad()
         (2 * loss_of(pipe, inside, x, y)).backward()
     assert sorted(fired) == sorted([*range(len(parameters))] * 2)
-    for one, tensor in zip(wanted, [x, *parameters], strict=True):
+    for one, tensor in zip(expected, [x, *parameters], strict=True):
         torch.testing.assert_close(tensor.grad, 2 * one, rtol=0, atol=1e-12)
     again = torch.autograd.grad(loss_of(pipe, inside, x, y), [x, *parameters])
-    assert all(map(torch.allclose, wanted, again))
+    assert all(map(torch.allclose, expected, again))
 
 
 @pytest.mark.parametrize(("schedule", "inside"), MODES)
 def test_backward_twice_needs_a_retained_graph(schedule: str, inside: bool) -> None:
     pipe, x, y = settled_pipe(model(), schedule, inside), torch.randn(8, 4).double(), torch.randn(8, 3).double()
-    for _ in range(2):  # the first step of a kind is not run like the others
-        loss = pipe(x, target=y) if inside else pipe(x).sum()  # a sum keeps nothing that could be freed
+    for _ in range(2):  # the first step of a kind runs differently
+        loss = pipe(x, target=y) if inside else pipe(x).sum()  # a sum saves no tensor that could be freed
         loss.backward(retain_graph=True)
         loss.backward()
         with pytest.raises(BackwardTwiceError, match="retain_graph=True"):
@@ -119,7 +119,7 @@ def test_backward_error_of_a_function_names_its_place() -> None:
     """An error in the backward of a Python function names its stage and micro-batch."""
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Double(), nn.Linear(4, 3))
     pipe, x = settled_pipe(layers, "gpipe", False), torch.randn(8, 4)
-    pipe(x).sum().backward()  # uncut, and never again
+    pipe(x).sum().backward()  # the only uncut step
     pipe._current_runtime().layouts.fixed = None
     for _ in range(18):
         pipe(x).sum().backward()
@@ -188,14 +188,14 @@ def test_fastest_layout_is_kept_until_it_becomes_slow(
     assert steps(17, x) == [] and steps(1, x) == [winner]
     assert set(layouts) == {"serial", "threads", "uncut"}
     assert steps(100, x) == [winner]
-    clock.costs[winner] *= 1.4  # not clearly
+    clock.costs[winner] *= 1.4  # not clearly slower
     assert steps(100, x) == [winner]
     clock.costs[winner] *= 10
-    assert steps(48, x) == [] and winner not in steps(18, x)  # one of eight is timed, and five must be slow
-    assert len(steps(18, torch.randn(4, 3, 4))) == 2, "as many rows, and three times as much to do"
+    assert steps(48, x) == [] and winner not in steps(18, x)  # every eighth step is timed, and five must be slow
+    assert len(steps(18, torch.randn(4, 3, 4))) == 2, "the same number of rows, but three times the work"
 
 
-def test_anomaly_detection_gets_stages_apart() -> None:
+def test_anomaly_detection_runs_stages_as_segments() -> None:
     pipe, x = settled_pipe(model(), "gpipe", False), torch.randn(8, 4).double()
     pipe._current_runtime().layouts.fixed = None
     with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
@@ -206,7 +206,7 @@ def test_anomaly_detection_gets_stages_apart() -> None:
 
 
 class Idle(nn.Linear):
-    """Has weights, and does not use them."""
+    """Linear layer that does not use its weights."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input
@@ -215,7 +215,7 @@ class Idle(nn.Linear):
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("inside", [False, True])
 def test_data_parallel_sees_one_graph_under_auto(inside: bool) -> None:
-    """The graph is one while "auto" measures and after it has chosen."""
+    """This holds while "auto" measures, and after its choice."""
     layers, x, y = model().insert(2, Idle(6, 6)), torch.randn(8, 4).double(), torch.randn(8, 3).double()
     plain = DistributedDataParallel(copy.deepcopy(layers), static_graph=True)
     pipe = weft.Pipe(
@@ -233,15 +233,15 @@ def test_data_parallel_sees_one_graph_under_auto(inside: bool) -> None:
 
 def test_a_silent_step_needs_no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, x = settled_pipe(model(), "gpipe", False), torch.randn(8, 4).double()
-    wanted = [pipe(x) for _ in range(2)][-1]  # the first observes, the second knows
+    expected = [pipe(x) for _ in range(2)][-1]  # the first step observes that nothing is drawn
     monkeypatch.setattr("torchweft.pipeline.stage.Stage.scan", None)
-    assert torch.equal(pipe(x), wanted)
+    assert torch.equal(pipe(x), expected)
 
 
 def test_silent_step_that_draws_runs_again() -> None:
-    """A step that was seen to draw nothing and then draws gives the result of every executor."""
+    """If a pipe that drew nothing so far suddenly draws, its result is that of the other executors."""
     layers, x, y = model(), torch.randn(8, 4).double(), torch.randn(8, 3).double()
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for candidate in (0, 1, 2):
         layers[3].p = 0.0
         pipe = settled_pipe(layers, "gpipe", False, candidate)
@@ -250,8 +250,8 @@ def test_silent_step_that_draws_runs_again() -> None:
         layers[3].p = 0.5
         torch.manual_seed(3)
         steps = [torch.autograd.grad(loss_of(pipe, False, x, y), list(layers.parameters())) for _ in range(2)]
-        found.append([*steps[0], *steps[1], torch.rand(1)])
-    for one, *others in zip(*found, strict=True):
+        results.append([*steps[0], *steps[1], torch.rand(1)])
+    for one, *others in zip(*results, strict=True):
         for other in others:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 

@@ -1,4 +1,4 @@
-"""Choosing by measurement: every candidate gets its turns, the fastest stays, the simplest wins a tie."""
+"""Choice of a layout by measurement: candidates take turns, the fastest is kept, and the simplest wins a tie."""
 
 from time import perf_counter
 
@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from torchweft.pipeline.autotune import LayoutTuner, TimedCall
 
-TURNS = 6  # one to warm up, five that count
+TURNS = 6  # one warm-up, five that are measured
 NAMES = ("serial", "uncut", "threads")
 
 
 def make_tuner(candidates: int = 2) -> LayoutTuner:
-    """Layouts to choose from, the first of `NAMES`."""
+    """Tuner of the first layouts in `NAMES`."""
     return LayoutTuner("auto", 2 if candidates > 2 else 1, one_device=True, uncut=True)
 
 
 def take_steps(choice: LayoutTuner, *seconds: float, kind: str = "step") -> list[str]:
-    """Take steps of these times per candidate until the choice is made. Return the layouts of the steps."""
+    """Take steps with these seconds per candidate until one is chosen. Return the layout of every step."""
     picks: list[str] = []
     while kind not in choice.chosen():
         layout, report = choice.pick(kind)
@@ -37,7 +37,7 @@ def test_all_take_turns_and_the_fastest_stays(seconds: list[float]) -> None:
     best = choice.pick("step")[0]
     assert seconds[NAMES.index(best)] <= min(seconds) / 0.9 + 1e-9
     choice.report("step", "serial", 0.0)
-    assert choice.pick("step")[0] == best, "what is decided stays"
+    assert choice.pick("step")[0] == best, "later times do not change the choice"
     assert choice.pick("step", watched=True)[0] != "uncut" and choice.pick("step", local=True)[0] == "serial"
 
 
@@ -69,10 +69,10 @@ def test_a_choice_that_becomes_slow_is_measured_again() -> None:
     choice = make_tuner()
     take_steps(choice, 1.0, 0.5)
     timed = [choice.pick("step")[1] is not None for _ in range(16)]
-    assert timed == ([False] * 7 + [True]) * 2, "one step of eight"
-    for seconds in (*[0.7] * 20, *[2.0] * 4, 0.6, *[2.0] * 4):  # not clearly, or not for long
+    assert timed == ([False] * 7 + [True]) * 2, "one step of eight is timed"
+    for seconds in (*[0.7] * 20, *[2.0] * 4, 0.6, *[2.0] * 4):  # not clearly slower, or not for long
         choice.report("step", "uncut", seconds)
-    choice.report("step", "serial", 9.0)  # another one's
+    choice.report("step", "serial", 9.0)  # of another layout
     assert choice.chosen() == {"step": "uncut"}
     choice.report("step", "uncut", 2.0)
     assert choice.chosen() == {} and choice.pick("step")[1] is not None
@@ -95,17 +95,17 @@ def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
 
 
 class Call:
-    """A function without stages."""
+    """Function without stages that records its calls."""
 
     def __init__(self) -> None:
-        self.did: list[str] = []
+        self.calls: list[str] = []
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
-        self.did.append("forward")
+        self.calls.append("forward")
         return [torch.zeros(1)], [True]
 
     def backward(self, gradients: object, *, retain: bool) -> list[torch.Tensor | None]:
-        self.did.append(f"backward {retain}")
+        self.calls.append(f"backward {retain}")
         return [None]
 
 
@@ -120,7 +120,7 @@ def test_a_timed_call_does_the_same_and_reports_once_it_is_over(with_backward: b
         assert timed.forward()[1] == [True]
         if with_backward:
             assert timed.backward([None], retain=False) == [None]
-        assert function.did == ["forward", "backward False"][: 1 + with_backward]
+        assert function.calls == ["forward", "backward False"][: 1 + with_backward]
     assert "step" in choice.chosen()
 
 

@@ -1,4 +1,4 @@
-"""The batch can be on any axis. Gradients are those of the undivided model, and modules that disagree are refused."""
+"""Batches on any axis: gradients are those of the undivided model, and modules with another axis are refused."""
 
 import copy
 import re
@@ -27,7 +27,7 @@ from torchweft.recurrent import LSTM, Bidirectional, Caffe2LSTM, Recurrent, Stac
 
 
 class OverTime(nn.Module):
-    """A layer that mixes along axis 0: cut there, it would compute something else."""
+    """Layer that mixes along axis 0, so that a cut along axis 0 would change its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class OverTime(nn.Module):
 
 
 class First(nn.Module):
-    """A recurrent network without its states."""
+    """Recurrent network that returns its output without the states."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ def test_a_mini_batch_is_cut_and_joined_along_axis_1(executor: str, checkpoint: 
     )
     for count in (7, 3, 8):
         x, y = rows(5, count, 4, seed=count), rows(5, count, 4, seed=-count)
-        seen, wanted = pipe(x, target=y), loss(plain(x), y)
-        assert_close(seen, wanted)
+        seen, expected = pipe(x, target=y), loss(plain(x), y)
+        assert_close(seen, expected)
         seen.backward()
-        wanted.backward()
+        expected.backward()
         assert_alike(pipe, plain, lambda model, x=x: backward(model, x))
 
 
@@ -85,7 +85,7 @@ def test_networks_with_time_first_are_exact_on_axis_1(net: nn.Module) -> None:
 
 
 class Attend(nn.Module):
-    """Takes its arguments with the rows on different axes, and returns a nested output with them on others."""
+    """Takes arguments with different batch axes, and returns a nested output with other batch axes."""
 
     def forward(self, x: Tensor, parts: dict[str, Any], *, bias: Tensor, table: Any) -> Any:
         y = x * parts["scale"].unsqueeze(0) + bias.transpose(1, 2) + table.sum()
@@ -103,13 +103,13 @@ def test_every_argument_and_output_may_have_its_own_axis(executor: str) -> None:
         output_batch_dim={"time": 1, "rows": [0, 0]},
         executor=executor,
     )
-    found = []
+    results = []
     for model, table in ((pipe, NoChunk(rows(7, 2))), (Attend(), rows(7, 2))):
         x, scale, bias = (rows(*shape).requires_grad_() for shape in ((5, 7, 1), (7, 1), (1, 1, 7)))
         output = model(x, {"scale": scale, "whole": 3}, bias=bias, table=table)
         (output["time"].square().sum() + output["rows"][0].sum()).backward()
-        found.append((output["time"], output["rows"], x.grad, scale.grad, bias.grad))
-    assert_close(*found)
+        results.append((output["time"], output["rows"], x.grad, scale.grad, bias.grad))
+    assert_close(*results)
 
 
 def test_the_target_may_have_an_axis_of_its_own() -> None:
@@ -183,7 +183,7 @@ def test_time_first_module_is_refused_by_name(kind: str) -> None:
             make(nn.Sequential(nn.Tanh(), First(TIME_FIRST[kind]())), chunks=2)
     if kind != "Caffe2LSTM":
         Pipe(nn.Sequential(nn.Tanh(), First(TIME_FIRST[kind](batch_first=True))), chunks=2)
-    Pipe(nn.Sequential(First(TIME_FIRST[kind]())), chunks=2, batch_dim=0)  # the layer may swap axes around it
+    Pipe(nn.Sequential(First(TIME_FIRST[kind]())), chunks=2, batch_dim=0)  # the layer can swap axes before and after
     GPipe(nn.Sequential(First(TIME_FIRST[kind]())), [1], devices="cpu", chunks=2, batch_dim=0)
 
 
@@ -191,9 +191,9 @@ def test_time_first_module_is_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize("first", [False, True])
 def test_first_and_last_module_must_agree_with_batch_dim(kind: str, first: bool) -> None:
     right = 0 if first and kind != "Caffe2LSTM" else 1
-    for beside in ([], [nn.Linear(4, 4), nn.ReLU()]):
+    for others in ([], [nn.Linear(4, 4), nn.ReLU()]):
         for swaps in (None, First(nn.Identity())):
-            inner = nn.Sequential(*copy.deepcopy(beside), TIME_FIRST[kind](batch_first=first))
+            inner = nn.Sequential(*copy.deepcopy(others), TIME_FIRST[kind](batch_first=first))
             for layers, at in (((inner, swaps), "0"), ((swaps, *inner), r"\d")):
                 model = nn.Sequential(*(layer for layer in layers if layer is not None))
                 with pytest.raises(UsageError, match=rf"  - {at}.*has its batch on axis {right}, but it"):
@@ -222,9 +222,9 @@ def test_states_of_the_last_layer_need_their_batch_dim(net: nn.Module, axes: Any
         with pytest.raises(UsageError, match=words):
             Pipe(nn.Sequential(net), chunks=2, batch_dim=batch_dim or None)
     pipe, plain = piped(nn.Sequential(net).double(), chunks=2, batch_dim=batch_dim, output_batch_dim=axes)
-    seen, wanted = (tree.flatten(model(rows(8, 8, 4)))[0] for model in (pipe, plain))
-    assert len(seen) == len(wanted)
-    assert_close(seen, wanted)
+    seen, expected = (tree.flatten(model(rows(8, 8, 4)))[0] for model in (pipe, plain))
+    assert len(seen) == len(expected)
+    assert_close(seen, expected)
 
 
 def test_images_have_their_rows_on_axis_0() -> None:

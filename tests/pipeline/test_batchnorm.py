@@ -58,8 +58,8 @@ def test_statistics_equal_those_of_the_undivided_batch(
         outputs = step(cut, batch, chunks)
         # Each micro-batch is normalised with its own statistics.
         alone = [by_piece(piece) for piece in split(batch, chunks)]
-        for output, wanted in zip(outputs, alone, strict=True):
-            assert torch.allclose(output, wanted, rtol=1e-12, atol=1e-12)
+        for output, reference in zip(outputs, alone, strict=True):
+            assert torch.allclose(output, reference, rtol=1e-12, atol=1e-12)
         if affine:
             for output in (outputs, alone):
                 torch.cat(output).square().sum().backward()
@@ -71,14 +71,14 @@ def test_statistics_equal_those_of_the_undivided_batch(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_running_statistics_are_gathered_in_float32(dtype: torch.dtype) -> None:
-    # The undivided batch in float32 is the judge; only the result may be rounded to the narrow type.
+    # The reference is the undivided batch in float32. Only the result is rounded to the narrow type.
     torch.manual_seed(0)
     cut = deferred(nn.BatchNorm1d(64, momentum=1.0, dtype=dtype))
     batch = (torch.randn(12, 64) + 3).to(dtype)
-    judge = nn.BatchNorm1d(64, momentum=1.0)
-    judge(batch.float())
+    reference_norm = nn.BatchNorm1d(64, momentum=1.0)
+    reference_norm(batch.float())
     step(cut, batch, 3)
-    assert states_are_close(judge, cut, tolerance=0.51 * torch.finfo(dtype).eps)
+    assert states_are_close(reference_norm, cut, tolerance=0.51 * torch.finfo(dtype).eps)
 
 
 def test_recomputation_gathers_nothing_and_gives_the_same_output() -> None:
@@ -110,7 +110,7 @@ def test_plain_norm_in_evaluation_and_outside_a_mini_batch() -> None:
         assert torch.equal(plain(batch), cut(batch))
         assert states_are_close(plain, cut, tolerance=0)
     assert torch.equal(torch.cat(step(cut, batch, 2)), plain(batch))
-    assert states_are_close(plain, cut, tolerance=0), "evaluation keeps its statistics within a mini-batch too"
+    assert states_are_close(plain, cut, tolerance=0), "evaluation must not change the statistics"
 
 
 def test_abandoned_or_never_reached_mini_batches_leave_no_trace() -> None:
@@ -124,7 +124,7 @@ def test_abandoned_or_never_reached_mini_batches_leave_no_trace() -> None:
     cut.commit()
     cut.begin()
     cut(torch.randn(4, 3))
-    cut.begin()  # starts anew
+    cut.begin()  # restarts
     cut.commit()
     assert states_are_close(plain, cut, tolerance=0)
     plain(batch := torch.randn(4, 3))
@@ -133,12 +133,12 @@ def test_abandoned_or_never_reached_mini_batches_leave_no_trace() -> None:
 
 
 def test_one_value_per_channel_raises_the_error_of_the_plain_one() -> None:
-    with pytest.raises(ValueError) as wanted:
+    with pytest.raises(ValueError) as reference:
         nn.BatchNorm1d(3)(torch.ones(1, 3))
     cut = deferred(nn.BatchNorm1d(3))
     with pytest.raises(ValueError) as seen:
         step(cut, torch.ones(3, 3), 3)
-    assert str(seen.value) == str(wanted.value)
+    assert str(seen.value) == str(reference.value)
 
 
 def test_wrong_number_of_axes_raises_the_plain_error() -> None:
@@ -186,12 +186,12 @@ def test_conversion_keeps_everything_and_shares_what_was_shared() -> None:
     new(torch.randn(2, 3, 2, 2))
     assert calls
     ids = [id(module) for module in model.modules()]
-    convert_deferred_batch_norm(model)  # once more changes nothing
+    convert_deferred_batch_norm(model)  # a second conversion changes nothing
     assert ids == [id(module) for module in model.modules()]
 
 
 def test_modules_without_tracked_statistics_stay_unchanged() -> None:
-    class Own(nn.BatchNorm1d):
+    class Custom(nn.BatchNorm1d):
         pass
 
     layers = [
@@ -200,7 +200,7 @@ def test_modules_without_tracked_statistics_stay_unchanged() -> None:
         nn.LazyBatchNorm2d(),
         nn.InstanceNorm1d(2, track_running_stats=True),
         nn.Linear(2, 2),
-        Own(2),
+        Custom(2),
     ]
     model = nn.Sequential(*layers)
     convert_deferred_batch_norm(model)

@@ -1,4 +1,4 @@
-"""Layers that talk to other processes do so in the order of the schedule, never in that of threads."""
+"""Collectives inside layers run in the order of the schedule, never in an order that depends on threads."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from torchweft.core.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def two_processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The first of two processes, with messages that are not received, or the only process."""
+    """Fake process group: rank 0 of two processes, whose messages are not received, or the only process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=getattr(request, "param", 2))
     yield
     dist.destroy_process_group()
@@ -32,21 +32,21 @@ def tensor_parallel() -> nn.Sequential:
 
 
 def synchronized_norms(*groups: Any) -> nn.Sequential:
-    """A norm over all processes of the group in the first stage, another in the second."""
+    """One SyncBatchNorm per stage, each over its process group."""
     layers = [[*chain(4, 4), nn.SyncBatchNorm(4, process_group=group).double()] for group in groups]
     return nn.Sequential(*(layer for block in layers for layer in block))
 
 
 def possible_layouts(pipe: Pipe) -> set[str]:
-    """The layouts that its first steps can have."""
+    """Layouts that the first steps can have."""
     pick = pipe._current_runtime().layouts.pick
     return {pick(kind, watched=watched)[0] for kind in range(3) for watched in (False, True)}
 
 
 @pytest.mark.parametrize("make", [tensor_parallel, lambda: synchronized_norms(None, None)])
-def test_workers_for_stages_that_talk_are_refused_by_name(make: Callable[[], nn.Sequential]) -> None:
+def test_threads_are_refused_for_stages_with_collectives(make: Callable[[], nn.Sequential]) -> None:
     pipe = Pipe(make(), chunks=3, devices=["cpu"] * 2, executor="threads")
-    for _ in range(2):  # not only the first time
+    for _ in range(2):  # also in later steps
         with pytest.raises(
             UsageError, match=r"executor='serial'(.|\n)*\n  - layer '[01]' of stage 0 (.|\n)*of stage 1"
         ):
@@ -54,7 +54,7 @@ def test_workers_for_stages_that_talk_are_refused_by_name(make: Callable[[], nn.
 
 
 @pytest.mark.parametrize("make", [tensor_parallel, lambda: synchronized_norms(None, None)])
-def test_auto_leaves_the_order_to_the_schedule(make: Callable[[], nn.Sequential]) -> None:
+def test_auto_runs_collectives_in_schedule_order(make: Callable[[], nn.Sequential]) -> None:
     pipe = Pipe(make(), chunks=3, devices=["cpu"] * 2, checkpoint="never")
     assert possible_layouts(pipe) == {"serial"}
     pipe.executor = "graph"
@@ -63,8 +63,8 @@ def test_auto_leaves_the_order_to_the_schedule(make: Callable[[], nn.Sequential]
 
 @pytest.mark.long
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_every_message_is_waited_for(checkpoint: str) -> None:
-    """PyTorch keeps messages without a wait, with their tensors, and warns at the end of the process."""
+def test_every_collective_is_waited_for(checkpoint: str) -> None:
+    """PyTorch keeps the tensors of a collective without a wait, and warns at the end of the process."""
     script = f"""
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -79,14 +79,14 @@ dist.destroy_process_group()
     assert seen.returncode == 0 and "unwaited" not in seen.stderr, seen.stderr
 
 
-def test_stages_whose_messages_cannot_meet_keep_their_workers() -> None:
+def test_collectives_that_cannot_interleave_keep_threads() -> None:
     one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     alone = nn.Sequential(nn.Sequential(*tensor_parallel()), *chain(4, 4))
     for model in (alone, synchronized_norms(one, other).eval(), synchronized_norms(None, None).eval()):
         pipe = Pipe(model, chunks=2, devices=["cpu"] * 2, executor="threads")
         pipe(rows(6, 4))
     pipe = Pipe(synchronized_norms(one, other), chunks=2, devices=["cpu"] * 2, executor="threads")
-    with pytest.raises(ValueError, match="GPU"):  # PyTorch's own word: it was run
+    with pytest.raises(ValueError, match="GPU"):  # raised by PyTorch, so the layer was run
         pipe(rows(6, 4))
     pipe = Pipe(synchronized_norms(one, one), chunks=2, devices=["cpu"] * 2, executor="threads").eval()
     pipe(rows(6, 4))
@@ -95,6 +95,6 @@ def test_stages_whose_messages_cannot_meet_keep_their_workers() -> None:
 
 
 @pytest.mark.parametrize("two_processes", [1], indirect=True)
-def test_a_process_alone_keeps_its_workers() -> None:
+def test_a_single_process_keeps_threads() -> None:
     for make in (tensor_parallel, lambda: synchronized_norms(None, None).eval()):
         assert "threads" in possible_layouts(Pipe(make(), chunks=3, devices=["cpu"] * 2))

@@ -1,4 +1,4 @@
-"""The arguments of a Pipe. One error lists all faults of a check, and defaults are derived."""
+"""Arguments of a Pipe: one error lists all faults of a check, and defaults are derived."""
 
 import itertools
 from functools import partial
@@ -36,7 +36,6 @@ def linears(*widths: int) -> nn.Sequential:
 
 
 def fault_lines(caught: pytest.ExceptionInfo[Exception]) -> list[str]:
-    """The faults that a message lists."""
     return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]
 
 
@@ -83,7 +82,7 @@ def test_only_a_plain_sequential_with_layers_can_be_cut(module: nn.Module, word:
 
 
 def test_extra_state_of_a_sequential_is_refused() -> None:
-    """Parameters and hooks of the Sequential itself would be lost."""
+    """The pipe would lose parameters and hooks of the Sequential itself."""
     model = linears(2, 2)
     model.register_parameter("absent", None)
     assert len(layers_of(model)) == 1
@@ -120,15 +119,15 @@ def test_extra_state_of_a_sequential_is_refused() -> None:
 def test_mode_selects_the_recomputed_micro_batches(mode: str, stages: int, micro_batches: int) -> None:
     for stage, rule in enumerate(checkpoint_rules(mode, stages)):
         seen = [rule(stage, index, micro_batches) for index in range(micro_batches)]
-        wanted = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[mode]
-        assert seen == [True] * wanted + [False] * (micro_batches - wanted)
+        recomputed = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[mode]
+        assert seen == [True] * recomputed + [False] * (micro_batches - recomputed)
 
 
 @given(st.lists(MODES, min_size=1, max_size=4))
 def test_a_list_gives_every_stage_its_own_mode(modes: list[str]) -> None:
     rules = checkpoint_rules(modes, len(modes))
-    wanted = {"always": (True, True), "except_last": (True, False), "never": (False, False)}
-    assert [(rule(0, 0, 2), rule(0, 1, 2)) for rule in rules] == [wanted[mode] for mode in modes]
+    expected = {"always": (True, True), "except_last": (True, False), "never": (False, False)}
+    assert [(rule(0, 0, 2), rule(0, 1, 2)) for rule in rules] == [expected[mode] for mode in modes]
     assert never_recomputes(modes) == (set(modes) == {"never"})
 
 
@@ -158,7 +157,7 @@ def test_all_invalid_modes_are_listed() -> None:
 
 
 def faults(*settings: Any) -> list[str]:
-    """The faults of chunks, executor, loss, reduction, schedule and the other settings, without the expected values."""
+    """The faults that `check_settings` lists, without the expected values."""
     check = Validator("")
     check_settings(check, 0, *settings)
     return [fault.split(";")[0].split(", wanted")[0] for fault in check.faults]
@@ -200,9 +199,9 @@ def test_a_weight_is_for_means_only() -> None:
     assert reduction_of(nn.MSELoss(), None, len) == "mean"
     with pytest.raises(UsageError, match=r"loss_weight is 3; give a function target -> number, the denominator"):
         reduction_of(nn.MSELoss(), None, 3)
-    for loss, said in ((nn.MSELoss(), "sum"), (nn.MSELoss(reduction="sum"), None)):
+    for loss, reduction in ((nn.MSELoss(), "sum"), (nn.MSELoss(reduction="sum"), None)):
         with pytest.raises(UsageError, match=r"leave it out for losses that are added up"):
-            reduction_of(loss, said, len)
+            reduction_of(loss, reduction, len)
     with pytest.raises(UsageError, match=r"loss_weight is .* there is no loss"):
         reduction_of(None, None, len)
 
@@ -337,7 +336,7 @@ def test_default_balance_spreads_parameters_evenly() -> None:
 
 
 class Loops(nn.Module):
-    """Takes long, and has no parameters."""
+    """Slow layer without parameters."""
 
     def forward(self, x):
         for _ in range(3000):

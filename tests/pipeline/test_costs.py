@@ -48,7 +48,7 @@ def model() -> nn.Sequential:
 
 
 def recorder_of(times: Sequence[tuple[str, int, float]]) -> Recorder:
-    """A recorder of these (kind, stage, seconds), in sequence."""
+    """A recorder with consecutive events of these (kind, stage, seconds)."""
     recorder = Recorder()
     now = 0.0
     for kind, stage, seconds in times:
@@ -95,7 +95,7 @@ CHECKPOINTS = [
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_forecast_of_live_bytes_equals_the_recorder(schedule: str, checkpoint: Any, rows: int, error: float) -> None:
-    # One worker holds all stages, so that only the table decides which values are alive.
+    # One worker runs all stages, so that only the table decides which values are alive.
     in_turn = weft.Schedule((tuple(action for _, action in build(schedule, 4, 4).order),))
     pipe = weft.Pipe(
         model(),
@@ -118,12 +118,12 @@ def test_forecast_of_live_bytes_equals_the_recorder(schedule: str, checkpoint: A
     memory.ignore(known)
     for observer in (timed, sizes, memory):
         step(observer)
-    foretold = costs_from([timed], sizes).forecast(pipe.schedule_for(rows))
-    assert foretold.peak_bytes == pytest.approx(memory.peak_bytes, rel=error)
+    predicted = costs_from([timed], sizes).forecast(pipe.schedule_for(rows))
+    assert predicted.peak_bytes == pytest.approx(memory.peak_bytes, rel=error)
 
 
 class Rewrites(nn.Module):
-    """Writes over a tensor that its own backward reads."""
+    """Overwrites a tensor that its backward needs."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.sigmoid()
@@ -143,7 +143,7 @@ def test_overwritten_saved_tensor_is_an_error_when_observed(observer: Observer) 
 
 
 class Fails(nn.Module):
-    """Raises on request."""
+    """Identity that raises on request."""
 
     now = False
 
@@ -171,7 +171,7 @@ def test_steps_that_failed_or_were_dropped_count_no_longer(executor: str, fails:
             output = pipe(batch)
             live.append(recorder.bytes[-1][1])
             later = pipe(batch)
-            del output  # its step began before the one that goes on
+            del output  # its step began before that of `later`
             assert pipe(batch).sum().backward() is None and recorder.bytes[-1][1] == live[0]
             later.sum().backward()
         assert recorder.bytes[-1][1] == 0

@@ -1,4 +1,4 @@
-"""Places: received tensors are on the device of the stage, and ready and safe on CUDA under any order of streams."""
+"""Stage devices: received tensors are on the right device, and on CUDA complete and safe in any order of streams."""
 
 import warnings
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 @pytest.mark.parametrize("event", [None, object()])
 def test_only_values_of_another_device_are_moved(event: Any) -> None:
-    """A CPU tensor does not wait for `event`, which stands for that of a GPU tensor in the same message."""
+    """A CPU tensor does not wait for `event`, a stand-in for the event of a GPU tensor in the same message."""
     x, constant = torch.ones(2, requires_grad=True), torch.ones(2)
     arrived = StageDevice(CPU).receive(Message({"x": x, "n": 3, "none": None}, event))
     assert arrived["x"] is x and arrived["n"] == 3 and arrived["none"] is None
@@ -30,7 +30,7 @@ def test_only_values_of_another_device_are_moved(event: Any) -> None:
 
 
 def test_a_moved_leaf_lets_no_gradient_accumulate() -> None:
-    """A layer that keeps its input, which a loss then reads, would lose the gradient of the stages before."""
+    """Otherwise, a loss on an input that a layer stored would lose the gradient of the earlier stages."""
     kept = StageDevice(META).receive(Message(detached_leaf(torch.ones(2), True)))
     with pytest.raises(UsageError, match="made inside a stage is used outside"):
         (kept * 2).sum().backward()
@@ -38,9 +38,9 @@ def test_a_moved_leaf_lets_no_gradient_accumulate() -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_graph_moves_values_between_devices(monkeypatch: pytest.MonkeyPatch, checkpoint: Any) -> None:
-    """The values, and the target for the loss on the last device. (No gradient can come back from the meta device.)"""
+    """The target moves to the last device, for the loss. No gradient can return from the meta device."""
     on = torch.is_autocast_enabled
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind != "meta" and on(kind))  # which refuses meta
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind != "meta" and on(kind))  # it rejects "meta"
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
     pipe = Pipe(model, chunks=2, devices=["cpu", "meta"], executor="graph", loss=nn.MSELoss(), checkpoint=checkpoint)
     loss = pipe(torch.ones(4, 2), target=torch.ones(4, 1))
@@ -56,7 +56,7 @@ def test_on_the_cpu_nothing_waits() -> None:
     leave_walk([place, None], [x, None])
 
 
-def test_the_comparison_below_holds_on_the_cpu_too() -> None:
+def test_gradients_on_cpu_are_those_of_the_undivided_model() -> None:
     assert_gradients_are_plain(["cpu", "cpu"], checkpoint="always")
     assert_gradients_are_plain(["cpu", "cpu"], schedule="1f1b", loss=mean_square)
 
@@ -71,25 +71,25 @@ LARGE = 1 << 20
 
 
 def layers() -> nn.Sequential:
-    """Two stages that are worth a stream."""
+    """A model for two stages that are large enough to overlap."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1)).double()
 
 
 def assert_gradients_are_plain(devices: list[str], **options: Any) -> None:
-    """Some steps of a pipe on these devices against the undivided model on the CPU."""
+    """Compare steps of a pipe on these devices with the undivided model on the CPU."""
     plain, model = layers(), layers()
     pipe = Pipe(model, chunks=4, devices=devices, balance=[2, 3], **options)
     for step in range(4):
         x = torch.randn(9, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        there, here = x.to(devices[0], copy=True).requires_grad_(), x.clone().requires_grad_()
-        loss = pipe(there, target=x) if "loss" in options else pipe(there).square().mean()
-        wanted = plain(here).square().mean()
+        x_pipe, x_plain = x.to(devices[0], copy=True).requires_grad_(), x.clone().requires_grad_()
+        loss = pipe(x_pipe, target=x) if "loss" in options else pipe(x_pipe).square().mean()
+        expected = plain(x_plain).square().mean()
         loss.backward()
-        wanted.backward()
-        torch.testing.assert_close(loss.cpu(), wanted, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(there.grad.cpu(), here.grad, rtol=1e-9, atol=1e-9)
-        with torch.no_grad():  # the next step must see the weights that are written here, on the caller's stream
+        expected.backward()
+        torch.testing.assert_close(loss.cpu(), expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(x_pipe.grad.cpu(), x_plain.grad, rtol=1e-9, atol=1e-9)
+        with torch.no_grad():  # the next step must see these weights, which are written on the caller's stream
             for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad.cpu(), its.grad, rtol=1e-9, atol=1e-9)
                 mine -= 0.1 * mine.grad
@@ -99,7 +99,7 @@ def assert_gradients_are_plain(devices: list[str], **options: Any) -> None:
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """A loss that needs no target."""
+    """Loss that ignores the target."""
     return output.square().mean()
 
 
@@ -123,7 +123,7 @@ def test_1f1b_on_cuda_has_the_gradients_of_the_undivided_model(devices: list[str
 def test_stages_on_one_gpu_run_in_streams_of_their_own() -> None:
     streams: list[tuple[int, torch.cuda.Stream]] = []
 
-    class Looking(nn.Module):
+    class Probe(nn.Module):
         def __init__(self, stage: int) -> None:
             super().__init__()
             self.stage = stage
@@ -132,7 +132,7 @@ def test_stages_on_one_gpu_run_in_streams_of_their_own() -> None:
             streams.append((self.stage, torch.cuda.current_stream(x.device)))
             return x * 2
 
-    pipe = Pipe(nn.Sequential(Looking(0), Looking(1)), chunks=2, devices=[CUDA] * 2, balance=[1, 1], executor="threads")
+    pipe = Pipe(nn.Sequential(Probe(0), Probe(1)), chunks=2, devices=[CUDA] * 2, balance=[1, 1], executor="threads")
     pipe(torch.ones(2, 4, device=CUDA))
     of_stage = [{stream.cuda_stream for stage, stream in streams if stage == number} for number in range(2)]
     assert [len(values) for values in of_stage] == [1, 1]
@@ -145,7 +145,7 @@ def test_a_value_that_arrives_is_ready() -> None:
     x = torch.zeros(LARGE, device=CUDA)
     torch.cuda.synchronize()
     with place.stream_context():
-        torch.cuda._sleep(50_000_000)  # some tens of milliseconds of the device's clock
+        torch.cuda._sleep(50_000_000)  # tens of milliseconds on the device
         x += 1
         sent = place.send(x)
     with other.stream_context():
@@ -164,14 +164,14 @@ def test_the_caller_and_the_places_wait_for_each_other() -> None:
     with place.stream_context():
         y = x * 2
         torch.cuda._sleep(50_000_000)
-        y += 1  # late, on the place's
+        y += 1  # late, on the stream of the stage device
     leave_walk([place], [y])
     assert (y * 1).min().item() == (y * 1).max().item() == 3
 
 
 @pytest.mark.cuda
 def test_memory_is_not_given_away_while_another_stream_reads_it() -> None:
-    # The sender drops its tensor at once and asks for memory of that very size; the reader is late.
+    # The sender drops its tensor at once and allocates memory of the same size, while the reader is delayed.
     place, other = CudaStageDevice(torch.device(CUDA)), CudaStageDevice(torch.device(CUDA))
     results: list[Tensor] = []
     torch.cuda.synchronize()
@@ -203,7 +203,7 @@ class Noise(nn.Module):
 @pytest.mark.cuda
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_gradients_are_exact_while_memory_is_reused(checkpoint: Any) -> None:
-    """The allocator hands out every freed block again."""
+    """The layers between make the allocator reuse every freed block."""
     plain, model = layers().to(CUDA), layers()
     noisy = nn.Sequential(*[module for layer in model for module in (Noise(), layer)], Noise())
     pipe = Pipe(noisy, chunks=8, devices=[CUDA] * 2, balance=[5, 6], checkpoint=checkpoint, executor="threads")
@@ -230,7 +230,7 @@ def test_dropout_on_cuda_is_bit_equal_under_all_executors() -> None:
     """Recomputation draws the same values too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5)).to(CUDA)
-    x, found = torch.ones(8, 64, device=CUDA), []
+    x, gradients = torch.ones(8, 64, device=CUDA), []
     for executor in ("serial", "threads"):
         for checkpoint in ("never", "always"):
             pipe = Pipe(model, chunks=4, devices=[CUDA] * 2, balance=[2, 2], executor=executor, checkpoint=checkpoint)
@@ -238,15 +238,15 @@ def test_dropout_on_cuda_is_bit_equal_under_all_executors() -> None:
                 torch.manual_seed(seed)
                 model.zero_grad()
                 pipe(x).square().sum().backward()
-                found.append((seed, [p.grad.clone() for p in model.parameters()]))
-    wanted = dict(found[:5])
-    assert all(torch.equal(a, b) for seed, grads in found for a, b in zip(grads, wanted[seed], strict=True))
+                gradients.append((seed, [p.grad.clone() for p in model.parameters()]))
+    expected = dict(gradients[:5])
+    assert all(torch.equal(a, b) for seed, grads in gradients for a, b in zip(grads, expected[seed], strict=True))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_sparse_gradients_cross_streams(executor: Any) -> None:
-    """Their memory is recorded on other streams, for which PyTorch has no function."""
+    """Their memory must be recorded on other streams, which `Tensor.record_stream` cannot do."""
 
     def embedding() -> nn.Sequential:
         torch.manual_seed(0)
@@ -264,7 +264,7 @@ def test_sparse_gradients_cross_streams(executor: Any) -> None:
 
 
 class Tally(nn.Module):
-    """Counts its calls with a delay, so that another stage would read the number too early."""
+    """Counts its calls with a delay, so that a stage that does not wait reads a stale count."""
 
     total: Tensor
 
@@ -280,7 +280,7 @@ class Tally(nn.Module):
 
 
 class NewTally(Tally):
-    """Replaces its buffer by a new one, so that the memory of the old one is free."""
+    """Replaces its buffer by a new one, which frees the memory of the old one."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch.cuda._sleep(1_000_000)
@@ -292,7 +292,7 @@ class NewTally(Tally):
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("kind", [Tally, NewTally])
 def test_stages_of_one_gpu_share_a_buffer(kind: type[Tally], checkpoint: Any) -> None:
-    """Every call counts: a stage's stream waits for that of the stage before it."""
+    """No count is lost, because the stream of a stage waits for that of the stage before it."""
     tally, chunks, steps = kind(), 8, 3
     model = nn.Sequential(nn.Linear(4, 4), tally, nn.Linear(4, 4), tally)
     pipe = Pipe(model, chunks=chunks, devices=[CUDA] * 2, balance=[2, 2], checkpoint=checkpoint, executor="threads")
@@ -301,8 +301,8 @@ def test_stages_of_one_gpu_share_a_buffer(kind: type[Tally], checkpoint: Any) ->
     assert tally.total.min().item() == tally.total.max().item() == steps * chunks * 2
 
 
-class Looks(nn.Module):
-    """Notes the stream and the device that are current when it runs, and the stream when its gradient arrives."""
+class StreamProbe(nn.Module):
+    """Records the current stream and device of its forward, and the stream on which its gradient arrives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,14 +310,14 @@ class Looks(nn.Module):
         self.streams = set[int]()
         self.devices = set[int]()
         self.gradients = set[int]()
-        self.weight.register_hook(lambda gradient: self.gradients.add(self.now(gradient)))
+        self.weight.register_hook(lambda gradient: self.gradients.add(self.stream_of(gradient)))
 
     @staticmethod
-    def now(x: Tensor) -> int:
+    def stream_of(x: Tensor) -> int:
         return torch.cuda.current_stream(x.device).cuda_stream
 
     def forward(self, x: Tensor) -> Tensor:
-        self.streams.add(self.now(x))
+        self.streams.add(self.stream_of(x))
         self.devices.add(torch.cuda.current_device())
         return x * self.weight
 
@@ -325,23 +325,23 @@ class Looks(nn.Module):
 @pytest.mark.cuda
 def test_gradients_accumulate_on_the_streams_of_stages() -> None:
     """Otherwise every gradient of a walk would wait for the stream of the caller, which waits for all stages."""
-    model = nn.Sequential(Looks(), Looks())
+    model = nn.Sequential(StreamProbe(), StreamProbe())
     pipe = Pipe(model, chunks=2, devices=[CUDA] * 2, balance=[1, 1], executor="threads")
     loss = None
-    for _ in range(2):  # the last loss, and so the nodes of the last step, are still there
+    for _ in range(2):  # the previous loss keeps the nodes of its step alive
         loss = pipe(torch.ones(4, 4, device=CUDA)).sum()
         loss.backward()
-    looks = [layer for layer in model if isinstance(layer, Looks)]
-    assert [len(layer.streams) for layer in looks] == [1, 1]
-    assert [layer.gradients for layer in looks] == [layer.streams for layer in looks]
-    assert looks[0].streams.isdisjoint(looks[1].streams)
+    probes = [layer for layer in model if isinstance(layer, StreamProbe)]
+    assert [len(layer.streams) for layer in probes] == [1, 1]
+    assert [layer.gradients for layer in probes] == [layer.streams for layer in probes]
+    assert probes[0].streams.isdisjoint(probes[1].streams)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("devices", [[CUDA, CUDA], TWO_GPUS])
 def test_no_gradient_accumulates_across_streams(devices: list[str], executor: Any) -> None:
-    """PyTorch warns of it once per process, unless warnings are set to "always"."""
+    """PyTorch warns about it once per process, unless warnings are set to "always"."""
     pipe = Pipe(layers(), chunks=4, devices=devices, balance=[2, 3], executor=executor)
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
@@ -355,7 +355,7 @@ def test_no_gradient_accumulates_across_streams(devices: list[str], executor: An
     assert not [str(warning.message) for warning in seen if "AccumulateGrad" in str(warning.message)]
 
 
-class LateInBackward(torch.autograd.Function):
+class DelayedBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -366,11 +366,11 @@ class LateInBackward(torch.autograd.Function):
         return gradient * 1
 
 
-class Late(nn.Module):
-    """Its gradient is late."""
+class Delayed(nn.Module):
+    """Identity whose gradient is delayed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return LateInBackward.apply(x)  # type: ignore[no-any-return]
+        return DelayedBackward.apply(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.cuda
@@ -378,9 +378,9 @@ class Late(nn.Module):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b", "loss": mean_square}], ids=["gpipe", "1f1b"])
 def test_the_caller_may_have_streams_of_its_own(devices: list[str], executor: Any, options: Any) -> None:
-    """Some steps with an optimizer, on other streams than the thread of backward has."""
+    """The streams differ from those of the backward thread, and the weights are updated between the steps."""
     plain, model = layers(), layers()
-    late = nn.Sequential(*[module for layer in model for module in (layer, Late())])
+    late = nn.Sequential(*[module for layer in model for module in (layer, Delayed())])
     pipe = Pipe(late, chunks=4, devices=devices, balance=[4, 6], executor=executor, **options)
     x = torch.randn(9, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     streams = [torch.cuda.Stream(device) for device in dict.fromkeys(devices)]
@@ -390,8 +390,8 @@ def test_the_caller_may_have_streams_of_its_own(devices: list[str], executor: An
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
         for _ in range(3):
-            there = x.to(devices[0])
-            loss = pipe(there, target=there) if options else pipe(there).square().mean()
+            moved = x.to(devices[0])
+            loss = pipe(moved, target=moved) if options else pipe(moved).square().mean()
             loss.backward()
             plain(x).square().mean().backward()
             with torch.no_grad():
@@ -409,8 +409,8 @@ def test_the_caller_may_have_streams_of_its_own(devices: list[str], executor: An
 @pytest.mark.parametrize("devices", [TWO_GPUS])
 @pytest.mark.parametrize("executor", ["serial", "threads", "graph"])
 def test_the_current_device_is_that_of_the_stage(devices: list[str], executor: Any) -> None:
-    """Kernels of Triton run there, wherever their tensors are."""
-    model = nn.Sequential(Looks(), Looks())
+    """Triton kernels run on the current device, whatever the device of their tensors."""
+    model = nn.Sequential(StreamProbe(), StreamProbe())
     pipe = Pipe(model, chunks=2, devices=devices, balance=[1, 1], executor=executor)
     pipe(torch.ones(4, 4, device=CUDA))
-    assert [layer.devices for layer in model if isinstance(layer, Looks)] == [{0}, {1}]
+    assert [layer.devices for layer in model if isinstance(layer, StreamProbe)] == [{0}, {1}]

@@ -25,10 +25,7 @@ from torchweft.pipeline.schedule import Schedule, gpipe, one_f_one_b
 
 
 class Chain:
-    """The work of a chain of stages, without tensors: every action sends a token to all that wait for it.
-
-    The address of a token is (kind, reader, micro-batch) in numbers.
-    """
+    """Work of a chain of stages without tensors: every action sends a token to the actions that wait for it."""
 
     def __init__(self, schedule: Schedule) -> None:
         present = {action for row in schedule.workers for action in row}
@@ -43,7 +40,7 @@ class Chain:
         self.fails: dict[Action, BaseException] = {}
 
     def at(self, need: Action, action: Action) -> Address:
-        """The address at which the token of `need` waits for `action`."""
+        """The address of the token from `need` to `action`, made of their numbers."""
         return Address(self.numbers[need], self.numbers[action], 0)
 
     def __call__(self, action: Action, box: Any, post: Any) -> None:
@@ -60,14 +57,13 @@ class Chain:
 
 
 def current_context() -> ExecutionContext:
-    """The execution context of this thread."""
     return ExecutionContext.capture(["cpu"])
 
 
 @pytest.fixture(scope="module")
 def threads() -> Iterator[ThreadExecutor]:
     executor = ThreadExecutor("test")
-    executor.walk(gpipe(4, 1), Chain(gpipe(4, 1)), {}, current_context())  # so that its threads are no test's own
+    executor.walk(gpipe(4, 1), Chain(gpipe(4, 1)), {}, current_context())  # starts the threads before the first test
     yield executor
     executor.close()
 
@@ -80,21 +76,21 @@ def test_a_walk_does_everything_once_in_the_order_of_every_list(
     chain = Chain(schedule)
     left = (threads if threaded else SerialExecutor()).walk(schedule, chain, {}, current_context())
     assert sorted(chain.done) == sorted(chain.waits)
-    place = {action: at for at, action in enumerate(chain.done)}
+    position = {action: index for index, action in enumerate(chain.done)}
     for row in schedule.workers:
-        places = [place[action] for action in row]
-        assert places == sorted(places)
-    assert all(place[need] < place[action] for action, before in chain.waits.items() for need in before)
+        positions = [position[action] for action in row]
+        assert positions == sorted(positions)
+    assert all(position[need] < position[action] for action, before in chain.waits.items() for need in before)
     assert {message.value for message in left.values()} == {a for a, r in chain.readers.items() if not r}
     if threaded:
-        wanted = {f"torchweft-test-{w}": {a.stage for a in row} for w, row in enumerate(schedule.workers)}
-        assert chain.threads == wanted
+        expected = {f"torchweft-test-{w}": {a.stage for a in row} for w, row in enumerate(schedule.workers)}
+        assert chain.threads == expected
     else:
         assert set(chain.threads) == {threading.current_thread().name}
 
 
 class LayerError(Exception):
-    """The exception of a user's layer."""
+    """An exception raised by a layer."""
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -119,7 +115,7 @@ def test_exception_ends_its_walk_and_the_next_walk_works(
 
 @pytest.mark.parametrize("table", [gpipe(4, 3), one_f_one_b(4, 3)], ids=["gpipe", "1f1b"])
 def test_all_waiting_workers_are_woken_when_one_fails(threads: ThreadExecutor, table: Schedule) -> None:
-    # Three workers wait for the first one, which fails only when all of them do.
+    # The first worker fails only after the other three wait for it.
     waiting = threading.Semaphore(0)
     woken: list[int] = []
 
@@ -255,7 +251,7 @@ def test_workers_share_the_intra_op_threads_of_the_caller(workers: int, threads_
     finally:
         torch.set_num_threads(before)
     assert shares == [max(1, threads_of_caller // workers)] * workers
-    assert after == [threads_of_caller], "a thread that starts later has what the caller set"
+    assert after == [threads_of_caller], "a thread that starts later uses the setting of the caller"
 
 
 def test_walks_of_two_threads_run_one_after_the_other(threads: ThreadExecutor) -> None:
@@ -283,8 +279,8 @@ def test_walk_inside_a_walk_runs_in_its_own_thread() -> None:
     assert set(chain.threads) == {"torchweft-own-0"} and sorted(chain.done) == sorted(chain.waits)
 
 
-def test_holder_of_a_turn_does_not_wait_for_its_waiters() -> None:
-    """A thread with a turn must not wait for a walk that waits for this turn."""
+def test_lock_holder_does_not_wait_for_its_waiters() -> None:
+    """A thread that holds the lock of a generator must not wait for a walk that waits for this lock."""
     executor, chain, started = ThreadExecutor("shared"), Chain(gpipe(2, 2)), threading.Event()
 
     def perform(action: Action, box: Any, post: Any) -> None:
@@ -292,14 +288,14 @@ def test_holder_of_a_turn_does_not_wait_for_its_waiters() -> None:
         with lock_generators([torch.default_generator]):
             pass
 
-    def with_a_turn() -> None:
+    def with_lock() -> None:
         with lock_generators([torch.default_generator]):
             walking.start()
             assert started.wait(10)
             executor.walk(gpipe(2, 2), chain, {}, current_context())
 
     walking = threading.Thread(target=executor.walk, args=(gpipe(2, 2), perform, {}, current_context()), daemon=True)
-    holding = threading.Thread(target=with_a_turn, daemon=True)
+    holding = threading.Thread(target=with_lock, daemon=True)
     holding.start()
     for thread in (holding, walking):
         thread.join(10)
@@ -307,27 +303,27 @@ def test_holder_of_a_turn_does_not_wait_for_its_waiters() -> None:
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_walk_has_the_turns_of_its_own_thread(threaded: bool) -> None:
-    """The turns of the thread that captured the context do not count."""
-    executor, captured, turns = ThreadExecutor("inner"), current_context(), list[Action]()
+def test_walk_uses_the_locks_of_its_own_thread(threaded: bool) -> None:
+    """Generator locks of the thread that captured the context do not count."""
+    executor, captured, locked = ThreadExecutor("inner"), current_context(), list[Action]()
 
     def perform(action: Action, box: Any, post: Any) -> None:
         with lock_generators([torch.default_generator]):
-            turns.append(action)
+            locked.append(action)
 
-    def with_a_turn() -> None:
+    def with_lock() -> None:
         with lock_generators([torch.default_generator]):
             (executor if threaded else SerialExecutor()).walk(gpipe(2, 1).forward_only, perform, {}, captured)
 
-    walking = threading.Thread(target=with_a_turn, daemon=True)
+    walking = threading.Thread(target=with_lock, daemon=True)
     walking.start()
     walking.join(10)
-    assert len(turns) == 2
+    assert len(locked) == 2
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_action_has_the_context_of_the_caller(threads: ThreadExecutor, threaded: bool) -> None:
-    """The thread has the values for its stage and grad mode off, and runs a backward itself. The engine's own thread
+    """It gets the values for its stage, has grad mode off, and runs backward in its own thread. The engine's thread
     for a CUDA device could be the one that waits for the walk."""
     given = {stage: {Address(7, stage, 0): Message(f"for {stage}")} for stage in range(3)}
     seen: dict[int, tuple[str, bool, bool]] = {}
@@ -350,12 +346,12 @@ def test_action_has_the_context_of_the_caller(threads: ThreadExecutor, threaded:
 def test_failed_thread_start_fails_only_its_own_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     start, tries = threading.Thread.start, iter([True, False])
 
-    def sometimes(thread: threading.Thread) -> None:
+    def start_or_fail(thread: threading.Thread) -> None:
         if not next(tries, True):
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
     executor = ThreadExecutor("poor")
     with pytest.raises(RuntimeError, match="can't start"):
         executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, current_context())
@@ -365,7 +361,7 @@ def test_failed_thread_start_fails_only_its_own_walk(monkeypatch: pytest.MonkeyP
     executor.close()
 
 
-def test_an_interrupt_is_part_of_no_cycle(threads: ThreadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_in_no_reference_cycle(threads: ThreadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupt(KeyboardInterrupt):
         pass
 
@@ -388,7 +384,7 @@ def test_an_interrupt_is_part_of_no_cycle(threads: ThreadExecutor, monkeypatch: 
 
 
 class OneOfSeveral(SerialExecutor):
-    """One process of several. It records how its walks end, and the others report the error that is set."""
+    """Executor of one process of several. It records how walks end. `others` are the reports of the other processes."""
 
     def __init__(self) -> None:
         self.ends: list[str] = []
@@ -404,7 +400,7 @@ class OneOfSeveral(SerialExecutor):
 
 
 class Fails(torch.autograd.Function):
-    """Fails in backward."""
+    """Identity that fails in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -416,7 +412,7 @@ class Fails(torch.autograd.Function):
 
 
 class Layer(torch.nn.Linear):
-    """Counts its calls, and fails at the given one."""
+    """Linear layer that counts its calls and fails in the phase `fails`."""
 
     fails, calls = "", 0
 
@@ -428,7 +424,7 @@ class Layer(torch.nn.Linear):
 
 
 def pipe_of_several_processes() -> tuple[Any, Layer, OneOfSeveral]:
-    """A pipe with the walks of one process of several."""
+    """A pipe with the executor of one process of several."""
     layer = Layer(3, 3)
     pipe = weft.Pipe(torch.nn.Sequential(layer, torch.nn.Linear(3, 2)), chunks=2, executor="serial")
     pipe(torch.ones(4, 3))
@@ -460,7 +456,7 @@ def test_step_with_surprising_draws_elsewhere_runs_again() -> None:
 
 def test_draws_of_others_advance_the_generator_of_the_caller() -> None:
     pipe, _, executor = pipe_of_several_processes()
-    pipe._runtime.uses[0].draws.clear()  # to be observed again: so a seed is drawn
+    pipe._runtime.uses[0].draws.clear()  # the next step observes draws again, for which it draws a seed
     before = torch.get_rng_state()
     pipe(torch.ones(4, 3))
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,4 +1,4 @@
-"""A loss can return extras besides its number. They come back joined, and change neither loss nor gradients."""
+"""Extras that a loss returns with its number: they are joined, and change neither loss nor gradients."""
 
 from typing import Any
 
@@ -22,15 +22,14 @@ from torchweft.core.errors import BatchError, SpecError
 
 
 def with_metrics(output: Tensor, target: Tensor) -> Any:
-    """A loss with metrics."""
-    found = output.argmax(1)
+    predicted = output.argmax(1)
     loss = functional.cross_entropy(output, target)
     return loss, {
-        "output": output,  # wants a gradient here, and none outside
+        "output": output,  # requires a gradient here, but not in the result
         "target": target,
-        "each": [functional.cross_entropy(output, target, reduction="none"), found],
-        "right": (found == target).sum(),
-        "any": (found == target).any(),
+        "each": [functional.cross_entropy(output, target, reduction="none"), predicted],
+        "right": (predicted == target).sum(),
+        "any": (predicted == target).any(),
         "rows": len(output),
         "loss": loss,
         "item": loss.item(),
@@ -47,19 +46,19 @@ def test_extras_are_those_of_the_undivided_mini_batch(executor: str, checkpoint:
     )
     for count in (7, 1, 3, 8):
         x, y = rows(count, 4, seed=count), torch.arange(count) % 3
-        (loss, extras), (wanted, of_all) = pipe(x, target=y), with_metrics(plain(x), y)
+        (loss, extras), (expected, expected_extras) = pipe(x, target=y), with_metrics(plain(x), y)
         loss.backward(retain_graph=True)
         loss.backward()
-        (2 * wanted).backward()
+        (2 * expected).backward()
         assert_gradients_equal(pipe, plain)
-        assert_close(loss, wanted)
-        assert 0 < extras.pop("any") <= min(count, 3) and of_all.pop("any")
-        assert extras.pop("note") == of_all.pop("note")
-        assert list(extras) == list(of_all) and not any(
+        assert_close(loss, expected)
+        assert 0 < extras.pop("any") <= min(count, 3) and expected_extras.pop("any")
+        assert extras.pop("note") == expected_extras.pop("note")
+        assert list(extras) == list(expected_extras) and not any(
             leaf.requires_grad for leaf in (extras["output"], *extras["each"], extras["loss"], extras["mean"])
         )
-        assert_close(extras, of_all)
-        extras["target"].add_(1)  # it is the caller's own
+        assert_close(extras, expected_extras)
+        extras["target"].add_(1)  # a copy, so that the caller's target does not change
         assert torch.equal(y, torch.arange(count) % 3)
     with torch.no_grad():
         loss, extras = pipe(x, target=y)
@@ -77,10 +76,10 @@ def test_integers_are_summed_and_floats_combined_as_losses(count: int, chunks: i
     x = rows(count, 4)
     pieces = min(count, chunks)
     value, extras = pipe(x, target=torch.arange(count))
-    wanted = loss(plain(x), torch.arange(count))[0]
-    assert_close(value, wanted)
-    assert_close(extras[0], wanted.item())
-    assert_close(extras[1], wanted.float(), 1e-5)
+    expected = loss(plain(x), torch.arange(count))[0]
+    assert_close(value, expected)
+    assert_close(extras[0], expected.item())
+    assert_close(extras[1], expected.float(), 1e-5)
     assert extras[2] == count and extras[3] == count - 1 and extras[4] == pieces
     assert [extra.dtype for extra in (extras[1], extras[3], extras[4])] == [torch.float32, torch.int64, torch.int64]
 
@@ -93,10 +92,10 @@ def test_micro_batch_of_weight_zero_does_not_enter_averages() -> None:
     pipe, plain = piped(chain(4, 3), loss=loss, loss_weight=lambda target: (target != -100).sum(), schedule="1f1b")
     x, y = rows(6, 4), torch.tensor([0, 1, -100, -100, -100, 2])
     value, extras = pipe(x, target=y)
-    wanted, of_all = loss(plain(x), y)
-    assert_close((value, extras), (wanted, of_all))
+    expected, expected_extras = loss(plain(x), y)
+    assert_close((value, extras), (expected, expected_extras))
     value.backward()
-    wanted.backward()
+    expected.backward()
     assert_gradients_equal(pipe, plain)
 
 
@@ -108,15 +107,15 @@ def test_extras_are_joined_along_the_axis_of_the_output() -> None:
     assert_close(pipe(x, target=y)[1], (plain(x) - y).square().sum(2))
 
 
-def returning(*found: Any) -> Any:
-    """A loss that returns these in turn."""
-    makers = iter(found)
-    return lambda output, _: next(makers)(output)
+def returning(*makers: Any) -> Any:
+    """A loss that applies one of the functions in every call."""
+    remaining = iter(makers)
+    return lambda output, _: next(remaining)(output)
 
 
 def test_extras_that_cannot_be_joined_are_named() -> None:
-    def fails(kind: type[Exception], word: str, *found: Any) -> None:
-        pipe, _ = piped(chain(4, 3), chunks=2, executor="serial", loss=returning(*found))
+    def fails(kind: type[Exception], word: str, *makers: Any) -> None:
+        pipe, _ = piped(chain(4, 3), chunks=2, executor="serial", loss=returning(*makers))
         with pytest.raises(kind, match=word):
             pipe(rows(4, 4), target=rows(4))
 

@@ -1,4 +1,4 @@
-"""If backward begins before the loss has a gradient, it starts with the true scale and is rescaled exactly."""
+"""Loss scale: a backward that begins before the loss has a gradient uses the true scale, or is rescaled exactly."""
 
 import copy
 import warnings
@@ -17,7 +17,7 @@ from torchweft.core.errors import UsageError
 
 
 class Half(nn.Module):
-    """Computes in half precision, where small gradients vanish."""
+    """Product in half precision, where small gradients underflow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_first_step_warns_of_a_guess_and_later_ones_are_exact(executor: str, sch
     pipe = half_precision_pipe(executor=executor, schedule=schedule)
     with pytest.warns(UserWarning, match=r"assumed 1, but it is 65536(.|\n)*loss_scale=scaler.get_scale"):
         assert scaled_step(pipe, scaler) == [0, 0]
-    pipe.chunks = 2  # other settings do not make it forget
+    pipe.chunks = 2  # a change of other settings keeps the known scale
     pipe.checkpoint = "always"
     for _ in range(2):
         assert scaled_step(pipe, scaler) == pytest.approx([1e-8 * 2**16] * 2, rel=1e-3)
@@ -120,10 +120,10 @@ def test_powers_of_two_are_rescaled_to_the_last_bit(exponents: list[int]) -> Non
 def test_a_graph_that_is_kept_is_rescaled_for_every_backward() -> None:
     pipe, plain = piped(chain(3, 4, 2), schedule="1f1b", loss=nn.MSELoss(), loss_scale=8)
     x, y = rows(5, 3), rows(5, 2, seed=1)
-    value, wanted = pipe(x, target=y), nn.MSELoss()(plain(x), y)
+    value, expected = pipe(x, target=y), nn.MSELoss()(plain(x), y)
     for factor in (3, 0.5):
         (factor * value).backward(retain_graph=True)
-        (factor * wanted).backward(retain_graph=True)
+        (factor * expected).backward(retain_graph=True)
     assert_gradients_equal(pipe, plain)
 
 

@@ -1,4 +1,4 @@
-"""A mean over targets that do not all count is that of the undivided mini-batch, or is refused."""
+"""A mean in which some targets do not count is that of the undivided mini-batch, or raises an error."""
 
 import warnings
 from functools import partial
@@ -43,10 +43,10 @@ LOSSES: dict[str, Any] = {
 
 def assert_exact(pipe: Pipe, plain: nn.Module, loss: Any, x: Tensor, target: Any) -> None:
     """Loss and gradients are those of the undivided mini-batch, NaN where those are."""
-    seen, wanted = pipe(x, target=target), loss(plain(x), target)
-    torch.testing.assert_close(seen, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+    seen, expected = pipe(x, target=target), loss(plain(x), target)
+    torch.testing.assert_close(seen, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
     seen.backward()
-    wanted.backward()
+    expected.backward()
     for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12, equal_nan=True)
 
@@ -61,7 +61,7 @@ def test_targets_that_do_not_count_are_left_out_of_the_mean(
     pipe, plain = piped(
         chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=checkpoint, schedule=schedule, **options
     )
-    counts = torch.tensor([1, 0, 1, 0, 0, 1, 1]).bool()  # three micro-batches, none counts in the second
+    counts = torch.tensor([1, 0, 1, 0, 0, 1, 1]).bool()  # three micro-batches, the second with weight zero
     for kept in (counts, counts.roll(1), counts | True):
         classes = torch.arange(7) % 3
         target: Any = torch.where(kept, classes, 0 if kind == "smoothed" else -100)
@@ -117,7 +117,7 @@ def test_invalid_weights_are_listed() -> None:
 
 
 def unweighted_mean(output: Tensor, target: Any) -> Tensor:
-    """A loss with an unknown denominator."""
+    """Loss with an unknown denominator."""
     return output.mean() + 0 * sum(leaf.sum() for leaf in (target if isinstance(target, tuple) else (target,)))
 
 
@@ -145,7 +145,7 @@ def test_targets_without_padding_are_accepted(target: Any) -> None:
 
 
 class Wrapped(nn.Module):
-    """A PyTorch loss inside another loss."""
+    """Custom loss that calls a loss of PyTorch."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_mean_inside_a_custom_loss_is_refused(executor: str, options: dict[str, 
     for _ in range(2):
         with pytest.raises(UsageError, match=rf"loss_weight=(.|\n)*cross_entropy .*{word}"):
             pipe(rows(4, 4), target=target)
-    assert_exact(pipe, plain, Wrapped(**options), rows(1, 4), target[:1])  # one micro-batch: nothing is to be weighed
+    assert_exact(pipe, plain, Wrapped(**options), rows(1, 4), target[:1])  # one micro-batch needs no weights
 
     def weight(target: Tensor) -> Tensor:
         weights = options.get("weight")
@@ -211,7 +211,7 @@ def test_a_loss_is_one_number() -> None:
 
 
 class _Transfers(TorchDispatchMode):
-    """Counts the numbers that are read from tensors, because such a read waits for a GPU."""
+    """Counts the reads of numbers from tensors, because such a read waits for a GPU."""
 
     count = 0
 

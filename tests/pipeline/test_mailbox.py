@@ -16,12 +16,12 @@ addresses = st.builds(Address, st.integers(0, 2), st.integers(0, 2), st.integers
 @pytest.mark.parametrize("box", [LocalQueue, Mailbox])
 @given(st.data(), st.lists(addresses, unique=True))
 def test_value_is_found_by_its_address_in_any_order(box: Any, data: st.DataObject, sent: list[Address]) -> None:
-    here = box()
-    for turn in range(2):  # what was taken is held no longer
+    mailbox = box()
+    for turn in range(2):  # a received value is dropped, so its address is free again
         for address in sent:
-            here.put(address, f"value {turn} of {address}")
+            mailbox.put(address, f"value {turn} of {address}")
         for address in data.draw(st.permutations(sent)):
-            assert here.receive(address) == f"value {turn} of {address}"
+            assert mailbox.receive(address) == f"value {turn} of {address}"
 
 
 def test_a_local_queue_never_waits() -> None:

@@ -1,4 +1,4 @@
-"""Micro-batches: cut and joined exactly, and refused where that is impossible."""
+"""Micro-batches: exact cut and join, or an error where that is impossible."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def tensors(draw: st.DrawFn, rows: int, axis: int) -> Tensor:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Any, int, int]:
-    """A nested value with at least one tensor, the number of its rows, and their axis."""
+    """A nested value with at least one tensor, its number of rows, and their axis."""
     rows, axis = draw(st.integers(0, 9)), draw(st.integers(0, 1))
     one = tensors(rows, axis)
     leaf = one | st.none() | st.integers() | st.just("text")
@@ -93,7 +93,7 @@ def test_a_negative_axis_counts_from_the_end() -> None:
 
 
 def test_a_slice_may_be_written_by_a_layer_inside_autograd() -> None:
-    # What torch.split returns would refuse this.
+    # The views of torch.split cannot be written in place under autograd.
     base = torch.ones(4, 2, requires_grad=True)
     first = split(base * 1, 2)[0]
     first.mul_(2)
@@ -121,8 +121,8 @@ def test_gradients_of_slices_are_joined_with_zeros_where_missing(rows: int, chun
     full = torch.randn(rows, 2)
     plan, leaves = plan_split(x, chunks)
     pieces = [None if i in missing else part[0] for i, part in enumerate(plan.split([full]))]
-    wanted = full.clone()
-    for part, piece in zip(plan.split([wanted]), pieces, strict=True):
+    expected = full.clone()
+    for part, piece in zip(plan.split([expected]), pieces, strict=True):
         if piece is None:
             part[0].zero_()
     joined = plan.join_gradients(0, pieces, leaves[0])
@@ -130,7 +130,7 @@ def test_gradients_of_slices_are_joined_with_zeros_where_missing(rows: int, chun
         assert joined is None
     else:
         assert joined is not None
-        assert torch.equal(joined, wanted)
+        assert torch.equal(joined, expected)
 
 
 def test_gradients_of_shared_values_are_summed_out_of_place() -> None:
@@ -217,7 +217,7 @@ def test_all_that_cannot_be_joined_is_named() -> None:
     assert "output['mixed'] is a tensor only in some" in lines[5]
 
 
-def test_an_axis_that_a_result_has_not_is_named() -> None:
+def test_a_missing_axis_of_a_result_is_named() -> None:
     with pytest.raises(BatchError, match=r"output has no axis 1 .*\(2,\), \(2,\)"):
         join([torch.ones(2), torch.ones(2)], axis=1)
 
@@ -245,7 +245,7 @@ def test_objects_with_odd_equality_are_equal_only_to_themselves() -> None:
 
 
 def test_single_piece_is_returned_unchanged() -> None:
-    """This holds also for a piece without rows."""
+    """This holds also for a scalar, which cannot be joined."""
     value = {"loss": torch.tensor(1.0), "x": torch.ones(3)}
     output = JoinedOutput()
     output.gather([value])

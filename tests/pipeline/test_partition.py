@@ -1,4 +1,4 @@
-"""Partition: exact against brute force; profiles find the heavy layer and leave the model as it was."""
+"""Partitions are optimal, as brute force shows. Profiles find the heavy layer and leave the model unchanged."""
 
 import copy
 import itertools
@@ -62,11 +62,11 @@ def test_no_other_cut_is_better(case: Case) -> None:
     assert sum(lengths) == len(costs)
     assert len(lengths) == parts
     assert min(lengths) >= 1
-    every = [
+    all_cuts = [
         [stop - start for start, stop in itertools.pairwise([0, *cuts, len(costs)])]
         for cuts in itertools.combinations(range(1, len(costs)), parts - 1)
     ]
-    assert score(lengths, costs, skips) == min(score(other, costs, skips) for other in every)
+    assert score(lengths, costs, skips) == min(score(other, costs, skips) for other in all_cuts)
 
 
 def test_all_faults_come_in_one_error() -> None:
@@ -135,7 +135,7 @@ class Power(nn.Module):
 
 
 class Chain(nn.Module):
-    """Saves twenty results. Only the graph holds all of them except the last."""
+    """Saves twenty results. All but the last are held only by the graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(20):
@@ -158,7 +158,7 @@ class Pop(nn.Module):
 
 
 def model() -> nn.Sequential:
-    """Awkward in every way: nested input, skips, dropout, BatchNorm, in place, frozen, shared."""
+    """Model with a nested input, skips, dropout, BatchNorm, and in-place, frozen and shared layers."""
     shared = nn.Linear(8, 8)
     frozen = nn.Linear(8, 8).requires_grad_(False)
     inplace = nn.ReLU(inplace=True)
@@ -195,7 +195,7 @@ def test_the_users_model_is_bit_identical_afterwards(how, mode) -> None:
 
 @pytest.mark.parametrize("at", range(4))
 def test_the_layer_that_takes_long_gets_a_part_of_its_own(at: int) -> None:
-    # A ratio of several hundred, so that a busy machine does not turn it.
+    # A ratio of several hundred is stable on a busy machine.
     net = nn.Sequential(*(Heavy(400 if i == at else 1) for i in range(4)))
     lengths = balance_by_time(2 if at in (0, 3) else 3, net, torch.randn(2, 8), timeout=0.05)
     assert lengths == {0: [1, 3], 1: [1, 1, 2], 2: [2, 1, 1], 3: [3, 1]}[at]
@@ -209,7 +209,7 @@ def test_backward_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
         @staticmethod
         def backward(ctx, grad):
-            for _ in range(30_000):  # a ratio of several hundred, so that a busy machine does not turn it
+            for _ in range(30_000):  # a ratio of several hundred is stable on a busy machine
                 grad = grad + 1
             return grad
 
@@ -224,11 +224,11 @@ def test_backward_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_saved_bytes_are_counted_once_and_without_parameters() -> None:
     rows, width = 6, 8
     x = torch.randn(rows, width)
-    linear, relu, exp = nn.Linear(width, width), nn.ReLU(), Power()
+    linear, relu, power = nn.Linear(width, width), nn.ReLU(), Power()
     one = rows * width * 4  # bytes of one activation
     weights = (width * width + width) * 4
-    net = nn.Sequential(linear, relu, exp)
-    # Linear saves its input; ReLU its output; the power its input, for both of its products, and a square.
+    net = nn.Sequential(linear, relu, power)
+    # Linear saves its input, ReLU its output, and Power its input (for both products) and a square.
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
             assert profile_sizes(net, x, param_scale=0) == [one, one, 2 * one]

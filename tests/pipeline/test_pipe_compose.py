@@ -47,22 +47,22 @@ def test_a_pipe_may_be_a_layer_of_a_pipe(inner: str, outer: str, checkpoint: str
         nn.Sequential(flat[0], inside, flat[4]), chunks=2, devices=["cpu"] * 2, executor=outer, checkpoint=checkpoint
     )
     seen = backward(pipe, rows(7, 4))
-    found = [parameter.grad for parameter in pipe.parameters()]
+    gradients = [parameter.grad for parameter in pipe.parameters()]
     pipe.zero_grad()
     assert_close(seen, backward(flat, rows(7, 4)))
-    assert_close(found, [parameter.grad for parameter in flat.parameters()])
+    assert_close(gradients, [parameter.grad for parameter in flat.parameters()])
 
 
 def outputs_of_drawing_pipe(
     seed: int, outer: str, inner: str, checkpoint: str, *, inside_draws: bool
 ) -> list[torch.Tensor]:
-    """The outputs of some steps of a pipe that draws, with another pipe in its first stage."""
+    """Output and gradients of a pipe that draws random numbers, with another pipe in its first stage."""
     torch.manual_seed(7)
     many = [layer for _ in range(8) for layer in (nn.Dropout(0.5), nn.Identity())]
     layers = [nn.Linear(4, 4), nn.Dropout(0.5 if inside_draws else 0.0), nn.Linear(4, 4)]
     settings = {"chunks": 4, "devices": ["cpu"] * 2, "checkpoint": checkpoint}
     inside = Pipe(nn.Sequential(*layers), executor=inner, **settings)
-    inside(rows(8, 4).float())  # so it may know already that it draws nothing
+    inside(rows(8, 4).float())  # so that it can know that it draws nothing
     pipe = Pipe(nn.Sequential(inside, *many, nn.Linear(4, 4)), executor=outer, balance=[1, 17], **settings)
     torch.manual_seed(seed)
     for _ in range(3):
@@ -76,9 +76,9 @@ def outputs_of_drawing_pipe(
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_draws_of_a_nested_pipe_do_not_depend_on_timing(inner: str, checkpoint: str, inside_draws: bool) -> None:
     for seed in range(5):
-        wanted = outputs_of_drawing_pipe(seed, "serial", "serial", "never", inside_draws=inside_draws)
+        expected = outputs_of_drawing_pipe(seed, "serial", "serial", "never", inside_draws=inside_draws)
         seen = outputs_of_drawing_pipe(seed, "threads", inner, checkpoint, inside_draws=inside_draws)
-        assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True)), seed
+        assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True)), seed
 
 
 @every_run
@@ -87,7 +87,7 @@ def test_two_pipes_may_share_layers(executor: str, checkpoint: str) -> None:
     one = Pipe(model, chunks=2, devices=["cpu"] * 2, balance=[1, 4], executor=executor, checkpoint=checkpoint)
     two = Pipe(model, chunks=3, devices=["cpu"] * 2, balance=[3, 2], executor=executor, checkpoint=checkpoint)
     (one(rows(7, 4)) * two(rows(7, 4))).sum().backward()
-    found = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     model(rows(7, 4)).square().sum().backward()
-    assert_close(found, [parameter.grad for parameter in model.parameters()])
+    assert_close(gradients, [parameter.grad for parameter in model.parameters()])

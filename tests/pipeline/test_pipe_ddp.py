@@ -1,6 +1,6 @@
-"""DistributedDataParallel around a Pipe: two processes, the gradients of plain DDP.
+"""DistributedDataParallel around a Pipe: two processes get the gradients of plain DDP.
 
-The file is also the program of both processes: ``python test_pipe_ddp.py RANK STORE``.
+This file is also the program of both processes: ``python test_pipe_ddp.py RANK STORE``.
 """
 
 import copy
@@ -21,7 +21,7 @@ import torchweft as weft
 ROOT = Path(__file__).parents[2]
 WORLD = 2
 INTERFACE = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-DEADLINE = 100  # seconds for everything
+DEADLINE = 100  # seconds for both processes
 CASES = [
     {"checkpoint": checkpoint, "schedule": schedule, "executor": executor}
     for checkpoint in ("always", "except_last", "never")
@@ -57,13 +57,13 @@ def inside_loss(wrapped: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return wrapped(x, target=y)
 
 
-def check(case: dict, rank: int, wanted: list[torch.Tensor]) -> None:
+def check(case: dict, rank: int, expected: list[torch.Tensor]) -> None:
     for loss in (outside_loss, inside_loss) if case["schedule"] == "gpipe" else (inside_loss,):
         pipe = weft.Pipe(model(), chunks=3, devices=["cpu", "cpu"], balance=[3, 2], loss=nn.MSELoss(), **case)
         calls: list[int] = []
         pipe[0].weight.register_hook(lambda gradient, calls=calls: calls.append(1))
         seen = train(DistributedDataParallel(pipe), rank, loss)
-        for mine, theirs in zip(seen, wanted, strict=True):
+        for mine, theirs in zip(seen, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
         assert len(calls) == 2, f"a hook fired {len(calls)} times in two steps"
 
@@ -74,11 +74,11 @@ def main(rank: int, store: str) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )
     plain = model()
-    wanted = train(DistributedDataParallel(copy.deepcopy(plain)), rank, outside_loss)
+    expected = train(DistributedDataParallel(copy.deepcopy(plain)), rank, outside_loss)
     alone = train(copy.deepcopy(plain), rank, outside_loss)
-    assert not torch.allclose(wanted[0], alone[0]), "the ranks should have averaged their gradients"
+    assert not torch.allclose(expected[0], alone[0]), "the ranks should have averaged their gradients"
     for case in CASES:
-        check(case, rank, wanted)
+        check(case, rank, expected)
     dist.destroy_process_group()
     print(f"{len(CASES)} cases hold on rank {rank}")
 
@@ -98,14 +98,14 @@ def test_gradients_are_those_of_plain_ddp_in_every_mode(tmp_path: Path) -> None:
         for rank in range(WORLD)
     ]
     try:
-        said = [process.communicate(timeout=DEADLINE)[0] for process in processes]
+        outputs = [process.communicate(timeout=DEADLINE)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     for rank, process in enumerate(processes):
-        assert process.returncode == 0, said[rank]
-        assert f"{len(CASES)} cases hold on rank {rank}" in said[rank]
+        assert process.returncode == 0, outputs[rank]
+        assert f"{len(CASES)} cases hold on rank {rank}" in outputs[rank]
 
 
 if __name__ == "__main__":

@@ -79,11 +79,11 @@ def test_an_exception_says_where_it_was_and_the_next_step_works(executor: str, c
         layer.where, layer.when = where, when
         with pytest.raises(LayerError, match=f"{where} of {when}") as caught:
             step(pipe)
-        told = "\n".join(caught.value.__notes__)
+        notes = "\n".join(caught.value.__notes__)
         word = "forward" if where == "forward" else "backward"
-        assert f"in {word} of stage {stage}, micro-batch {when}" in told
+        assert f"in {word} of stage {stage}, micro-batch {when}" in notes
         if where != "backward":
-            assert f"layer '{2 * stage + 1}' (FailingLayer) of stage {stage}" in told
+            assert f"layer '{2 * stage + 1}' (FailingLayer) of stage {stage}" in notes
         frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
         assert frames[-1] in ("forward", "backward") and "step" in frames
         layer.where = ""
@@ -100,8 +100,8 @@ def test_traceback_has_the_users_frames_and_one_of_torchweft(
     if (checkpoint, where) == ("never", "recomputation"):
         return
     monkeypatch.setenv("TORCHWEFT_FULL_TRACEBACK", str(int(full)))
-    mine = FailingLayer(where)
-    pipe, _ = piped(nn.Sequential(nn.Identity(), nn.Sequential(mine)), balance=[1, 1], executor=executor)
+    layer = FailingLayer(where)
+    pipe, _ = piped(nn.Sequential(nn.Identity(), nn.Sequential(layer)), balance=[1, 1], executor=executor)
     pipe.checkpoint = checkpoint
     with pytest.raises(LayerError) as caught:
         step(pipe)
@@ -138,9 +138,9 @@ def test_an_exception_with_the_loss_inside_is_the_same(executor: str, schedule: 
         broken[0], model[0].where = True, where
         with pytest.raises(LayerError) as caught:
             pipe(numbered(), target=torch.arange(4.0).unsqueeze(1)).backward()
-        told = "\n".join(caught.value.__notes__)
-        assert re.search(r"stage \d, micro-batch \d", told)
-        assert ("in the loss function" in told) == (where == "loss")
+        notes = "\n".join(caught.value.__notes__)
+        assert re.search(r"stage \d, micro-batch \d", notes)
+        assert ("in the loss function" in notes) == (where == "loss")
         broken[0], model[0].where = False, ""
         x = numbered()
         pipe(x, target=torch.ones(4, 1)).backward()
@@ -194,7 +194,7 @@ def test_layer_that_cannot_be_cut_fails_with_advice(executor, layer, checkpoint:
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
 @pytest.mark.parametrize("words", ["CUDA out of memory. Tried", "DefaultCPUAllocator: not enough memory: you tried"])
-def test_an_out_of_memory_error_tells_of_recomputation(executor: str, words: str) -> None:
+def test_an_out_of_memory_error_suggests_recomputation(executor: str, words: str) -> None:
     class Huge(nn.Module):
         def forward(self, x):
             raise torch.OutOfMemoryError(f"{words} to allocate 2.00 GiB")

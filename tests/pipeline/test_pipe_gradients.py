@@ -45,15 +45,15 @@ def test_training_equals_plain_and_keeps_old_gradients(executor: str, checkpoint
 @every_run
 def test_parameters_may_be_frozen_and_thawed_between_steps(executor: str, checkpoint: str) -> None:
     pipe, plain = piped(chain(4, 5, 5, 3), balance=[3, 2], executor=executor, checkpoint=checkpoint)
-    for frozen, wanted in product(([0], [2, 4], [4], [], [0, 2], [0, 2, 4]), (False, True)):
+    for frozen, tracked in product(([0], [2, 4], [4], [], [0, 2], [0, 2, 4]), (False, True)):
 
-        def step(model: nn.Module, frozen: list[int] = frozen, wanted: bool = wanted) -> Tensor | None:
+        def step(model: nn.Module, frozen: list[int] = frozen, tracked: bool = tracked) -> Tensor | None:
             model.zero_grad()
             for index in (0, 2, 4):
                 model[index].requires_grad_(index not in frozen)
-            x = rows(7, 4).requires_grad_(wanted)
+            x = rows(7, 4).requires_grad_(tracked)
             output = model(x)
-            assert output.requires_grad == (wanted or len(frozen) < 3)
+            assert output.requires_grad == (tracked or len(frozen) < 3)
             if output.requires_grad:
                 output.square().sum().backward()
             return x.grad
@@ -77,7 +77,7 @@ def test_parameters_may_be_frozen_between_forward_and_backward(
 
 
 class SomeRows(nn.Module):
-    """Uses its weight in the micro-batch that has a positive first number only."""
+    """Uses its weight only in a micro-batch whose first number is positive."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hooks of parameters fire once per step, with the whole gradient; those of modules once per micro-batch."""
+"""Hooks of parameters fire once per step, with the whole gradient. Hooks of modules fire once per micro-batch."""
 
 import threading
 
@@ -26,8 +26,8 @@ def test_forward_hooks_of_modules_fire_per_micro_batch(executor: str, checkpoint
     pipe[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
     pipe.register_forward_hook(lambda module, args, output: whole.append(len(output)))
     backward(pipe, rows(7, 4))
-    again = {"always": 3, "except_last": 2, "never": 0}[checkpoint]
-    assert sorted(seen[:3]) == [2, 2, 3] and len(seen) == 3 + again
+    recomputed = {"always": 3, "except_last": 2, "never": 0}[checkpoint]
+    assert sorted(seen[:3]) == [2, 2, 3] and len(seen) == 3 + recomputed
     assert whole == [7]
 
 
@@ -101,7 +101,7 @@ def test_concurrent_pipe_fires_no_hooks_of_unused_parameters() -> None:
         thread.start()
         thread.join()
         with torch.enable_grad():
-            layer.unused.weight.sum().backward()  # a backward of its own uses it
+            layer.unused.weight.sum().backward()  # a separate backward that uses the parameter
         fired.append("used")
 
     layer.used.weight.register_hook(elsewhere)

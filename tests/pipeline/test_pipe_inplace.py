@@ -30,7 +30,7 @@ def linear() -> nn.Module:
 
 
 def models() -> dict[str, nn.Sequential]:
-    """Models whose second stage begins with an in-place layer, if cut after two layers."""
+    """Models with in-place layers at different places around a cut after two layers."""
     return {
         "relu": nn.Sequential(linear(), nn.Identity(), nn.ReLU(inplace=True), linear()),
         "nested": nn.Sequential(linear(), nn.Identity(), nn.Sequential(nn.ReLU(inplace=True), linear())),
@@ -61,7 +61,7 @@ def test_input_with_gradient_can_enter_an_in_place_layer(executor: str, checkpoi
 
 
 class Doubles(nn.Module):
-    """Writes into its input without an attribute that shows it."""
+    """In-place layer without an `inplace` attribute."""
 
     def forward(self, x):
         return x.mul_(2)
@@ -81,7 +81,7 @@ def test_a_layer_that_writes_unannounced_is_right_or_an_error(executor: str, che
             seen = backward(pipe, rows(7, 4))
         except RuntimeError as error:
             assert re.search(r"in.?place", str(error))
-            # With executor="graph" backward belongs to autograd, which knows of no stages.
+            # With executor="graph", backward is run by autograd, which does not know the stages.
             assert "stage" in "".join([str(error), *getattr(error, "__notes__", [])]) or executor == "graph"
             return
         assert_close(seen, backward(plain, rows(7, 4)))
@@ -97,7 +97,7 @@ class Decays(nn.Module):
 
 @every_run
 @pytest.mark.parametrize("whole", [NoChunk(torch.ones(4)), torch.ones(())])
-def test_a_write_into_what_all_micro_batches_share_is_an_error(executor: str, checkpoint: str, whole) -> None:
+def test_a_write_into_a_shared_value_is_an_error(executor: str, checkpoint: str, whole) -> None:
     pipe, _ = piped(nn.Sequential(Decays(), linear()), executor=executor, checkpoint=checkpoint)
     with pytest.raises(InPlaceError, match=r"clone|out-of-place"):
         pipe(rows(7, 4), whole)
@@ -106,12 +106,12 @@ def test_a_write_into_what_all_micro_batches_share_is_an_error(executor: str, ch
     pipe, _ = piped(nn.Sequential(Decays(), linear()), executor=executor, checkpoint="never", chunks=1)
     factor = torch.ones(4)
     pipe(rows(7, 4), NoChunk(factor))
-    assert factor.tolist() == [0.5] * 4, "one micro-batch: once, as without a pipe"
+    assert factor.tolist() == [0.5] * 4, "one micro-batch: one write, as without a pipe"
 
 
 @every_run
 def test_in_place_layer_leaves_a_skip_of_its_input_alone(executor: str, checkpoint: str) -> None:
-    """It writes into a copy that the stage makes, so that the stashed tensor is unchanged."""
+    """The layer writes into a copy made by the stage, so that the stashed tensor is unchanged."""
     layers = [linear(), Early(), nn.ReLU(inplace=True), linear(), Late()]
     pipe, plain = piped(nn.Sequential(*layers), balance=[2, 3], executor=executor, checkpoint=checkpoint)
     plain[2].inplace = False
@@ -124,7 +124,7 @@ def test_in_place_layer_leaves_a_skip_of_its_input_alone(executor: str, checkpoi
 def test_a_deferred_batch_norm_counts_the_mini_batch_once(
     executor: str, checkpoint: str, count: int, schedule: str | None
 ) -> None:
-    """With 3 and 2 images there are fewer rows than chunks; with a schedule the loss is inside."""
+    """With 3 and 2 images, there are fewer rows than chunks. With a schedule, the pipe computes the loss."""
     model = nn.Sequential(nn.BatchNorm2d(2).double(), nn.Tanh(), nn.BatchNorm2d(2, momentum=None).double())
     settings = {"executor": executor, "checkpoint": checkpoint, "deferred_batch_norm": True}
     if schedule:
@@ -166,7 +166,7 @@ def test_a_failed_step_leaves_no_trace_in_deferred_statistics(executor: str) -> 
 
 
 class Overlapping(nn.Module):
-    """Returns one tensor several times, and its input."""
+    """Returns one tensor twice, a view of it, and the input."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()
@@ -174,8 +174,8 @@ class Overlapping(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.line(x)
-        found = (y, y, y[:, :2], x)
-        return tuple(tensor.clone() for tensor in found) if self.apart else found
+        returned = (y, y, y[:, :2], x)
+        return tuple(tensor.clone() for tensor in returned) if self.apart else returned
 
 
 @every_run

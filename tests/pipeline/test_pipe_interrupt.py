@@ -42,7 +42,7 @@ def test_base_exceptions_reach_the_caller(executor: str, kind: type[BaseExceptio
 
 @every_run
 def test_held_error_leaves_other_models_of_its_thread_alone(executor: str, checkpoint: str) -> None:
-    """PyTorch 2.11 leaves hooks in place, and would recompute the next model as the one that failed."""
+    """PyTorch 2.11 leaves hooks in place, which would recompute the next model as the failed one."""
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
     with pytest.raises(RuntimeError, match="multiplied") as held:
         pipe(rows(6, 5))
@@ -74,7 +74,7 @@ class Interrupts(nn.Module):
 def test_keyboard_interrupt_reaches_the_caller(executor: str, checkpoint: str, during: str) -> None:
     """The pipe works afterwards."""
     if during == "backward" and checkpoint == "never":
-        return  # no layer of ours runs then
+        return  # without recomputation, no layer of the test runs in backward
     layer = Interrupts()
     pipe, plain = piped(nn.Sequential(*chain(4, 5, 3), layer), chunks=4, executor=executor, checkpoint=checkpoint)
     for _ in range(3):
@@ -83,8 +83,8 @@ def test_keyboard_interrupt_reaches_the_caller(executor: str, checkpoint: str, d
             output = pipe(rows(8, 4))
             layer.armed = True
             output.sum().backward()
-            pytest.fail("nobody was interrupted")
-        assert not layer.busy or executor == "serial", "the caller goes on only when its workers have stopped"
+            pytest.fail("no interrupt arrived")
+        assert not layer.busy or executor == "serial", "the caller must continue only after its workers have stopped"
         layer.armed = layer.busy = False
         pipe.zero_grad()
         plain.zero_grad()
@@ -93,7 +93,7 @@ def test_keyboard_interrupt_reaches_the_caller(executor: str, checkpoint: str, d
 
 @pytest.mark.skipif(os.name != "posix", reason="needs pthread_kill")
 def test_an_interrupt_at_any_moment_leaves_a_pipe_that_works() -> None:
-    """Another thread interrupts the caller anywhere: while it hands out work, waits, or collects."""
+    """Another thread interrupts the caller while it distributes work, waits, or collects results."""
     pipe, plain = piped(chain(4, 5, 3), executor="threads")
     backward(pipe, rows(8, 4))
     backward(plain, rows(8, 4))
@@ -105,7 +105,7 @@ def test_an_interrupt_at_any_moment_leaves_a_pipe_that_works() -> None:
                 thread.start()
                 while True:
                     backward(pipe, rows(8, 4))
-        finally:  # whatever happened: a thread that went on would keep the whole process from ending
+        finally:  # a thread that is still running would keep the process alive
             heard.set()
             thread.join()
         pipe.zero_grad()
