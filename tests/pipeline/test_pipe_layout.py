@@ -34,8 +34,8 @@ def test_a_layer_that_was_moved_away_is_named() -> None:
     pipe[0].register_buffer("spare", torch.ones(1, device="meta"))
     with pytest.raises(RuntimeError) as caught:
         pipe(rows(4, 4))
-    told = str(caught.value)
-    assert all(name in told for name in ("2.weight is on meta, stage 1 on cpu", "2.bias", "0.spare"))
+    message = str(caught.value)
+    assert all(name in message for name in ("2.weight is on meta, stage 1 on cpu", "2.bias", "0.spare"))
 
 
 def test_layers_keep_their_own_training_flags() -> None:
@@ -62,13 +62,13 @@ def test_changed_settings_apply_from_the_next_step() -> None:
         (lambda: setattr(pipe, "devices", ("cpu:0", "cpu")), 2, [False] * 2, [2, 1]),
         (lambda: setattr(pipe, "executor", "threads"), 2, [False] * 2, [2, 1]),
     ]
-    for change, chunks, wanted, balance in changes:
+    for change, chunks, recomputed, balance in changes:
         change()
         calls.clear()
         with pipe.observed_by(recorder := Recorder()):
             backward(pipe, rows(6, 4))
         backward(plain, rows(6, 4))
-        assert calls == wanted and pipe.statistics()["balance"] == balance
+        assert calls == recomputed and pipe.statistics()["balance"] == balance
         assert [len(stage.layers) for stage in pipe._current_runtime().stages] == balance
         assert {event.action.micro_batch for event in recorder.events} == set(range(chunks))
         assert_gradients_equal(pipe, plain)
@@ -122,7 +122,7 @@ def test_invalid_observer_is_refused_before_a_step(observer: Any) -> None:
         raise AssertionError("the block began")
 
 
-def test_a_graph_that_stays_whole_cannot_be_watched() -> None:
+def test_the_graph_executor_cannot_be_observed() -> None:
     pipe, _ = piped(chain(4, 4), executor="graph")
     with pytest.raises(UsageError, match="'serial' or 'threads'"), pipe.observed_by(Recorder()):
         raise AssertionError("the block began")
@@ -137,7 +137,7 @@ def test_a_recording_of_two_pipes_tells_their_threads_apart() -> None:
     assert len({event.thread for event in recorder.events}) == 4
 
 
-def test_statistics_tell_what_auto_chose() -> None:
+def test_statistics_show_the_choice_of_auto() -> None:
     pipe, _ = piped(chain(4, 4, 4), executor="auto", checkpoint="never")
     assert pipe.statistics()["chosen"] == {}
     for _ in range(20):

@@ -25,7 +25,7 @@ from torchweft import Pipe
 
 
 class Tracked(torch.autograd.Function):
-    """The identity. The census counts its node in the graph, which saves a tensor."""
+    """Identity that saves a tensor. The census counts its nodes in the graph."""
 
     @staticmethod
     def forward(ctx, x, census):
@@ -39,7 +39,7 @@ class Tracked(torch.autograd.Function):
 
 
 class Census(nn.Module):
-    """Notes weakly every tensor and every graph node that it sees."""
+    """Identity that keeps weak references to its tensors and graph nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,17 +91,20 @@ def test_nothing_of_a_step_outlives_it(executor: str, checkpoint: str, inside: s
     settings = {"loss": nn.MSELoss(), "schedule": inside} if inside else {}
     pipe, census = pipe_of(executor, checkpoint, **settings)
     x = rows(7, 4)
-    of_autograd = executor == "graph" or (executor, checkpoint) == ("auto", "never")  # its nodes live with the loss
+    of_autograd = executor == "graph" or (executor, checkpoint) == (
+        "auto",
+        "never",
+    )  # freed with the loss
 
     def gone() -> bool:
         if executor == "graph" and alive(census):
-            gc.collect()  # PyTorch's own checkpointing leaves cycles behind
+            gc.collect()  # PyTorch's checkpointing leaves reference cycles
         return alive(census) == 0
 
-    for retained in ((), (False,), (True, True)) * 2:  # "auto" runs every step in another way
+    for retained in ((), (False,), (True, True)) * 2:  # "auto" tries another layout in every step
         loss = pipe(x, target=x) if inside else pipe(x).square().sum()
         if not of_autograd and checkpoint != "always":
-            assert (alive(census) > 0) == (inside != "1f1b"), "1F1B uses its graphs on the way"
+            assert (alive(census) > 0) == (inside != "1f1b"), "1F1B frees its graphs before it returns the loss"
         for retain in retained:
             loss.backward(retain_graph=retain)
         if retained == (False,) and not of_autograd:
@@ -137,8 +140,8 @@ def test_after_an_exception_nothing_of_the_step_lives(executor: str, checkpoint:
         except ValueError:
             pass
         else:
-            pytest.fail("it should have failed")
-        gc.collect()  # a traceback and its frames may be a cycle
+            pytest.fail("the step should have failed")
+        gc.collect()  # a traceback and its frames can be a cycle
         assert alive(census) == 0
     census[where].fails = False
     backward(pipe, rows(7, 4))
@@ -178,7 +181,7 @@ def test_a_dropped_pipe_is_gone_at_once_and_its_threads_with_it(executor: str, c
     assert not any(reference() is not None for reference in gone)
     for thread in mine:
         thread.join(10)
-        assert not thread.is_alive(), "a dropped pipe is no cycle, so its threads end without the collector"
+        assert not thread.is_alive(), "a dropped pipe is in no cycle, so its threads end without the collector"
 
 
 def test_an_output_that_outlives_its_pipe_still_goes_back() -> None:
@@ -188,8 +191,8 @@ def test_an_output_that_outlives_its_pipe_still_goes_back() -> None:
     del pipe
     loss.backward()
     backward(plain, rows(7, 4))
-    for name, wanted in plain.named_parameters():
-        torch.testing.assert_close(weights[name].grad, wanted.grad)
+    for name, expected in plain.named_parameters():
+        torch.testing.assert_close(weights[name].grad, expected.grad)
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
@@ -240,7 +243,7 @@ def test_two_threads_can_call_one_pipe(checkpoint: str) -> None:
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
-    wanted = plain(rows(7, 4))
+    expected = plain(rows(7, 4))
     assert len(outputs) == 10
     for output in outputs:
-        torch.testing.assert_close(output, wanted)
+        torch.testing.assert_close(output, expected)

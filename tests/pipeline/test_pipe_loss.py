@@ -24,7 +24,7 @@ from torchweft import Pipe, Schedule
 
 
 def pipe_with_loss(loss: Any, **settings: Any) -> tuple[Pipe, nn.Sequential]:
-    """A pipe that computes its loss, and the plain model."""
+    """A pipe that computes the loss, and the plain model."""
     return piped(chain(4, 5, 3), balance=[2, 1], loss=loss, **settings)
 
 
@@ -38,10 +38,10 @@ def test_loss_equals_that_of_the_undivided_mini_batch(
     pipe, plain = pipe_with_loss(loss, executor=executor, checkpoint=checkpoint, schedule=schedule)
     for count in (7, 3, 8):
         x, y = rows(count, 4, seed=count), rows(count, 3, seed=count + 1)
-        seen, wanted = pipe(x, target=y), loss(plain(x), y)
+        seen, expected = pipe(x, target=y), loss(plain(x), y)
         assert seen.shape == ()
-        assert_close(seen, wanted)
-        for pair in (seen, wanted):
+        assert_close(seen, expected)
+        for pair in (seen, expected):
             pair.backward(retain_graph=True)
             (pair / count).backward()
             with pytest.raises(RuntimeError, match="retain_graph=True"):
@@ -50,7 +50,7 @@ def test_loss_equals_that_of_the_undivided_mini_batch(
     with torch.no_grad():
         evaluated = pipe(x, target=y)
     assert not evaluated.requires_grad
-    assert_close(evaluated, wanted.detach())
+    assert_close(evaluated, expected.detach())
 
 
 @pytest.mark.usefixtures("process_group")
@@ -63,13 +63,13 @@ def test_a_loss_may_be_a_distributed_tensor(executor: str, schedule: str, from_l
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return ((output - target) ** 2).sum()
 
-    def entered(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def to_distributed(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(DTensor.from_local(arg, mesh) for arg in args)
 
     pipe, plain = pipe_with_loss(loss, executor=executor, schedule=schedule, loss_reduction="sum")
     for layer in list(pipe)[from_layer:]:
         distribute_module(layer, mesh)
-    pipe[from_layer].register_forward_pre_hook(entered)
+    pipe[from_layer].register_forward_pre_hook(to_distributed)
     x, y = rows(7, 4), rows(7, 3)
     for factor in (1, 3):
         seen = pipe(x, target=distribute_tensor(y, mesh))
@@ -81,7 +81,7 @@ def test_a_loss_may_be_a_distributed_tensor(executor: str, schedule: str, from_l
 
 
 class Learned(nn.Module):
-    """A loss with a trainable weight."""
+    """Loss with a trainable weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ class Learned(nn.Module):
 @every_schedule
 @every_run
 def test_input_target_and_loss_parameters_get_gradients_too(executor: str, checkpoint: str, schedule: str) -> None:
-    loss, found = Learned(), list[list[Tensor | None]]()
+    loss, gradients = Learned(), list[list[Tensor | None]]()
     pipe, plain = pipe_with_loss(loss, executor=executor, checkpoint=checkpoint, schedule=schedule)
     for call in (lambda x, y: pipe(x, target=y), lambda x, y: loss(plain(x), y)):
         x, y = rows(7, 4).requires_grad_(), rows(7, 3).requires_grad_()
         loss.weight.grad = None
         (2 * call(x, y)).backward()
-        found.append([x.grad, y.grad, loss.weight.grad])
-    assert_close(*found)
+        gradients.append([x.grad, y.grad, loss.weight.grad])
+    assert_close(*gradients)
     assert_gradients_equal(pipe, plain)
     assert list(pipe.state_dict()) == list(plain.state_dict())
 

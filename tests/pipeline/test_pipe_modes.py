@@ -61,7 +61,7 @@ def test_under_inference_mode_the_output_is_an_inference_tensor(executor: str, c
             output = pipe(rows(7, 4))
         assert output.is_inference()
     assert {inference for _, inference, _ in spy.seen} == {True}
-    backward(pipe, rows(7, 4))  # and training goes on
+    backward(pipe, rows(7, 4))  # training still works
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
@@ -75,12 +75,12 @@ def test_autocast_equals_plain_autocast_per_micro_batch(executor: str, checkpoin
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = pipe(x)
         output.float().square().sum().backward()  # outside autocast, as PyTorch recommends
-    wanted = []
+    expected = []
     for piece in split(x, 3):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            wanted.append(plain(piece))
-    torch.cat(wanted).float().square().sum().backward()
-    assert output.dtype == torch.bfloat16 and torch.equal(output, torch.cat(wanted))
+            expected.append(plain(piece))
+    torch.cat(expected).float().square().sum().backward()
+    assert output.dtype == torch.bfloat16 and torch.equal(output, torch.cat(expected))
     assert_gradients_equal(pipe, plain, 1e-6)
     assert pipe(x).dtype == torch.float32, "autocast ends with its block"
 
@@ -98,7 +98,7 @@ def test_no_grad_forward_inside_autocast_keeps_later_gradients(executor: str) ->
 
 
 class Poison(nn.Module):
-    """Its backward computes 0 / 0, which is nan."""
+    """Layer whose backward computes 0 / 0, which is nan."""
 
     def forward(self, x):
         return (x * 0).sqrt()
@@ -132,8 +132,8 @@ def test_operators_can_be_counted_backward_too(executor: str, checkpoint: str) -
         assert counted[0] == counted[1]
 
 
-class Sees(TorchFunctionMode):
-    """Counts the functions that are called under it."""
+class LinearCounter(TorchFunctionMode):
+    """Mode that counts the calls of `linear`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,9 +146,9 @@ class Sees(TorchFunctionMode):
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
 def test_modes_and_hooks_of_the_caller_see_every_step_alike(executor: str) -> None:
-    """This includes steps that would use workers or be measured."""
+    """This includes steps that would otherwise use workers or be measured."""
     pipe, plain = piped(chain(4, 6, 6, 3), executor=executor)
-    x, found = rows(7, 4), list[tuple[int, int, int]]()
+    x, counts = rows(7, 4), list[tuple[int, int, int]]()
     for model in (*[pipe] * 14, plain):
         saved: list[None] = []
 
@@ -156,19 +156,19 @@ def test_modes_and_hooks_of_the_caller_see_every_step_alike(executor: str) -> No
             saved.append(None)
             return tensor
 
-        with FlopCounterMode(display=False) as counter, Sees() as sees:
+        with FlopCounterMode(display=False) as counter, LinearCounter() as linears:
             with saved_tensors_hooks(pack, lambda tensor: tensor):
                 loss = model(x).sum()
             loss.backward()
-        found.append((counter.get_total_flops(), sees.calls, len(saved)))
-    *steps, (flops, calls, tensors) = found
+        counts.append((counter.get_total_flops(), linears.calls, len(saved)))
+    *steps, (flops, calls, tensors) = counts
     assert set(steps) == {(flops, 3 * calls, 3 * tensors)}
     for _ in range(2):  # backward alone
         loss = pipe(x).sum()
         with FlopCounterMode(display=False) as counter:
             loss.backward()
         assert 0 < counter.get_total_flops() < flops
-    with torch.device("cpu"):  # is carried to the workers
+    with torch.device("cpu"):  # the mode is passed to the workers
         pipe(x)
     assert not pipe.statistics()["chosen"]
 
@@ -177,7 +177,7 @@ def test_modes_and_hooks_of_the_caller_see_every_step_alike(executor: str) -> No
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_compiled_layers_run_inside_a_pipe(executor: str, checkpoint: str) -> None:
-    """Traced, with the derivatives that a compiler would get; without code generation, so no compiler is needed."""
+    """The layers are traced with their derivatives, but without code generation, which needs a compiler."""
     model = chain(4, 5, 3)
     pipe, plain = piped(model, balance=[2, 1], executor=executor, checkpoint=checkpoint)
     torch._dynamo.reset()
@@ -186,8 +186,8 @@ def test_compiled_layers_run_inside_a_pipe(executor: str, checkpoint: str) -> No
     for _ in range(2):
         backward(compiled, rows(6, 4))
         backward(plain, rows(6, 4))
-    for seen, wanted in zip(compiled.parameters(), plain.parameters(), strict=True):
-        assert_close(seen.grad, wanted.grad)
+    for seen, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert_close(seen.grad, expected.grad)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -210,7 +210,7 @@ def test_layers_may_be_compiled_in_place() -> None:
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_a_gradient_of_a_gradient_is_refused_with_the_way_out(executor: str) -> None:
+def test_a_gradient_of_a_gradient_is_refused_with_advice(executor: str) -> None:
     pipe, _ = piped(chain(4, 5, 3), executor=executor)
     x = rows(6, 4).requires_grad_()
     with pytest.raises(RuntimeError, match="executor='graph'"):
@@ -242,12 +242,12 @@ def test_backward_runs_twice_only_with_retain_graph(executor: str, checkpoint: s
 @every_run
 def test_autograd_grad_of_some_parameters_works(executor: str, checkpoint: str) -> None:
     pipe, plain = piped(chain(4, 5, 5, 3), balance=[3, 2], executor=executor, checkpoint=checkpoint)
-    found = [
+    gradients = [
         torch.autograd.grad(model(rows(7, 4)).square().sum(), [model[2].weight, model[4].bias])
         for model in (pipe, plain)
     ]
-    for seen, wanted in zip(*found, strict=True):
-        assert_close(seen, wanted)
+    for seen, expected in zip(*gradients, strict=True):
+        assert_close(seen, expected)
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 

@@ -12,7 +12,7 @@ from tests.pipeline.pipe_cases import CHECKPOINTS, assert_gradients_equal, backw
 from torchweft import Pipe, Recorder
 from torchweft.core.context import is_recomputing
 
-DEADLINE = 20.0  # seconds; only a test that fails takes them
+DEADLINE = 20.0  # seconds, which only a failing test takes
 
 
 class WaitsInBackward(torch.autograd.Function):
@@ -28,7 +28,7 @@ class WaitsInBackward(torch.autograd.Function):
 
 
 class WaitingLayer(nn.Module):
-    """Its backward waits for an event."""
+    """Identity whose backward waits for an event."""
 
     def __init__(self, event: threading.Event) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_a_stage_recomputes_before_its_gradient_arrives(chunks: int) -> None:
 
 
 class MeetsOtherStage(nn.Module):
-    """Continues only when the other stage is inside too."""
+    """Continues only when the other stage is in its forward too."""
 
     def __init__(self, barrier: threading.Barrier) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class MeetsOtherStage(nn.Module):
         self.meetings = 0
 
     def forward(self, x):
-        if x[0, 0] == 1:  # the micro-batch that the two are at when they overlap
+        if x[0, 0] == 1:  # the micro-batch that each stage runs when they overlap
             self.barrier.wait(DEADLINE)
             self.meetings += 1
         return x.roll(1, 1)
@@ -94,7 +94,7 @@ def test_two_cpu_stages_really_run_at_once() -> None:
     ).eval()
     warm = torch.zeros(2, 2)
     with torch.no_grad():
-        pipe(warm)  # a stage holds the random numbers until it was seen to draw none
+        pipe(warm)  # until a stage is known to draw nothing, it locks the generator
         pipe(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
     assert first.meetings == second.meetings == 1
 
@@ -113,10 +113,10 @@ def test_only_micro_batches_of_the_mode_are_recomputed(executor: str, checkpoint
     for count, micro_batches in ((8, 4), (3, 3)):
         with pipe.observed_by(recorder := Recorder()):
             backward(pipe, rows(count, 4))
-        again = {event.action[::2] for event in recorder.events if event.kind == "R"}
+        recomputed = {event.action[::2] for event in recorder.events if event.kind == "R"}
         count = {"except_last": micro_batches - 1, "never": 0}.get(checkpoint, micro_batches)
         stages = range(2) if checkpoint in CHECKPOINTS else [0]
-        assert again == {*product(stages, range(count))}, "except_last means the last real micro-batch"
+        assert recomputed == {*product(stages, range(count))}, "except_last means the last real micro-batch"
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
@@ -133,7 +133,7 @@ def test_immediate_backward_recomputes_nothing(executor: str, checkpoint: str) -
     nn.functional.mse_loss(plain(rows(8, 4)), rows(8, 3)).backward()
     assert_gradients_equal(pipe, plain)
     calls[1] = 0
-    backward(pipe, rows(8, 4))  # without a target the caller's code runs in between
+    backward(pipe, rows(8, 4))  # without a target, the caller's loss runs before backward
     assert calls[1] == {"always": 8, "except_last": 7, "never": 4}[checkpoint]
 
 

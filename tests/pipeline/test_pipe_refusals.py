@@ -1,4 +1,4 @@
-"""Values that a cut cannot carry are refused, not lost: side channels, opaque containers, other transforms."""
+"""Gradients that a cut would lose raise an error: side channels, opaque containers, other transforms."""
 
 import warnings
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Balanced(nn.Module):
 
 
 def with_aux(model: nn.Module, layer: Balanced, x: Tensor) -> None:
-    """One step with the stored auxiliary loss in its loss."""
+    """Take one step whose loss includes the stored auxiliary losses."""
     (model(x).square().sum() + torch.stack(layer.aux).sum()).backward()
 
 
@@ -133,7 +133,7 @@ def test_opaque_container_between_stages_is_refused(executor: str, checkpoint: s
 @every_cut
 @pytest.mark.parametrize("make", [Known, *HIDING])
 def test_opaque_container_inside_a_stage_is_accepted(executor: str, checkpoint: str, make: Any) -> None:
-    """A container that pytree knows is accepted between stages too."""
+    """A container that is registered with pytree is accepted between stages too."""
     pipe, plain = piped(
         wrapped(make), executor=executor, checkpoint=checkpoint, balance=[2, 2] if make is Known else [3, 1]
     )
@@ -162,7 +162,7 @@ class Shift(nn.Module):
 def test_an_argument_that_hides_a_trainable_tensor_is_refused(executor: str, checkpoint: str, make: Any) -> None:
     pipe, _ = piped(nn.Sequential(Shift(), nn.Linear(4, 2)).double(), executor=executor, checkpoint=checkpoint)
     shift = torch.ones(4, dtype=torch.float64)
-    backward(pipe, rows(7, 4), make(shift))  # every micro-batch gets it whole, like any other object
+    backward(pipe, rows(7, 4), make(shift))  # every micro-batch gets the same object
     with pytest.raises(SpecError, match=r"an argument is a (Slim|Features|Holder) with tensors inside"):
         backward(pipe, rows(7, 4), make(shift.requires_grad_()))
 
@@ -177,8 +177,8 @@ def tangent(model: nn.Module, x: Tensor) -> Tensor:
 
 def tangent_of_a_parameter(model: nn.Module, x: Tensor) -> Tensor:
     with dual.dual_level():
-        found = {name: dual.make_dual(value, torch.ones_like(value)) for name, value in model.named_parameters()}
-        return dual.unpack_dual(torch.func.functional_call(model, found, (x,))).tangent
+        duals = {name: dual.make_dual(value, torch.ones_like(value)) for name, value in model.named_parameters()}
+        return dual.unpack_dual(torch.func.functional_call(model, duals, (x,))).tangent
 
 
 def gradient(model: nn.Module, x: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ TRANSFORMS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], str]] = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_transforms_that_miss_a_cut_are_refused(name: str, tracked: bool) -> None:
-    """They are exact where nothing is cut."""
+    """They are exact with executor="graph", which does not cut."""
     transform, why = TRANSFORMS[name]
     for executor in (*CUTS, "auto", "graph"):
         pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint="never")
@@ -242,15 +242,13 @@ RECORDERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 @pytest.mark.parametrize("executor", [*CUTS, "auto", "graph"])
 @pytest.mark.parametrize("record", RECORDERS)
-def test_a_pipe_that_is_recorded_says_what_to_record_instead(
-    record: str, executor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for method in ("forward", "_forward"):  # symbolic_trace would end in the tests' check of types
+def test_tracing_a_pipe_suggests_the_sequential(record: str, executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("forward", "_forward"):  # without the type checks of the tests, which symbolic_trace cannot pass
         monkeypatch.setattr(Pipe, method, unwrap(getattr(Pipe, method)))
     (pipe, plain), x = piped(chain(3, 4, 2), executor=executor), rows(4, 3)
-    refused = Unsupported if record == "export strictly" else UsageError  # Dynamo's own, around our words
-    with warnings.catch_warnings(), pytest.raises(refused, match=r"the nn.Sequential .* or nn.Sequential\(\*pipe\)"):
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's
+    error = Unsupported if record == "export strictly" else UsageError  # Dynamo wraps the error
+    with warnings.catch_warnings(), pytest.raises(error, match=r"the nn.Sequential .* or nn.Sequential\(\*pipe\)"):
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
         RECORDERS[record](pipe, x)
     assert_close(torch.export.export(nn.Sequential(*pipe), (x,)).module()(x), plain(x))
 
@@ -260,7 +258,7 @@ def test_a_step_inside_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatc
     capturing: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.append(True) or True)
     pipe(rows(4, 4))
-    assert torch.cuda.is_initialized() or not capturing, "a program without a GPU does not ask"
+    assert torch.cuda.is_initialized() or not capturing, "without a GPU, the pipe must not call it"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(UsageError, match=r"while a CUDA graph is captured.*outside of torch\.cuda\.graph"):
         pipe(rows(4, 4))

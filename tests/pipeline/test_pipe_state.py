@@ -24,7 +24,7 @@ from torchweft import Namespace, Pipe
 
 
 def varied_model() -> nn.Sequential:
-    """Skips, batch norms, buffers and names of the user's choice."""
+    """Model with skips, batch norms, buffers and custom names."""
     space = Namespace()
     named = [
         ("early", Early().isolate(space)),
@@ -111,16 +111,16 @@ def on_the_meta_device() -> nn.Sequential:
 
 
 def test_a_layer_is_initialised_the_same_wherever_it_is_cut() -> None:
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     for balance, dropped in (([2, 2], None), ([1, 3], None), ([1, 3], 0)):
         pipe = Pipe(on_the_meta_device(), chunks=2, balance=balance, devices=["cpu", "cpu"])
         if dropped is not None:
-            pipe.add_module(str(dropped), nn.Identity())  # as where another process has that layer
+            pipe.add_module(str(dropped), nn.Identity())  # as if another process had that layer
         torch.manual_seed(3)
         pipe.materialize()
-        found.append([parameter.detach() for parameter in (*pipe[2].parameters(), *pipe[3].parameters())])
-        found[-1].append(torch.rand(3))
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        results.append([parameter.detach() for parameter in (*pipe[2].parameters(), *pipe[3].parameters())])
+        results[-1].append(torch.rand(3))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 def test_materialize_keeps_the_runtime() -> None:
@@ -144,7 +144,7 @@ def test_materialize_applies_the_callback_to_meta_layers_only() -> None:
     kept = stored.weight.detach().clone()
     pipe.materialize(ones)
     assert torch.equal(pipe[0].weight, torch.ones(3, 4)) and torch.equal(pipe[1].weight, kept)
-    micro_batches = torch.full((2, 3), 5.0).split(1)  # two rows at once may be added up in another order
+    micro_batches = torch.full((2, 3), 5.0).split(1)  # two rows together can be summed in another order
     assert torch.equal(pipe(torch.ones(2, 4)), torch.cat([stored(micro_batch) for micro_batch in micro_batches]))
 
 
@@ -153,7 +153,7 @@ def test_a_layer_may_be_replaced_between_steps(executor: str) -> None:
     pipe, plain = piped(chain(4, 5, 3), executor=executor)
     backward(pipe, rows(7, 4))
     pipe.zero_grad()
-    pipe.add_module("0", chain(4, 5))  # as convert_sync_batchnorm does, say
+    pipe.add_module("0", chain(4, 5))  # as e.g. convert_sync_batchnorm does
     plain[0] = chain(4, 5)
     assert_alike(pipe, plain)
 

@@ -14,7 +14,7 @@ from torchweft.core.errors import BatchError, UsageError
 
 
 class FunctionLayer(nn.Module):
-    """A layer that applies a function, with one weight."""
+    """Layer that applies a function to its weight and its arguments."""
 
     def __init__(self, function) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 def pipe_and_plain(functions, **settings: Any) -> tuple[Pipe, nn.Sequential]:
-    """A pipe of as many stages as functions, and the plain model."""
+    """A pipe with one stage per function, and the plain model."""
     count = len(functions)
     model = nn.Sequential(*(FunctionLayer(function) for function in functions))
     return piped(model, devices=["cpu"] * count, balance=[1] * count, **settings)
@@ -48,7 +48,7 @@ def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def backward_of_squares(*tensors: Tensor) -> None:
-    """The backward of the sum of their squares."""
+    """Run backward on the sum of squares."""
     sum(tensor.square().sum() for tensor in tensors).backward()
 
 
@@ -158,7 +158,7 @@ def test_scalar_output_is_refused_and_the_next_step_works(executor: str) -> None
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("change", [lambda x: x[::2], lambda x: torch.cat([x, x]), lambda x: x.flatten()])
 def test_another_number_of_rows_than_came_in_is_refused(executor: str, change: Callable[[Tensor], Tensor]) -> None:
-    """The owner of such a row is unknown: ``cat`` joined per micro-batch has another order."""
+    """The place of such rows in the output is unknown: a joined ``cat`` of micro-batches has another order."""
     pipe, _ = pipe_and_plain([lambda w, x: change(x) * w], executor=executor, chunks=2)
     with pytest.raises(BatchError, match=r"output has \d+, \d+ rows along axis 0 where the micro-batches have 4, 4"):
         pipe(rows(8, 2))

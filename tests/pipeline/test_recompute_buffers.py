@@ -1,4 +1,4 @@
-"""A recomputation has the buffers and generators of its forward, and does not change them."""
+"""A recomputation reads the buffers and generators as its forward did, and does not change them."""
 
 import contextlib
 import threading
@@ -36,7 +36,7 @@ def linear() -> nn.Module:
 
 
 class Averages(nn.Module):
-    """Writes into its buffers, and reads them."""
+    """Layer that writes into its buffers, and reads them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class Averages(nn.Module):
         if self.on:
             self.count += 1
             self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
-        return (x - self.mean) * self.count.clone()  # else plain autograd would find the next write
+        return (x - self.mean) * self.count.clone()  # a copy, or plain autograd would detect the next write
 
 
 class Replaces(Averages):
-    """Replaces its buffers by new ones."""
+    """Layer that replaces its buffers by new tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + 1
@@ -74,7 +74,7 @@ class Borrows(nn.Module):
 
 
 class Draws(nn.Module):
-    """Draws from its own generator."""
+    """Layer that draws from its own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,9 +106,9 @@ def test_layer_changes_itself_once_per_micro_batch(name: str, executor: str, che
     for step in range(3):
         x = rows(7, 4, seed=step)
         output = backward(pipe, x)
-        wanted = torch.cat([plain(piece) for piece in split(x, 3)])
-        wanted.square().sum().backward()
-        assert_close(output, wanted)
+        expected = torch.cat([plain(piece) for piece in split(x, 3)])
+        expected.square().sum().backward()
+        assert_close(output, expected)
         assert_gradients_equal(pipe, plain)
         for key, value in plain.state_dict().items():
             assert_close(pipe.state_dict()[key], value)
@@ -117,7 +117,7 @@ def test_layer_changes_itself_once_per_micro_batch(name: str, executor: str, che
 
 
 @pytest.mark.parametrize("executor", CUTS)
-def test_a_retained_recomputation_finds_the_same_again(executor: str) -> None:
+def test_a_retained_recomputation_is_repeatable(executor: str) -> None:
     pipe, _ = piped(nn.Sequential(linear(), Averages()), executor=executor, checkpoint="always")
     loss = pipe(rows(7, 4)).square().sum()
     first, second = (torch.autograd.grad(loss, pipe[0].weight, retain_graph=True)[0] for _ in range(2))
@@ -126,7 +126,7 @@ def test_a_retained_recomputation_finds_the_same_again(executor: str) -> None:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_layer_that_writes_later_is_named_once(executor: str) -> None:
-    """Its values are exact from then on."""
+    """Later steps are exact."""
     pipe, plain = piped(nn.Sequential(linear(), nn.Sequential(Averages())), executor=executor, checkpoint="always")
     for model in (pipe, plain):
         model[1][0].on = False
@@ -167,7 +167,7 @@ def test_stages_take_turns_at_a_shared_norm() -> None:
         stage(context, rows(4, 2))
     assert entered == stages[:2]
     norm.eval()
-    for _ in range(2):  # in the first step it is not known yet that it writes nothing
+    for _ in range(2):  # only after the first step, the norm is known to write nothing
         entered.clear()
         for stage in stages:
             stage.scan()
@@ -198,7 +198,7 @@ def test_two_threads_may_train_a_deferred_norm_at_once() -> None:
 
     model = nn.Sequential(nn.BatchNorm1d(4).double(), Meets())
     pipe, _ = piped(model, chunks=2, executor="serial", checkpoint="never", deferred_batch_norm=True)
-    pipe(rows(8, 4))  # from here on it is known that nobody draws, and nobody holds the generator
+    pipe(rows(8, 4))  # now the layers are known to draw nothing, so no step locks the generator
     pipe[1].barrier = threading.Barrier(2)
     threads = [threading.Thread(target=pipe, args=(rows(8, 4),)) for _ in range(2)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Between a forward and its recomputation the values that it uses must not change. A change is an error."""
+"""A change of a module between a forward and its recomputation raises an error."""
 
 from collections.abc import Callable
 
@@ -74,7 +74,7 @@ def test_change_without_recomputation_is_accepted(executor: str) -> None:
 
 
 class Notes(nn.Module):
-    """Keeps numbers and flags of its last run."""
+    """Identity that stores a number and a flag of its last run."""
 
     def forward(self, x):
         self.last, self.ran = float(x.detach().sum()), True
@@ -106,9 +106,9 @@ def test_functional_call_works_only_without_recomputation(executor: str) -> None
     for checkpoint in ("never", "always"):
         pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
         fresh = {name: torch.full_like(value, 0.1).requires_grad_() for name, value in pipe.named_parameters()}
-        seen, wanted = (torch.func.functional_call(model, fresh, (rows(6, 4),)) for model in (pipe, plain))
+        seen, expected = (torch.func.functional_call(model, fresh, (rows(6, 4),)) for model in (pipe, plain))
         if checkpoint == "never":
-            pairs = [torch.autograd.grad(y.square().sum(), list(fresh.values())) for y in (seen, wanted)]
+            pairs = [torch.autograd.grad(y.square().sum(), list(fresh.values())) for y in (seen, expected)]
             assert_close(*pairs)
         else:
             with pytest.raises(ModuleChangedError, match="functional_call"):

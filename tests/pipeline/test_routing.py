@@ -15,13 +15,13 @@ def messages_of(wiring: Wiring, micro_batches: int) -> StepMessages:
 
 
 def comes_from_outside(wiring: Wiring, address: Address) -> bool:
-    """Whether no stage makes the value."""
+    """Whether no stage computes the value."""
     return wiring.routes[address.route].source == OUTSIDE or address.micro_batch < 0
 
 
 @st.composite
 def wirings(draw: st.DrawFn) -> Wiring:
-    """Any routes between some stages and the outside; carries go from a stage to itself."""
+    """Random routes between stages and the outside. A carry goes from a stage to itself."""
     stages = draw(st.integers(1, 4))
     routes: list[Route] = []
     for number in range(draw(st.integers(1, 5))):

@@ -1,4 +1,4 @@
-"""Schedules: their text, the proof that one can run, and the order in which it runs."""
+"""Schedules: their text, the check that they can run, and the order in which they run."""
 
 import csv
 import pickle
@@ -30,36 +30,36 @@ BUILT_IN = (peer.ScheduleInterleaved1F1B, peer.ScheduleInterleavedZeroBubble, pe
 IN_V = (peer.ScheduleZBVZeroBubble, peer.ScheduleDualPipeV)
 
 
-def faults(table: str, **wanted: int) -> list[str]:
+def faults(table: str, **sizes: int) -> list[str]:
     """The faults that `check` lists, without its headline."""
     with pytest.raises(ScheduleError) as caught:
-        Schedule.parse(table).check(**wanted)
+        Schedule.parse(table).check(**sizes)
     return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]
 
 
 def peers_schedule(kind: type, workers: int, micro_batches: int, per_worker: int = 2):
-    """A schedule of PyTorch's; its table is built without a process group."""
+    """A schedule of PyTorch, with its table but without a process group."""
     stages = per_worker * workers
     stage = SimpleNamespace(num_stages=stages, group_size=workers, group_rank=0, submod=None, is_last=False)
     return kind([stage] * per_worker, micro_batches)
 
 
 def chain_order_holds(order: list[Action], stages: int) -> bool:
-    """The rules of the chain, written a second time, on the places of a serial order."""
-    place = {action: at for at, action in enumerate(order)}
+    """Whether a serial order obeys the rules of the chain, implemented independently of `check`."""
+    position = {action: index for index, action in enumerate(order)}
 
     def backward(stage: int, i: int) -> int:
-        return place[Action(stage, "B", i)] if (stage, "B", i) in place else place[Action(stage, "I", i)]
+        return position[Action(stage, "B", i)] if (stage, "B", i) in position else position[Action(stage, "I", i)]
 
     for stage, kind, i in order:
-        at = place[Action(stage, kind, i)]
-        if kind == "F" and stage and place[Action(stage - 1, "F", i)] > at:
+        at = position[Action(stage, kind, i)]
+        if kind == "F" and stage and position[Action(stage - 1, "F", i)] > at:
             return False
-        if kind in "BI" and place[Action(stage, "F", i)] > at:
+        if kind in "BI" and position[Action(stage, "F", i)] > at:
             return False
         if kind in "BI" and stage + 1 < stages and backward(stage + 1, i) > at:
             return False
-        if kind == "W" and place[Action(stage, "I", i)] > at:
+        if kind == "W" and position[Action(stage, "I", i)] > at:
             return False
     return True
 
@@ -136,7 +136,7 @@ def test_shuffled_worker_passes_exactly_if_it_can_run(schedule: Schedule, data: 
 
 
 def can_run(schedule: Schedule) -> bool:
-    """Has the union of the chain's arrows and the lists' arrows no circle? (By peeling, unlike the walk.)"""
+    """Whether the dependencies of the chain and of the rows have no cycle, by removing free actions repeatedly."""
     actions = [a for row in schedule.workers for a in row]
     arrows = {(a, b) for row in schedule.workers for a, b in pairwise(row)}
     for a in actions:
@@ -152,7 +152,7 @@ def can_run(schedule: Schedule) -> bool:
 
 
 def chain_arrow(a: Action, b: Action) -> bool:
-    """Does `b` need `a`, both of one micro-batch?"""
+    """Whether `b` needs `a` of the same micro-batch."""
     match a.kind, b.kind, b.stage - a.stage:
         case ("F", "F", 1) | ("F", "B" | "I", 0) | ("B" | "I", "B" | "I", -1) | ("I", "W", 0):
             return True

@@ -1,4 +1,4 @@
-"""The schedules that go by a name, and how a user's own table or function comes in."""
+"""Named schedules, and schedules given as a table or as a function."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ ONE_STAGE_EACH = ("gpipe", "1f1b", "zero_bubble")
 
 
 def live_of_workers(schedule: Schedule) -> list[int]:
-    """For every worker the most (stage, micro-batch) pairs that it holds for backward at one time."""
+    """The largest number of (stage, micro-batch) pairs that each worker holds for backward at one time."""
     most: list[int] = []
     for row in schedule.workers:
         held = [0]
@@ -42,7 +42,7 @@ def live_of_workers(schedule: Schedule) -> list[int]:
 
 
 def duration(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> float:
-    """The forecast time if all stages cost the same; I and W take half of `backward` each."""
+    """The forecast time if all stages cost the same. I and W take half of `backward` each."""
     return forecast(schedule, [StageCost(forward, backward)] * schedule.stages).total
 
 
@@ -106,7 +106,7 @@ def test_live_micro_batches_are_those_published(workers: int, micro_batches: int
     assert looped_bfs(2 * workers, micro_batches).live() == (micro_batches,) * (2 * workers)
     assert max(live_of_workers(zbv(2 * workers, micro_batches))) <= 2 * workers
     assert max(live_of_workers(dualpipev(2 * workers, micro_batches))) <= 2 * workers + 1
-    whole = workers * micro_batches  # in rounds of as many micro-batches as workers, which the paper asks for
+    whole = workers * micro_batches  # the paper requires a multiple of the number of workers
     ahead = [workers + 2 * (workers - 1 - worker) + 1 if workers > 1 else 2 for worker in range(workers)]
     assert live_of_workers(interleaved(2 * workers, whole)) == [min(count, 2 * whole) for count in ahead]
 

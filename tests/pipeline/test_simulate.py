@@ -20,32 +20,32 @@ stage_costs = st.builds(
 sizes = given(st.integers(1, 6), st.integers(1, 6))
 
 
-def spans_by_action(found: Forecast) -> dict[str, tuple[float, float]]:
-    return {str(span.action): (span.start, span.end) for span in found.spans}
+def spans_by_action(result: Forecast) -> dict[str, tuple[float, float]]:
+    return {str(span.action): (span.start, span.end) for span in result.spans}
 
 
 def area_under(curve) -> float:
-    """Bytes times time under a curve."""
+    """Integral of a curve of bytes over time."""
     return sum(level * (end - start) for (start, level), (end, _) in pairwise(curve))
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
 @sizes
 def test_uniform_stages_take_the_ideal_time(make, stages: int, micro_batches: int) -> None:
-    found = forecast(make(stages, micro_batches), [StageCost(1.0, 2.0)] * stages)
-    assert found.total == (micro_batches + stages - 1) * 3.0
-    assert found.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    result = forecast(make(stages, micro_batches), [StageCost(1.0, 2.0)] * stages)
+    assert result.total == (micro_batches + stages - 1) * 3.0
+    assert result.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
 @given(any_schedules(), st.data())
 def test_any_schedule_runs_as_its_lists_and_the_chain_allow(schedule: Schedule, data: st.DataObject) -> None:
     costs = [StageCost(**data.draw(stage_costs)) for _ in range(schedule.stages)]
-    found = forecast(schedule, costs)
-    assert [span.start for span in found.spans] == sorted(span.start for span in found.spans)
-    ran = {span.action: span for span in found.spans}
-    assert len(ran) == len(found.spans)
+    result = forecast(schedule, costs)
+    assert [span.start for span in result.spans] == sorted(span.start for span in result.spans)
+    ran = {span.action: span for span in result.spans}
+    assert len(ran) == len(result.spans)
     for worker, row in enumerate(schedule.workers):
-        mine = [span for span in found.spans if span.worker == worker]
+        mine = [span for span in result.spans if span.worker == worker]
         assert [span.action for span in mine if span.action.kind != "R"] == list(row)
         assert all(a.end <= b.start for a, b in pairwise(mine))
     for stage, kind, i in [action for row in schedule.workers for action in row]:
@@ -64,11 +64,11 @@ def test_any_schedule_runs_as_its_lists_and_the_chain_allow(schedule: Schedule, 
 
 @given(any_schedules(), st.data())
 def test_nothing_idles_without_a_reason(schedule: Schedule, data: st.DataObject) -> None:
-    """Every span starts when some other one ends: the one before it on its worker, or one that it needs."""
+    """Every span starts at the end of another: the previous one of its worker, or one that it needs."""
     costs = [StageCost(**data.draw(stage_costs)) for _ in range(schedule.stages)]
-    found = forecast(schedule, costs)
-    ends = {0.0} | {span.end for span in found.spans}
-    assert {span.start for span in found.spans} <= ends
+    result = forecast(schedule, costs)
+    ends = {0.0} | {span.end for span in result.spans}
+    assert {span.start for span in result.spans} <= ends
 
 
 @given(any_schedules(), st.data())
@@ -77,8 +77,8 @@ def test_bytes_are_the_sum_of_their_lifetimes(schedule: Schedule, data: st.DataO
     last = schedule.stages - 1
     values = [ValueCost(stage, (stage + 1,), 3, stage % 2 == 0) for stage in range(last)]
     values += [ValueCost(0, tuple(range(1, last + 1)), 5), ValueCost(-1, (0, last), 1000)]
-    found = forecast(schedule, costs, values)
-    ran = {span.action: span for span in found.spans}
+    result = forecast(schedule, costs, values)
+    ran = {span.action: span for span in result.spans}
 
     def backward_end(stage: int, i: int) -> float:
         return (ran.get(Action(stage, "B", i)) or ran[Action(stage, "W", i)]).end
@@ -87,7 +87,7 @@ def test_bytes_are_the_sum_of_their_lifetimes(schedule: Schedule, data: st.DataO
     for i in range(schedule.micro_batches):
         for stage, cost in enumerate(costs):
             again = ran.get(Action(stage, "R", i))
-            own = 3 if stage < last and stage % 2 == 0 else 0  # the value that the graph keeps
+            own = 3 if stage < last and stage % 2 == 0 else 0  # the value that the graph holds
             twice = cost.saved_bytes + own if cost.recomputed_bytes is None else cost.recomputed_bytes
             start = (again or ran[Action(stage, "F", i)]).start
             expected += (twice if again else cost.saved_bytes) * (backward_end(stage, i) - start)
@@ -96,15 +96,15 @@ def test_bytes_are_the_sum_of_their_lifetimes(schedule: Schedule, data: st.DataO
             holders = [*value.readers, value.source] if kept else value.readers
             start = ran[Action(value.source, "F", i)].end
             expected += value.bytes * (max(backward_end(stage, i) for stage in holders) - start)
-    assert area_under(found.live_bytes) == expected
-    assert sum(map(area_under, found.stage_bytes)) == expected
-    assert all(not curve or curve[-1][1] == 0 for curve in (*found.stage_bytes, found.live_bytes))
-    assert max(found.stage_peaks) <= found.peak_bytes <= sum(found.stage_peaks)
+    assert area_under(result.live_bytes) == expected
+    assert sum(map(area_under, result.stage_bytes)) == expected
+    assert all(not curve or curve[-1][1] == 0 for curve in (*result.stage_bytes, result.live_bytes))
+    assert max(result.stage_peaks) <= result.peak_bytes <= sum(result.stage_peaks)
 
 
 def test_recomputation_starts_before_the_gradient_arrives() -> None:
-    found = forecast(gpipe(2, 2), [StageCost(1.0, 2.0, recompute=1.0), StageCost(1.0, 2.0)])
-    assert spans_by_action(found) == {
+    result = forecast(gpipe(2, 2), [StageCost(1.0, 2.0, recompute=1.0), StageCost(1.0, 2.0)])
+    assert spans_by_action(result) == {
         "0F0": (0, 1),
         "0F1": (1, 2),
         "1F0": (1, 2),
@@ -116,14 +116,14 @@ def test_recomputation_starts_before_the_gradient_arrives() -> None:
         "0R0": (7, 8),
         "0B0": (8, 10),
     }
-    assert found.total == 10
-    assert found.bubble == 1 - (10 - 2 + 6) / 20
+    assert result.total == 10
+    assert result.bubble == 1 - (10 - 2 + 6) / 20
 
 
-def test_which_micro_batches_recompute_can_be_said() -> None:
+def test_recomputed_micro_batches_can_be_selected() -> None:
     costs = [StageCost(1.0, 2.0, recompute=1.0)] * 2
-    found = forecast(gpipe(2, 3), costs, checkpointed=lambda stage, i: stage == 1 and i < 2)
-    assert sorted(str(span.action) for span in found.spans if span.action.kind == "R") == ["1R0", "1R1"]
+    result = forecast(gpipe(2, 3), costs, checkpointed=lambda stage, i: stage == 1 and i < 2)
+    assert sorted(str(span.action) for span in result.spans if span.action.kind == "R") == ["1R0", "1R1"]
 
 
 def test_value_in_the_graph_is_made_twice_if_recomputed() -> None:
@@ -132,19 +132,19 @@ def test_value_in_the_graph_is_made_twice_if_recomputed() -> None:
     kept = forecast(gpipe(2, 1), costs, [value], checkpointed=lambda *_: False)
     again = forecast(gpipe(2, 1), costs, [value])
     assert kept.live_bytes == ((0.0, 5), (1.0, 15), (4.0, 0))  # to the end of 0B0
-    assert again.live_bytes == ((1.0, 25), (3.0, 15), (4.0, 0))  # the copy that was sent goes with 1B0
+    assert again.live_bytes == ((1.0, 25), (3.0, 15), (4.0, 0))  # the sent copy is freed with 1B0
 
 
 def test_without_backward_values_end_with_their_last_reader() -> None:
     costs = [StageCost(1.0, 1.0, recompute=1.0, saved_bytes=100)] * 3
-    found = forecast(gpipe(3, 2).forward_only, costs, [ValueCost(0, (1, 2), 10)])
-    assert {span.action.kind for span in found.spans} == {"F"}
-    assert found.live_bytes == ((1.0, 10), (2.0, 20), (3.0, 10), (4.0, 0))
+    result = forecast(gpipe(3, 2).forward_only, costs, [ValueCost(0, (1, 2), 10)])
+    assert {span.action.kind for span in result.spans} == {"F"}
+    assert result.live_bytes == ((1.0, 10), (2.0, 20), (3.0, 10), (4.0, 0))
 
 
 def test_stages_that_cost_nothing_have_no_bubble() -> None:
-    found = forecast(gpipe(2, 2), [StageCost(0.0, 0.0)] * 2)
-    assert (found.total, found.bubble) == (0, 0)
+    result = forecast(gpipe(2, 2), [StageCost(0.0, 0.0)] * 2)
+    assert (result.total, result.bubble) == (0, 0)
 
 
 def test_wrong_costs_and_impossible_tables_are_refused() -> None:

@@ -75,11 +75,11 @@ def test_a_call_unpacks_for_the_first_layer_only() -> None:
     assert stage_of(Takes(), nn.Identity())(context(), CallArguments((1, 2), {"z": 3})) == (6,)
 
 
-class Looks(nn.Module):
-    """Keeps its arguments."""
+class StoresInput(nn.Module):
+    """Identity that stores its input."""
 
     def forward(self, x):
-        self.given = x
+        self.stored = x
         return x
 
 
@@ -94,14 +94,14 @@ class Looks(nn.Module):
     ],
 )
 def test_input_is_copied_only_if_a_layer_can_write_to_it(layers: list[nn.Module], copies: bool) -> None:
-    looks = Looks()
+    first = StoresInput()
     x = -torch.ones(1, 2)
-    stage_of(looks, *layers)(context(), x)
-    assert (looks.given is not x) == copies
+    stage_of(first, *layers)(context(), x)
+    assert (first.stored is not x) == copies
     assert torch.equal(x, -torch.ones(1, 2))
-    looks.inplace = copies
-    stage_of(looks)(context(), {"x": [x], "n": 3})
-    assert (looks.given["x"][0] is not x) == copies and looks.given["n"] == 3
+    first.inplace = copies
+    stage_of(first)(context(), {"x": [x], "n": 3})
+    assert (first.stored["x"][0] is not x) == copies and first.stored["n"] == 3
 
 
 def test_scan_lists_trainable_and_misplaced_tensors_once() -> None:

@@ -1,4 +1,4 @@
-"""Runs without a Pipe, on recurrent wirings that carry states from chunk to chunk."""
+"""`StepState` without a Pipe, on chains and on recurrent wirings that carry states from chunk to chunk."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ Given = dict[int, dict[Address, Message]]
 
 
 def recurrent_wiring(layers: int, delay: int) -> Wiring:
-    """Layers above each other, each with a state that its next chunk reads (with delay 2, its next but one).
+    """Stacked layers, each with a state that is read `delay` chunks later. With delay 1:
 
     out ^        ^        ^
     [layer 1] -> [layer 1] -> [layer 1] -> last state
@@ -37,12 +37,11 @@ def recurrent_wiring(layers: int, delay: int) -> Wiring:
 
 
 def cell(weights: tuple[Tensor, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A plain recurrent cell."""
     return lambda x, h: (x @ weights[0] + h @ weights[1]).tanh()
 
 
 def over_chunk(step: Callable[[Tensor, Tensor], Tensor], xs: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """A cell over the steps of one chunk: all its outputs, and the last state."""
+    """Apply a cell to the steps of one chunk. Return all outputs and the last state."""
     outputs: list[Tensor] = []
     for x in xs:
         h = step(x, h)
@@ -51,13 +50,13 @@ def over_chunk(step: Callable[[Tensor, Tensor], Tensor], xs: Tensor, h: Tensor) 
 
 
 def drawn_weights(layers: int) -> list[tuple[Tensor, Tensor]]:
-    """Two matrices per layer."""
-    made = [torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2 * layers)]
-    return list(zip(made[::2], made[1::2], strict=True))
+    """Two random matrices per layer."""
+    matrices = [torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2 * layers)]
+    return list(zip(matrices[::2], matrices[1::2], strict=True))
 
 
 def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int, keeps: Any) -> StepState:
-    """One segment per layer; a chunk of time is a micro-batch."""
+    """A run with one segment per layer. A chunk of time is a micro-batch."""
 
     def function(step: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Any, ...]]:
         return lambda context, xs, h: over_chunk(step, xs, h)
@@ -83,7 +82,7 @@ def test_wavefront_has_the_gradients_of_the_unrolled_net(
     torch.manual_seed(seed)
     weights = drawn_weights(layers)
     xs = [torch.randn(steps, 2, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(chunks)]
-    # Each of the first `delay` chunks begins with a state of its own.
+    # Each of the first `delay` chunks has a separate start state.
     starts = [
         [torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(min(delay, chunks))]
         for _ in range(layers)
@@ -99,9 +98,9 @@ def test_wavefront_has_the_gradients_of_the_unrolled_net(
     leaves = [*xs, *(h for start in starts for h in start), *(w for pair in weights for w in pair)]
     roots = [*outputs, *(h for end in ends for h in end)]
     seeds = [torch.randn_like(root) for root in roots]
-    wanted = torch.autograd.grad(roots, leaves, seeds)
+    expected = torch.autograd.grad(roots, leaves, seeds)
 
-    # The same as a run.
+    # The same net as a pipeline run.
     keeps = [["inputs" if (s, i) in recomputed else "graph" for i in range(chunks)] for s in range(layers)]
 
     run, executor = recurrent_run(weights, delay, chunks, keeps), (ThreadExecutor() if threads else SerialExecutor())
@@ -127,19 +126,19 @@ def test_wavefront_has_the_gradients_of_the_unrolled_net(
     for at, gradient in zip([*out_at, *ends_at], seeds, strict=True):
         back[run.messages.wiring.routes[at.route].source][at] = Message([gradient])
     home = executor.walk(schedule.backward_only, run.perform, back, ambient)
-    found = [home[Address(0, 0, i)].value[0] for i in range(chunks)]
+    gradients = [home[Address(0, 0, i)].value[0] for i in range(chunks)]
     for layer in range(layers):
         addresses = [Address(state[layer], layer, i - delay) for i in range(len(starts[layer]))]
-        found += [home[at].value[0] for at in addresses]
+        gradients += [home[at].value[0] for at in addresses]
     sums = run.parameter_gradients()
-    found += [sums[id(w)] for pair in weights for w in pair]
-    torch.testing.assert_close(found, list(wanted), rtol=1e-10, atol=1e-10)
+    gradients += [sums[id(w)] for pair in weights for w in pair]
+    torch.testing.assert_close(gradients, list(expected), rtol=1e-10, atol=1e-10)
     assert len(home) == chunks + sum(map(len, starts))
-    assert not run.parameter_gradients(), "the sums start anew"
+    assert not run.parameter_gradients(), "the sums must be cleared when they are returned"
 
 
 def chain_run(functions: list[Any], routes: list[Route], micro_batches: int, keep: Keep, **more: Any) -> StepState:
-    """Some functions without parameters, wired by hand."""
+    """A run of stage functions over custom routes."""
     ambient = ExecutionContext.capture(["cpu"])
     return StepState(
         Wiring(tuple(routes), len(functions)),
@@ -181,7 +180,7 @@ def test_gradients_of_readers_add_up_and_idle_ones_add_nothing(executor: Any, ke
         executor.close()
 
 
-def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
+def test_a_retained_run_repeats_backward_and_a_freed_one_raises() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     run = chain_run(
         [lambda context, x: (x * weight,)],

@@ -1,8 +1,8 @@
 """No kernel of a step reads memory before it is written, or uses memory after it is freed, in any order of streams.
 
-Steps, walks, places and locks are the real ones. Each mutant breaks one of them, and the simulation must see it. Out of
-its sight are the engine of autograd (`tests.pipeline.streams` repeats its rules from PyTorch's source), and the
-allocator of CUDA. `test_device.py` asks a GPU about those.
+Steps, walks, stage devices and locks are real. Each mutant breaks one of them, and the simulation must detect it. It
+does not cover the engine of autograd (`tests.pipeline.streams` reimplements its rules from PyTorch's source) and the
+allocator of CUDA. `test_device.py` tests those on a GPU.
 """
 
 import gc
@@ -53,7 +53,7 @@ A, B = DEVICES["two"][:2]
 
 
 def two_workers(schedule: Schedule) -> Schedule:
-    """The same order, written by hand. Two workers alternate between the stages, and weights wait until the end."""
+    """The same order as a custom table: two workers with every other stage, and weight gradients at the end."""
     order = [action for _, action in schedule.order]
     late = [Action(stage, "W", i) for stage, kind, i in order if kind == "B"]
     order = [Action(stage, "I" if kind == "B" else kind, i) for stage, kind, i in order] + late
@@ -69,7 +69,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
 
 
 class Case(NamedTuple):
-    """Steps of a pipeline. `own` says that the caller works on streams of its own."""
+    """Settings of a pipeline. With `own`, the caller uses streams other than the default ones."""
 
     devices: str = "two"
     schedule: str = "gpipe"
@@ -95,7 +95,7 @@ class Case(NamedTuple):
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_steps_have_no_race(monkeypatch: pytest.MonkeyPatch, devices: str, schedule: str) -> None:
-    """The worst of all worlds: recomputation, strided and sparse gradients, no peers, streams of the caller."""
+    """The hardest case: recomputation, strided and sparse gradients, no peers, streams of the caller."""
     options = {"keep": "inputs", "strided": True, "sparse": True}
     executor = ShuffledExecutor(len(devices + schedule))
     assert not Case(devices, schedule, lambda: executor, own=True, peers=False, options=options).faults(monkeypatch)
@@ -128,8 +128,8 @@ def do_nothing(*_: Any) -> None: ...
 
 
 def only_the_target_waits(place: CudaStageDevice, tensor: Any, message: Message) -> Any:
-    """Without peers PyTorch makes a strided source contiguous before its barrier, on the current stream of the source's
-    device. If that is the worker's default stream, the value is not there yet."""
+    """Mutant of `_arrive`. Without peers, PyTorch makes a strided source contiguous before its barrier, on the current
+    stream of the source. The worker's default stream did not wait for the value."""
     if tensor.device == place.device:
         return ARRIVE(place, tensor, message)
     place.copy.wait_event(cast("Any", message.ready))
@@ -163,18 +163,18 @@ RECOMPUTES = Case(executor=SerialExecutor, own=True, options={"keep": "inputs"})
 
 
 class Mutant(NamedTuple):
-    """A broken part, the case that uses it, and words of the expected fault."""
+    """The replacement of an attribute, a case that needs the original, and words of the expected fault."""
 
     owner: Any
     name: str
-    stands: Any
+    replacement: Any
     case: Case
     fault: str
 
 
 MUTANTS = {
     "memory is not recorded": Mutant(routing, "record_stream", do_nothing, Case("one"), FREED),
-    "sparse memory is recorded like any": Mutant(
+    "sparse memory is recorded like dense memory": Mutant(
         routing, "record_stream", lambda x, stream: x.record_stream(stream), Case(options={"sparse": True}), "sparse"
     ),
     "streams do not wait": Mutant(Stream, "wait_event", do_nothing, Case("one"), TOO_EARLY),
@@ -198,7 +198,7 @@ MUTANTS = {
     "gradients accumulate on the caller's stream": Mutant(
         step, "bind_parameters", lambda *_: {}, Case("one"), "AccumulateGrad"
     ),
-    "nor do several devices have views": Mutant(
+    "gradients of several devices too": Mutant(
         step, "bind_parameters", lambda *_: {}, Case(executor=SerialExecutor), "AccumulateGrad"
     ),
     "backward has other streams": Mutant(CallerStreams, "restored", lambda _: nullcontext(), OWN, TOO_EARLY),
@@ -206,7 +206,7 @@ MUTANTS = {
         CallerStreams, "restored", lambda _: nullcontext(), RECOMPUTES, TOO_EARLY
     ),
     "backward does not wait for its streams": Mutant(CallerStreams, "restored", without_waits, OWN, TOO_EARLY),
-    "the device stays": Mutant(
+    "the current device is not set": Mutant(
         StageDevice, "stream_context", lambda _: nullcontext(), Case(executor=SerialExecutor), "on another device"
     ),
 }
@@ -214,14 +214,14 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_missing_wait_or_record_is_seen(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
-    """This checks the simulation itself: it needs each fix."""
-    owner, name, stands, case, fault = MUTANTS[mutant]
-    monkeypatch.setattr(owner, name, stands)
+    """This tests the simulation, which must detect every mutant."""
+    owner, name, replacement, case, fault = MUTANTS[mutant]
+    monkeypatch.setattr(owner, name, replacement)
     assert any(fault in text for text in case.faults(monkeypatch))
 
 
 def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's stream waits for all kernels that were launched: a layer may have written to a buffer."""
+    """The caller's stream waits for all launched kernels, because a layer can have written to a buffer."""
     machine = Machine(monkeypatch)
     place, late = CudaStageDevice(A), list[OnGpu]()
 
@@ -239,7 +239,7 @@ def test_a_walk_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_streams_of_a_place_wait_for_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes the stream that copies."""
+    """This includes the stream for copies."""
     machine, place = Machine(monkeypatch), CudaStageDevice(A)
     tensor = machine.kernel("optimizer", A)
     join_walk([place])
@@ -247,7 +247,7 @@ def test_both_streams_of_a_place_wait_for_the_caller(monkeypatch: pytest.MonkeyP
 
 
 def test_a_lock_hands_over_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that raised has launched kernels all the same."""
+    """A layer can launch kernels before it raises."""
     machine, lock = Machine(monkeypatch), StreamLock()
     with pytest.raises(KeyError), torch.cuda.stream(Stream(A)), lock.held(A):  # type: ignore[arg-type]
         buffer = machine.kernel("buffer", A)
@@ -257,7 +257,7 @@ def test_a_lock_hands_over_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_readers_of_gradients_wait_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd lets them wait for the current stream of the output's device."""
+    """Autograd makes them wait for the current stream of the output's device."""
     machine, places = Machine(monkeypatch), [CudaStageDevice(A), CudaStageDevice(B)]
     with torch.cuda.stream(Stream(B)):  # type: ignore[arg-type]
         caller, of_forward = CallerStreams(places), machine.current_stream(B)
@@ -277,7 +277,7 @@ def test_readers_of_gradients_wait_for_all_devices(monkeypatch: pytest.MonkeyPat
 
 
 def test_graph_runs_stages_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of Triton run on the current device."""
+    """Triton kernels run on the current device."""
     machine, current = Machine(monkeypatch), list[int]()
 
     def function(_: MicroBatchContext, value: OnGpu) -> tuple[OnGpu]:
@@ -295,7 +295,7 @@ def test_graph_runs_stages_on_their_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def parts_of(layout: torch.layout) -> tuple[Tensor, list[Tensor]]:
-    """A tensor of a layout, and the tensors that hold its memory."""
+    """A tensor with the layout, and the tensors that hold its memory."""
     dense = torch.eye(4)
     if layout is torch.strided:
         return dense, [dense]
@@ -315,7 +315,7 @@ LAYOUTS = [torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_all_memory_of_a_layout_is_recorded(monkeypatch: pytest.MonkeyPatch, layout: torch.layout) -> None:
-    """Also inside of a tensor that wraps others, as those of distributed models do."""
+    """This includes wrapper tensors, such as those of distributed models."""
     tensor, parts = parts_of(layout)
     recorded: list[int] = []
     monkeypatch.setattr(Tensor, "is_cuda", True)

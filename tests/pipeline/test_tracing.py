@@ -30,7 +30,7 @@ ROUTES = (
 
 
 def first_stage(context: MicroBatchContext, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Saves x, which is the caller's, and makes two values."""
+    """Saves x, which belongs to the caller, and returns two values."""
     return x.sin(), x + 1
 
 
@@ -45,7 +45,7 @@ def third_stage(context: MicroBatchContext, x: Tensor, skip: Tensor) -> tuple[Te
 
 
 def record_step(executor: Any, keep: Keep, micro_batches: int, memory: bool = True) -> Recorder:
-    """One step of three stages with a skip over the middle one."""
+    """Record one step of three stages, with a skip over the middle one."""
     recorder, ambient = Recorder(memory=memory), ExecutionContext.capture(["cpu"])
     xs = [torch.ones(CELLS, dtype=torch.float64, requires_grad=True) for _ in range(micro_batches)]
     recorder.ignore(xs)
@@ -68,12 +68,12 @@ def test_every_piece_of_work_is_an_event_of_its_worker(threads: bool, keep: Keep
     executor = ThreadExecutor("events") if threads else SerialExecutor()
     recorder = record_step(executor, keep, 2)
     kinds = {"graph": "FB", "inputs": "FRB", "nothing": "F"}[keep]
-    wanted = [(kind, stage, i) for kind in kinds for stage in range(3) for i in range(2)]
-    assert sorted((e.kind, e.action.stage, e.action.micro_batch) for e in recorder.events) == sorted(wanted)
+    expected = [(kind, stage, i) for kind in kinds for stage in range(3) for i in range(2)]
+    assert sorted((e.kind, e.action.stage, e.action.micro_batch) for e in recorder.events) == sorted(expected)
     for event in recorder.events:
         assert event.start <= event.end
-        here = threading.current_thread().name
-        assert event.thread == (f"torchweft-events-{event.action.stage}" if threads else here)
+        caller = threading.current_thread().name
+        assert event.thread == (f"torchweft-events-{event.action.stage}" if threads else caller)
     for stage in range(3):
         mine = sorted((e for e in recorder.events if e.action.stage == stage), key=lambda e: e.start)
         assert all(one.end <= other.start for one, other in pairwise(mine)), "a worker does one thing at a time"
@@ -88,7 +88,7 @@ def test_graphs_and_values_count_the_bytes_of_their_storages(micro_batches: int)
         2 * BYTES * micro_batches,
         BYTES * micro_batches,
     ]
-    assert recorder.bytes[-1][1] == 0, "all is released in the end"
+    assert recorder.bytes[-1][1] == 0, "everything is released at the end"
     assert all(curve[-1][1] == 0 for curve in recorder.stage_bytes.values())
 
 
