@@ -1,8 +1,8 @@
-"""Laws with tensors that move between the devices of two stages: the numbers are those of the CPU.
+"""Training with tensors that move between the devices of two stages has the results of the CPU.
 
-cpu-cpu          everywhere: shows that the comparisons hold
+cpu-cpu          everywhere: shows that the comparisons work
 cuda:0-cpu ...   with one GPU: values move
-cuda:0-cuda:1    with two GPUs, else skipped by name
+cuda:0-cuda:1    with two GPUs, otherwise skipped
 """
 
 import copy
@@ -29,7 +29,7 @@ Places = tuple[str, str]
 
 @pytest.fixture
 def two_gpus(request: pytest.FixtureRequest) -> Places:
-    """The names of two GPUs with peer access. Skips by name without them."""
+    """The names of two GPUs with peer access. Without them, the test is skipped."""
     if (count := torch.cuda.device_count()) < 2:
         pytest.skip(f"{request.node.name}: needs two GPUs, and the number of GPUs is {count}")
     if not torch.cuda.can_device_access_peer(0, 1):
@@ -37,8 +37,8 @@ def two_gpus(request: pytest.FixtureRequest) -> Places:
     return "cuda:0", "cuda:1"
 
 
-class CopyingPlace(StageDevice):
-    """A place on the CPU that treats all tensors as those of another device."""
+class CopyingDevice(StageDevice):
+    """CPU device of a stage that copies every received tensor, as if it came from another device."""
 
     def receive(self, message: Message) -> Any:
         leaves, structure = flatten(super().receive(message))
@@ -47,9 +47,9 @@ class CopyingPlace(StageDevice):
 
 
 def plan_with_copies(*args: Any, **options: Any) -> PipelinePlan:
-    """The plan of a pipe on the CPU, with a place for every stage."""
+    """The plan of a pipe on the CPU whose stages copy what they receive."""
     plan = staged_plan(*args, **options)
-    return replace(plan, places=tuple(CopyingPlace(stage.device) for stage in plan.stages))
+    return replace(plan, places=tuple(CopyingDevice(stage.device) for stage in plan.stages))
 
 
 @pytest.fixture(
@@ -72,18 +72,18 @@ every_executor = pytest.mark.parametrize("executor", EXECUTORS)
 every_cut_executor = pytest.mark.parametrize("executor", EXECUTORS[:3])
 
 
-def assert_same(seen: Any, wanted: Any, name: str) -> None:
-    """Equal to rounding, compared on the CPU."""
+def assert_same(seen: Any, expected: Any, name: str) -> None:
+    """Compare up to rounding, on the CPU."""
     seen = seen.detach().cpu() if isinstance(seen, Tensor) else seen
-    torch.testing.assert_close(seen, wanted, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(seen, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name}: {text}")
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module, places: Places) -> None:
-    """All parameters have the gradients of the plain model, each on its own device."""
-    for (name, parameter), (_, wanted) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+    """Check that all parameters have the gradients of the plain model, each on its own device."""
+    for (name, parameter), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert str(parameter.device) in places
         assert parameter.grad is not None and parameter.grad.device == parameter.device, name
-        assert_same(parameter.grad, wanted.grad, name)
+        assert_same(parameter.grad, expected.grad, name)
 
 
 def assert_trains_alike(
@@ -95,17 +95,17 @@ def assert_trains_alike(
     steps: int = 3,
     **options: Any,
 ) -> nn.Module:
-    """Some steps of SGD of a pipe over these places and of the plain model on the CPU. `call` returns a step's loss, of
-    inputs on the given device. Returns the trained plain model."""
+    """Compare SGD steps of a pipe on these devices with those of the plain model on the CPU. `call` returns the loss of
+    a step, with inputs on the given device. Returns the trained plain model."""
     plain = copy.deepcopy(model) if plain is None else plain
     pipe = Pipe(model, **{"chunks": 3, "devices": [*places], **options})
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, plain)]
     for step in range(steps):
-        loss, wanted = call(pipe, step, places[0]), call(plain, step, "cpu")
+        loss, expected = call(pipe, step, places[0]), call(plain, step, "cpu")
         assert str(loss.device) == options.get("devices", places)[-1]
         loss.backward()
-        wanted.backward()
-        assert_same(loss, wanted.detach(), f"the loss of step {step}")
+        expected.backward()
+        assert_same(loss, expected.detach(), f"the loss of step {step}")
         assert_same_gradients(model, plain, places)
         for optimizer in optimizers:
             optimizer.step()
@@ -126,23 +126,23 @@ def test_parameters_train_alike(places: Places, executor: Any, checkpoint: Any) 
 
 @every_executor
 def test_input_gets_its_gradient_on_its_device(places: Places, executor: Any) -> None:
-    """The input is on the second device, so that it moves there and its gradient back."""
+    """The input is on the second device, so that it moves to the first, and its gradient moves back."""
     model = chain(4, 8, 2)
     plain, x = copy.deepcopy(model), rows(7, 4).requires_grad_()
     moved = x.detach().to(places[1], copy=True).requires_grad_()
     output = Pipe(model, chunks=3, devices=[*places], executor=executor)(moved)
     output.square().sum().backward()
-    wanted = plain(x)
-    wanted.square().sum().backward()
+    expected = plain(x)
+    expected.square().sum().backward()
     assert str(output.device) == places[1] and moved.grad is not None and moved.grad.device == moved.device
-    assert_same(output, wanted.detach(), "output")
+    assert_same(output, expected.detach(), "output")
     assert_same(moved.grad, x.grad, "gradient of the input")
 
 
 @every_executor
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_skip_passes_the_stage_between(places: Places, executor: Any, checkpoint: Any) -> None:
-    """From the first device by the second to the first, and the gradient likewise."""
+    """The skip leads from the first device past the second back to the first, and its gradient too."""
     one, two, three = nn.Linear(4, 4).double(), nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
     model = nn.Sequential(one, Early(), two, nn.Tanh(), Late(), three)
     plain = copy.deepcopy(nn.ModuleList([one, two, three]))
@@ -160,7 +160,7 @@ def test_skip_passes_the_stage_between(places: Places, executor: Any, checkpoint
 
 
 class Branches(nn.Module):
-    """Nested values, of which some need no gradient, go from stage to stage."""
+    """Returns a nested value, parts of which need no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def test_nested_values_move(places: Places, executor: Any) -> None:
 
 
 class Tied(nn.Module):
-    """The weight of the embedding is that of the head."""
+    """Model whose embedding and head share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_tied_weight_of_a_split_model(places: Places, executor: Any, checkpoint:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("at", [0, 1], ids=["target-on-first", "target-on-last"])
 def test_loss_with_a_target_on_either_device(places: Places, executor: Any, schedule: str, at: int) -> None:
-    """Rows of class -100 do not count, so the mean divides by another number in every micro-batch."""
+    """Rows of class -100 do not count, so the denominators of the micro-batches differ."""
     loss = nn.CrossEntropyLoss()
 
     def call(run: nn.Module, step: int, device: str) -> Tensor:
@@ -225,8 +225,8 @@ def test_loss_with_a_target_on_either_device(places: Places, executor: Any, sche
 @every_cut_executor
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_dropout_draws_the_same_numbers(places: Places, executor: Any, checkpoint: Any) -> None:
-    """Bit-equal to one thread without recomputation."""
-    found: list[list[Tensor]] = []
+    """The gradients are bit-equal to those of one thread without recomputation."""
+    gradients: list[list[Tensor]] = []
     for how in ({"executor": "serial", "checkpoint": "never"}, {"executor": executor, "checkpoint": checkpoint}):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5)).double()
@@ -234,15 +234,15 @@ def test_dropout_draws_the_same_numbers(places: Places, executor: Any, checkpoin
         for seed in range(3):
             torch.manual_seed(seed)
             pipe(rows(7, 4, seed=seed).to(places[0])).square().sum().backward()
-        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-    assert len(found[0]) == len(found[1]) == 4
-    assert all(map(torch.equal, *found))
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) == 4
+    assert all(map(torch.equal, *gradients))
 
 
 @every_executor
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_deferred_statistics_are_those_of_all_rows(places: Places, executor: Any, checkpoint: Any) -> None:
-    """Also in the second stage. Its inputs are normalised micro-batches."""
+    """This includes the second stage, whose inputs are normalised micro-batches."""
     pipe = Pipe(
         nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)).double(),
         chunks=3,
@@ -271,8 +271,8 @@ def test_graph_has_gradients_of_gradients(places: Places) -> None:
     model = chain(4, 8, 2)
     plain, x = copy.deepcopy(model), rows(7, 4)
     pipe = Pipe(model, chunks=3, devices=[*places], executor="graph")
-    for run, given in ((pipe, x.to(places[0], copy=True)), (plain, x.clone())):
-        leaf = given.requires_grad_()
+    for run, inputs in ((pipe, x.to(places[0], copy=True)), (plain, x.clone())):
+        leaf = inputs.requires_grad_()
         (first,) = torch.autograd.grad(run(leaf).square().sum(), leaf, create_graph=True)
         first.square().sum().backward()
     assert_same_gradients(model, plain, places)
@@ -281,15 +281,15 @@ def test_graph_has_gradients_of_gradients(places: Places) -> None:
 @every_executor
 @pytest.mark.parametrize("inside", [False, True], ids=["loss-outside", "loss-inside"])
 def test_gradients_accumulate_over_steps(places: Places, executor: Any, inside: bool) -> None:
-    """Three backward calls and no optimizer between them. Each adds to the gradients that are there."""
+    """Three backward calls without an optimizer step between them add up."""
     model = chain(4, 8, 2)
     plain = copy.deepcopy(model)
     options = {"loss": nn.MSELoss(), "schedule": "1f1b"} if inside else {}
     pipe = Pipe(model, chunks=3, devices=[*places], executor=executor, **options)
     for step in range(3):
         x, target = rows(7, 4, seed=step), rows(7, 2, seed=step + 9)
-        there = x.to(places[0])
-        loss = pipe(there, target=target) if inside else (pipe(there) - target.to(places[1])).square().mean()
+        on_first = x.to(places[0])
+        loss = pipe(on_first, target=target) if inside else (pipe(on_first) - target.to(places[1])).square().mean()
         (loss * (step + 1)).backward()
         ((plain(x) - target).square().mean() * (step + 1)).backward()
     assert_same_gradients(model, plain, places)

@@ -17,7 +17,7 @@ from torchweft.core.errors import UsageError
 
 
 class Reads(nn.Module):
-    """Adds a tensor of another module, without registering it."""
+    """Layer that adds a tensor of another module, without registering it."""
 
     def __init__(self, other: Any) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def test_a_parameter_of_another_stage_is_an_error_that_names_it(executor: str, c
     model = chain(4, 5, 3)
     model.append(Reads(model[0].bias))
     pipe, _ = piped(model, executor=executor, checkpoint=checkpoint, balance=[2, 2])
-    for _ in range(2):  # not only the first time
+    for _ in range(2):  # also in later steps
         with pytest.raises(UsageError, match=r"stage 1 .*\n  - 0\.bias of stage 0"):
             backward(pipe, rows(7, 4))
 
@@ -96,7 +96,7 @@ def test_unregistered_trainable_tensor_is_warned_of_once(executor: str, kind: Ca
 
 
 class Force(nn.Module):
-    """Differentiates by a leaf that it creates itself."""
+    """Layer that differentiates with respect to a leaf that it creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class Force(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return torch.zeros_like(x)
-        place = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(self.energy(place).square().sum(), place, create_graph=True)
+        leaf = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(leaf).square().sum(), leaf, create_graph=True)
         return force
 
 
@@ -127,8 +127,8 @@ def test_sharded_layers_are_refused_and_a_sharded_pipe_works(executor: str) -> N
     fully_shard(sharded, mesh=mesh)
     backward(sharded, rows(7, 4))
     backward(model, rows(7, 4))
-    for seen, wanted in zip(sharded.parameters(), model.parameters(), strict=True):
-        assert_close(cast(Any, seen.grad).full_tensor(), wanted.grad)
+    for seen, expected in zip(sharded.parameters(), model.parameters(), strict=True):
+        assert_close(cast(Any, seen.grad).full_tensor(), expected.grad)
     fully_shard(model[2], mesh=mesh)
     with pytest.raises(UsageError, match=r"stage 1 shards its own parameters \(FSDPLinear\).*fully_shard\(pipe\)"):
         backward(Pipe(model, chunks=3, devices=["cpu"] * 2, executor=executor), rows(7, 4))

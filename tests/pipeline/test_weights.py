@@ -18,7 +18,7 @@ safetensors = pytest.importorskip(
 
 
 class Rotary(nn.Module):
-    """An embedding and a head with one weight, and a buffer that is in no file."""
+    """Model whose embedding and head share a weight, with a buffer that is in no file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Rotary(nn.Module):
 
 
 def sequential() -> nn.Sequential:
-    """Layers of which the first and the last have the same weight."""
+    """Layers, of which the first and the last share a weight."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     return model
@@ -71,12 +71,12 @@ def test_build_on_meta_nests_and_ends_with_an_error() -> None:
 
 
 def test_build_on_meta_leaves_other_threads_alone() -> None:
-    found: list[bool] = []
+    on_meta: list[bool] = []
     with weft.build_on_meta():
-        thread = threading.Thread(target=lambda: found.append(nn.Linear(2, 2).weight.is_meta))
+        thread = threading.Thread(target=lambda: on_meta.append(nn.Linear(2, 2).weight.is_meta))
         thread.start()
         thread.join(10.0)
-    assert found == [False]
+    assert on_meta == [False]
 
 
 def test_a_hugging_face_model_is_built_on_meta(tmp_path: Path) -> None:
@@ -111,10 +111,10 @@ def test_a_hugging_face_model_is_initialised_by_its_own_function() -> None:
 @pytest.mark.parametrize("kind", ["sequential", "split"])
 def test_weights_are_read_from_files(kind: str, where: str, tmp_path: Path) -> None:
     build = sequential if kind == "sequential" else Rotary
-    wanted = {key: torch.randn_like(value.float()).to(value.dtype) for key, value in build().state_dict().items()}
+    expected = {key: torch.randn_like(value.float()).to(value.dtype) for key, value in build().state_dict().items()}
     tied = ("2.weight", "0.weight") if kind == "sequential" else ("head.weight", "embed.weight")
-    wanted[tied[1]] = wanted[tied[0]]
-    stored = {key: value for key, value in wanted.items() if key != tied[1]}  # under the second of its names
+    expected[tied[1]] = expected[tied[0]]
+    stored = {key: value for key, value in expected.items() if key != tied[1]}  # the tie under its second name
     if "index" in where:
         parts = [list(stored)[::2], list(stored)[1::2]]
         for number, part in enumerate(parts):
@@ -129,7 +129,7 @@ def test_weights_are_read_from_files(kind: str, where: str, tmp_path: Path) -> N
     pipe = piped(model, **({} if kind == "sequential" else {"split": ["head"]}))
     assert pipe.materialize(tmp_path if "folder" in where else tmp_path / name) is pipe
     state = pipe.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in wanted.items())
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
     assert len(list(pipe.parameters())) == (5 if kind == "sequential" else 4)
 
 
@@ -245,7 +245,7 @@ def test_clipping_in_one_process_is_that_of_pytorch(norm_type: float) -> None:
     other_gradients = [parameter.grad.clone() for parameter in other.parameters()]
     for parameter, gradient in zip(pipe.parameters(), other_gradients, strict=True):
         parameter.grad = gradient
-    wanted = nn.utils.clip_grad_norm_(other.parameters(), 0.5, norm_type)
-    assert torch.equal(weft.clip_grad_norm_(pipe, 0.5, norm_type), wanted)
+    expected = nn.utils.clip_grad_norm_(other.parameters(), 0.5, norm_type)
+    assert torch.equal(weft.clip_grad_norm_(pipe, 0.5, norm_type), expected)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(pipe.parameters(), other.parameters(), strict=True))
     assert float(weft.clip_grad_norm_(pipe.parameters(), 9.0, norm_type)) < 9.0

@@ -1,7 +1,7 @@
-"""Further uses of a pipe over processes, compared with the serial pipe: work for two ranks.
+"""Work for two ranks: uses of a pipe over processes, compared with the serial pipe.
 
-Each case is a function of a `Pair`. It calls both pipes in the same way, and returns their results. The pair
-compares the numbers, the gradients and the buffers bit by bit.
+Each case returns both pipes, and a function that calls one of them and returns its result. `run_case` compares the
+results, the gradients and the buffers bit by bit.
 """
 
 import copy
@@ -29,7 +29,7 @@ def data(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def pair(model: nn.Sequential, balance: list[int] | None = None, **settings: Any) -> list[weft.Pipe]:
-    """The serial pipe, and the one over the ranks."""
+    """The serial pipe, and the pipe over the ranks."""
     balance = balance or [2, len(model) - 2]
     settings = {"chunks": 4, "balance": balance, **settings}
     return [
@@ -49,9 +49,9 @@ def extras() -> tuple[list[weft.Pipe], Callable[[weft.Pipe], Any]]:
         return mse(output, target), {"count": 1, "mean": (output - target).mean(), "rows": output.detach()}
 
     def call(pipe: weft.Pipe) -> Any:
-        found, more = pipe(data()[0], target=data()[1])
-        found.backward()
-        return float(found.detach()), more["count"], float(more["mean"]), float(more["rows"].sum())
+        value, more = pipe(data()[0], target=data()[1])
+        value.backward()
+        return float(value.detach()), more["count"], float(more["mean"]), float(more["rows"].sum())
 
     return pair(net(), loss=loss, schedule="1f1b"), call
 
@@ -121,11 +121,11 @@ def evaluation() -> Any:
         x, y = data()
         pipe.eval()
         with torch.no_grad():
-            found = float(pipe(x).sum())
+            total = float(pipe(x).sum())
         with torch.inference_mode():
-            found += float(pipe(x, target=y))
+            total += float(pipe(x, target=y))
         pipe.train()
-        return found, step(pipe, x, y)
+        return total, step(pipe, x, y)
 
     return pair(net(drop=0.3), loss=mse), call
 
@@ -183,7 +183,7 @@ def scaled_loss() -> Any:
 
 
 def skipped_targets() -> Any:
-    """A cross entropy with ignored targets. Only the rank with the target knows the weights."""
+    """Cross entropy with ignored targets. Only the rank with the target knows the weights."""
 
     def call(pipe: weft.Pipe) -> Any:
         labels = torch.tensor([0, 1, -100, 2, -100, -100, 5, 0])
@@ -257,15 +257,15 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def run_case(name: str) -> list[str]:
-    """The differences between both pipes of a case, in words."""
+    """The differences between the two pipes of a case, in words."""
     (serial, pipe), call = CASES[name]()
     faults: list[str] = []
-    found: list[Any] = []
+    results: list[Any] = []
     for net in (serial, pipe):
         torch.manual_seed(11)
-        found.append(call(net))
-    if found[0] != found[1] and not (name == "input_with_gradient" and found[1] is None and dist.get_rank() == 1):
-        faults.append(f"results {found}")
+        results.append(call(net))
+    if results[0] != results[1] and not (name == "input_with_gradient" and results[1] is None and dist.get_rank() == 1):
+        faults.append(f"results {results}")
     named = dict(serial.named_parameters())
     for key, parameter in pipe.named_parameters():
         one, other = parameter.grad, named[key].grad

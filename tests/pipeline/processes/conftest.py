@@ -1,4 +1,4 @@
-"""Ranks that the tests of a session share."""
+"""Ranks that are shared by the tests of a session."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from tests.pipeline.processes.launch import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """The ranks of a group of so many, started once and again when a test has broken them."""
+    """Function that returns a group of ranks by its size. A group that a test broke is started again."""
     pools: dict[int, Ranks] = {}
 
     def find(size: int) -> Ranks:

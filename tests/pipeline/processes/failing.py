@@ -1,4 +1,4 @@
-"""Failures of one rank: work for three ranks, which reports the error of each rank and runs the next step."""
+"""Work for three ranks: one rank fails, every rank returns its error, and the next step succeeds."""
 
 import multiprocessing
 import os
@@ -44,8 +44,8 @@ class Fault(nn.Module):
 def make(schedule: str = "1f1b", **settings: Any) -> weft.Pipe:
     torch.manual_seed(1)
     model = nn.Sequential(*[Fault() for _ in range(3)])
-    given = {"chunks": 3, "balance": [1, 1, 1], "loss": nn.functional.mse_loss, "schedule": schedule, **settings}
-    return weft.Pipe(model, group=dist.group.WORLD, **given)
+    options = {"chunks": 3, "balance": [1, 1, 1], "loss": nn.functional.mse_loss, "schedule": schedule, **settings}
+    return weft.Pipe(model, group=dist.group.WORLD, **options)
 
 
 def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -70,9 +70,9 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
 def outcome_between_steps(pipe: weft.Pipe, call: Callable[[], Any]) -> tuple[str, str]:
     """The outcome of a call after a good step. Another step must succeed afterwards."""
     train(pipe)
-    found = outcome(call)
+    raised = outcome(call)
     train(pipe)
-    return found
+    return raised
 
 
 def layer_fails(rank: int, where: str, schedule: str) -> tuple[str, str]:
@@ -80,10 +80,10 @@ def layer_fails(rank: int, where: str, schedule: str) -> tuple[str, str]:
     train(pipe)
     if dist.get_rank() == rank:
         pipe[rank].fails = where
-    found = outcome(lambda: train(pipe))
+    raised = outcome(lambda: train(pipe))
     pipe[rank].fails = ""
     train(pipe)
-    return found
+    return raised
 
 
 def loss_fails() -> tuple[str, str]:
@@ -97,10 +97,10 @@ def loss_fails() -> tuple[str, str]:
     pipe = make(loss=loss)
     train(pipe)
     fails.append(True)
-    found = outcome(lambda: train(pipe))
+    raised = outcome(lambda: train(pipe))
     fails.clear()
     train(pipe)
-    return found
+    return raised
 
 
 def batch_is_refused() -> tuple[str, str]:
@@ -119,10 +119,10 @@ def batch_differs() -> tuple[str, str]:
 def tag_differs() -> tuple[str, str]:
     pipe = make()
     pipe.batch_tag = 7 if dist.get_rank() == 1 else 8
-    found = outcome(lambda: train(pipe))
+    raised = outcome(lambda: train(pipe))
     pipe.batch_tag = None
     train(pipe)
-    return found
+    return raised
 
 
 def target_is_missing() -> tuple[str, str]:
@@ -150,10 +150,10 @@ def layer_changes() -> tuple[str, str]:
     loss = pipe(x, target=y)
     if dist.get_rank() == 1:
         pipe.eval()
-    found = outcome(loss.backward)
+    raised = outcome(loss.backward)
     pipe.train()
     train(pipe)
-    return found
+    return raised
 
 
 class Counts(nn.Module):
@@ -169,14 +169,14 @@ class Counts(nn.Module):
 
 
 def buffer_is_shared() -> tuple[str, str]:
-    """A layer with a buffer that stands in stages of two ranks."""
+    """A layer with a buffer is in stages of two ranks."""
     counts = Counts()
     model = nn.Sequential(counts, nn.Linear(4, 4), counts)
     return outcome(lambda: weft.Pipe(model, chunks=2, balance=[1, 1, 1], group=dist.group.WORLD))
 
 
 def pipe_is_nested() -> tuple[str, str]:
-    """A pipe over processes as a layer of another one."""
+    """A pipe over processes is a layer of another one."""
     return outcome(lambda: weft.Pipe(nn.Sequential(make(), nn.Linear(4, 4)), chunks=2, devices=["cpu"] * 2))
 
 
@@ -185,9 +185,9 @@ def backward_twice() -> tuple[str, str]:
     x, y = batch()
     loss = pipe(x, target=y)
     loss.backward()
-    found = outcome(loss.backward)
+    raised = outcome(loss.backward)
     train(pipe)
-    return found
+    return raised
 
 
 def rank_is_interrupted() -> tuple[str, str]:
@@ -197,10 +197,10 @@ def rank_is_interrupted() -> tuple[str, str]:
 def trains_until_failure() -> tuple[str, str, float]:
     """Train until a failure, and return its time too."""
     pipe = make()
-    found: tuple[str, str] = "", ""
-    while not found[0]:
-        found = outcome(lambda: train(pipe))
-    return *found, time.time()
+    raised: tuple[str, str] = "", ""
+    while not raised[0]:
+        raised = outcome(lambda: train(pipe))
+    return *raised, time.time()
 
 
 def calls_less_often() -> tuple[str, str]:
@@ -222,7 +222,7 @@ class Rows(torch.utils.data.Dataset):
         return torch.randn(4, generator=generator), torch.randn(4, generator=generator)
 
 
-def trains_beside_a_data_loader() -> list[float]:
+def trains_with_a_data_loader() -> list[float]:
     """Losses of steps with a data loader that forks its workers while the links are open."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # allow children
     pipe = make()
@@ -237,7 +237,7 @@ def trains_beside_a_data_loader() -> list[float]:
 
 
 def threads_after_close() -> list[str]:
-    """The threads of links that are left when the pipe is gone."""
+    """Names of the threads that remain after the pipe is freed."""
     before = {thread.name for thread in threading.enumerate()}
     pipe = make()
     train(pipe)

@@ -1,4 +1,4 @@
-"""Pipelines with data parallelism: work for four ranks, two replicas of a pipeline of two stages."""
+"""Work for ranks: replicas of a pipeline, long training, observation, copies."""
 
 import copy
 from typing import Any
@@ -28,9 +28,9 @@ def train_replicas(inside: bool) -> float:
     for step in range(5):
         generator = torch.Generator().manual_seed(step)
         x, y = (torch.randn(12, 6, generator=generator).double() for _ in range(2))
-        mine = slice(6 * mesh["dp"].get_local_rank(), 6 * mesh["dp"].get_local_rank() + 6)
-        found = replica(x[mine], target=y[mine]) if inside else loss(replica(x[mine]), y[mine])
-        found.backward()
+        rows = slice(6 * mesh["dp"].get_local_rank(), 6 * mesh["dp"].get_local_rank() + 6)
+        value = replica(x[rows], target=y[rows]) if inside else loss(replica(x[rows]), y[rows])
+        value.backward()
         loss(plain(x), y).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -110,15 +110,15 @@ def copy_and_pickle() -> list[str]:
 
 def output_on_last() -> list[float]:
     """Differences between the gradients of output="last" and output="all"."""
-    apart: list[float] = []
+    differences: list[float] = []
     pipes = [
         weft.Pipe(net(), chunks=2, balance=[2, 2], group=dist.group.WORLD, output=output)  # type: ignore[arg-type]
         for output in ("all", "last")
     ]
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3)).double()
     pipes[0](x).square().mean().backward()
-    found = pipes[1](x)
-    (found.square().mean() if dist.get_rank() == 1 else found).backward()
+    result = pipes[1](x)
+    (result.square().mean() if dist.get_rank() == 1 else result).backward()
     for one, other in zip(pipes[0].parameters(), pipes[1].parameters(), strict=True):
-        apart.append(float((one.grad - other.grad).abs().max()))  # type: ignore[operator]
-    return apart
+        differences.append(float((one.grad - other.grad).abs().max()))  # type: ignore[operator]
+    return differences

@@ -2,9 +2,9 @@
 
     def work(step: int) -> float: ...            a function of a module, which runs on every rank
 
-    ranks(2).run(work, 3)                        the results by rank; an error of any rank fails the test
-    ranks(2).outcomes(work, 3)                   for each rank its result or its error, and None if it died
-    with fresh_ranks(2) as two: two.run(...)     ranks of this test alone, which it may kill
+    ranks(2).run(work, 3)                        the results by rank, or a failed test if any rank raised
+    ranks(2).outcomes(work, 3)                   for each rank its result or its error, or None if it died
+    with fresh_ranks(2) as two: two.run(...)     ranks of this test alone, which it can kill
 
 Ranks are forked from a server that has imported torch and torchweft, so that a start takes milliseconds. They have the
 environment of torchrun. The store lives in the test process, so no port is guessed. Every wait has a deadline, after
@@ -68,7 +68,7 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def run(self, work: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
-        """The results of ``work(*args)`` by rank. Raises AssertionError with all tracebacks if it failed anywhere."""
+        """The results of ``work(*args)`` by rank. Raises AssertionError with the tracebacks of all failed ranks."""
         outcomes = self.outcomes(work, *args, seconds=seconds)
         texts = [
             f"rank {rank}: {'its process died' if outcome is None else outcome.text}"
@@ -81,12 +81,12 @@ class Ranks:
     def outcomes(
         self, work: Callable[..., Any], *args: Any, seconds: float = 60.0, without: tuple[int, ...] = ()
     ) -> list[Outcome | None]:
-        """The outcome of each rank; None if it died, or is one of `without`, which are not waited for."""
+        """The outcome of each rank, or None if it died. Ranks in `without` are not waited for, and have None too."""
         self.start(work, *args)
         return self.collect(seconds, without)
 
     def start(self, work: Callable[..., Any], *args: Any) -> None:
-        """Let all ranks begin."""
+        """Start ``work(*args)`` on all ranks."""
         for pipe in self._pipes:
             pipe.send((work, args))
 
@@ -127,7 +127,7 @@ class Ranks:
         """Kill all ranks, and their children."""
         self.broken = True
         for process in self._processes:
-            with suppress(ProcessLookupError):  # a rank that has not begun yet
+            with suppress(ProcessLookupError):  # a rank that has not started yet
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -138,7 +138,7 @@ class Ranks:
 
 @contextmanager
 def fresh_ranks(size: int, timeout: float = GROUP_SECONDS) -> Iterator[Ranks]:
-    """Ranks for one test; `timeout` is that of their group, in seconds."""
+    """Ranks for one test. `timeout` is the timeout of their group, in seconds."""
     ranks = Ranks(size, timeout)
     try:
         yield ranks
@@ -148,7 +148,7 @@ def fresh_ranks(size: int, timeout: float = GROUP_SECONDS) -> Iterator[Ranks]:
 
 def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection, stacks: str) -> None:
     """Main loop of a rank."""
-    os.setsid()  # its children end with it
+    os.setsid()  # so that `close` can kill its children too
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = (Path(stacks) / str(rank)).open("w")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -167,7 +167,7 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection, st
             os._exit(0)
         try:
             answer = (work(*args), None, "")
-        except BaseException as error:  # an interrupt as well: the test judges it
+        except BaseException as error:  # including interrupts, which the test checks
             answer = (None, error, traceback.format_exc())
         try:
             pipe.send(answer)

@@ -10,7 +10,7 @@ import torchweft as weft
 
 
 class Tied(nn.Module):
-    """An embedding and a head with one weight, a buffer that is in no file, and a tensor of the model itself."""
+    """Model with a tied weight, a buffer that is in no file, and a buffer of the model itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ ROWS = (8, 7, 3, 1, 8)
 
 
 def _squares(output: Any) -> Tensor:
-    """A loss that is a sum over rows, of all that the model returns."""
+    """Sum of squares of all outputs, which is a sum over rows."""
     leaves = [output.logits] if hasattr(output, "logits") else [output["logits"], output["deep"][0]]
     return sum((leaf.double().square().sum() for leaf in leaves), start=torch.zeros(()))
 
@@ -55,7 +55,7 @@ FAMILIES: dict[str, Family] = {
 
 @contextmanager
 def double() -> Iterator[None]:
-    """Modules and tensors are made in float64."""
+    """Create modules and tensors in float64."""
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -64,18 +64,18 @@ def double() -> Iterator[None]:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """The model with its parameters on the meta device, and with its ties."""
-    made: dict[int, nn.Parameter] = {}
+    """Move the parameters of the model to the meta device. Tied parameters stay tied."""
+    moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                module._parameters[key] = made.setdefault(id(parameter), empty)
+                module._parameters[key] = moved.setdefault(id(parameter), empty)
     return model
 
 
 def load_own(pipe: Any, weights: dict[str, Tensor]) -> None:
-    """Give the parameters of this rank, which are on the meta device, their values."""
+    """Replace the parameters of this rank, which are on the meta device, by their values."""
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     map_tensors(pipe.module, lambda x: nn.Parameter(weights[names[id(x)]].detach().clone()) if id(x) in names else x)
 
@@ -96,7 +96,7 @@ def train_beside_plain(name: str, schedule: str, sampled: bool = False, meta: bo
     model = on_meta(copy.deepcopy(plain)) if meta else copy.deepcopy(plain)
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # such as one about a sample that is of no use
+        warnings.simplefilter("error", UserWarning)  # e.g. about a sample that is not used
         settings: dict[str, Any] = {"split": split, "schedule": schedule, "sample": sample, **inside}
         pipe = weft.Pipe(model, chunks=4, group=dist.group.WORLD, **settings)
     if meta:
@@ -107,20 +107,20 @@ def train_beside_plain(name: str, schedule: str, sampled: bool = False, meta: bo
         call = inputs(rows)
         pipe.zero_grad()
         plain.zero_grad()
-        given = call if rank == 0 else {}
+        arguments = call if rank == 0 else {}
         if schedule != "gpipe":
-            loss = pipe(**given, target=torch.zeros(rows) if rank == size - 1 else None)
+            loss = pipe(**arguments, target=torch.zeros(rows) if rank == size - 1 else None)
         else:
-            loss = _squares(pipe(**given))
+            loss = _squares(pipe(**arguments))
         loss.backward()
-        wanted = _squares(plain(**call))
-        wanted.backward()
-        worst = max(worst, float((loss - wanted).abs() / wanted.abs()))
+        expected = _squares(plain(**call))
+        expected.backward()
+        worst = max(worst, float((loss - expected).abs() / expected.abs()))
         for key, parameter in pipe.named_parameters():
-            found, other = parameter.grad, theirs[key].grad
-            assert (found is None) == (other is None), key
-            if found is not None:
-                worst = max(worst, float((found - other).abs().max() / (1 + other.abs().max())))
+            gradient, other = parameter.grad, theirs[key].grad
+            assert (gradient is None) == (other is None), key
+            if gradient is not None:
+                worst = max(worst, float((gradient - other).abs().max() / (1 + other.abs().max())))
     keys = [key for key, _ in pipe.named_parameters()]
     return {"worst": worst, "keys": keys, "all": [key for key, _ in plain.named_parameters()]}
 
@@ -144,7 +144,7 @@ class Glue(nn.Module):
 
 
 class InPlace(nn.Module):
-    """A block with a parameter that writes into its input, which is read again."""
+    """A block adds a parameter to its input in place, and the input is read again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class InPlace(nn.Module):
 
 
 class AddsInPlace(nn.Module):
-    """Returns a view of its input."""
+    """Writes into its input, and returns a view of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,8 +183,8 @@ class Branches(nn.Module):
         return self.third(self.second(y).tanh())
 
 
-class Unused(nn.Module):
-    """Registers its blocks in another order than it calls them in."""
+class Reordered(nn.Module):
+    """Registers its blocks in another order than it calls them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "parameters between blocks": Glue,
     "writes into an input": InPlace,
     "branches": Branches,
-    "another order": Unused,
+    "another order": Reordered,
     "attributes of a block": Keeping,
 }
 
@@ -232,7 +232,7 @@ def _inputs(rows: int, positive: bool = False) -> Tensor:
 
 @double()
 def compare_small(name: str, checkpoint: str = "never", output: str = "all") -> dict[str, Any]:
-    """The same for a small model. Its stages begin at `second` and `third`."""
+    """Compare a small model with the model itself. Its stages begin at `second` and `third`."""
     torch.manual_seed(0)
     plain = MODELS[name]()
     size, last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
@@ -245,19 +245,19 @@ def compare_small(name: str, checkpoint: str = "never", output: str = "all") -> 
         x = _inputs(6 - step, positive=step % 2 == 1)
         pipe.zero_grad()
         plain.zero_grad()
-        found = pipe(x if dist.get_rank() == 0 else None)
-        wanted = torch.cat([plain(piece) for piece in split(x, 3)])
+        result = pipe(x if dist.get_rank() == 0 else None)
+        expected = torch.cat([plain(piece) for piece in split(x, 3)])
         if output == "all" or last:
-            worst = max(worst, float((found - wanted).detach().abs().max()))
-        found.square().sum().backward()
-        wanted.square().sum().backward()
+            worst = max(worst, float((result - expected).detach().abs().max()))
+        result.square().sum().backward()
+        expected.square().sum().backward()
         worst = max([worst, *(float((p.grad - theirs[key].grad).abs().max()) for key, p in pipe.named_parameters())])
     with torch.no_grad():
         x = _inputs(5)
         seen = pipe(x if dist.get_rank() == 0 else None)
-        wanted = torch.cat([plain(piece) for piece in split(x, 3)])
+        expected = torch.cat([plain(piece) for piece in split(x, 3)])
     if output == "all" or last:
-        worst = max(worst, float((seen - wanted).abs().max()))
+        worst = max(worst, float((seen - expected).abs().max()))
     assert not seen.requires_grad
     return {
         "worst": worst,
@@ -304,7 +304,7 @@ def fail_apart(kind: str) -> tuple[str, str, float]:
 
 @double()
 def load_where_the_sample_fails() -> dict[str, Any]:
-    """Code branches on a parameter on the meta device, so the order of registration is used."""
+    """The code branches on a parameter on the meta device, so that the order of registration is used."""
     torch.manual_seed(0)
     plain = Branches()
     with warnings.catch_warnings(record=True) as caught:
@@ -325,7 +325,7 @@ def load_where_the_sample_fails() -> dict[str, Any]:
 def cut_automatically() -> tuple[list[str], float]:
     """The split points that ranks agree on, and the difference from the model."""
     torch.manual_seed(0)
-    plain = Unused()
+    plain = Reordered()
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=2, split="auto", sample=_inputs(2), group=dist.group.WORLD)
     again = copy.deepcopy(pipe)
     x = _inputs(4)
@@ -381,27 +381,27 @@ def share_a_counter() -> str:
 
 @double()
 def drop_programs() -> list[tuple[float, int, int]]:
-    """More kinds of calls than a pipe keeps programs: the difference, recordings and kept programs of each call."""
+    """Difference, recordings and kept programs of each call, for more kinds of calls than kept programs."""
     torch.manual_seed(0)
-    plain = Unused()
+    plain = Reordered()
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=1, split=["second"], group=dist.group.WORLD)
     before, split_pipe.PROGRAMS = split_pipe.PROGRAMS, 2
-    found: list[tuple[float, int, int]] = []
+    results: list[tuple[float, int, int]] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for rows in (1, 2, 3, 4, 1):
                 x = _inputs(rows)
                 worst = float((pipe(x) - plain(x)).detach().abs().max())
-                found.append((worst, pipe.statistics()["recordings"], len(pipe._layout._split_model._by_number)))
+                results.append((worst, pipe.statistics()["recordings"], len(pipe._layout._split_model._by_number)))
     finally:
         split_pipe.PROGRAMS = before
-    return found
+    return results
 
 
 @double()
 def replace_parameters() -> float:
-    """A parameter that is lent is replaced by another tensor between steps."""
+    """A parameter that another stage reads is replaced by another tensor between steps."""
     torch.manual_seed(0)
     plain = Glue()
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=2, split=["second", "third"][:1], group=dist.group.WORLD)
@@ -418,7 +418,7 @@ def replace_parameters() -> float:
 def raise_in_a_block() -> tuple[str, str, float]:
     """A block of the second rank raises while all ranks record."""
     torch.manual_seed(0)
-    plain = Unused()
+    plain = Reordered()
     pipe: Any = weft.Pipe(copy.deepcopy(plain), chunks=2, split=["second"], sample=_inputs(2), group=dist.group.WORLD)
     handle = pipe.module.second.register_forward_pre_hook(_raise)
     try:

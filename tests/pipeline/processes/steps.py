@@ -47,7 +47,7 @@ class StashAgain(nn.Module):
 
 @skippable(pop=["b"])
 class Add(nn.Module):
-    """One of several readers of a skip."""
+    """One of several readers of the skip "b"."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,19 +60,19 @@ class Add(nn.Module):
 
 
 def layers(stages: int, width: int = 6, drop: float = 0.2) -> nn.Sequential:
-    """One layer per stage, with a long skip, dropout, and a value with several readers where there is room."""
+    """One layer per stage, with a long skip and dropout. From four stages on, a value has several readers."""
     torch.manual_seed(3)
-    made: list[nn.Module] = [Stash(width)]
+    blocks: list[nn.Module] = [Stash(width)]
     if stages > 3:
-        made += [StashAgain(width), *(Add(width) for _ in range(stages - 3))]
+        blocks += [StashAgain(width), *(Add(width) for _ in range(stages - 3))]
     else:
-        made += [nn.Sequential(nn.Linear(width, width), nn.Dropout(drop), nn.Tanh()) for _ in range(stages - 2)]
-    made.append(Pop(width))
-    return nn.Sequential(*made).double()
+        blocks += [nn.Sequential(nn.Linear(width, width), nn.Dropout(drop), nn.Tanh()) for _ in range(stages - 2)]
+    blocks.append(Pop(width))
+    return nn.Sequential(*blocks).double()
 
 
 def tied(stages: int, width: int = 6) -> nn.Sequential:
-    """Layers of which the first and the last have the same weight, and all the same bias."""
+    """Layers with one shared bias, of which the first and the last also share a weight."""
     model = layers(stages, width)
     model[-1].module.linear.weight = model[0].module.linear.weight
     for layer in model[1:]:
@@ -101,8 +101,8 @@ def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int], ties:
         for net in (serial, pipe):
             net.zero_grad()
         torch.manual_seed(rows)
-        wanted = serial(x, target=y)
-        wanted.backward()
+        expected = serial(x, target=y)
+        expected.backward()
         state = torch.get_rng_state()
         torch.manual_seed(rows)
         has_first, has_last = (pipe._layout._stage_ranks[stage] == rank for stage in (0, -1))
@@ -110,7 +110,7 @@ def compare(stages: int, schedule: str, checkpoint: str, sizes: list[int], ties:
         loss.backward()
         states = states and bool(torch.equal(torch.get_rng_state(), state))
         named = dict(serial.named_parameters())
-        worst = max([worst, abs(float((loss - wanted).detach()))])
+        worst = max([worst, abs(float((loss - expected).detach()))])
         for name, parameter in pipe.named_parameters():
             worst = max(worst, float((parameter.grad - named[name].grad).abs().max()))
     keys = [name for name, _ in pipe.named_parameters()]

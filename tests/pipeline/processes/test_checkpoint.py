@@ -1,4 +1,4 @@
-"""Checkpoints are saved by one number of stages, loaded by another, and complete at any time."""
+"""Checkpoints are saved with one number of stages, loaded with another, and complete at any time."""
 
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,23 @@ def plain_run(folder: Path | None = None) -> tuple[list[float], dict[str, Any]]:
     return weights.train(pipe, optimizer, range(3, 6)), weights.state_of(pipe)
 
 
-def assert_equal_runs(found: tuple[list[float], dict[str, Any]], wanted: tuple[list[float], dict[str, Any]]) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=1e-12, abs=1e-12)
-    for key, value in found[1].items():
-        torch.testing.assert_close(torch.tensor(value), torch.tensor(wanted[1][key]), rtol=1e-12, atol=1e-12)
+def assert_equal_runs(seen: tuple[list[float], dict[str, Any]], expected: tuple[list[float], dict[str, Any]]) -> None:
+    assert seen[0] == pytest.approx(expected[0], rel=1e-12, abs=1e-12)
+    for key, value in seen[1].items():
+        torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[1][key]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_goes_on_with_other_stages(ranks, size: int, tmp_path: Path) -> None:
-    folder, wanted = tmp_path / "latest", plain_run()
+    folder, expected = tmp_path / "latest", plain_run()
     ranks(3).run(weights.train_and_save, str(folder))
     assert weights.nothing_is_left(folder)
-    found = ranks(size).run(weights.load_and_train, str(folder))
-    for extra, losses, state in found:
+    results = ranks(size).run(weights.load_and_train, str(folder))
+    for extra, losses, state in results:
         assert extra == {"step": 3, "rank": 0}
-        assert_equal_runs((losses, state), wanted)
-    assert {key for _, _, state in found for key in state} == wanted[1].keys()
-    assert_equal_runs(plain_run(folder), wanted)
+        assert_equal_runs((losses, state), expected)
+    assert {key for _, _, state in results for key in state} == expected[1].keys()
+    assert_equal_runs(plain_run(folder), expected)
 
 
 def test_a_plain_checkpoint_is_loaded_by_ranks(ranks, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_mismatch_on_one_rank_is_raised_on_all(ranks, tmp_path: Path) -> None:
 
 
 def test_a_load_that_fails_on_one_rank_fails_on_all(ranks, tmp_path: Path) -> None:
-    """A foreign parameter, which is no difference between checkpoint and model, is reported before any rank raises."""
+    """A foreign parameter is reported to all ranks before any rank raises, although checkpoint and model match."""
     ranks(2).run(weights.train_and_save, str(tmp_path / "latest"))
     for outcome in ranks(2).outcomes(weights.load_where_one_fails, str(tmp_path / "latest")):
         assert isinstance(outcome.error, UsageError) and "rank 1: the optimizer has 1 " in str(outcome.error), (

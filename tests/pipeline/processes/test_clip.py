@@ -12,10 +12,10 @@ from torchweft.errors import UsageError
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_norm_is_that_of_all_ranks(ranks, size: int, norm_type: float) -> None:
     for max_norm in (0.01, 100.0):
-        found = ranks(size).run(weights.clip, norm_type, max_norm)
-        assert len({report["norm"] for report in found}) == 1
-        assert max(report["difference"] for report in found) < 1e-14
-        assert max(report["worst"] for report in found) < 1e-16
+        reports = ranks(size).run(weights.clip, norm_type, max_norm)
+        assert len({report["norm"] for report in reports}) == 1
+        assert max(report["difference"] for report in reports) < 1e-14
+        assert max(report["worst"] for report in reports) < 1e-16
 
 
 def test_a_nan_of_one_rank_is_in_the_norm_of_all(ranks) -> None:

@@ -28,9 +28,9 @@ def train_on_cuda(schedule: str, checkpoint: Any) -> float:
     for name, parameter in pipe.named_parameters():
         assert parameter.is_cuda
         assert parameter.grad is not None
-        wanted = named[name].grad
-        assert wanted is not None
-        worst = max(worst, float((parameter.grad.cpu() - wanted).abs().max() / wanted.abs().max()))
+        expected = named[name].grad
+        assert expected is not None
+        worst = max(worst, float((parameter.grad.cpu() - expected).abs().max() / expected.abs().max()))
     return worst
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a pipeline in Kubernetes fits the schemas, the options of torchrun, and itself."""
+"""The Kubernetes manifest of a pipeline fits the schemas and the options of torchrun, and is consistent."""
 
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ def test_the_manifest_fits_the_schemas(documents: dict[str, Any]) -> None:
 def test_torchrun_takes_the_arguments(documents: dict[str, Any]) -> None:
     job = documents["Job"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    given = get_args_parser().parse_args(container["args"])
-    assert container["command"] == ["torchrun"] and given.training_script == "/app/train.py"
-    assert int(given.nnodes) == job["completions"] == job["parallelism"]
-    host, port = given.rdzv_endpoint.split(":")
+    parsed = get_args_parser().parse_args(container["args"])
+    assert container["command"] == ["torchrun"] and parsed.training_script == "/app/train.py"
+    assert int(parsed.nnodes) == job["completions"] == job["parallelism"]
+    host, port = parsed.rdzv_endpoint.split(":")
     assert host == f"{documents['Job']['metadata']['name']}-0.{job['template']['spec']['subdomain']}"
     assert int(port) == container["ports"][0]["containerPort"] == documents["Service"]["spec"]["ports"][0]["port"]
 

@@ -1,4 +1,4 @@
-"""A failure of one rank is known on all ranks, says where it was, and leaves the pipe usable."""
+"""A failure of one rank is raised on all ranks with its place, and leaves the pipe usable."""
 
 import signal
 import time
@@ -13,18 +13,18 @@ from tests.pipeline.processes.launch import fresh_ranks
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_an_exception_is_raised_on_every_rank(ranks, rank: int, where: str, schedule: str) -> None:
-    found = ranks(3).run(failing.layer_fails, rank, where, schedule)
-    for other, (kind, message) in enumerate(found):
+    results = ranks(3).run(failing.layer_fails, rank, where, schedule)
+    for other, (kind, message) in enumerate(results):
         assert kind == ("ValueError" if other == rank else "RankFailedError"), message
         assert f"stage {rank}" in message
         assert "micro-batch" in message
-    assert all(f"rank {rank}" in found[other][1] for other in range(3) if other != rank)
+    assert all(f"rank {rank}" in results[other][1] for other in range(3) if other != rank)
 
 
 def test_an_exception_of_the_loss_is_raised_on_every_rank(ranks) -> None:
-    found = ranks(3).run(failing.loss_fails)
-    assert [kind for kind, _ in found] == ["RankFailedError", "RankFailedError", "ValueError"]
-    assert all("in the loss function" in message for _, message in found)
+    results = ranks(3).run(failing.loss_fails)
+    assert [kind for kind, _ in results] == ["RankFailedError", "RankFailedError", "ValueError"]
+    assert all("in the loss function" in message for _, message in results)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_an_exception_of_the_loss_is_raised_on_every_rank(ranks) -> None:
 )
 def test_a_refusal_is_raised_on_every_rank(ranks, work, kinds: list[str], words: str) -> None:
     """This includes errors outside a walk, such as a mini-batch that cannot be cut. The next step runs."""
-    found = ranks(3).run(work)
-    assert [kind for kind, _ in found] == kinds, found
-    assert all(words in message for _, message in found), found
+    results = ranks(3).run(work)
+    assert [kind for kind, _ in results] == kinds, results
+    assert all(words in message for _, message in results), results
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,18 @@ def test_a_killed_or_stopped_rank_is_named(rank: int, sent: signal.Signals, limi
 
 def test_a_rank_that_skips_a_step_is_named() -> None:
     with fresh_ranks(3, timeout=4.0) as three:
-        found = three.run(failing.calls_less_often)
-    for kind, message in found[:2]:
+        results = three.run(failing.calls_less_often)
+    for kind, message in results[:2]:
         assert kind == "RankLostError"
         assert "rank 2" in message
         assert "different number of times" in message
 
 
 def test_data_loader_workers_do_not_disturb_the_links(ranks) -> None:
-    losses = ranks(3).run(failing.trains_beside_a_data_loader)
+    losses = ranks(3).run(failing.trains_with_a_data_loader)
     assert losses[0] == losses[1] == losses[2]
     assert len(losses[0]) == 3
 
 
-def test_links_go_with_their_pipe(ranks) -> None:
+def test_links_are_closed_with_their_pipe(ranks) -> None:
     assert ranks(3).run(failing.threads_after_close) == [[], [], []]

@@ -80,20 +80,20 @@ values = st.recursive(
 
 
 def carry(value: Any, sent: SentShapes, received: dict[int, Shape]) -> Any:
-    """A value through the bytes of a frame."""
+    """Encode a value as the bytes of a frame, and decode it."""
     shape, leaves, parts = split_value(value, device_lane=False)
     slot, text = sent.find(shape)
     if text:
         received[slot] = decode_shape(text)
-    found = received[slot]
-    rooms = [torch.empty(leaf.dims, dtype=leaf.dtype) for leaf in found.tensors]
+    known = received[slot]
+    buffers = [torch.empty(leaf.dims, dtype=leaf.dtype) for leaf in known.tensors]
     data, start = b"".join([memory_of(part) for part in parts if part.numel()]), 0
-    for room in rooms:
-        if room.numel():
-            memory_of(room)[:] = data[start : start + room.nbytes]
-        start += room.nbytes
+    for buffer in buffers:
+        if buffer.numel():
+            memory_of(buffer)[:] = data[start : start + buffer.nbytes]
+        start += buffer.nbytes
     assert start == len(data)
-    return join_value(found, json.loads(encode_plain(leaves)), rooms)
+    return join_value(known, json.loads(encode_plain(leaves)), buffers)
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -115,7 +115,7 @@ def is_same(left: Any, right: Any) -> bool:
 @given(values)
 def test_a_value_arrives_as_it_was_sent(value: Any) -> None:
     sent, received = SentShapes(), dict[int, Shape]()
-    for _ in range(2):  # the second time by the number of its shape
+    for _ in range(2):  # the second time, only the number of the shape is sent
         arrived = carry(value, sent, received)
         (leaves, structure), (others, other) = flatten(value), flatten(arrived)
         assert structure == other
@@ -162,7 +162,7 @@ def test_small_tensors_travel_in_the_frame() -> None:
     ways = [leaf.way for leaf in split_value([small, large, torch.zeros(0)], device_lane=False)[0].tensors]
     assert ways == [FRAME, CPU_LANE, FRAME]
     ways = [leaf.way for leaf in split_value([small, torch.zeros(1)], device_lane=False)[0].tensors]
-    assert ways == [FRAME, CPU_LANE], "the limit is that of a message"
+    assert ways == [FRAME, CPU_LANE], "the limit holds for a whole message"
 
 
 class Opaque:

@@ -27,11 +27,11 @@ def test_a_rank_observes_its_own_stages(ranks) -> None:
     assert activation in last["wire"]["0"].values()
 
 
-def test_a_copy_keeps_the_group_and_a_pickle_says_so(ranks) -> None:
+def test_a_copy_keeps_the_group_and_a_pickle_raises(ranks) -> None:
     for equal, message in ranks(2).run(grids.copy_and_pickle):
         assert equal == "True"
         assert "does not keep the process group" in message
 
 
 def test_output_can_stay_on_the_last_rank(ranks) -> None:
-    assert all(apart == 0.0 for found in ranks(2).run(grids.output_on_last) for apart in found)
+    assert all(value == 0.0 for differences in ranks(2).run(grids.output_on_last) for value in differences)

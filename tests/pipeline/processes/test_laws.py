@@ -1,4 +1,4 @@
-"""The law of pipes over processes: the numbers are those of the serial executor under the same table, bit by bit."""
+"""Pipes over processes are bit-equal to the serial executor under the same table."""
 
 import pytest
 
@@ -13,9 +13,9 @@ SIZES = [8, 7, 3, 1, 12, 8]
 @pytest.mark.parametrize("schedule", PER_RANK)
 @pytest.mark.parametrize("count", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_steps_are_bit_equal_to_serial(ranks, count: int, schedule: str, checkpoint: str, ties: bool) -> None:
-    """Loss, gradients and the generator's state, with dropout, long skips and changing batch sizes."""
-    found = ranks(count).run(steps.compare, count * PER_RANK[schedule], schedule, checkpoint, SIZES, ties)
-    assert [outcome["worst"] for outcome in found] == [0.0] * count
-    assert all(outcome["states"] for outcome in found)
-    keys = sorted(key for outcome in found for key in outcome["keys"])
-    assert keys == found[0]["all_keys"], "every parameter is on one rank"
+    """This holds for loss, gradients and generator state, with dropout, long skips and changing batch sizes."""
+    results = ranks(count).run(steps.compare, count * PER_RANK[schedule], schedule, checkpoint, SIZES, ties)
+    assert [outcome["worst"] for outcome in results] == [0.0] * count
+    assert all(outcome["states"] for outcome in results)
+    keys = sorted(key for outcome in results for key in outcome["keys"])
+    assert keys == results[0]["all_keys"], "every parameter is on one rank"

@@ -149,7 +149,7 @@ def fail_on_one(bad: int) -> str:
             seen = str(error)
         walk = links.open_walk("step 1")
         assert walk.agree(links.rank) == [0, 1, 2]
-        if links.rank == bad:  # what the failed walk has left on its way
+        if links.rank == bad:  # a late message of the failed walk
             links.send_value(1, (bad + 1) % links.size, (0, 0, 7), torch.ones(LARGE), "step 0")
         links.open_walk("step 2").agree(None)
         assert not len(links.walks)
@@ -204,7 +204,7 @@ def test_ranks_in_different_walks_raise_both_names(ranks: Find) -> None:
 
 
 def die(number: int, fork: bool) -> Any:
-    """The killed rank is the second of three; the others wait for each other, or for it."""
+    """Kill the second of three ranks, while the others wait for each other or for it."""
     links = Links(dist.group.WORLD, 30.0)
     assert links.open_walk("step 0").agree(None) == [None] * 3
     walk, begun = links.open_walk("step 1"), time.monotonic()
@@ -218,7 +218,7 @@ def die(number: int, fork: bool) -> Any:
     walk.fail(caught.value)
     took = time.monotonic() - begun
     later = links.open_walk("step 2")
-    with pytest.raises(RankLostError, match="rank 1"):  # soon: the other rank may have told of the loss first
+    with pytest.raises(RankLostError, match="rank 1"):  # raised soon, although the other rank can report the loss first
         later.receive((0, 0, 0), 1)
     links.close()
     return str(caught.value), took
@@ -243,10 +243,10 @@ def hang(how: str) -> Any:
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         end = time.monotonic() + 8
-        while time.monotonic() < end:  # an endless layer, almost
+        while time.monotonic() < end:  # a nearly endless layer
             pass
         return None
-    for place in range(300):  # more than the socket of a stopped rank takes
+    for place in range(300):  # more than the socket of a stopped rank can hold
         walk.send(1, (0, 1, place), torch.ones(10_000))
     with pytest.raises(RankLostError) as caught:
         walk.receive((0, 0, 0), 1 if links.rank == 2 else 2)  # rank 0 waits for rank 2, which waits for rank 1
@@ -301,7 +301,7 @@ def close_while_sending() -> Any:
     links = Links(dist.group.WORLD, 30.0)
     walk = links.open_walk("step 0")
     if links.rank == 0:
-        walk.send(1, (0, 0, 0), torch.ones(160 * LARGE))  # is still on its way when the end is announced
+        walk.send(1, (0, 0, 0), torch.ones(160 * LARGE))  # still in transit when the end is announced
         links.close()
         return None
     assert len(walk.receive((0, 0, 0), 0)) == 160 * LARGE
@@ -318,7 +318,7 @@ def test_a_closed_rank_is_missed_only_when_needed(ranks: Find) -> None:
 
 
 def leave_nothing() -> list[str]:
-    """Threads of torchweft and descriptors that are left by links that were closed, dropped, or dropped in a cycle."""
+    """Threads, links and descriptors that remain after links were closed, dropped, or dropped in a cycle."""
     gc.collect()
     before, gone = len(os.listdir("/proc/self/fd")), []
     for how in ("close", "drop", "cycle"):
@@ -360,7 +360,7 @@ def write_while_sending() -> str:
                 walk.agree(None)
             walk.fail(caught.value)
             return str(caught.value)
-        with pytest.raises(InPlaceError) as failed:  # an error of torchweft's own is raised as such on every rank
+        with pytest.raises(InPlaceError) as failed:  # an error of torchweft has the same class on every rank
             walk.agree(None)
         return str(failed.value)
 
@@ -377,7 +377,7 @@ def use_in_child() -> int:
             try:
                 links.open_walk("step 1")
             except UsageError:
-                links.close()  # must not part in the name of the parent
+                links.close()  # must not announce the end of the parent
                 os._exit(7)
             os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,4 +1,4 @@
-"""Rendezvous: members of the group get in, strangers do not."""
+"""Rendezvous: members of the group are connected, other processes are not."""
 
 import json
 import socket
@@ -15,19 +15,19 @@ from torchweft.pipeline.processes import membership
 from torchweft.pipeline.processes.membership import Rendezvous
 
 
-def connect(store: Any, ranks: list[int], rank: int, seconds: float, found: dict[int, Any]) -> None:
+def connect(store: Any, ranks: list[int], rank: int, seconds: float, results: dict[int, Any]) -> None:
     try:
-        found[rank] = Rendezvous(store, ranks, rank, time.monotonic() + seconds).connect()
+        results[rank] = Rendezvous(store, ranks, rank, time.monotonic() + seconds).connect()
     except BaseException as error:
-        found[rank] = error
+        results[rank] = error
 
 
 def start_meetings(
     store: Any, size: int, present: list[int], seconds: float
 ) -> tuple[dict[int, Any], Callable[[], None]]:
-    """Ranks as threads; the results, and how to wait for them."""
-    found: dict[int, Any] = {}
-    arguments = [(store, [10 * rank for rank in range(size)], rank, seconds, found) for rank in present]
+    """Start ranks as threads. Return their results, and a function that waits for them."""
+    results: dict[int, Any] = {}
+    arguments = [(store, [10 * rank for rank in range(size)], rank, seconds, results) for rank in present]
     threads = [threading.Thread(target=connect, args=args) for args in arguments]
     for thread in threads:
         thread.start()
@@ -35,9 +35,9 @@ def start_meetings(
     def wait() -> None:
         for thread in threads:
             thread.join(seconds + 15)
-        assert len(found) == len(present)
+        assert len(results) == len(present)
 
-    return found, wait
+    return results, wait
 
 
 def port_of(store: Any, rank: int) -> int:
@@ -49,8 +49,8 @@ def port_of(store: Any, rank: int) -> int:
     return json.loads(store.get(key))[4]
 
 
-def close_all(found: dict[int, Any]) -> None:
-    for _, sockets, _ in found.values():
+def close_all(results: dict[int, Any]) -> None:
+    for _, sockets, _ in results.values():
         for listener in sockets.values():
             listener.close()
 
@@ -63,14 +63,14 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_pair_of_ranks_gets_one_connection() -> None:
     store = dist.HashStore()
-    found, wait = start_meetings(store, 3, [0, 1, 2], 20)
+    results, wait = start_meetings(store, 3, [0, 1, 2], 20)
     wait()
-    for rank, (members, sockets, address) in found.items():
+    for rank, (members, sockets, address) in results.items():
         assert [member.rank for member in members] == [0, 10, 20] and address == "127.0.0.1"
         assert sorted(sockets) == [other for other in range(3) if other != rank]
         for other, connection in sockets.items():
-            assert connection.getsockname() == found[other][1][rank].getpeername()
-    close_all(found)
+            assert connection.getsockname() == results[other][1][rank].getpeername()
+    close_all(results)
 
 
 def test_strangers_neither_enter_nor_delay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_strangers_neither_enter_nor_delay(monkeypatch: pytest.MonkeyPatch) -> N
         call(meeting, *args)
 
     monkeypatch.setattr(Rendezvous, "_call", call_late)
-    found, wait = start_meetings(store, 3, [0, 1, 2], 30)
+    results, wait = start_meetings(store, 3, [0, 1, 2], 30)
     port = port_of(store, 0)
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]  # silent
     hello = membership._HELLO.pack(membership._MAGIC, 2, bytes(32))
@@ -92,24 +92,24 @@ def test_strangers_neither_enter_nor_delay(monkeypatch: pytest.MonkeyPatch) -> N
     strangers_are_there.set()
     wait()
     assert time.monotonic() - begun < membership._SHAKE_SECONDS, "a silent stranger delayed the members"
-    assert sorted(found[0][1]) == [1, 2] and sorted(found[2][1]) == [0, 1]
-    assert found[0][1][2].getpeername() == found[2][1][0].getsockname()
+    assert sorted(results[0][1]) == [1, 2] and sorted(results[2][1]) == [0, 1]
+    assert results[0][1][2].getpeername() == results[2][1][0].getsockname()
     for address in strangers:
         address.close()
-    close_all(found)
+    close_all(results)
 
 
 def test_the_port_is_closed_when_all_are_there() -> None:
     store = dist.HashStore()
-    found, wait = start_meetings(store, 2, [0, 1], 20)
+    results, wait = start_meetings(store, 2, [0, 1], 20)
     wait()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port_of(store, 0)), 1)
-    close_all(found)
+    close_all(results)
 
 
 def test_a_listener_without_the_secret_is_refused() -> None:
-    """An impostor that answers with the caller's own proof is not taken for a member."""
+    """An impostor that reflects the proof of the caller is not accepted."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         meeting = Rendezvous(dist.HashStore(), [0, 10], 1, time.monotonic() + 1)
         done: Any = membership.SimpleQueue()
@@ -126,11 +126,11 @@ def test_a_listener_without_the_secret_is_refused() -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    found, wait = start_meetings(dist.HashStore(), 4, [0, 2], 0.5)
+    results, wait = start_meetings(dist.HashStore(), 4, [0, 2], 0.5)
     wait()
     for rank in (0, 2):
-        assert isinstance(found[rank], RankLostError)
-        assert "10, 30" in str(found[rank]) and "20" not in str(found[rank]).partition("no connection")[2]
+        assert isinstance(results[rank], RankLostError)
+        assert "10, 30" in str(results[rank]) and "20" not in str(results[rank]).partition("no connection")[2]
 
 
 def test_the_interface_of_a_variable_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

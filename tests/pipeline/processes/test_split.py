@@ -100,13 +100,13 @@ def test_a_counter_of_several_ranks_is_rejected(ranks: Find) -> None:
 
 
 def test_ranks_drop_the_same_programs(ranks: Find) -> None:
-    for found in ranks(2).run(splitting.drop_programs):
-        assert max(worst for worst, _, _ in found) <= 1e-13
-        assert [recordings for _, recordings, _ in found] == [1, 2, 3, 4, 5]
-        assert max(kept for _, _, kept in found) <= 3
+    for calls in ranks(2).run(splitting.drop_programs):
+        assert max(worst for worst, _, _ in calls) <= 1e-13
+        assert [recordings for _, recordings, _ in calls] == [1, 2, 3, 4, 5]
+        assert max(kept for _, _, kept in calls) <= 3
 
 
-def test_loans_are_of_present_parameters(ranks: Find) -> None:
+def test_replaced_parameters_are_read_by_other_stages(ranks: Find) -> None:
     assert max(ranks(2).run(splitting.replace_parameters)) <= 1e-13
 
 
@@ -117,7 +117,7 @@ def test_an_error_while_recording_reaches_all_ranks(ranks: Find) -> None:
 
 
 def exchange_late() -> list[Any]:
-    """The contents of all ranks, of which that of the first one arrives last."""
+    """The contents of all ranks, where the first rank sends last."""
     links = Links(dist.group.WORLD)
     channel, calls = Channel(links), CollectiveCalls(links.rank, torch.device("cpu"))
     calls.set_channel(channel)

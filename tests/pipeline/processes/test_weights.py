@@ -30,9 +30,9 @@ def test_ranks_are_initialised_as_one_process(ranks, size: int) -> None:
         torch.manual_seed(5)
         return pipe.materialize()
 
-    wanted = serially_trained(materialize)
+    expected = serially_trained(materialize)
     for ranks_differ in (False, True):  # the seed is that of the first rank
-        assert joined(ranks(size).run(weights.initialize, ranks_differ)) == wanted
+        assert joined(ranks(size).run(weights.initialize, ranks_differ)) == expected
 
 
 @pytest.mark.parametrize("tied", ["0.linear.weight", "5.linear.weight"])
@@ -41,8 +41,8 @@ def test_ranks_read_their_own_keys(ranks, tied: str, tmp_path: Path) -> None:
     state = {key: value.clone() for key, value in weights.model(seed=8).state_dict().items()}
     del state[tied]
     safetensors.save_file(state, tmp_path / "model.safetensors")
-    wanted = serially_trained(lambda pipe: pipe.materialize(tmp_path))
-    assert joined(ranks(2).run(weights.read, str(tmp_path))) == wanted
+    expected = serially_trained(lambda pipe: pipe.materialize(tmp_path))
+    assert joined(ranks(2).run(weights.read, str(tmp_path))) == expected
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory: needs the peak that Linux records")
@@ -70,8 +70,8 @@ def test_faults_of_any_rank_are_raised_on_all(ranks, tmp_path: Path) -> None:
 
 
 def test_a_rank_loads_the_state_of_the_whole_model(ranks) -> None:
-    wanted = weights.trained(weights.serial(weights.model(seed=7)))
-    assert joined(ranks(3).run(weights.load_whole_state, False)) == wanted
+    expected = weights.trained(weights.serial(weights.model(seed=7)))
+    assert joined(ranks(3).run(weights.load_whole_state, False)) == expected
 
 
 def test_loading_stays_strict_for_local_keys(ranks) -> None:

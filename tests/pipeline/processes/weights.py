@@ -17,7 +17,7 @@ mse = nn.functional.mse_loss
 
 
 def model(seed: int = 3) -> nn.Sequential:
-    """Six layers with a long skip, a buffer, and a weight that the first and the last layer have."""
+    """Six layers with a long skip, a buffer, and a weight that the first and the last layer share."""
     torch.manual_seed(seed)
     layers = [Stash(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), Pop(6)]
     layers[-1].module.linear.weight = layers[0].module.linear.weight
@@ -46,7 +46,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def adam(pipe: nn.Module) -> torch.optim.Adam:
-    """An optimizer of two groups, of which a rank can have an empty one."""
+    """An optimizer with two groups, one of which can be empty on a rank."""
     parameters = list(pipe.parameters())
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
     plain = [parameter for parameter in parameters if parameter.dim() == 1]
@@ -54,7 +54,7 @@ def adam(pipe: nn.Module) -> torch.optim.Adam:
 
 
 def train(pipe: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
-    """The losses of some steps."""
+    """Take some steps, and return their losses."""
     losses: list[float] = []
     for number in numbers:
         x, y = batch(number)
@@ -79,7 +79,7 @@ def train_and_save(folder: str) -> None:
 
 
 def load_and_train(folder: str) -> Any:
-    """The extra value, the losses, and the local state afterwards."""
+    """Load a checkpoint and train. Return the extra value, the losses, and the local state."""
     pipe = piped(model(seed=9))
     optimizer = adam(pipe)
     extra = weft.checkpoint.load(folder, pipe, optimizer)
@@ -94,13 +94,13 @@ def load_other(folder: str) -> None:
 
 
 def save_with_replicas(folder: str) -> list[float]:
-    """Train and save two pipes of two stages in DistributedDataParallel. The losses of rows of their own."""
+    """Train and save two replicas of a pipe of two stages. Return the differences from a serial pipe on all rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = piped(model(), mesh.get_group("pp"), deferred_batch_norm=False)
-    pipe.eval()  # running statistics would be those of the rows of one replica
+    pipe.eval()  # in training, running statistics would depend on the replica
     wrapped = DistributedDataParallel(pipe, process_group=mesh.get_group("dp"))
     plain = serial(model()).eval()
-    optimizer, wanted = adam(wrapped), adam(plain)
+    optimizer, plain_optimizer = adam(wrapped), adam(plain)
     worst = 0.0
     half = slice(0, 4) if mesh.get_local_rank("dp") == 0 else slice(4, 8)
     for number in range(3):
@@ -109,7 +109,7 @@ def save_with_replicas(folder: str) -> list[float]:
         plain(x, target=y).backward()
         norm = weft.clip_grad_norm_(wrapped, 0.05)
         worst = max(worst, abs(float(norm - nn.utils.clip_grad_norm_(plain.parameters(), 0.05))))
-        for candidate in (optimizer, wanted):
+        for candidate in (optimizer, plain_optimizer):
             candidate.step()
             candidate.zero_grad()
     weft.checkpoint.save(folder, wrapped, optimizer, extra="replicas")
@@ -141,7 +141,7 @@ def on_meta() -> nn.Sequential:
 
 
 def initialize(ranks_differ: bool) -> dict[str, Any]:
-    """The local weights that seeds make, after one step."""
+    """The local weights after initialisation from a seed and two steps."""
     pipe = piped(on_meta())
     torch.manual_seed(5 + ranks_differ * dist.get_rank())
     return trained(pipe.materialize())
@@ -175,10 +175,10 @@ def clip(norm_type: float, max_norm: float) -> dict[str, Any]:
         torch.manual_seed(0)
         net(x, target=y).backward()
     norm = weft.clip_grad_norm_(pipe, max_norm, norm_type)
-    wanted = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
     named = dict(plain.named_parameters())
     worst = max((float((p.grad - named[key].grad).abs().max()) for key, p in pipe.named_parameters()), default=0.0)
-    return {"norm": float(norm), "difference": abs(float(norm - wanted)), "worst": worst}
+    return {"norm": float(norm), "difference": abs(float(norm - expected)), "worst": worst}
 
 
 def clip_not_finite(error_if_nonfinite: bool) -> float:
@@ -199,7 +199,7 @@ def scale_alone() -> None:
 
 
 class Half(nn.Module):
-    """Works in half precision, where gradients below 6e-8 are lost and above 65504 overflow."""
+    """Product in half precision, where gradients underflow below 6e-8 and overflow above 65504."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def scale_gradients(schedule: str) -> list[Any]:
         loss=lambda output, target: (output - target).mean() * 1e-8, loss_scale=scaler.get_scale,
     )  # fmt: skip
     optimizer = torch.optim.SGD(pipe.parameters(), lr=1e4)
-    found: list[Any] = []
+    steps: list[Any] = []
     for number in range(3):
         scaler.scale(pipe(torch.ones(4, 1), target=torch.zeros(4, 1))).backward()
         gradient = next(pipe.parameters()).grad
@@ -228,8 +228,8 @@ def scale_gradients(schedule: str) -> list[Any]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        found.append((scaler.get_scale(), norm, float(next(pipe.parameters()).detach())))
-    return found
+        steps.append((scaler.get_scale(), norm, float(next(pipe.parameters()).detach())))
+    return steps
 
 
 def nothing_is_left(folder: Path) -> bool:

@@ -10,11 +10,11 @@ from torchweft.pipeline.skip import Namespace, inspect_skip_layout, skippable
 
 
 class Nothing(nn.Module):
-    """Its forward never runs here."""
+    """Layer whose forward is never called."""
 
 
 def layer(stash: str = "", pop: str = "") -> nn.Module:
-    """Every letter is a name."""
+    """A layer that declares a skip for every letter."""
     return skippable(stash=list(stash), pop=list(pop))(Nothing)()
 
 
@@ -46,14 +46,14 @@ def test_wiring_that_does_not_fit_is_refused_with_every_fault() -> None:
 def test_routes_are_those_of_the_layers(count, skips) -> None:
     ns = Namespace()
     parts: list[list[nn.Module]] = [[] for _ in range(count)]
-    wanted = {}
+    expected = {}
     for number, (start, steps) in enumerate(skips):
         source = start % count
         readers = sorted(source + step % (count - source) for step in steps)
-        place = ns if number % 2 else None
+        space = ns if number % 2 else None
         name = "abcde"[number]
-        parts[source].insert(0, layer(name).isolate(place))
+        parts[source].insert(0, layer(name).isolate(space))
         for j in readers:
-            parts[j].append(layer(pop=name).isolate(place))
-        wanted[place, name] = (source, tuple(sorted(set(readers))))
-    assert inspect_skip_layout(parts).routes == wanted
+            parts[j].append(layer(pop=name).isolate(space))
+        expected[space, name] = (source, tuple(sorted(set(readers))))
+    assert inspect_skip_layout(parts).routes == expected

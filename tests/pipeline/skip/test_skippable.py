@@ -51,7 +51,7 @@ class Plain(nn.Module):
 
 
 class Bare(nn.Module):
-    """Decorated by a call below, so that this name stays the bare class."""
+    """Class that is decorated by a call below, so that this name stays undecorated."""
 
     def forward(self, x):
         yield stash("early", x)
@@ -79,14 +79,14 @@ class Nest:
 
 
 class Derived(Early):
-    """A skippable class can have subclasses."""
+    """Subclass of a skippable class."""
 
 
 STASHERS = [Early, Called, Rebound, Nest.Inner, Derived]
 
 
 def layer_of(*, stash=(), pop=()):
-    """Make a layer with these declarations out of a generator function."""
+    """Decorator that makes a layer with these declarations from a generator function."""
 
     def decorate(forward):
         return skippable(stash=stash, pop=pop)(type("Layer", (nn.Module,), {"forward": forward}))()
@@ -97,7 +97,7 @@ def layer_of(*, stash=(), pop=()):
 # --- the class and the layer
 
 
-def test_the_class_says_what_it_declares() -> None:
+def test_the_class_lists_its_declarations() -> None:
     assert issubclass(Early, Skippable) and issubclass(Early, nn.Module)
     assert (Early.stashable_names, Early.poppable_names) == ({"early"}, frozenset())
     assert (Late.stashable_names, Late.poppable_names) == (frozenset(), {"early"})
@@ -143,9 +143,9 @@ def test_skip_has_value_and_gradient_of_plain_code() -> None:
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
     model = nn.Sequential(Early(), nn.Tanh(), Late()).double()
     result = model(x)
-    wanted = torch.tanh(model[0].module.linear(x)) * x
-    assert torch.equal(result, wanted)
-    [seen], [expected] = (torch.autograd.grad(y.sum(), x) for y in (result, wanted))
+    plain = torch.tanh(model[0].module.linear(x)) * x
+    assert torch.equal(result, plain)
+    [seen], [expected] = (torch.autograd.grad(y.sum(), x) for y in (result, plain))
     assert torch.equal(seen, expected)
 
 
@@ -161,7 +161,7 @@ def test_none_can_be_stashed() -> None:
 
 def test_second_pop_in_one_forward_gives_the_same_tensor() -> None:
     class Fresh(SkipTracker):
-        """Gives another tensor at every load."""
+        """Returns a new tensor at every load."""
 
         def load(self, ns, name):
             return torch.ones(1)
@@ -237,7 +237,7 @@ def pop_of_nothing(self, x):
 
 def stash_of_a_list(self, x):
     command = stash("early", x)
-    object.__setattr__(command, "tensor", [x])  # past the run-time type checks of this suite
+    object.__setattr__(command, "tensor", [x])  # bypasses the run-time type checks of this suite
     yield command
 
 
@@ -287,16 +287,16 @@ def test_a_plain_forward_breaks_a_declaration() -> None:
 
 
 def test_an_error_of_the_users_forward_passes_unchanged() -> None:
-    wanted = KeyError("mine")
+    error = KeyError("mine")
 
     @layer_of(stash=["early"])
     def breaks(self, x):
         yield stash("early", x)
-        raise wanted
+        raise error
 
     with pytest.raises(KeyError) as caught:
         breaks(torch.ones(1))
-    assert caught.value is wanted
+    assert caught.value is error
 
 
 # --- namespaces
@@ -306,12 +306,12 @@ def test_an_error_of_the_users_forward_passes_unchanged() -> None:
 def test_the_last_isolation_of_a_name_holds(moves) -> None:
     places = [None, Namespace(), Namespace()]
     layer = skippable(stash=["a", "b"], pop=["c"])(Plain)()
-    wanted = dict.fromkeys("abc")
+    expected = dict.fromkeys("abc")
     for place, names in moves:
         assert layer.isolate(places[place], only=sorted(names)) is layer
-        wanted.update(dict.fromkeys(names, places[place]))
-    assert list(layer.stashable()) == [(wanted["a"], "a"), (wanted["b"], "b")]
-    assert list(layer.poppable()) == [(wanted["c"], "c")]
+        expected.update(dict.fromkeys(names, places[place]))
+    assert list(layer.stashable()) == [(expected["a"], "a"), (expected["b"], "b")]
+    assert list(layer.poppable()) == [(expected["c"], "c")]
 
 
 def test_isolate_takes_all_names_if_none_are_given() -> None:
@@ -356,7 +356,7 @@ def test_a_clone_is_the_same_model_with_the_same_wiring(clone, first) -> None:
     assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
     assert list(twin[0].stashable()) == [(ns, "early")]
     assert torch.equal(twin(x), model(x))
-    assert type(pickle_copy(Bare())) is Bare, "the class of a call is still itself"
+    assert type(pickle_copy(Bare())) is Bare, "a decorating call must not change the class"
 
 
 def test_forward_hooks_see_the_output_of_the_layer() -> None:
@@ -385,9 +385,9 @@ def test_functional_call_takes_parameter_names_only() -> None:
 
 def test_inner_modules_can_be_compiled() -> None:
     layer, x = Early(), torch.randn(3, 2)
-    wanted = layer(x)
+    expected = layer(x)
     layer.module.linear.compile(backend="eager")
-    assert torch.equal(layer(x), wanted)
+    assert torch.equal(layer(x), expected)
 
 
 COMPILED = """
@@ -415,6 +415,6 @@ for _ in range(3):
 
 @pytest.mark.long
 def test_skips_work_under_a_compiled_model() -> None:
-    # In a process of its own: the compiler cannot trace through the run-time type checks of this suite.
+    # In a separate process, because the compiler cannot trace through the run-time type checks of this suite.
     seen = python(COMPILED)
     assert seen.returncode == 0, seen.stderr

@@ -20,12 +20,12 @@ class Affine(nn.Module):
 
 
 def bare(model: nn.Sequential) -> nn.Sequential:
-    """The same layers without their shells."""
+    """The same layers without their wrappers."""
     return nn.Sequential(*(copy.deepcopy(m.module if isinstance(m, Skippable) else m) for m in model))
 
 
 class OwnsModule(nn.Module):
-    """A user's class that has a child called `module` itself."""
+    """A custom class that has a child called `module`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class OwnsModule(nn.Module):
         self.norm = nn.BatchNorm1d(2)
 
 
-def test_faults_of_a_state_are_told_by_the_names_of_state_dict() -> None:
+def test_faults_of_a_state_are_named_by_its_keys() -> None:
     model = nn.Sequential(skippable()(Affine)(), nn.Linear(2, 2))
     state = model.state_dict()
     del state["0.shift"]
     state["0.linear.bias"], state["0.linear.other"] = torch.ones(3), torch.ones(1)
-    found = copy.deepcopy(model).load_state_dict({**state, "0.linear.bias": torch.ones(2)}, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == (["0.shift"], ["0.linear.other"])
+    result = copy.deepcopy(model).load_state_dict({**state, "0.linear.bias": torch.ones(2)}, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["0.shift"], ["0.linear.other"])
     with pytest.raises(RuntimeError) as caught:
         model.load_state_dict(state)
     assert "module." not in str(caught.value)
@@ -48,7 +48,7 @@ def test_faults_of_a_state_are_told_by_the_names_of_state_dict() -> None:
 
 
 def wrapped_model() -> nn.Sequential:
-    """Fresh random values in every parameter."""
+    """Skippable layers with new random parameters."""
     return nn.Sequential(skippable()(Affine)(), skippable()(OwnsModule)(), skippable()(nn.BatchNorm1d)(2))
 
 

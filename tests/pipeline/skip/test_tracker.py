@@ -39,7 +39,7 @@ CLONES = {
 
 @skippable(stash=["a"])
 class Stash(nn.Module):
-    """Stashes a tensor that lives nowhere else and remembers it weakly."""
+    """Stashes a tensor that has no other owner, and keeps a weak reference to it."""
 
     def forward(self, x):
         skip = x + 1
@@ -72,7 +72,7 @@ def stash_is_alive(model: nn.Sequential) -> bool:
 # --- the current tracker
 
 
-def test_a_thread_has_one_tracker_and_no_other_thread_has_it() -> None:
+def test_every_thread_has_its_own_tracker() -> None:
     seen = []
 
     def look() -> None:
@@ -117,11 +117,11 @@ def test_layers_use_the_active_tracker_until_it_ends(own_tracker) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(0, 9)), max_size=12))
 def test_a_load_gives_the_last_save_of_its_key(calls) -> None:
-    tracker, spaces, wanted = SkipTracker(), (None, Namespace()), {}
+    tracker, spaces, expected = SkipTracker(), (None, Namespace()), {}
     for isolated, name, number in calls:
-        wanted[spaces[isolated], name] = torch.tensor(number) if number else None
-        tracker.save(spaces[isolated], name, wanted[spaces[isolated], name])
-    for key, value in wanted.items():
+        expected[spaces[isolated], name] = torch.tensor(number) if number else None
+        tracker.save(spaces[isolated], name, expected[spaces[isolated], name])
+    for key, value in expected.items():
         assert tracker.load(*key) is value
 
 
@@ -131,7 +131,7 @@ def test_load_without_a_save_names_the_missing_key() -> None:
         SkipTracker().load(ns, "a")
 
 
-# --- how long it keeps a tensor
+# --- lifetime of a tensor
 
 
 @given(st.lists(st.integers(0, 3), max_size=12))
@@ -140,7 +140,7 @@ def test_models_with_the_same_names_take_turns_in_any_order(turns) -> None:
     models = [
         nn.Sequential(Stash(), Pop()),
         nn.Sequential(Stash(), Pop(), Pop()),
-        nn.Sequential(Stash(), again, nn.Identity(), again),  # a layer that stands twice reads twice
+        nn.Sequential(Stash(), again, nn.Identity(), again),  # a layer that occurs twice reads twice
         nn.Sequential(Stash(), block, block),
     ]
     for turn in turns:
@@ -174,10 +174,10 @@ def test_a_reader_may_be_run_again_in_backward() -> None:
     parameters = list(again.parameters())
     x = ONE.expand(3, 1)
     for _ in range(3):
-        wanted = torch.autograd.grad(again.reader(head(x)).sum(), parameters)
+        expected = torch.autograd.grad(again.reader(head(x)).sum(), parameters)
         again.zero_grad()
         again(head(x)).sum().backward()
-        torch.testing.assert_close([parameter.grad for parameter in parameters], list(wanted))
+        torch.testing.assert_close([parameter.grad for parameter in parameters], list(expected))
 
 
 def test_after_an_error_in_the_middle_the_model_runs_again() -> None:
@@ -232,7 +232,7 @@ def test_dropped_layer_that_failed_leaves_no_tensor() -> None:
 def test_late_finalizer_of_a_layer_removes_no_newer_value(own_tracker) -> None:
     old, new = Stash(), nn.Sequential(Stash(), Pop())
     old(ONE)
-    (former,) = own_tracker._kept.values()  # as another thread holds it, in which the layer ends
+    (former,) = own_tracker._kept.values()  # as if another thread still held it while the layer is freed
     new(ONE)
     del old
     own_tracker._forget(weakref.ref(own_tracker), (None, "a"), weakref.ref(former), None)

@@ -1,4 +1,4 @@
-"""A type checker knows the result of `skippable`: the constructor of the class, and the module inside."""
+"""Type checkers know the constructor of a skippable class, and the type of its inner module."""
 
 import json
 import subprocess
@@ -48,6 +48,6 @@ def test_type_checker_knows_constructor_and_module(tmp_path: Path) -> None:
     argv = [str(PYRIGHT), "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
     seen = subprocess.run(argv, capture_output=True, text=True, check=False)
     faults = json.loads(seen.stdout)["generalDiagnostics"]
-    found = [fault["range"]["start"]["line"] for fault in faults if fault["severity"] == "error"]
+    lines = [fault["range"]["start"]["line"] for fault in faults if fault["severity"] == "error"]
     wrong = [number for number, line in enumerate(PROGRAM.splitlines()) if line.endswith("# wrong")]
-    assert sorted(set(found)) == wrong, faults
+    assert sorted(set(lines)) == wrong, faults

@@ -11,11 +11,11 @@ from torchweft.pipeline.skip import Namespace, skippable, verify_skippables
 
 
 class Nothing(nn.Module):
-    """Its forward never runs here."""
+    """Layer whose forward is never called."""
 
 
 def layer(stash: str = "", pop: str = "") -> nn.Module:
-    """Every letter is a name."""
+    """A layer that declares a skip for every letter."""
     return skippable(stash=list(stash), pop=list(pop))(Nothing)()
 
 
@@ -91,7 +91,7 @@ def test_a_layer_that_stands_twice_counts_twice() -> None:
 
 @st.composite
 def nestings(draw: st.DrawFn, layers: list[nn.Module]) -> nn.Sequential:
-    """The layers in their order, with some runs of them put into a Sequential of their own."""
+    """The layers in their order, with some consecutive ones in a nested Sequential."""
     for _ in range(draw(st.integers(0, 3))):
         ends = sorted(draw(st.tuples(*[st.integers(0, len(layers))] * 2)))
         layers = [*layers[: ends[0]], nn.Sequential(*layers[slice(*ends)]), *layers[ends[1] :]]

@@ -1,4 +1,4 @@
-"""Fixtures that several of the tests of split= share."""
+"""Fixtures shared by the tests of split=."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture
 def double() -> Iterator[None]:
-    """Modules and tensors are made in float64."""
+    """Create modules and tensors in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Shapes that change at nearly every step: every number is the model's, and few recordings need a verification."""
+"""Shapes that change at nearly every step: the results are those of the model, with few verifications."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ class Between(nn.Module):
 
 
 class Scaled(torch.autograd.Function):
-    """The identity with a scaled gradient."""
+    """Identity with a scaled gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
@@ -57,8 +57,8 @@ def repeated(x: Tensor) -> Tensor:
 
 
 def masked(x: Tensor) -> Tensor:
-    places = torch.arange(x.shape[1])
-    return (places[:, None] >= places[None]).to(x) @ x.reshape(-1, x.shape[1], WIDTH)[: len(x)]
+    positions = torch.arange(x.shape[1])
+    return (positions[:, None] >= positions[None]).to(x) @ x.reshape(-1, x.shape[1], WIDTH)[: len(x)]
 
 
 CODES: dict[str, Code] = {
@@ -85,7 +85,7 @@ def cut(model: nn.Module, **settings: Any) -> weft.Pipe:
 
 
 def plain_step(model: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
-    """The outputs of the same micro-batches by the model itself."""
+    """The outputs of the model itself for the same micro-batches."""
     return torch.cat([model(piece) for piece in x.split(micro_sizes(len(x), chunks))])
 
 
@@ -95,7 +95,7 @@ def some_sizes(count: int) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """One entry per verification of a program."""
+    """The programs that are verified, with repetitions."""
     seen: list[object] = []
 
     def counted(recorder: Any, program: Any, *call: Any) -> Any:
@@ -115,9 +115,9 @@ def test_code_that_goes_by_sizes_is_exact(code: Code) -> None:
     pipe = cut(model)
     for count, length in some_sizes(24):
         x = torch.randn(count, length, WIDTH)
-        wanted, found = plain_step(plain, x), pipe(x)
-        assert_close(found, wanted)
-        for net, output in ((plain, wanted), (model, found)):
+        expected, result = plain_step(plain, x), pipe(x)
+        assert_close(result, expected)
+        for net, output in ((plain, expected), (model, result)):
             net.zero_grad()
             output.square().mean().backward()
         assert_gradients_equal(model, plain, 1e-10)
@@ -125,7 +125,7 @@ def test_code_that_goes_by_sizes_is_exact(code: Code) -> None:
 
 @needs_transformers
 def test_lengths_of_a_language_model_are_exact(verified: list[object]) -> None:
-    """Padded batches of random sizes: the model's logits, and far fewer verifications than recordings."""
+    """Padded batches of random sizes have the logits of the model, with far fewer verifications than recordings."""
     model = gpt2().eval()
     pipe = weft.Pipe(model, chunks=4, split=["transformer.h.2"], devices=["cpu"] * 2)
     for count, length in some_sizes(40):
@@ -133,13 +133,13 @@ def test_lengths_of_a_language_model_are_exact(verified: list[object]) -> None:
         mask = torch.ones_like(tokens)
         mask[: count // 2, tokens.shape[1] // 2 :] = 0
         parts = zip(*(tensor.split(micro_sizes(count, 4)) for tensor in (tokens, mask)), strict=True)
-        wanted = torch.cat([model(input_ids=ids, attention_mask=kept).logits for ids, kept in parts])
-        assert_close(pipe(input_ids=tokens, attention_mask=mask).logits, wanted, 1e-10)
+        expected = torch.cat([model(input_ids=ids, attention_mask=kept).logits for ids, kept in parts])
+        assert_close(pipe(input_ids=tokens, attention_mask=mask).logits, expected, 1e-10)
     assert len(verified) < pipe.statistics()["recordings"] / 2
 
 
 def test_sizes_alone_need_few_verifications(verified: list[object]) -> None:
-    """Three verified programs vouch for the others of their group, until the steps 10, 100, ..."""
+    """After three verified programs, the rest of their group is not verified until the steps 10, 100, ..."""
     pipe = cut(Between(CODES["rows and lengths"]))
     for length in range(4, 24):
         pipe(torch.randn(8, length, WIDTH))

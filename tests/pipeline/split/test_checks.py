@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchweft as weft
 from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
 from tests.pipeline.split.test_split_pipe import Chain, cut
-from tests.pipeline.test_pipe_modes import Sees
+from tests.pipeline.test_pipe_modes import LinearCounter
 from torchweft.core.errors import BatchError, SplitError, UsageError
 from torchweft.pipeline.split import split_pipe
 
@@ -52,13 +52,13 @@ def _attends(first: bool) -> nn.Module:
     ],
 )
 def test_modules_with_the_batch_on_another_axis_are_refused(make: Any) -> None:
-    """They are refused where the rows reach them."""
+    """The error is raised when rows reach the module."""
     for axis in (0, 1):
         model = make(axis == 1)
         split = "second" if isinstance(model, Ends) else "1"
         with pytest.raises(UsageError, match=rf"has its batch on axis {1 - axis}, but it gets.* axis {axis}"):
             cut(model, split, batch_dim=axis)(torch.randn(4, 4, 8))
-    with pytest.raises(UsageError, match="batch_first=True"):  # where nothing is said
+    with pytest.raises(UsageError, match="batch_first=True"):  # without batch_dim
         cut(make(False), split)
 
 
@@ -72,7 +72,7 @@ def test_code_around_a_module_may_swap_axes() -> None:
 
 
 def test_states_with_the_batch_on_another_axis_are_refused() -> None:
-    """They are refused also where they could be joined."""
+    """They are refused even if they could be joined."""
     states = Ends(nn.LSTM(8, 8, num_layers=2, batch_first=True))
     with pytest.raises(UsageError, match=r"inner \(LSTM\).*output_batch_dim=\(0, 1\)"):
         cut(states, "second", chunks=2)(torch.randn(4, 3, 8))
@@ -87,7 +87,7 @@ def test_states_of_torchweft_lstm_have_the_batch_axis_of_pytorch() -> None:
         assert_close(pipe(x := torch.randn(3, 4, 8)), model(x))
 
 
-def test_auto_goes_by_the_axes_that_were_said() -> None:
+def test_auto_uses_the_given_batch_axes() -> None:
     model = Ends(nn.LSTM(8, 8), pick=True)
     pipe = weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, batch_dim=1, sample=torch.randn(3, 2, 8))
     assert_close(pipe(x := torch.randn(3, 4, 8)), model(x))
@@ -96,7 +96,7 @@ def test_auto_goes_by_the_axes_that_were_said() -> None:
 def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
     model = Chain()
     for executor in ("serial", "threads", "auto"):
-        pipe, found = cut(model, chunks=3, executor=executor), list[tuple[int, int, int]]()
+        pipe, counts = cut(model, chunks=3, executor=executor), list[tuple[int, int, int]]()
         for call in (pipe, pipe, pipe, lambda x: torch.cat([model(piece) for piece in x.split(2)])):
             saved: list[None] = []
 
@@ -104,12 +104,12 @@ def test_modes_and_hooks_of_the_caller_see_no_recording() -> None:
                 saved.append(None)
                 return tensor
 
-            with FlopCounterMode(display=False) as counter, Sees() as sees:
+            with FlopCounterMode(display=False) as counter, LinearCounter() as linears:
                 with saved_tensors_hooks(pack, lambda tensor: tensor):
                     loss = call(rows(6, 8)).sum()
                 loss.backward()
-            found.append((counter.get_total_flops(), sees.calls, len(saved)))
-        assert len(set(found)) == 1 and all(found[0]), executor
+            counts.append((counter.get_total_flops(), linears.calls, len(saved)))
+        assert len(set(counts)) == 1 and all(counts[0]), executor
 
 
 def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_comparison_and_measurement_train_no_remote_expert(monkeypatch: pytest.M
         plain(rows(4, 8)).square().sum().backward()
         torch.optim.SGD(plain[1].parameters(), 1.0).step()
         assert_close(inner.state_dict(), plain[1].state_dict())
-        pipe = cut(model, "second", chunks=1)  # outputs are compared all the same
+        pipe = cut(model, "second", chunks=1)  # outputs are still compared
         pipe(rows(2, 8))
         monkeypatch.setenv("TORCHWEFT_TEST_SCALE", "2.0")
         with pytest.raises(SplitError, match="compute different values"):
@@ -169,11 +169,11 @@ class Tokens(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> dict[str, Tensor]:
         logits = self.head(self.layers[0](self.embed(ids)))
-        found = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        total = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
         count = num_items_in_batch
         if count is None or self.way == "ignores":
             count = (labels != -100).sum()
-        loss = found / count
+        loss = total / count
         return {"loss": loss + logits.square().mean() if self.way == "adds" else loss, "logits": logits}
 
 
@@ -193,12 +193,12 @@ def test_losses_are_summed_only_if_divided_by_the_item_count(items: Any) -> None
             model.zero_grad()
             plain.zero_grad()
             loss = pipe(**batch, num_items_in_batch=items(12 - padded))["loss"]
-            wanted = plain(**batch)["loss"]
+            expected = plain(**batch)["loss"]
             loss.backward()
-            wanted.backward()
-            assert_close(loss, wanted)
+            expected.backward()
+            assert_close(loss, expected)
             assert_gradients_equal(pipe, plain, 1e-10)
-    assert_close(pipe(*_tokens().values(), items(12))["loss"], wanted)  # by position
+    assert_close(pipe(*_tokens().values(), items(12))["loss"], expected)  # by position
     for way, padded in (("ignores", 2), ("adds", 0)):
         with pytest.raises(BatchError, match=r"neither a mean by rows nor a sum.*\n.*output\['loss'\]"):
             cut(Tokens(way), "layers.0", chunks=2)(**_tokens(padded), num_items_in_batch=items(12 - padded))
@@ -212,7 +212,7 @@ def test_ignored_labels_are_refused_in_every_form() -> None:
             pipe(*args, **kwargs)
 
 
-def test_rows_that_come_of_one_row_must_stand_side_by_side() -> None:
+def test_output_rows_of_one_input_row_must_be_adjacent() -> None:
     class Regrouping(Chain):
         def __init__(self, change: Any) -> None:
             super().__init__()
@@ -225,12 +225,12 @@ def test_rows_that_come_of_one_row_must_stand_side_by_side() -> None:
     for change in (lambda x: x.flatten(0, 1), lambda x: x.repeat_interleave(2, 0)):
         assert_close(cut(model := Regrouping(change), chunks=3)(x), model(x))
     model = Regrouping(lambda x: torch.cat([x, x]))
-    for chunks in (3, 6):  # also of one row each
+    for chunks in (3, 6):  # also with one row per micro-batch
         with pytest.raises(BatchError, match=r"output\['x'\] has 4 rows for 2"):
             cut(model, chunks=chunks)(x)
 
 
-def test_the_program_that_was_used_least_recently_leaves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_program_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Deciding(Chain):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(x) * int(x[0, 0])

@@ -51,7 +51,7 @@ def test_plan_draws_the_routes_of_a_pipe(
     assert "none() returned NoneType" in capsys.readouterr().err
 
 
-def test_plan_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_missing_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["plan"], "--stages and --chunks, or --pipe"),
         (["plan", "--pipe", "no.such:f"], "no.such"),
@@ -65,7 +65,7 @@ def test_plan_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_draws_routes() -> None:
     sample = {"x": torch.randn(2, 3, 8, 8)}
     pipe = weft.Pipe(UNet(), chunks=2, split=["middle", "up1"], devices=["cpu"] * 3, sample=sample)
-    forms = str(routes(pipe.routes, 3, title="What crosses")).split("<svg")[1:]
+    forms = str(routes(pipe.routes, 3, title="Values that cross")).split("<svg")[1:]
     assert len(forms) == 2  # a wide one, and one for phones
     for picture in forms:
         assert picture.count("<circle") == len(pipe.routes)

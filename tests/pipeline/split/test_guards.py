@@ -1,4 +1,4 @@
-"""Guards of a recording, its refusals, and faults that the comparison with forward() finds."""
+"""Guards of a recording, code that it refuses, and faults that the comparison with forward() finds."""
 
 import copy
 import random
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.fixture(autouse=True)
-def _checks_are_no_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' type checks wrap the recorder's own functions."""
+def _type_checks_are_library_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not treat the type checks of the tests, which wrap functions of the recorder, as user code."""
     monkeypatch.setattr(user_code, "_LIBRARIES", (*user_code._LIBRARIES, "<", *_type_checker_folders()))
 
 
@@ -67,8 +67,8 @@ def test_guards_on_inputs_choose_a_program_per_micro_batch() -> None:
     mask = torch.ones(4, 4)
     mask[2, 1] = 0
     for kind in (torch.ones(4, 4), mask, mask.flip(0)):
-        wanted = torch.cat([model(rows(4, 4)[:2], kind[:2]), model(rows(4, 4)[2:], kind[2:])])
-        assert_close(pipe(rows(4, 4), mask=kind), wanted)
+        expected = torch.cat([model(rows(4, 4)[:2], kind[:2]), model(rows(4, 4)[2:], kind[2:])])
+        assert_close(pipe(rows(4, 4), mask=kind), expected)
     assert pipe.statistics()["recordings"] == 2
 
 
@@ -91,7 +91,7 @@ def test_glue_is_named_by_function_and_line_without_folders() -> None:
 
 
 def test_decision_on_activations_is_refused_with_its_line() -> None:
-    """The decision lies between blocks. The error names file and line."""
+    """The decision is made between blocks. The error names file and line."""
     model = Between(lambda _, x: x if x.sum() > 0 else -x)
     with torch.no_grad():
         model.first.bias.fill_(50.0)
@@ -143,17 +143,17 @@ def test_the_comparison_sees_buffers_too() -> None:
 def test_comparison_changes_neither_model_nor_generators() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
     plain = copy.deepcopy(model)
-    found = []
+    results = []
     for verify in (True, False):
         torch.manual_seed(5)
         pipe = cut(copy.deepcopy(model), "3", verify=verify)
         output = pipe(rows(4, 4))
-        found.append([output, *pipe.buffers(), torch.rand(1)])
+        results.append([output, *pipe.buffers(), torch.rand(1)])
         assert all(parameter.grad is None for parameter in pipe.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     for half in rows(4, 4).split(2):
         plain(half)
-    assert_close(found[0][1:4], list(plain.buffers()))
+    assert_close(results[0][1:4], list(plain.buffers()))
 
 
 class _Twice(torch.autograd.Function):

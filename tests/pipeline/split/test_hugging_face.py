@@ -1,4 +1,4 @@
-"""A pipe behaves as the model itself under Trainer, accelerate and save_pretrained of Hugging Face."""
+"""A pipe behaves like the model itself under Trainer, accelerate and save_pretrained of Hugging Face."""
 
 import copy
 import inspect
@@ -27,7 +27,7 @@ LABELS = dict[str, Tensor]
 
 
 def _loss(logits: Tensor, labels: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Tensor:
-    """The causal loss of Hugging Face, which itself computes in float32."""
+    """The causal loss of Hugging Face, without its cast to float32."""
     shifted = labels[:, 1:]
     total = functional.cross_entropy(logits[:, :-1].flatten(0, 1), shifted.flatten(), reduction="sum")
     return total / ((shifted != -100).sum() if num_items_in_batch is None else num_items_in_batch)
@@ -49,7 +49,7 @@ def _pipe(model: Any) -> Any:
 
 
 def _data(count: int) -> list[LABELS]:
-    """Sentences, of which unequal numbers of tokens count, with a column that no model takes."""
+    """Sentences with different numbers of ignored labels, and a column that no model takes."""
     tokens = torch.randint(3, 50, (count, 9), generator=torch.Generator().manual_seed(count))
     labels = tokens.clone()
     for row in range(count):
@@ -74,18 +74,18 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The model and a pipe of it after the same training, with the best of several checkpoints loaded."""
     steps: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
     # The label smoother of Hugging Face adds in float32.
-    made = SimpleNamespace(folder=tmp_path_factory.mktemp("trained"), smoothing=request.param)
-    made.tolerance = 1e-6 if request.param else 1e-10
+    runs = SimpleNamespace(folder=tmp_path_factory.mktemp("trained"), smoothing=request.param)
+    runs.tolerance = 1e-6 if request.param else 1e-10
     for name, wrap in (("plain", _unchanged), ("pipe", _pipe)):
-        trainer = _trainer(wrap(_model()), made.folder / name, label_smoothing_factor=request.param, **steps)
+        trainer = _trainer(wrap(_model()), runs.folder / name, label_smoothing_factor=request.param, **steps)
         trainer.train()
-        setattr(made, name, trainer)
-    return made
+        setattr(runs, name, trainer)
+    return runs
 
 
 def test_trainer_trains_as_with_the_model(trained: SimpleNamespace) -> None:
-    """The losses of training and evaluation, and the best weights. Labels of a causal model are shifted also by label
-    smoothing, which goes by the class name."""
+    """This holds for the losses of training and evaluation, and for the best weights. Label smoothing shifts labels if
+    the class name is that of a causal model."""
     histories = [
         [{key: log[key] for key in ("loss", "eval_loss", "grad_norm") if key in log} for log in run.state.log_history]
         for run in (trained.plain, trained.pipe)
@@ -98,10 +98,10 @@ def test_trainer_trains_as_with_the_model(trained: SimpleNamespace) -> None:
 
 
 def test_trainer_predicts_as_with_the_model(trained: SimpleNamespace) -> None:
-    seen, wanted = (trainer.predict(_data(6)) for trainer in (trained.pipe, trained.plain))
+    seen, expected = (trainer.predict(_data(6)) for trainer in (trained.pipe, trained.plain))
     assert seen.predictions.shape == (6, 9, 50) and seen.label_ids.shape == (6, 9)
-    assert_close(*(torch.tensor(prediction.predictions) for prediction in (seen, wanted)), trained.tolerance)
-    assert seen.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=trained.tolerance)
+    assert_close(*(torch.tensor(prediction.predictions) for prediction in (seen, expected)), trained.tolerance)
+    assert seen.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=trained.tolerance)
 
 
 def test_trainer_saves_a_model_that_loads(trained: SimpleNamespace) -> None:
@@ -110,8 +110,8 @@ def test_trainer_saves_a_model_that_loads(trained: SimpleNamespace) -> None:
 
     trained.pipe.save_model(str(trained.folder / "saved"))
     trained.pipe.model.save_pretrained(trained.folder / "pretrained")
-    trained.plain.save_model(str(trained.folder / "wanted"))
-    config = (trained.folder / "wanted" / "config.json").read_text()
+    trained.plain.save_model(str(trained.folder / "expected"))
+    config = (trained.folder / "expected" / "config.json").read_text()
     for name in ("saved", "pretrained"):
         files = {path.name for path in (trained.folder / name).iterdir()}
         assert files - {"training_args.bin"} == {"config.json", "generation_config.json", "model.safetensors"}
@@ -121,7 +121,7 @@ def test_trainer_saves_a_model_that_loads(trained: SimpleNamespace) -> None:
 
 
 def test_trainer_resumes_as_with_the_model(trained: SimpleNamespace) -> None:
-    """From a checkpoint of a pipe, or of the model itself."""
+    """A pipe resumes from a checkpoint of a pipe, or of the model itself."""
     weights: list[LABELS] = []
     for wrap, saved in ((_unchanged, "plain"), (_pipe, "pipe"), (_pipe, "plain")):
         folder = trained.folder / f"again-{len(weights)}"
@@ -142,14 +142,14 @@ def test_trainer_takes_models_that_are_not_of_hugging_face(tmp_path: Path) -> No
 
     torch.manual_seed(0)
     plain, data = Regression().double(), [{"x": x, "labels": x.cos(), "other": x} for x in rows(6, 8)]
-    kept: list[Any] = []
+    results: list[Any] = []
     for model in (cut(copy.deepcopy(plain), chunks=2), plain):
         arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, max_steps=1)
         trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
         trainer.train()
-        kept.append((trainer.evaluate()["eval_loss"], torch.tensor(trainer.predict(data).predictions)))
-    assert kept[0][0] == pytest.approx(kept[1][0], rel=1e-10)
-    assert_close(kept[0][1], kept[1][1], 1e-10)
+        results.append((trainer.evaluate()["eval_loss"], torch.tensor(trainer.predict(data).predictions)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-10)
+    assert_close(results[0][1], results[1][1], 1e-10)
 
 
 def test_a_pipe_on_several_devices_stays_where_it_is(tmp_path: Path) -> None:
@@ -181,24 +181,24 @@ def test_accelerate_saves_and_loads_the_state(tmp_path: Path) -> None:
         step()
         accelerator.save_state(str(tmp_path / wrap.__name__))
         step()
-        wanted = copy.deepcopy(model.state_dict())
+        expected = copy.deepcopy(model.state_dict())
         accelerator.load_state(str(tmp_path / wrap.__name__))
         step()
-        assert_close(model.state_dict(), wanted)
-        weights.append(wanted)
+        assert_close(model.state_dict(), expected)
+        weights.append(expected)
     assert_close(weights[1], weights[0], 1e-10)
 
 
 def test_mixed_precision_of_accelerate_reaches_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It replaces the `forward` of the pipe, and restores it."""
+    """accelerate replaces the `forward` of the pipe, and restores it."""
     import accelerate  # noqa: PLC0415 - an extra
 
-    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})  # one kind of precision per process
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})  # the precision is set once per process
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     pipe = accelerator.prepare(cut(model := Chain(), chunks=2))
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = model(rows(4, 8).float())
-    assert_close(pipe(rows(4, 8).float()), wanted.float())
+        expected = model(rows(4, 8).float())
+    assert_close(pipe(rows(4, 8).float()), expected.float())
     again = accelerator.unwrap_model(pipe, keep_fp32_wrapper=False)
     before = again.statistics()["recordings"]
     again(rows(6, 8).float())
@@ -207,7 +207,7 @@ def test_mixed_precision_of_accelerate_reaches_the_pipe(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("process_group")
 def test_a_pipe_is_a_pipe_and_a_model() -> None:
-    """Copies, pickles and a sharded pipe too."""
+    """This includes copies, pickles and a sharded pipe."""
     import transformers  # noqa: PLC0415 - an extra
 
     pipe = _pipe(_model())
@@ -269,8 +269,8 @@ _EXPERTS = {"num_experts_per_tok": 1, "num_local_experts": 2, "experts_implement
     ],
     ids=["llava", "blip2", "granitemoe", "switch"],
 )
-def test_no_cache_is_asked_for(make: Any, inputs: Any, split: Any) -> None:
-    """The config of the text can be nested, and ``use_cache`` one of ``**kwargs``."""
+def test_no_cache_is_requested(make: Any, inputs: Any, split: Any) -> None:
+    """The config of the text can be nested, and ``use_cache`` can be in ``**kwargs``."""
     torch.manual_seed(0)
     model, batch = make().double().eval(), inputs(4)
     batch = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
@@ -290,7 +290,7 @@ def test_keys_and_values_that_layers_share_are_refused() -> None:
 
 @pytest.mark.usefixtures("double")
 def test_packed_images_are_given_by_row() -> None:
-    """Qwen2-VL takes the patches of all images in one row after the other; the recipe of docs/which_models.md."""
+    """Qwen2-VL takes the patches of all images in one tensor. This tests the recipe of docs/which_models.md."""
     import transformers  # noqa: PLC0415 - an extra
 
     class ByRow(transformers.Qwen2VLForConditionalGeneration):
@@ -317,11 +317,11 @@ def test_packed_images_are_given_by_row() -> None:
         tokens[row, 1], tokens[row, 2 : 2 + len(patch) // 4] = 53, 51
     batch = {"input_ids": tokens, "image_grid_thw": grids, "mm_token_type_ids": (tokens == 51).long()}
     pipe = cut(model, "model.language_model.layers.1", chunks=2)
-    found = pipe(**batch, pixel_values=nn.utils.rnn.pad_sequence(patches, batch_first=True)).logits
-    wanted = plain(**batch, pixel_values=torch.cat(patches)).logits
-    assert_close(found, wanted)
-    found.square().sum().backward()
-    wanted.square().sum().backward()
+    result = pipe(**batch, pixel_values=nn.utils.rnn.pad_sequence(patches, batch_first=True)).logits
+    expected = plain(**batch, pixel_values=torch.cat(patches)).logits
+    assert_close(result, expected)
+    result.square().sum().backward()
+    expected.square().sum().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(ours.grad, theirs.grad, 1e-10)
     packed = cut(plain, "model.language_model.layers.1", chunks=2)

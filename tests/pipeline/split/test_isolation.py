@@ -11,7 +11,7 @@ from torchweft.pipeline.split.record import ForwardRecorder
 
 
 def test_blocks_have_copies_on_the_device_of_their_stage() -> None:
-    """A tied weight that a stage on another device owns; afterwards the block has the weight itself again."""
+    """This includes a tied weight that another stage owns. Afterwards, the block has the original weight again."""
     block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     block[1].weight = block[0].weight
     before = dict(block.named_parameters(remove_duplicate=False))
@@ -22,10 +22,10 @@ def test_blocks_have_copies_on_the_device_of_their_stage() -> None:
 
 
 def test_recording_frees_its_tensors() -> None:
-    """Without the garbage collector: no cycle of references keeps the values of a recorded run alive."""
-    made: list[weakref.ref[Tensor]] = []
+    """No reference cycle keeps the values of a recorded run alive until the garbage collector runs."""
+    references: list[weakref.ref[Tensor]] = []
 
-    class Noting(nn.Module):
+    class Referenced(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -33,16 +33,16 @@ def test_recording_frees_its_tensors() -> None:
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)
             z = y + 1
-            made.extend(weakref.ref(tensor) for tensor in (x, y, z))
+            references.extend(weakref.ref(tensor) for tensor in (x, y, z))
             return self.second(z)
 
-    recorder = ForwardRecorder(Noting(), ["second"], [torch.device("cpu")] * 2)
-    recorder.record((torch.ones(1, 2),), {})  # PyTorch loads its compiler, which keeps frames
-    made.clear()
+    recorder = ForwardRecorder(Referenced(), ["second"], [torch.device("cpu")] * 2)
+    recorder.record((torch.ones(1, 2),), {})  # loads the compiler of PyTorch, which keeps frames
+    references.clear()
     gc.disable()
     try:
         recording = recorder.record((torch.ones(1, 2),), {})
         assert [step.name for step in recording.steps] == ["first", "add", "second"]
-        assert [tensor() for tensor in made] == [None] * 3
+        assert [tensor() for tensor in references] == [None] * 3
     finally:
         gc.enable()

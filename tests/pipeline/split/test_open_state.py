@@ -1,4 +1,4 @@
-"""State that the code between blocks reads besides its arguments: a change is seen, or is an error."""
+"""State that the code between blocks reads besides its arguments: a change is detected, or is an error."""
 
 import os
 import random
@@ -23,7 +23,7 @@ Read = Callable[["Scaled"], Any]
 
 
 class Settings:
-    """A plain object with another one inside, a dictionary, and an attribute of its class."""
+    """A plain object with a nested object and a nested dictionary."""
 
     def __init__(self) -> None:
         self.inner = SimpleNamespace(alpha=1.0)
@@ -35,7 +35,7 @@ class Flags:
 
 
 class Scaled(nn.Module):
-    """Adds the result of `read` times each block."""
+    """Adds the result of each block times that of `read`."""
 
     def __init__(self, read: Read) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def global_scale() -> float:
 
 
 def setter(path: str, value: Any) -> Callable[[Scaled], None]:
-    """A function that sets an attribute of a model, by its path."""
+    """A function that sets the attribute of a model at a path."""
 
     def change(model: Scaled) -> None:
         *parents, name = path.split(".")
@@ -149,11 +149,11 @@ def test_hidden_state_is_found_at_rarer_steps(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SplitError, match="compute different values") as seen:
         pipe(x)
     assert "found at step 10" in seen.value.__notes__[0]
-    pipe(x)  # recorded again, as it is now
+    pipe(x)  # recorded again, with the new value
 
 
 class Counts(nn.Module):
-    """Keeps a value of every run, selected by `way`."""
+    """Stores a value in every run, in the way that `way` selects."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Config:
 
 
 class Drops(nn.Module):
-    """Leaves out blocks at random."""
+    """Skips blocks at random."""
 
     def __init__(self, draw: Callable[[], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Outputs of micro-batches are joined to those of all rows, or refused."""
+"""Outputs of micro-batches are joined to the outputs of all rows, or refused."""
 
 import copy
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def cut(model: nn.Module, *, chunks: int = 4, **settings: Any) -> weft.Pipe:
 
 
 def batch(rows: int = 8, ignored: int | None = None) -> dict[str, Tensor]:
-    """Rows of 3 tokens; of the first row all labels but one are `ignored`, and the mask is zero there."""
+    """Rows of 3 tokens. In the first row, all labels but one are `ignored`, and their mask is zero."""
     labels, mask = torch.randint(5, (rows, 3)), torch.ones(rows, 3, dtype=torch.long)
     if ignored is not None:
         labels[0, 1:], mask[0, 1:] = ignored, 0
@@ -64,14 +64,14 @@ def batch(rows: int = 8, ignored: int | None = None) -> dict[str, Tensor]:
 
 
 def assert_joined(model: nn.Module, inputs: dict[str, Tensor], pipe: weft.Pipe | None = None) -> None:
-    """The pipe's numbers and gradients are those of the model for all rows."""
+    """Check that outputs and gradients of the pipe are those of the model for all rows."""
     plain, pipe = copy.deepcopy(model), pipe or cut(model)
     model.zero_grad()
     plain.zero_grad()
-    found, wanted = pipe(**inputs), plain(**inputs)
-    assert_close(found, wanted)
-    found["loss"].backward()
-    wanted["loss"].backward()
+    result, expected = pipe(**inputs), plain(**inputs)
+    assert_close(result, expected)
+    result["loss"].backward()
+    expected["loss"].backward()
     assert_gradients_equal(pipe, plain, 1e-10)
 
 
@@ -83,7 +83,7 @@ RIGHT: dict[str, Loss] = {
     ).sum(),
     "mean of squares": lambda logits, *_: logits.square().mean(),
 }
-WRONG: dict[str, tuple[Loss, int]] = {  # with what labels are ignored
+WRONG: dict[str, tuple[Loss, int]] = {  # with the ignored label
     "mask": (by_mask, 0),
     "-100": (lambda logits, labels, _: entropy(logits, labels), -100),
     "255": (lambda logits, labels, _: entropy(logits, labels, ignore_index=255), 255),
@@ -107,8 +107,8 @@ def test_dropout_and_batch_norm_hide_no_mean() -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_means_over_unequal_numbers_are_refused(name: str) -> None:
-    """Refused in each step in which micro-batches leave out unequal numbers, also in a later one. Other
-    steps stay right."""
+    """The error is raised in every step in which micro-batches ignore unequal numbers of labels. Other steps are
+    exact."""
     loss, ignored = WRONG[name]
     with pytest.raises(BatchError, match=r"neither a mean by rows nor a sum(.|\n)*output\['loss'\]"):
         cut(WithLoss(loss))(**batch(ignored=ignored))
@@ -128,13 +128,13 @@ def test_equal_numbers_left_out_of_each_micro_batch_are_exact() -> None:
 
 
 def test_functions_of_a_mean_are_refused_unless_stated() -> None:
-    """The square of a mean is neither. `loss_reduction` requests the numbers of micro-batches."""
+    """The square of a mean is neither a mean nor a sum. With `loss_reduction`, losses are combined as stated."""
     model = WithLoss(lambda logits, *_: logits.mean().square())
     with pytest.raises(BatchError, match="neither a mean by rows nor a sum"):
         cut(model)(**(inputs := batch()))
     parts = [model(**{key: x[i : i + 2] for key, x in inputs.items()})["loss"] for i in (0, 2, 4, 6)]
-    for reduction, wanted in (("mean", sum(parts) / 4), ("sum", sum(parts))):
-        assert_close(cut(model, loss_reduction=reduction)(**inputs)["loss"], wanted)
+    for reduction, expected in (("mean", sum(parts) / 4), ("sum", sum(parts))):
+        assert_close(cut(model, loss_reduction=reduction)(**inputs)["loss"], expected)
 
 
 def test_a_loss_that_draws_numbers_is_refused_with_the_reason() -> None:
@@ -144,8 +144,7 @@ def test_a_loss_that_draws_numbers_is_refused_with_the_reason() -> None:
     cut(model, loss_reduction="mean")(**batch())
 
 
-def test_one_micro_batch_is_joined_of_nothing() -> None:
-    """Nothing is combined, so nothing is refused."""
+def test_any_loss_is_accepted_with_one_micro_batch() -> None:
     assert_joined(model := WithLoss(by_mask), batch(ignored=0), cut(model, chunks=1))
 
 
@@ -167,7 +166,7 @@ class Others(nn.Module):
 )
 @pytest.mark.parametrize("rows", [8, 16])
 def test_outputs_that_do_not_follow_the_rows_are_refused(other: Callable[[Tensor], Tensor], rows: int) -> None:
-    """With 8 rows in 4 chunks, [2, 4] looks as if it had a row for each that came in."""
+    """With 8 rows in 4 chunks, an output of shape [2, 4] could be mistaken for one row per input row."""
     with pytest.raises(BatchError, match=r"do not have the same number of rows(.|\n)*output\[1\] has shape"):
         cut(Others(other))(torch.randn(rows, 4))
 
@@ -179,7 +178,7 @@ def test_outputs_that_follow_the_rows_are_joined_at_any_size() -> None:
 
 
 def test_changing_sizes_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result for one length holds for others, so no step of a known kind runs the model on other rows again."""
+    """A comparison for one size holds for others, so that later steps do not run the model for a comparison."""
     calls: list[None] = []
     plain = ForwardRecorder.plain
 

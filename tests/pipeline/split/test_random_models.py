@@ -1,4 +1,4 @@
-"""Random models: for any code between blocks, the pipe has the results of the plain loop, or gives a reason."""
+"""Random models: for any code between blocks, the pipe equals the plain loop, or raises an error."""
 
 import copy
 from typing import Any
@@ -61,8 +61,8 @@ class Random(nn.Module):
         for name, i, j in self.ops:
             a, b = values[i % len(values)], values[j % len(values)]
             if name == "block":
-                made = self.blocks[j % len(self.blocks)](a)
-                values += [made["main"], made["gate"][0]] if isinstance(made, dict) else [made]
+                result = self.blocks[j % len(self.blocks)](a)
+                values += [result["main"], result["gate"][0]] if isinstance(result, dict) else [result]
             elif name == "add":
                 values.append(a + b)
             elif name == "add_":
@@ -113,14 +113,14 @@ def looped(model: nn.Module, inputs: dict[str, Any], chunks: int) -> list[Any]:
 def trained(model: nn.Module, outputs: list[Any]) -> list[Any]:
     """Outputs, gradients and buffers after a backward."""
     sum((x * torch.arange(1.0, 1 + x.numel()).view_as(x)).sum() for x in outputs if x is not None).backward()
-    found = [x if x is None else x.detach() for x in outputs]
+    detached = [x if x is None else x.detach() for x in outputs]
     buffers = [buffer.clone() for buffer in model.buffers()]
-    return [*found, *(parameter.grad for parameter in model.parameters()), *buffers]
+    return [*detached, *(parameter.grad for parameter in model.parameters()), *buffers]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shard", range(6))
-def test_no_random_model_differs_in_silence(shard: int) -> None:
+def test_no_random_model_differs_silently(shard: int) -> None:
     counts = {"equal": 0, "refused": 0, "invalid": 0}
 
     @seed(shard)
@@ -150,13 +150,13 @@ def test_no_random_model_differs_in_silence(shard: int) -> None:
                 plain.zero_grad()
                 model.zero_grad()
                 try:
-                    wanted = trained(plain, looped(plain, {**inputs, "x": x.clone()}, 3))
-                except RuntimeError:  # writes what autograd needs, or has no gradient at all
+                    expected = trained(plain, looped(plain, {**inputs, "x": x.clone()}, 3))
+                except RuntimeError:  # overwrites a value that autograd needs, or has no gradient
                     counts["invalid"] += 1
                     event("the plain model cannot train")
                     return
-                found = trained(model, flatten(pipe(**inputs))[0])
-                assert_close(found, wanted, 1e-10)
+                seen = trained(model, flatten(pipe(**inputs))[0])
+                assert_close(seen, expected, 1e-10)
         except WeftError as error:
             counts["refused"] += 1
             event(type(error).__name__)

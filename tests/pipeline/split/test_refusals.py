@@ -46,8 +46,8 @@ class Mixture(nn.Module):
 
 
 def test_an_attribute_that_opens_a_block_is_named() -> None:
-    """A tensor that a block stores and the model reads makes the block's own code code between blocks."""
-    for count in (4, 7, 8):  # whatever is recorded
+    """If the model reads a tensor that a block stores, the code inside this block is recorded too."""
+    for count in (4, 7, 8):  # for any recording
         cut(Mixture(reads=False), "blocks.1", chunks=2)(torch.randn(count, 8))
     with pytest.raises(
         GuardError, match=r"reads blocks\.[01]\.1\.aux, which its block makes.*return that tensor"
@@ -74,12 +74,12 @@ def test_a_stored_tensor_of_a_block_can_be_read_by_the_model() -> None:
     model.layers[0] = Storing(8, 8)
     pipe = cut(model, chunks=2)
     pipe(rows(4, 8))
-    assert model.layers[0].norm is None  # a recording leaves nothing that looks like the last step's
+    assert model.layers[0].norm is None  # a recording must not leave a value in the model
     assert_close(pipe(rows(4, 8) + 1)[1], model(rows(4, 8) + 1)[1])
 
 
 class Storing(Chain):
-    """Stores `value` of the last activation, or of the input."""
+    """Stores the result of `value`, a function of the model, its input and its output."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def _checkpointing(reentrant: bool) -> nn.Module:
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
-    """Around blocks by torchweft, and in a block by PyTorch, with advice, where stages run apart."""
+    """torchweft refuses it around blocks. PyTorch refuses it inside a block of a segment, with added advice."""
 
     class Around(Chain):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
@@ -146,7 +146,7 @@ def test_a_pipe_of_a_pipe_is_refused() -> None:
         outer = nn.Sequential(nn.Linear(8, 8), pipe)
         with pytest.raises(SpecError, match=r"^1 is a Pipe already"):
             cut(outer, "1.1")
-        assert_close(cut(outer, "1", chunks=2)(rows(4, 8)), outer(rows(4, 8)))  # as a block it is one of many
+        assert_close(cut(outer, "1", chunks=2)(rows(4, 8)), outer(rows(4, 8)))  # a pipe can be a block
 
 
 def test_a_branch_that_was_not_recorded() -> None:
@@ -165,8 +165,8 @@ def test_a_branch_that_was_not_recorded() -> None:
     model = Branching()
     pipe = cut(model, "second", chunks=2)
     for flag in (torch.zeros(4), torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.ones(4)):
-        wanted = torch.cat([model(*piece) for piece in zip(rows(4, 8).split(2), flag.split(2), strict=True)])
-        assert_close(pipe(rows(4, 8), flag), wanted)
+        expected = torch.cat([model(*piece) for piece in zip(rows(4, 8).split(2), flag.split(2), strict=True)])
+        assert_close(pipe(rows(4, 8), flag), expected)
     assert pipe.statistics()["blocks"][1] == ["second", "other"]
     with torch.no_grad():
         model.second.bias.fill_(-50.0)

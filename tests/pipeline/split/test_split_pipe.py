@@ -1,4 +1,4 @@
-"""A pipe with split= has the features of any Pipe: state, copies, modes, places, precision, other libraries."""
+"""A pipe with split= has the features of any Pipe: state, copies, modes, devices, precision, other libraries."""
 
 import copy
 import threading
@@ -44,15 +44,15 @@ def cut(model: nn.Module, *split: str, chunks: int = 4, **settings: Any) -> weft
 
 
 def assert_trains_as(pipe: weft.Pipe, plain: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """The output and the gradients of a sum over it are those of the plain model on the whole mini-batch."""
+    """Check that output and gradients are those of the plain model on the whole mini-batch."""
     pipe.zero_grad()
     plain.zero_grad()
     bare = {key: value.value if isinstance(value, weft.NoChunk) else value for key, value in kwargs.items()}
-    wanted = plain(*args, **bare)
-    found = pipe(*args, **kwargs)
-    assert_close(found, wanted)
-    wanted.square().sum().backward()
-    found.square().sum().backward()
+    expected = plain(*args, **bare)
+    result = pipe(*args, **kwargs)
+    assert_close(result, expected)
+    expected.square().sum().backward()
+    result.square().sum().backward()
     assert_gradients_equal(pipe, plain, 1e-10)
 
 
@@ -125,8 +125,8 @@ def test_inputs_have_gradients_also_in_later_stages() -> None:
     model = Chain()
     pipe = cut(model, checkpoint="always", executor="threads")
     x, mask = rows(6, 8).requires_grad_(), torch.rand(6, 1, requires_grad=True)
-    wanted = torch.autograd.grad(model(x, mask).square().sum(), [x, mask])
-    assert_close(torch.autograd.grad(pipe(x, mask).square().sum(), [x, mask]), wanted)
+    expected = torch.autograd.grad(model(x, mask).square().sum(), [x, mask])
+    assert_close(torch.autograd.grad(pipe(x, mask).square().sum(), [x, mask]), expected)
 
 
 def test_deferred_batch_norm_counts_the_whole_mini_batch() -> None:
@@ -151,9 +151,9 @@ def test_autocast_reaches_the_blocks_and_the_code_between() -> None:
     model = Chain()
     pipe = cut(model)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted, found = model(rows(6, 8).float()), pipe(rows(6, 8).float())
-    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
-    assert found.dtype == wanted.dtype
+        expected, result = model(rows(6, 8).float()), pipe(rows(6, 8).float())
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
+    assert result.dtype == expected.dtype
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -196,7 +196,7 @@ def test_hooks_of_blocks_and_parameters_fire_as_in_a_plain_loop() -> None:
 
 
 def test_tied_parameter_crosses_devices_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one device, taken for two: stages after the owner's work with a copy."""
+    """One device is treated as two, so that stages after the owner use a copy."""
     monkeypatch.setattr(split_pipe, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
     for way in ({"executor": "threads", "checkpoint": "always"}, {"executor": "serial"}, {"executor": "graph"}):
         model = Shared()
@@ -212,7 +212,7 @@ def test_tied_parameter_crosses_devices_once_per_step(monkeypatch: pytest.Monkey
 
 
 class _OnGpu(Tensor):
-    """A tensor taken for one of a GPU, that notes the streams which read it."""
+    """Stand-in for a GPU tensor that records the streams which read it."""
 
     is_cuda = True  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -224,13 +224,13 @@ class _OnGpu(Tensor):
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_copies_of_tied_parameters_belong_to_their_readers(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[_OnGpu] = []
+    all_copies: list[_OnGpu] = []
 
     def copied(away: Any, device: torch.device, graph: bool) -> dict[int, Tensor]:
         copies = {id(parameter): parameter.detach().clone().as_subclass(_OnGpu).requires_grad_() for parameter in away}
         for tensor in copies.values():
             tensor.streams = set()
-        made.extend(copies.values())
+        all_copies.extend(copies.values())
         return copies
 
     monkeypatch.setattr(split_pipe, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
@@ -238,7 +238,7 @@ def test_copies_of_tied_parameters_belong_to_their_readers(checkpoint: str, monk
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {threading.current_thread().name}")
     pipe = cut(Shared(), "other", "head", chunks=3, executor="threads", checkpoint=checkpoint, verify=False)
     pipe(rows(6, 8)).main.square().sum().backward()
-    assert made and all(tensor.streams for tensor in made)
+    assert all_copies and all(tensor.streams for tensor in all_copies)
 
 
 def test_block_of_two_stages_is_on_one_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_block_of_two_stages_is_on_one_device_at_a_time(monkeypatch: pytest.Monk
     model = Twice()
     plain = copy.deepcopy(model)
     pipe = cut(model, "other", chunks=8, executor="threads", verify=False)
-    for _ in range(2):  # the first step sees whether the stages draw random numbers, one after the other
+    for _ in range(2):  # the first step runs one stage at a time, to observe random draws
         pipe(rows(16, 8)).square().sum().backward()
         plain(rows(16, 8)).square().sum().backward()
     assert all(seen)
@@ -283,7 +283,7 @@ def test_distributed_data_parallel_takes_the_pipe(process_group: None) -> None:
     assert_gradients_equal(model, plain, 1e-10)
 
 
-def test_routes_tell_what_crosses() -> None:
+def test_routes_list_the_values_that_cross() -> None:
     pipe = cut(UNet(), "middle", "up2", "up1", sample={"x": torch.randn(2, 3, 8, 8)})
     assert any(route.readers == (2,) and route.source == 0 for route in pipe.routes)
     assert {route.name.partition(" ")[0] for route in pipe.routes} >= {"down1", "down2", "middle"}
@@ -343,7 +343,7 @@ def test_a_loss_over_tokens_is_exact_with_the_number_of_items() -> None:
     import transformers  # noqa: PLC0415 - an extra
 
     model = transformers.GPT2LMHeadModel(gpt2().config)
-    model.config.use_cache = True  # which the pipe does not ask for
+    model.config.use_cache = True  # the pipe does not request it
     plain = copy.deepcopy(model)
     tokens = torch.randint(3, 50, (6, 9))
     labels = tokens.clone()
@@ -353,9 +353,9 @@ def test_a_loss_over_tokens_is_exact_with_the_number_of_items() -> None:
         pipe(input_ids=tokens, labels=labels)
     count = (labels[:, 1:] != -100).sum()
     pipe(input_ids=tokens, labels=labels, num_items_in_batch=count).loss.backward()
-    wanted = plain(input_ids=tokens, labels=labels).loss
-    wanted.backward()
-    assert_gradients_equal(pipe, plain, 1e-6)  # the loss of Hugging Face is of float32
+    expected = plain(input_ids=tokens, labels=labels).loss
+    expected.backward()
+    assert_gradients_equal(pipe, plain, 1e-6)  # Hugging Face computes the loss in float32
 
 
 @needs_transformers

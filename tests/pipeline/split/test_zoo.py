@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("double")
 CHUNKS = 4
 EXECUTORS, CHECKPOINTS, SCHEDULES = ("serial", "threads", "graph"), ("never", "always"), ("gpipe", "1f1b")
 Way = tuple[str, str, str]
-GRIDS: dict[str, dict[Way, tuple[int, ...]]] = {  # to the rows of its batches; 1f1b has the loss inside
+GRIDS: dict[str, dict[Way, tuple[int, ...]]] = {  # values: rows of the batches. With 1f1b, the loss is inside
     "pairs": {  # every pair of settings
         ("serial", "never", "gpipe"): (8, 5),
         ("serial", "always", "1f1b"): (7, 4),
@@ -40,30 +40,30 @@ def entry(name: str) -> Entry:
     return OWN[name] if name in OWN else HUGGING[name]
 
 
-def looped(model: nn.Module, of: Entry, inputs: dict[str, Any]) -> Tensor:
+def looped(model: nn.Module, spec: Entry, inputs: dict[str, Any]) -> Tensor:
     """The loss of a plain loop over the same micro-batches. The gradients are left in the model."""
     plan, leaves = plan_split(inputs, CHUNKS)
     total = torch.zeros(())
     for rows, piece in zip(plan.sizes, plan.split(leaves), strict=True):
-        share = rows / sum(plan.sizes) if of.reduction == "mean" else 1
-        loss = of.loss(model(**unflatten(plan.structure, piece))) * share
+        share = rows / sum(plan.sizes) if spec.reduction == "mean" else 1
+        loss = spec.loss(model(**unflatten(plan.structure, piece))) * share
         loss.backward()
         total += loss.detach()
     return total
 
 
-def piped(pipe: weft.Pipe, of: Entry, inputs: dict[str, Any]) -> Tensor:
-    """The loss of the pipe, as the model itself or a loss inside gives it, or of its output piece by piece."""
+def piped(pipe: weft.Pipe, spec: Entry, inputs: dict[str, Any]) -> Tensor:
+    """The loss that the pipe or the model computes, or else the loss of the output, by micro-batches."""
     if pipe.schedule == "1f1b":
         (rows,) = {len(x) for x in inputs.values() if isinstance(x, Tensor)}
         return pipe(**inputs, target=torch.zeros(rows))
     output = pipe(**inputs)
     if hasattr(output, "loss"):
-        return of.loss(output)
+        return spec.loss(output)
     plan, _ = plan_split(inputs, CHUNKS)
     leaves, structure = flatten(output)
     columns = [x.split(plan.sizes) if isinstance(x, Tensor) else [x] * len(plan.sizes) for x in leaves]
-    losses = [of.loss(unflatten(structure, list(piece))) for piece in zip(*columns, strict=True)]
+    losses = [spec.loss(unflatten(structure, list(piece))) for piece in zip(*columns, strict=True)]
     return sum(
         (loss * rows / sum(plan.sizes) for loss, rows in zip(losses, plan.sizes, strict=True)), start=torch.zeros(())
     )
@@ -79,36 +79,36 @@ def piped(pipe: weft.Pipe, of: Entry, inputs: dict[str, Any]) -> Tensor:
     ],
 )
 def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str, grid: str) -> None:
-    of = entry(name)
+    spec = entry(name)
     torch.manual_seed(0)
-    original = of.make().train()
-    wanted: dict[tuple[int, ...], list[Any]] = {}
+    original = spec.make().train()
+    expected: dict[tuple[int, ...], list[Any]] = {}
     for sizes in set(GRIDS[grid].values()):
-        plain, wanted[sizes] = copy.deepcopy(original), []
+        plain, expected[sizes] = copy.deepcopy(original), []
         for count in sizes:
             torch.manual_seed(count)
-            inputs = of.inputs(count)
+            inputs = spec.inputs(count)
             plain.zero_grad()
-            loss = looped(plain, of, inputs)
+            loss = looped(plain, spec, inputs)
             gradients = {key: parameter.grad for key, parameter in plain.named_parameters()}
-            wanted[sizes].append((inputs, loss, gradients, [buffer.clone() for buffer in plain.buffers()]))
+            expected[sizes].append((inputs, loss, gradients, [buffer.clone() for buffer in plain.buffers()]))
     for (executor, checkpoint, schedule), sizes in GRIDS[grid].items():
         model = copy.deepcopy(original)
         settings: dict[str, Any] = {"executor": executor, "checkpoint": checkpoint, "schedule": schedule}
         inside: dict[str, Any] = {}
         if schedule == "1f1b":
-            inside = {"loss": lambda output, _: of.loss(output), "loss_reduction": of.reduction}
-        elif of.stated:
-            inside = {"loss_reduction": of.reduction}
-        devices = ["cpu"] * (len(of.split) + 1)
-        pipe = weft.Pipe(model, chunks=CHUNKS, split=of.split, devices=devices, **settings, **inside)
+            inside = {"loss": lambda output, _: spec.loss(output), "loss_reduction": spec.reduction}
+        elif spec.stated:
+            inside = {"loss_reduction": spec.reduction}
+        devices = ["cpu"] * (len(spec.split) + 1)
+        pipe = weft.Pipe(model, chunks=CHUNKS, split=spec.split, devices=devices, **settings, **inside)
         assert list(pipe.state_dict()) == list(original.state_dict())
         assert [id(parameter) for parameter in pipe.parameters()] == [id(parameter) for parameter in model.parameters()]
-        for inputs, loss, gradients, buffers in wanted[sizes]:
+        for inputs, loss, gradients, buffers in expected[sizes]:
             model.zero_grad()
-            found = piped(pipe, of, inputs)
-            found.backward()
-            assert_close(found.detach(), loss)
+            result = piped(pipe, spec, inputs)
+            result.backward()
+            assert_close(result.detach(), loss)
             assert_close({key: parameter.grad for key, parameter in pipe.named_parameters()}, gradients)
             assert_close(list(model.buffers()), buffers)
 
@@ -119,7 +119,7 @@ def test_dropout_is_bit_equal_under_all_executors(make: Any) -> None:
     original = make()
     inputs = {"x": torch.randn(7, 8)} if isinstance(original, Dropping) else {"input_ids": torch.randint(0, 50, (7, 9))}
     split = ["blocks.1", "blocks.3"] if isinstance(original, Dropping) else ["transformer.h.2"]
-    found: list[list[Tensor | None]] = []
+    results: list[list[Tensor | None]] = []
     for way in ({"executor": "serial"}, {"executor": "threads"}, {"executor": "threads", "checkpoint": "always"}):
         model = copy.deepcopy(original)
         pipe = weft.Pipe(model, chunks=3, split=split, devices=["cpu"] * (len(split) + 1), **way)
@@ -127,15 +127,15 @@ def test_dropout_is_bit_equal_under_all_executors(make: Any) -> None:
         output = pipe(**inputs)
         main = output if isinstance(output, Tensor) else output.logits
         main.square().sum().backward()
-        found.append([main.detach(), *(parameter.grad for parameter in model.parameters())])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True) if a is not None and b is not None)
+        results.append([main.detach(), *(parameter.grad for parameter in model.parameters())])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True) if a is not None and b is not None)
 
 
 @needs_transformers
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_no_cut_makes_right_are_refused(name: str) -> None:
-    """A model with outputs or decisions that do not follow its rows is an error with the reason, in any step."""
+def test_models_that_cannot_be_cut_exactly_are_refused(name: str) -> None:
+    """If outputs or decisions do not follow the rows, every step raises an error with the reason."""
     make, inputs, split, words = REFUSED[name]
     pipe = weft.Pipe(make().train(), chunks=CHUNKS, split=[split], devices=["cpu"] * 2)
     for _ in range(2):
@@ -145,12 +145,12 @@ def test_models_that_no_cut_makes_right_are_refused(name: str) -> None:
 
 @needs_transformers
 def test_a_summed_loss_of_hugging_face_is_that_of_all_rows() -> None:
-    """The default of CTC models is a sum, which a mean over micro-batches would make too small."""
+    """The default of CTC models is a sum. A mean over micro-batches would be too small."""
     model = wav2vec2()
     plain, inputs = copy.deepcopy(model), speech(7)
     pipe = weft.Pipe(model, chunks=CHUNKS, split=["wav2vec2.encoder.layers.1"], devices=["cpu"] * 2)
-    found, wanted = pipe(**inputs).loss, plain(**inputs).loss
-    found.backward()
-    wanted.backward()
-    assert_close(found, wanted, 1e-5)  # it computes its loss in float32
+    result, expected = pipe(**inputs).loss, plain(**inputs).loss
+    result.backward()
+    expected.backward()
+    assert_close(result, expected, 1e-5)  # it computes its loss in float32
     assert_gradients_equal(pipe, plain, 1e-6)

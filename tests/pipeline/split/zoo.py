@@ -1,5 +1,5 @@
-"""Small models with an ordinary forward(), and Hugging Face ones of tiny random configs: each with inputs, split
-points, and the loss of an output."""
+"""Small models with an ordinary forward(), and Hugging Face models with tiny random configs. Each has inputs, split
+points, and a loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ VOCABULARY = 50
 
 
 class Entry(NamedTuple):
-    """A model of the zoo. `loss` is of one micro-batch's output; `inputs` takes the number of rows; `reduction` makes
-    the loss of all rows of those of micro-batches, and is stated to the pipe if `stated`."""
+    """A model of the zoo. `inputs` takes the number of rows, `loss` the output of one micro-batch. `reduction` combines
+    the losses of micro-batches, and is passed to the pipe if `stated`."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[int], dict[str, Any]]
@@ -58,7 +58,7 @@ class ResNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Long skips in local variables, and a nested output."""
+    """Model with long skips in local variables, and a nested output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class UNet(nn.Module):
 
 
 class ShapeDriven(nn.Module):
-    """Python that depends on shapes, a parameter and a counter of the root, in-place glue, a checkpointed block."""
+    """Model with shape-dependent Python, a parameter and a counter of its own, in-place code, a checkpointed block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class ShapeDriven(nn.Module):
 
 
 class Router(nn.Module):
-    """Branches on its data."""
+    """Block that branches on its data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Advance(nn.Module):
 
 
 class Shared(nn.Module):
-    """One block called in several places, tied weights, a dataclass between blocks and as output."""
+    """Model with a block that is called twice, tied weights, and a dataclass between blocks and as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Shared(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Dropout in blocks and between them."""
+    """Model with dropout in blocks and between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Dropping(nn.Module):
 
 
 class Annealing(nn.Module):
-    """A counter in a buffer, and a loss with a weight that grows with it."""
+    """Model with a counter in a buffer, which is a factor of its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Annealing(nn.Module):
 
 
 class SummedLoss(nn.Module):
-    """Transcribes sounds, with CTC's loss summed over the rows."""
+    """Transcribes sounds, with a CTC loss that is summed over the rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def _causal(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def hugging(name: str, kind: str, **config: Any) -> Callable[[], nn.Module]:
-    """A maker of a model by the names of its classes; in float64 its loss stays float64 as well."""
+    """Factory of a model by the names of its classes. Its loss has the dtype of the model."""
 
     def make() -> nn.Module:
         import transformers  # noqa: PLC0415 - an extra
@@ -304,7 +304,7 @@ def gpt2(drop: float = 0.0, layers: int = 4) -> nn.Module:
 
 
 def wav2vec2(drop: float = 0.0, augment: bool = False) -> nn.Module:
-    """A model with a summed loss. By default it would draw NumPy random numbers, as `augment` does."""
+    """Model with a summed loss. With `augment`, the default of Hugging Face, it draws NumPy random numbers."""
     drops = [f"{part}_dropout" for part in ("hidden", "attention", "activation", "feat_proj", "final")]
     size = {**_SMALL, "conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
     rest = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": drop}
@@ -321,10 +321,10 @@ def clip() -> nn.Module:
 
 
 def time_series() -> nn.Module:
-    """A model with a mean loss over observed values."""
+    """Model with a mean loss over observed values."""
     import transformers  # noqa: PLC0415 - an extra
 
-    size = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    size = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
     size |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16}
     rest = {"prediction_length": 4, "context_length": 6, "lags_sequence": [1, 2], "num_time_features": 1}
     drops = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
@@ -406,10 +406,10 @@ HUGGING = {
         lambda n: {key: value for key, value in text(n).items() if key != "attention_mask"},
         ("model.layers.2",),
         _of_model,
-        stated=True,  # its loss that balances the experts is no mean over rows
+        stated=True,  # its loss that balances the experts is not a mean over rows
     ),
     "time series": Entry(time_series, series, ("model.decoder.layers.0",), _of_model),
-    "llava": Entry(  # it caches keys and values, by a nested config and one of **kwargs
+    "llava": Entry(  # caches keys and values, by a nested config and an entry of **kwargs
         hugging(
             *("Llava", "LlavaForConditionalGeneration"),
             text_config={**_SMALL, "model_type": "llama", "num_key_value_heads": 1, "vocab_size": VOCABULARY},
@@ -424,7 +424,7 @@ HUGGING = {
         hugging("Mamba", "MambaForCausalLM", hidden_size=16, state_size=4, num_hidden_layers=4, use_cache=False),
         lambda n: {"input_ids": ids(n)},
         ("backbone.layers.2",),
-        lambda output: output.logits.double().square().mean(),  # it makes float32 of them
+        lambda output: output.logits.double().square().mean(),  # the model casts them to float32
     ),
     "rwkv": Entry(
         hugging(
@@ -437,7 +437,7 @@ HUGGING = {
 }
 
 Refused = tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]], str, str]
-"""Maker, inputs by rows, split point, words of the error."""
+"""Factory, inputs by number of rows, split point, words of the error."""
 REFUSED: dict[str, Refused] = {
     "contrastive": (
         clip,
@@ -454,4 +454,4 @@ REFUSED: dict[str, Refused] = {
         "NumPy's random.*apply_spec_augment=False in its config",
     ),
 }
-"""Hugging Face's models that are refused, as they are or with these inputs."""
+"""Hugging Face models that are refused, with any inputs or with these."""
