@@ -104,7 +104,7 @@ def test_gradients_of_gradients_are_refused_under_any_choice(schedule: str, insi
             torch.autograd.grad(loss, list(pipe.parameters()), create_graph=True)
 
 
-def test_two_outputs_may_go_back_in_one_backward() -> None:
+def test_two_outputs_can_share_one_backward() -> None:
     class Fork(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x.sin(), x.cos()

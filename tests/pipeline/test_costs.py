@@ -155,7 +155,7 @@ class Fails(nn.Module):
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("fails", [True, False])
-def test_steps_that_failed_or_were_dropped_count_no_longer(executor: str, fails: bool) -> None:
+def test_failed_or_dropped_steps_are_no_longer_counted(executor: str, fails: bool) -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Fails())
     pipe = weft.Pipe(layers, chunks=4, balance=[2, 1], devices=["cpu"] * 2, executor=executor, checkpoint="never")
     batch, live = torch.randn(8, 8), list[int]()

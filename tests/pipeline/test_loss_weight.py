@@ -176,7 +176,7 @@ def test_mean_inside_a_custom_loss_is_refused(executor: str, options: dict[str, 
     assert_exact(pipe, plain, Wrapped(**options), rows(4, 4), target)
 
 
-def test_a_loss_without_ignored_targets_goes_by_rows() -> None:
+def test_a_loss_without_ignored_targets_is_weighted_by_rows() -> None:
     pipe, plain = piped(chain(4, 3), loss=Wrapped())
     assert_exact(pipe, plain, Wrapped(), rows(7, 4), torch.arange(7) % 3)
 

@@ -21,7 +21,7 @@ from torchweft import Pipe
 
 @every_run
 @pytest.mark.parametrize("first", [0, 1])
-def test_two_steps_may_be_alive_and_go_back_in_any_order(executor: str, checkpoint: str, first: int) -> None:
+def test_two_live_steps_can_run_backward_in_any_order(executor: str, checkpoint: str, first: int) -> None:
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
     losses = [pipe(rows(7, 4, seed=seed)).square().sum() for seed in (1, 2)]
     losses[first].backward()

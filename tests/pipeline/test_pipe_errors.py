@@ -67,7 +67,7 @@ def step(pipe: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
-def test_an_exception_says_where_it_was_and_the_next_step_works(executor: str, checkpoint: str, where: str) -> None:
+def test_an_exception_names_its_place_and_the_next_step_works(executor: str, checkpoint: str, where: str) -> None:
     if where == "recomputation" and checkpoint == "never":
         return
     model = nn.Sequential(nn.Identity(), FailingLayer(), nn.Identity(), FailingLayer(), nn.Identity(), FailingLayer())

@@ -184,7 +184,7 @@ def test_a_dropped_pipe_is_gone_at_once_and_its_threads_with_it(executor: str, c
         assert not thread.is_alive(), "a dropped pipe is in no cycle, so its threads end without the collector"
 
 
-def test_an_output_that_outlives_its_pipe_still_goes_back() -> None:
+def test_backward_works_after_its_pipe_is_freed() -> None:
     pipe, plain = piped(chain(4, 5, 3), executor="threads")
     weights = dict(pipe.named_parameters())
     loss = pipe(rows(7, 4)).square().sum()

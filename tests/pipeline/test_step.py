@@ -226,7 +226,7 @@ def test_failed_backward_leaves_no_partial_sums() -> None:
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])
-def test_an_exception_says_in_a_note_where_it_was(kind: str) -> None:
+def test_an_exception_has_a_note_with_its_place(kind: str) -> None:
     class Failing(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

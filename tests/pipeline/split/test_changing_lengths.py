@@ -108,7 +108,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_code_that_goes_by_sizes_is_exact(code: Code) -> None:
+def test_code_that_depends_on_sizes_is_exact(code: Code) -> None:
     """Outputs and gradients are those of the model, for any Python code on rows and lengths."""
     model = Between(code)
     plain = copy.deepcopy(model)
