@@ -203,7 +203,7 @@ class Noise(nn.Module):
 @pytest.mark.cuda
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_gradients_are_exact_while_memory_is_reused(checkpoint: Any) -> None:
-    """The layers between make the allocator reuse every freed block."""
+    """The `Noise` layers make the allocator reuse every freed block."""
     plain, model = layers().to(CUDA), layers()
     noisy = nn.Sequential(*[module for layer in model for module in (Noise(), layer)], Noise())
     pipe = Pipe(noisy, chunks=8, devices=[CUDA] * 2, balance=[5, 6], checkpoint=checkpoint, executor="threads")

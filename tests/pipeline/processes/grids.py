@@ -90,7 +90,7 @@ def observe() -> dict[str, Any]:
 
 
 def copy_and_pickle() -> list[str]:
-    """The error of a pickled pipe, and the keys of a copy that has trained."""
+    """Whether a copy trains like its pipe, and the error of a pickled pipe."""
     import pickle  # noqa: PLC0415 - only here
 
     pipe = weft.Pipe(net(), chunks=2, balance=[2, 2], loss=nn.MSELoss(), group=dist.group.WORLD)

@@ -218,7 +218,7 @@ def die(number: int, fork: bool) -> Any:
     walk.fail(caught.value)
     took = time.monotonic() - begun
     later = links.open_walk("step 2")
-    with pytest.raises(RankLostError, match="rank 1"):  # raised soon, although the other rank can report the loss first
+    with pytest.raises(RankLostError, match="rank 1"):  # soon, whether this rank or the other one detects the loss
         later.receive((0, 0, 0), 1)
     links.close()
     return str(caught.value), took
