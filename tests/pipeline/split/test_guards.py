@@ -21,13 +21,7 @@ pytestmark = pytest.mark.usefixtures("double")
 @pytest.fixture(autouse=True)
 def _type_checks_are_library_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not treat the type checks of the tests, which wrap functions of the recorder, as user code."""
-    monkeypatch.setattr(user_code, "_LIBRARIES", (*user_code._LIBRARIES, "<", *_type_checker_folders()))
-
-
-def _type_checker_folders() -> list[str]:
-    import jaxtyping  # noqa: PLC0415 - the tests' own
-
-    return [str(jaxtyping.__file__).rpartition("/")[0]]
+    monkeypatch.setattr(user_code, "_LIBRARIES", (*user_code._LIBRARIES, "<"))
 
 
 class Between(nn.Module):
